@@ -1,0 +1,44 @@
+# Each target stands on a stamp file, so that the set-up happens once and again only when what it reads has changed.
+# The bench extras alone are on no stamp of `run` or `test`: nobody needs them to train.
+
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: run test lint bench clean
+
+run: $(VENV)/.installed
+	$(VENV)/bin/fabric-template fit
+
+test: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest -q
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+bench: $(VENV)/.installed-bench
+	$(VENV)/bin/python benchmarks/import_time.py
+	$(VENV)/bin/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and pinned: asked for together with the rest, pip may choose a newer one with its CUDA libraries
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet $(TORCH)
+	@$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed-dev
+	@$(INSTALL) --editable '.[dev,bench]'
+	@touch $@

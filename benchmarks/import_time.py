@@ -1,0 +1,53 @@
+"""What `import fabric_template` costs over `import lightning.fabric`, and how fast `fabric-template --help` answers.
+
+Every timing is a fresh interpreter; the contestants take turns, so that a busy moment of the machine hits them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CONTESTANTS = {
+    "import lightning.fabric": [sys.executable, "-c", "import lightning.fabric"],
+    "import fabric_template": [sys.executable, "-c", "import fabric_template"],
+    # the same function as the console script, which needs no installation to be timed
+    "fabric-template --help": [sys.executable, "-c", "from fabric_template.cli import main; main()", "--help"],
+}
+BASE = "import lightning.fabric"
+GOALS = {"import fabric_template": 0.2, "fabric-template --help": 1.0}  # seconds over BASE
+
+
+def seconds(command: list[str]) -> float | None:
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, cwd=Path(__file__).resolve().parent.parent)
+    return time.perf_counter() - start if done.returncode == 0 else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+
+    runs = {name: command for name, command in CONTESTANTS.items() if seconds(command) is not None}  # and fills caches
+    for name in CONTESTANTS.keys() - runs.keys():
+        print(f"left out: {name} (it fails)")
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, command in runs.items():
+            times[name].append(seconds(command) or float("nan"))
+
+    print(f"{rounds} rounds, medians\n{'':26}{'wall s':>8}{'over fabric':>13}  goal")
+    for name, measured in times.items():
+        over = statistics.median(mine - base for mine, base in zip(measured, times[BASE], strict=True))
+        goal = GOALS.get(name)
+        verdict = "" if goal is None else f"<= {goal:g} s: {'met' if over <= goal else 'missed'}"
+        print(f"{name:26}{statistics.median(measured):8.2f}{over:+13.2f}  {verdict}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,401 @@
+"""What a training step costs in each loop, in one table from one run.
+
+    python benchmarks/overhead.py            # a few minutes
+    python benchmarks/overhead.py --quick    # a glance
+
+How it is measured:
+
+- The contestants take turns (A B C ... A B C ...), ratios are taken within a round, and of those the median: a busy
+  moment of the machine hits a few rounds, not a contestant.
+- A step costs (time of an epoch of 3S steps - time of an epoch of S steps) / 2S. What is paid once per fit or epoch
+  (set-up, the CSV's row, the checkpoint, the teardown) is in both and cancels; it is shown by itself, as "once".
+- Data, model, loss, optimizer and loader are the same for all, one thread. The batches are made beforehand and the
+  DataLoader only hands them out, because making them would hide the loops' differences. (A DataLoader rather than a
+  list, since Fabric and Accelerate take nothing else.)
+- Bars are drawn, into a terminal that throws them away.
+- Before anything is timed, every contestant has to end with the same weights as the plain loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import gc
+import importlib.util
+import io
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+PLAIN, PLAIN_METRICS = "plain", "plain, same metrics"
+OURS, OURS_ALL = "ours, bare", "ours, everything on"
+TRAINER, TRAINER_ALL = "Trainer, barebones", "Trainer, everything on"
+LOG_EVERY = 50  # steps between rows per step, Trainer's default
+
+
+@dataclass(frozen=True)
+class Problem:
+    name: str
+    sizes: tuple[int, ...]
+    batch_size: int
+    optimizer: str
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for width_in, width_out in zip(self.sizes[:-1], self.sizes[1:], strict=True):
+            layers += [nn.Linear(width_in, width_out), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "adam":
+            return torch.optim.Adam(model.parameters(), lr=1e-3)
+        return torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def loader(self, steps: int) -> DataLoader:
+        return DataLoader(Batches(self, steps), batch_size=None, collate_fn=as_it_is)
+
+
+class Batches(Dataset):
+    """Batches made beforehand: 16 of them, again and again. Like data that is in memory already."""
+
+    def __init__(self, problem: Problem, steps: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.steps = steps
+        self.batches = [
+            (
+                torch.randn(problem.batch_size, problem.sizes[0], generator=generator),
+                torch.randint(problem.sizes[-1], (problem.batch_size,), generator=generator),
+            )
+            for _ in range(16)
+        ]
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.batches[index % 16]
+
+
+def as_it_is(batch):
+    return batch
+
+
+# ---- the contestants: each trains one epoch of `steps` steps and returns the trained network -------------------------
+
+
+def plain(problem: Problem, steps: int) -> nn.Module:
+    model, loader = problem.model(), problem.loader(steps)
+    optimizer = problem.optimizer_of(model)
+    model.train()
+    for x, y in loader:
+        loss = functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def plain_metrics(problem: Problem, steps: int) -> nn.Module:
+    """As carefully as one writes it by hand: sums on the device, read when a row is due; bar, CSV, checkpoint."""
+    from tqdm import tqdm
+
+    model, loader = problem.model(), problem.loader(steps)
+    optimizer = problem.optimizer_of(model)
+    loss_sum, acc_sum, count = torch.zeros(()), torch.zeros(()), 0
+    with open("steps.csv", "w", newline="") as steps_file, open("metrics.csv", "w", newline="") as epochs_file:
+        step_rows, epoch_rows = csv.writer(steps_file), csv.writer(epochs_file)
+        step_rows.writerow(["step", "train_loss", "train_acc"])
+        epoch_rows.writerow(["epoch", "step", "train_loss", "train_acc"])
+        model.train()
+        with tqdm(total=len(loader)) as bar:
+            for step, (x, y) in enumerate(loader, start=1):
+                logits = model(x)
+                loss = functional.cross_entropy(logits, y)
+                acc = (logits.argmax(1) == y).float().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                loss_sum += loss.detach() * len(x)
+                acc_sum += acc * len(x)
+                count += len(x)
+                if step % LOG_EVERY == 0:
+                    step_rows.writerow([step, loss.item(), acc.item()])
+                    bar.set_postfix(train_loss=loss.item(), train_acc=acc.item(), refresh=False)
+                bar.update()
+        epoch_rows.writerow([0, steps, (loss_sum / count).item(), (acc_sum / count).item()])
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.ckpt")
+    return model
+
+
+def ours_bare(problem: Problem, steps: int) -> nn.Module:
+    from fabric_template import FabricLoop
+
+    module = lightning_module(problem, log=False)
+    loop = FabricLoop(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    loop.fit(module, problem.loader(steps))
+    return module.net
+
+
+def ours_everything(problem: Problem, steps: int) -> nn.Module:
+    from fabric_template import FabricLoop
+
+    module = lightning_module(problem, log=True)
+    FabricLoop(accelerator="cpu", devices=1, max_epochs=1).fit(module, problem.loader(steps))
+    return module.net
+
+
+def plain_fabric(problem: Problem, steps: int) -> nn.Module:
+    """Fabric as its tutorial has it."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    net = problem.model()
+    model, optimizer = fabric.setup(net, problem.optimizer_of(net))
+    loader = fabric.setup_dataloaders(problem.loader(steps))
+    model.train()
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        fabric.backward(loss)
+        optimizer.step()
+    return net
+
+
+def trainer_bare(problem: Problem, steps: int) -> nn.Module:
+    from lightning import Trainer
+
+    module = lightning_module(problem, log=False)
+    Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True).fit(module, problem.loader(steps))
+    return module.net
+
+
+def trainer_everything(problem: Problem, steps: int) -> nn.Module:
+    from lightning import Trainer
+    from lightning.pytorch.callbacks import TQDMProgressBar  # what Trainer takes where rich is not installed
+    from lightning.pytorch.loggers import CSVLogger
+
+    module = lightning_module(problem, log=True)
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=CSVLogger("."), callbacks=[TQDMProgressBar()])
+    trainer.fit(module, problem.loader(steps))
+    return module.net
+
+
+def accelerate(problem: Problem, steps: int) -> nn.Module:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    net = problem.model()
+    model, optimizer, loader = accelerator.prepare(net, problem.optimizer_of(net), problem.loader(steps))
+    model.train()
+    for x, y in loader:
+        loss = functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+    return net
+
+
+def ignite(problem: Problem, steps: int) -> nn.Module:
+    from ignite.engine import create_supervised_trainer
+
+    model = problem.model()
+    trainer = create_supervised_trainer(model, problem.optimizer_of(model), functional.cross_entropy)
+    trainer.run(problem.loader(steps), max_epochs=1)
+    return model
+
+
+CONTESTANTS: dict[str, tuple[str, Callable[[Problem, int], nn.Module]]] = {  # name: (needs this package, function)
+    PLAIN: ("torch", plain),
+    PLAIN_METRICS: ("tqdm", plain_metrics),
+    OURS: ("fabric_template", ours_bare),
+    OURS_ALL: ("fabric_template", ours_everything),
+    "Fabric, its tutorial": ("lightning", plain_fabric),
+    TRAINER: ("lightning", trainer_bare),
+    TRAINER_ALL: ("lightning", trainer_everything),
+    "Accelerate": ("accelerate", accelerate),
+    "Ignite": ("ignite", ignite),
+}
+GOALS = [  # (contestant, against, at most, problem)
+    (OURS_ALL, PLAIN_METRICS, 1.15, "tiny"),
+    (OURS_ALL, TRAINER_ALL, 0.22, "tiny"),
+    (OURS, PLAIN, 1.05, "tiny"),
+]
+
+
+def lightning_module(problem: Problem, log: bool):
+    """The same module for Trainer and for ours; with `log`, two metrics per step, per epoch and in the bar."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = problem.model()
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return functional.cross_entropy(self.net(x), y)
+
+        def configure_optimizers(self):
+            return problem.optimizer_of(self.net)
+
+    class LoggingModule(Module):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            logits = self.net(x)
+            loss = functional.cross_entropy(logits, y)
+            self.log("train_loss", loss, on_epoch=True, prog_bar=True)
+            self.log("train_acc", (logits.argmax(1) == y).float().mean(), on_epoch=True, prog_bar=True)
+            return loss
+
+    return LoggingModule() if log else Module()
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+class NoTerminal(io.TextIOBase):
+    """Says that it is a terminal, so that bars are drawn, and keeps nothing."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@contextlib.contextmanager
+def out_of_the_way():
+    """In a folder of its own, without a word on the screen."""
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.chdir(folder)
+        try:
+            with contextlib.redirect_stdout(NoTerminal()), contextlib.redirect_stderr(NoTerminal()):
+                yield
+        finally:
+            os.chdir(here)
+
+
+def seconds(train: Callable[[Problem, int], nn.Module], problem: Problem, steps: int) -> float:
+    with out_of_the_way():
+        gc.collect()  # nobody pays for the garbage of the contestant before
+        start = time.perf_counter()
+        train(problem, steps)
+        return time.perf_counter() - start
+
+
+def able(problem: Problem) -> list[str]:
+    """The contestants that are installed, run, and end with the plain loop's weights."""
+    names = []
+    expected = plain(problem, steps=30).state_dict()
+    for name, (package, train) in CONTESTANTS.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"left out: {name} ({package} is not installed)")
+            continue
+        try:
+            with out_of_the_way():
+                weights = train(problem, 30).state_dict()
+        except Exception as error:  # one broken contestant must not cost the others their table
+            print(f"left out: {name} ({type(error).__name__}: {error})")
+            continue
+        if all(torch.equal(weights[key], value) for key, value in expected.items()):
+            names.append(name)
+        else:
+            print(f"left out: {name} (it ends with other weights than the plain loop)")
+    return names
+
+
+def measure(problem: Problem, names: list[str], steps: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Per contestant and round: seconds per step, and seconds paid once."""
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for number in range(rounds):
+        if sys.stderr.isatty():
+            print(f"\r{problem.name}: round {number + 1} of {rounds}", end="\r", file=sys.stderr, flush=True)
+        for name in names:
+            _, train = CONTESTANTS[name]
+            short, long = seconds(train, problem, steps), seconds(train, problem, 3 * steps)
+            per_step = (long - short) / (2 * steps)
+            measured[name].append((per_step, short - steps * per_step))
+    return measured
+
+
+def ratio(measured: dict[str, list[tuple[float, float]]], name: str, base: str) -> float:
+    pairs = zip(measured[name], measured[base], strict=True)
+    return statistics.median(mine / theirs for (mine, _), (theirs, _) in pairs)
+
+
+def show(problem: Problem, measured: dict[str, list[tuple[float, float]]]) -> None:
+    sizes = "-".join(str(size) for size in problem.sizes)
+    print(f"\n{problem.name}: {sizes}, batch {problem.batch_size}, {problem.optimizer}")
+    print(f"{'':26}{'ms a step':>10}{'/ plain':>9}{'/ same metrics':>16}{'once, ms':>10}")
+    for name, rows in measured.items():
+        per_step, once = (1e3 * statistics.median(column) for column in zip(*rows, strict=True))
+        against = f"{ratio(measured, name, PLAIN):9.2f}{ratio(measured, name, PLAIN_METRICS):16.2f}"
+        print(f"{name:26}{per_step:10.3f}{against}{once:10.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="S: fits of S and of 3S steps are compared")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="adam")
+    parser.add_argument("--quick", action="store_true", help="100 steps, 3 rounds: too few for a verdict")
+    arguments = parser.parse_args()
+    steps, rounds = (100, 3) if arguments.quick else (arguments.steps, arguments.rounds)
+
+    torch.set_num_threads(1)  # tensors this small are slower with more
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone, installed or not
+    warnings.simplefilter("ignore")
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric", "ignite", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    print(f"torch {torch.__version__}, CPU, 1 thread; S={steps}, {rounds} rounds, medians")
+    results = {}
+    for problem in (
+        Problem("tiny", (64, 32, 10), 32, arguments.optimizer),
+        Problem("tutorial", (784, 100, 10), 100, arguments.optimizer),
+    ):
+        results[problem.name] = measure(problem, able(problem), steps, rounds)
+        show(problem, results[problem.name])
+
+    print("\ngoals")
+    for name, base, most, problem_name in GOALS:
+        measured = results[problem_name]
+        if name in measured and base in measured:
+            value = ratio(measured, name, base)
+            verdict = f"{value:.2f}  {'met' if value <= most else 'missed'}"
+        else:
+            verdict = "not measured"
+        print(f"  {problem_name}: {name} <= {most} x {base}:  {verdict}")
+
+
+if __name__ == "__main__":
+    main()

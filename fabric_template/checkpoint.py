@@ -1,0 +1,392 @@
+"""Checkpoint: what a run's state is, in Lightning's layout, and which files are kept of it.
+
+Keys are Trainer's (``state_dict, optimizer_states, lr_schedulers, epoch, global_step, loops, callbacks, ...``), so that
+``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` read our files and we read theirs. What
+Trainer does not keep (random states, the position in the epoch, running sums, the history) lies under one key, ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .history import is_better
+from .hooks import overrides
+from .storage import CheckpointError, explain_mismatch, find_weights, read_checkpoint, safe_name
+
+if TYPE_CHECKING:
+    from .run import Run
+
+OURS = "fabric_template"
+FORMAT = 1
+
+
+# ---- random numbers
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every library's random numbers on this rank, as tensors and plain values.
+
+    Example:
+        >>> state = rng_state(); first = torch.rand(1); set_rng_state(state); bool(torch.rand(1) == first)
+        True
+    """
+    import numpy
+
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": [version, torch.tensor(words), gauss],
+        "numpy": [name, torch.tensor(keys.astype("int64")), int(position), int(has_gauss), float(cached)],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put every library's random numbers back where `rng_state` found them."""
+    import numpy
+
+    torch.set_rng_state(state["torch"].cpu())
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([part.cpu() for part in state["cuda"]])
+
+
+# ---- a run's state
+
+
+def state_of(run: Run, weights_only: bool = False) -> dict[str, Any]:
+    """Everything that a run needs to go on, as one flat dict of tensors and plain values.
+
+    Called on all ranks (each gives its own random states); only rank zero's result is written.
+    """
+    from lightning.fabric import __version__ as lightning_version
+
+    state: dict[str, Any] = {
+        "epoch": run.current_epoch,
+        "global_step": run.global_step,
+        "pytorch-lightning_version": lightning_version,
+        "state_dict": run.net.state_dict() if overrides(run.owner, "state_dict") is None else run.owner.state_dict(),
+        "loops": loops_state(run),
+    }
+    if not weights_only:
+        state["callbacks"] = {
+            key: part
+            for callback in run.callbacks
+            if callable(getattr(callback, "state_dict", None)) and (part := callback.state_dict())
+            for key in [getattr(callback, "state_key", type(callback).__qualname__)]
+        }
+        state["optimizer_states"] = [optimizer.state_dict() for optimizer in run.optimizers]
+        state["lr_schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
+        precision = run.fabric.strategy.precision
+        if scaler := precision.state_dict():
+            state[type(precision).__qualname__] = scaler
+    for owner in (run.owner, run.datamodule):
+        hparams = getattr(owner, "hparams", None)
+        if hparams:
+            if hasattr(owner, "_hparams_name"):
+                state["hparams_name"] = owner._hparams_name  # Lightning writes it, and reads it back by this name
+            state["hyper_parameters"] = dict(hparams)
+    if run.datamodule is not None and callable(getattr(run.datamodule, "state_dict", None)):
+        if part := run.datamodule.state_dict():
+            state[type(run.datamodule).__qualname__] = part
+    if not weights_only:
+        state[OURS] = _our_state(run)
+        run.hooks.call_callbacks("on_save_checkpoint", state)
+    run.hooks.call_module("on_save_checkpoint", state)
+    return state
+
+
+def _our_state(run: Run) -> dict[str, Any]:
+    ranks = {"rng": rng_state(), "epoch_rng": run.epoch_rng, "returned": run.history.train.state_dict()}
+    gathered = run.gather(ranks)
+    return {
+        "format": FORMAT,
+        "batch_idx": run.batches_done if not run.between_epochs else 0,
+        "epoch": run.epochs_done,
+        "total_batches": run.total_batches,
+        "batches_that_stepped": run.batches_that_stepped,
+        "seconds": time.monotonic() - run.record.began,
+        "ranks": gathered,
+        "generators": [generator.get_state() for generator in run.generators()],
+        "epoch_generators": run.epoch_generators,
+        "metrics": run.metrics.state_dict(),
+        "history": copy.deepcopy(run.history.rows),
+        "kept": run.saver.state_dict() if run.saver is not None else {},
+        "logs": [logger.position() if hasattr(logger, "position") else None for logger in run.loggers],
+    }
+
+
+def loops_state(run: Run) -> dict[str, Any]:
+    """Trainer's progress counters, as its own loops would hold them at this point."""
+
+    def counts(done: int, names: tuple[str, ...] = ("ready", "started", "processed", "completed")) -> dict[str, int]:
+        return dict.fromkeys(names, done)
+
+    def progress(total: int, current: int, names: tuple[str, ...] = ("ready", "started", "processed", "completed")) -> dict:
+        return {"total": counts(total, names), "current": counts(current, names)}
+
+    two, three = ("ready", "completed"), ("ready", "started", "completed")
+    in_epoch = run.batches_done
+    epoch = progress(run.epochs_done, run.epochs_done)
+    if not run.between_epochs:
+        for part in epoch.values():
+            part["ready"] += 1
+            part["started"] += 1
+    steps = run.global_step if run.is_automatic else 0
+    manual = 0 if run.is_automatic else run.global_step
+    schedulers = sum(getattr(config.scheduler, "last_epoch", 0) or 0 for config in run.schedulers)
+    fit = {
+        "state_dict": {},
+        "epoch_progress": epoch,
+        "epoch_loop.state_dict": {"_batches_that_stepped": run.batches_that_stepped},
+        "epoch_loop.batch_progress": progress(run.total_batches, in_epoch) | {"is_last_batch": run.is_last_batch},
+        "epoch_loop.scheduler_progress": progress(schedulers, 0, two),
+        "epoch_loop.automatic_optimization.state_dict": {},
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {"step": progress(steps, run.steps_in_epoch, two), "zero_grad": progress(steps, 0, three)}
+        },
+        "epoch_loop.manual_optimization.state_dict": {},
+        "epoch_loop.manual_optimization.optim_step_progress": progress(manual, 0, two),
+        "epoch_loop.val_loop.state_dict": {},
+        "epoch_loop.val_loop.batch_progress": progress(0, 0) | {"is_last_batch": False},
+    }
+    evaluation = {"state_dict": {}, "batch_progress": progress(0, 0) | {"is_last_batch": False}}
+    return {
+        "fit_loop": fit,
+        "validate_loop": copy.deepcopy(evaluation),
+        "test_loop": copy.deepcopy(evaluation),
+        "predict_loop": {"state_dict": {}, "batch_progress": progress(0, 0)},
+    }
+
+
+def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -> None:
+    """Refuse a checkpoint of another model, naming the first keys and shapes that differ; one of a newer format, too.
+
+    Raises:
+        CheckpointError: one line.
+    """
+    ours = checkpoint.get(OURS)
+    if isinstance(ours, Mapping) and ours.get("format", 0) > FORMAT:
+        raise CheckpointError(
+            f"'{path}' has format {ours['format']}; this version of fabric_template reads up to {FORMAT}: update it with"
+            " pip install -U, or save the checkpoint with this version"
+        )
+    expected = net.state_dict()
+    difference = explain_mismatch(expected, find_weights(dict(checkpoint), expected))
+    if difference:
+        raise CheckpointError(f"'{path}' is of another model: {difference}; build the model with the same arguments")
+
+
+def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
+    """Put a checkpoint's weights into the module, by its own hooks."""
+    run.hooks.call_module("on_load_checkpoint", checkpoint)
+    weights = find_weights(checkpoint, run.net.state_dict())
+    strict = getattr(run.owner, "strict_loading", True)
+    run.net.load_state_dict(weights, strict=strict if isinstance(strict, bool) else True)
+
+
+def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
+    """Optimizers, schedulers, scaler, counters: what fit needs beyond the weights, the random numbers excepted."""
+    precision = run.fabric.strategy.precision
+    if scaler := checkpoint.get(type(precision).__qualname__):
+        precision.load_state_dict(scaler)
+    for key in ("optimizer_states", "lr_schedulers"):
+        if key not in checkpoint:
+            raise CheckpointError(
+                f"resume={str(run.resume_path)!r}: the file holds weights only ({key} is missing); use load= to start a new"
+                " run from them"
+            )
+    if len(checkpoint["optimizer_states"]) != len(run.optimizers):
+        raise CheckpointError(
+            f"resume={str(run.resume_path)!r}: the file holds {len(checkpoint['optimizer_states'])} optimizers, this run has"
+            f" {len(run.optimizers)}; use load= to take the weights only"
+        )
+    for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
+        optimizer.load_state_dict(state)
+    for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=False):
+        config.scheduler.load_state_dict(state)
+    run.global_step = int(checkpoint.get("global_step", 0))
+    ours = checkpoint.get(OURS)
+    if ours is None:
+        _counters_of_trainer(run, checkpoint)
+        return
+    run.epochs_done, run.batches_done = ours["epoch"], ours["batch_idx"]
+    run.total_batches, run.batches_that_stepped = ours["total_batches"], ours["batches_that_stepped"]
+    run.between_epochs = run.batches_done == 0
+    run.history.rows = [dict(row) for row in ours["history"]]
+    if run.saver is not None:
+        run.saver.load_state_dict(ours["kept"])
+    run.restored = ours
+
+
+def _counters_of_trainer(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Where Trainer stood when it wrote this file: it saves in the middle of its own bookkeeping."""
+    fit = checkpoint.get("loops", {}).get("fit_loop", {})
+    epoch = fit.get("epoch_progress", {}).get("current", {})
+    batches = fit.get("epoch_loop.batch_progress", {})
+    run.epochs_done = epoch.get("processed", int(checkpoint.get("epoch", -1)) + 1)
+    started_and_open = epoch.get("ready", 0) > epoch.get("processed", 0)
+    run.batches_done = batches.get("current", {}).get("ready", 0) if started_and_open else 0
+    if started_and_open and batches.get("is_last_batch"):  # saved in validation, after the last batch
+        run.epochs_done, run.batches_done = run.epochs_done + 1, 0
+    run.between_epochs = run.batches_done == 0
+    run.total_batches = batches.get("total", {}).get("ready", 0)
+    run.batches_that_stepped = fit.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", run.global_step)
+
+
+def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
+    """Give every callback and the datamodule their part of the checkpoint."""
+    states = checkpoint.get("callbacks") or {}
+    known = {getattr(callback, "state_key", type(callback).__qualname__) for callback in run.callbacks}
+    if missing := sorted(map(str, states.keys() - known)):
+        run.warn_once(
+            "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided during"
+            f" `Trainer` instantiation. Please add the following callbacks: {missing}."
+        )
+    if states:
+        run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
+    for callback in run.callbacks:
+        state = states.get(getattr(callback, "state_key", type(callback).__qualname__))
+        if state and callable(getattr(callback, "load_state_dict", None)):
+            callback.load_state_dict(copy.deepcopy(state))
+    part = checkpoint.get(type(run.datamodule).__qualname__) if run.datamodule is not None else None
+    if part and callable(getattr(run.datamodule, "load_state_dict", None)):
+        run.datamodule.load_state_dict(part)
+
+
+# ---- which files are kept
+
+
+class Saver:
+    """Keeps ``last.ckpt`` and the best checkpoints of a run, in ``checkpoints/<name>/version_<n>``.
+
+    Modules and callbacks that look for Trainer's ModelCheckpoint find its words: ``best_model_path``,
+    ``best_model_score``, ``last_model_path``, ``dirpath``, ``monitor``.
+
+    Args:
+        folder: where the files go.
+        monitor: the metric that says which is best; None keeps only the last.
+        mode: "min" or "max".
+        top_k: how many of the best are kept; -1: all.
+        save_last: whether ``last.ckpt`` is written at the end of each epoch.
+    """
+
+    def __init__(self, folder: Path, monitor: str | None, mode: str, top_k: int, save_last: bool) -> None:
+        self.folder, self.monitor, self.mode, self.top_k, self.save_last = folder, monitor, mode, top_k, save_last
+        self.best: dict[str, float] = {}  # path -> score
+        self.last_model_path = ""
+
+    @property
+    def dirpath(self) -> str:
+        """The folder."""
+        return str(self.folder)
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint so far; without a monitor, the last."""
+        if not self.best:
+            return self.last_model_path if self.monitor is None else ""
+        return (min if self.mode == "min" else max)(self.best, key=self.best.__getitem__)
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The monitor's best value so far."""
+        return self.best.get(self.best_model_path)
+
+    def save_epoch(self, run: Run, score: float | None) -> None:
+        """The epoch is over: keep its checkpoint if its score is among the best, and as the last."""
+        path = None if score is None or self.top_k == 0 else self._path_for(run, score)
+        state = None
+        if path is not None:
+            self._make_room(run, path, score)
+            state = self._write(run, path)
+        if self.save_last:
+            self.write_last(run, state)
+
+    def save_step(self, run: Run, every: int) -> None:
+        """In the middle of an epoch: rewrite ``last.ckpt`` every so many optimizer steps."""
+        if run.global_step and run.global_step % every == 0:
+            self.write_last(run)
+
+    def write_last(self, run: Run, state: dict[str, Any] | None = None) -> None:
+        """Write ``last.ckpt`` as the run stands now."""
+        self.last_model_path = str(self.folder / "last.ckpt")
+        self._write(run, Path(self.last_model_path), state)
+
+    def _path_for(self, run: Run, score: float) -> Path | None:
+        """The file for this score, None if it is not among the best."""
+        if self.top_k == 1:
+            if not is_better(score, self.best_model_score, self.mode):
+                return None
+            return self.folder / "best.ckpt"
+        if self.top_k > 0 and len(self.best) >= self.top_k and not is_better(score, self.best[self._worst()], self.mode):
+            return None
+        return self.folder / (safe_name(f"epoch={run.current_epoch - 1}-{self.monitor}={score:.4f}") + ".ckpt")
+
+    def _worst(self) -> str:
+        return (max if self.mode == "min" else min)(self.best, key=self.best.__getitem__)
+
+    def _make_room(self, run: Run, path: Path, score: float) -> None:
+        if self.top_k == 1:
+            self.best = {}
+        self.best[str(path)] = score
+
+    def _write(self, run: Run, path: Path, state: dict[str, Any] | None = None) -> dict[str, Any]:
+        state = state_of(run) if state is None else {**state, OURS: {**state[OURS], "kept": self.state_dict()}}
+        run.sync_logs()
+        if run.fabric.is_global_zero:
+            run.fabric.strategy.checkpoint_io.save_checkpoint(state, path)
+            while 0 < self.top_k < len(self.best):  # the new one is safe on disk: the worst may go
+                worst = self._worst()
+                del self.best[worst]
+                if worst != str(path):
+                    run.fabric.strategy.checkpoint_io.remove_checkpoint(worst)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scores by file name: the folder may have moved when the run goes on."""
+        return {"best": {Path(path).name: score for path, score in self.best.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Know again which files are the best, as far as they are still there."""
+        self.best = {
+            str(self.folder / name): score
+            for name, score in state.get("best", {}).items()
+            if (self.folder / name).is_file()
+        }
+
+
+def find_checkpoint(word: str, root: Path, name: str, version: int | str | None) -> Path | None:
+    """The file that ``"last"`` or ``"best"`` means: of this version, or of the newest version that has one.
+
+    Example:
+        >>> find_checkpoint("last", Path("nowhere"), "run", None)
+    """
+    folder = root / name
+    if version is not None:
+        folders = [folder / (version if isinstance(version, str) else f"version_{version}")]
+    else:
+        numbered = [(int(path.name[8:]), path) for path in folder.glob("version_*") if path.name[8:].isdigit()]
+        folders = [path for _, path in sorted(numbered, reverse=True)]
+    for candidate in folders:
+        if (candidate / f"{word}.ckpt").is_file():
+            return candidate / f"{word}.ckpt"
+        if word == "best" and (last := candidate / "last.ckpt").is_file():
+            kept = read_checkpoint(last).get(OURS, {}).get("kept", {}).get("best", {})
+            existing = {name: score for name, score in kept.items() if (candidate / name).is_file()}
+            if existing:
+                return candidate / min(existing, key=existing.__getitem__)
+    return None

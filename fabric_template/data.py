@@ -1,0 +1,367 @@
+"""Data: loaders of every kind, how many of their batches count, and one pass over them. TensorLoader for tensors in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+
+# DataLoader cannot change its sampler; Lightning's own way to make it again with another one, subclasses included, has
+# no public name. tests/test_data.py fails clearly if it goes.
+from lightning.fabric.utilities.data import _update_dataloader
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+INFINITE = float("inf")
+
+
+class TensorLoader:
+    """Batches cut from tensors that stay where they are: no workers, no collation, no copies from the host.
+
+    Args:
+        *tensors: all with the same first dimension; a batch is a tuple of one slice of each.
+        batch_size: samples per batch.
+        shuffle: a new order in each pass, drawn from ``generator`` or PyTorch's global one.
+        drop_last: leave out a last batch that is not full.
+        generator: a CPU torch.Generator.
+        device: move the tensors there, once.
+
+    Under several processes the loop gives each its share, reshuffled every epoch, as DistributedSampler does.
+
+    Example:
+        >>> loader = TensorLoader(torch.arange(5), batch_size=2)
+        >>> [batch[0].tolist() for batch in loader]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self, *tensors: Tensor, batch_size: int = 1, shuffle: bool = False, drop_last: bool = False,
+        generator: torch.Generator | None = None, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        sizes = [len(tensor) for tensor in tensors]
+        if not tensors or len(set(sizes)) > 1:
+            raise ValueError(f"TensorLoader: expected tensors of one length, got lengths {sizes}")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"TensorLoader: batch_size={batch_size!r}: expected an int >= 1")
+        self.tensors = tuple(tensor if device is None else tensor.to(device) for tensor in tensors)
+        self.batch_size, self.shuffle, self.drop_last, self.generator = batch_size, shuffle, drop_last, generator
+        self._sampler: DistributedSampler | None = None
+
+    def distribute(self, world_size: int, rank: int, shuffle: bool) -> None:
+        """Give this process its share of the samples."""
+        indices = range(len(self.tensors[0]))
+        self._sampler = DistributedSampler(indices, world_size, rank, shuffle=shuffle, seed=_global_seed())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle for this epoch, the same on all ranks."""
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch)
+
+    @property
+    def _num_samples(self) -> int:
+        return len(self.tensors[0]) if self._sampler is None else len(self._sampler)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self._num_samples, self.batch_size)
+        return whole + bool(rest and not self.drop_last)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        order = None
+        if self._sampler is not None:
+            order = torch.tensor(list(self._sampler))
+        elif self.shuffle:
+            order = torch.randperm(self._num_samples, generator=self.generator)
+        return self._batches(order)
+
+    def _batches(self, order: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
+        tensors = self.tensors
+        if order is not None:
+            order = order.to(tensors[0].device)
+        for index in range(len(self)):
+            cut = slice(index * self.batch_size, (index + 1) * self.batch_size)
+            yield tuple(tensor[cut] if order is None else tensor[order[cut]] for tensor in tensors)
+
+
+class Pass:
+    """One pass over batches that knows, when it hands out a batch, whether it is the last.
+
+    Without a length it looks one batch ahead, as Trainer does.
+
+    Example:
+        >>> batches = Pass(iter("ab"), length=INFINITE)
+        >>> [(batch, batches.is_last) for batch in batches]
+        [('a', False), ('b', True)]
+    """
+
+    def __init__(self, iterator: Iterator, length: int | float, start: int = 0) -> None:
+        self._iterator, self._length, self._fetched = iterator, length, start
+        self.is_last = False
+        self._ahead: list[Any] = []
+        if length == INFINITE:
+            self._look_ahead()
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._length == INFINITE:
+            if not self._ahead:
+                raise StopIteration
+            batch = self._ahead.pop()
+            self._look_ahead()
+            self.is_last = not self._ahead
+            return batch
+        if self._fetched >= self._length:
+            raise StopIteration
+        batch = next(self._iterator)
+        self._fetched += 1
+        self.is_last = self._fetched >= self._length
+        return batch
+
+    def _look_ahead(self) -> None:
+        for batch in self._iterator:
+            self._ahead.append(batch)
+            break
+
+
+class Loaders:
+    """The loaders of one stage: made ready for the strategy, counted and limited.
+
+    Args:
+        source: what fit was given, or what the datamodule or module returned: an iterable of batches; for training also
+            a list or dict of them (the shorter start again) or Lightning's CombinedLoader; for evaluation a list of
+            them, one after another.
+        stage: "train", "val", "test" or "predict".
+        limit: batches (int) or a fraction of them (float) of each.
+        fabric: the ranks to share the samples.
+        overfit: take the same first batches each time, unshuffled.
+    """
+
+    def __init__(self, source: Any, stage: str, limit: int | float, fabric: Fabric, overfit: bool = False) -> None:
+        self.source, self.stage = source, stage
+        self.combined: Any = None  # Lightning's CombinedLoader, where several loaders give one batch
+        training = stage == "train"
+        if _is_combined(source):
+            self.combined, self.loaders = source, list(source.flattened)
+        elif training and (isinstance(source, Mapping) or isinstance(source, list | tuple) and _holds_loaders(source)):
+            from lightning.pytorch.utilities import CombinedLoader
+
+            self.combined = CombinedLoader(source, "max_size_cycle")
+            self.loaders = list(self.combined.flattened)
+        elif isinstance(source, Mapping):
+            self.loaders = list(source.values())
+        else:
+            self.loaders = list(source) if isinstance(source, list | tuple) and _holds_loaders(source) else [source]
+        if self.combined is not None and not training and self.combined._mode == "sequential":
+            self.combined = None
+        for loader in self.loaders:
+            _check_iterable(loader, stage)
+        self.loaders = [_ready(loader, fabric, training, overfit) for loader in self.loaders]
+        self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
+        if self.combined is not None:
+            self.combined.flattened = self.loaders
+            self.combined.limits = self.limits
+
+    @property
+    def num_batches(self) -> int | float:
+        """Batches of one training pass."""
+        if self.combined is None:
+            return self.limits[0]
+        try:
+            return len(self.combined)
+        except (TypeError, NotImplementedError):
+            return INFINITE
+
+    @property
+    def as_given(self) -> Any:
+        """The loaders in the shape in which they came."""
+        if self.combined is not None:
+            return self.combined.iterables
+        return self.loaders[0] if not isinstance(self.source, list | tuple) or len(self.loaders) == 1 else self.loaders
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell every sampler the epoch, so that it shuffles anew and alike on all ranks."""
+        for loader in self.loaders:
+            set_epoch(loader, epoch)
+
+    def start(self, done: int = 0) -> Pass:
+        """Begin a training pass, of which so many batches count as done.
+
+        This draws the pass's random numbers, so it is called where Trainer calls it.
+        """
+        if self.combined is None:
+            return Pass(iter(self.loaders[0]), self.num_batches, done)
+        return Pass((batch for batch, _, _ in iter(self.combined)), self.num_batches, done)
+
+    def start_evaluation(self, most: int | float = INFINITE) -> Iterator[tuple[Any, int, int, bool]]:
+        """Begin an evaluation pass of (batch, batch_idx, dataloader_idx, is_last), at most so many batches of each."""
+        if self.combined is not None:
+            return ((batch, idx, 0, False) for batch, idx, _ in iter(self.combined) if idx < most)
+        limits = [min(limit, most) for limit in self.limits]
+        first = iter(self.loaders[0]) if self.loaders else iter(())  # drawn here, as Trainer does
+        return self._sequence(first, limits)
+
+    def _sequence(self, first: Iterator, limits: list) -> Iterator[tuple[Any, int, int, bool]]:
+        final = max((index for index, limit in enumerate(limits) if limit), default=0)
+        for index, limit in enumerate(limits):
+            batches = Pass(first if index == 0 else iter(self.loaders[index]), limit)
+            for batch_idx, batch in enumerate(batches):
+                yield batch, batch_idx, index, batches.is_last and index == final
+
+    def generators(self) -> list[torch.Generator]:
+        """The random generators that loaders and samplers own; they are part of a checkpoint."""
+        found: list[torch.Generator] = []
+        for loader in self.loaders:
+            sampler = getattr(loader, "sampler", None)
+            batch_sampler = getattr(loader, "batch_sampler", None)
+            for owner in (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+                generator = getattr(owner, "generator", None)
+                if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+                    found.append(generator)
+        return found
+
+
+def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
+    """How many batches of a loader count under a limit.
+
+    Raises:
+        ValueError: for a fraction of a loader without length, or of less than one batch.
+
+    Example:
+        >>> count_batches(range(10), 0.25, "val"), count_batches(range(10), 4, "val")
+        (2, 4)
+    """
+    length = length_of(loader)
+    if length == 0:
+        return 0
+    if isinstance(limit, int):
+        return min(length, limit)
+    if length == INFINITE:
+        if limit == 1.0:
+            return length
+        raise ValueError(
+            f"limit_{stage}_batches={limit}: the {stage} loader ({type(loader).__name__}) has no length, so there is no"
+            f" fraction of it; expected 1.0 or an int, write limit_{stage}_batches=100"
+        )
+    batches = int(length * limit)
+    if batches == 0 and limit > 0:
+        raise ValueError(
+            f"limit_{stage}_batches={limit}: {limit} * {length} batches < 1; expected at least {1 / length:.4g},"
+            f" or an int: write limit_{stage}_batches=1"
+        )
+    return batches
+
+
+def length_of(loader: Any) -> int | float:
+    """len(loader), or infinity where it has none."""
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) and not _has_len(loader.dataset):
+        return INFINITE
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return INFINITE
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Call set_epoch on a loader, its sampler and its batch sampler's sampler, where they have it."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners: list[Any] = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    seen: list[Any] = []
+    for owner in owners:
+        if owner is not None and all(owner is not other for other in seen):
+            seen.append(owner)
+            if callable(getattr(owner, "set_epoch", None)):
+                owner.set_epoch(epoch)
+
+
+def make_transfer(fabric: Fabric, convert: Callable | None, hooks: list[Callable | None]) -> Callable[[Any, int], Any]:
+    """What brings a batch to its device: precision, ``on_before_batch_transfer``, the move, ``on_after_batch_transfer``.
+
+    Args:
+        fabric: has the device.
+        convert: the precision's conversion, or None.
+        hooks: the three hooks' methods, None where nobody overrides them.
+    """
+    before, move, after = hooks
+    device = fabric.device
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if convert is not None:
+            batch = convert(batch)
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        batch = move(batch, device, dataloader_idx) if move is not None else fabric.to_device(batch)
+        return after(batch, dataloader_idx) if after is not None else batch
+
+    def nothing(batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    on_host = device.type == "cpu" and convert is None and before is None and move is None and after is None
+    return nothing if on_host else transfer
+
+
+def _ready(loader: Any, fabric: Fabric, training: bool, overfit: bool) -> Any:
+    """The loader with its samples shared among the ranks; unshuffled when overfitting."""
+    if isinstance(loader, DataLoader):
+        if overfit and not isinstance(loader.dataset, IterableDataset):
+            if not isinstance(loader.sampler, SequentialSampler):
+                loader = _update_dataloader(loader, SequentialSampler(loader.dataset))
+        if fabric.world_size > 1 and not isinstance(loader.dataset, IterableDataset):
+            loader = _share(loader, fabric, shuffle=not overfit and (training or _is_shuffled(loader)))
+    elif isinstance(loader, TensorLoader) and fabric.world_size > 1:
+        loader.distribute(fabric.world_size, fabric.global_rank, shuffle=loader.shuffle and not overfit)
+    if isinstance(loader, DataLoader) and loader.worker_init_fn is None and os.environ.get("PL_SEED_WORKERS") == "1":
+        # what seed_everything(workers=True) asks for; setup_dataloaders sets it on the loader itself
+        fabric.setup_dataloaders(loader, use_distributed_sampler=False, move_to_device=False)
+    return loader
+
+
+def _share(loader: DataLoader, fabric: Fabric, shuffle: bool) -> DataLoader:
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        return loader
+    words = {"num_replicas": fabric.world_size, "rank": fabric.global_rank, "shuffle": shuffle, "seed": _global_seed()}
+    if isinstance(sampler, RandomSampler | SequentialSampler):
+        return _update_dataloader(loader, DistributedSampler(loader.dataset, **words))
+    return _update_dataloader(loader, DistributedSamplerWrapper(sampler, **words))
+
+
+def _global_seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def _is_shuffled(loader: DataLoader) -> bool:
+    return not isinstance(loader.sampler, SequentialSampler)
+
+
+def _is_combined(source: Any) -> bool:
+    """Whether this is Lightning's CombinedLoader, of either package."""
+    return hasattr(source, "flattened") and hasattr(source, "limits")
+
+
+def _holds_loaders(source: list | tuple) -> bool:
+    """Whether a list holds loaders, and not batches: lists of tensors and the like are themselves loaders of batches."""
+    return bool(source) and all(
+        hasattr(item, "__iter__") and not isinstance(item, Tensor | str | bytes | list | tuple | Mapping) or _nested(item)
+        for item in source
+    )
+
+
+def _nested(item: Any) -> bool:
+    return isinstance(item, list | tuple) and bool(item) and all(isinstance(part, DataLoader) for part in item)
+
+
+def _check_iterable(loader: Any, stage: str) -> None:
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise TypeError(
+            f"The {stage} loader is a {type(loader).__name__}, which cannot be iterated over: expected a DataLoader, a"
+            " TensorLoader or any iterable of batches"
+        )
+
+
+def _has_len(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__")

@@ -1,0 +1,1 @@
+"""Small complete models and data: one for each kind of work that people bring."""

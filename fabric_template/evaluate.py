@@ -1,0 +1,214 @@
+"""Evaluate: a pass of validation or test with its hooks and metrics; predictions; the table of results."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .data import INFINITE, Loaders
+from .hooks import overrides
+from .steps import Modes, no_grad, takes_batch_idx
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+def evaluate(run: Run, loaders: Loaders, stage: str, *, most: int | float = INFINITE, inference: bool = False) -> list[dict]:
+    """Run ``validation_step`` or ``test_step`` over the loaders.
+
+    The module is handed back in the modes in which it came, also after an error.
+
+    Args:
+        run: whose module, hooks and metrics these are.
+        loaders: one after another.
+        stage: "validate", "sanity_check" (nothing is kept) or "test".
+        most: batches of each loader at most.
+        inference: under torch.inference_mode; False: torch.no_grad.
+
+    Returns:
+        What was logged, a dict for each loader.
+    """
+    if sum(min(limit, most) for limit in loaders.limits) == 0:
+        return []
+    word = "test" if stage == "test" else "validation"
+    hooks, metrics, sanity = run.hooks, run.metrics, stage == "sanity_check"
+    step_name = f"{word}_step"
+    step = hooks.timed(run.steps.get(step_name), f"[Strategy]{type(run.fabric.strategy).__name__}.{step_name}")
+    takes_idx, transfer = run.takes_idx(step_name), run.transfer
+    several = len(loaders.loaders) > 1 and loaders.combined is None
+    check_dataloader_idx(run, word, step_name, several)
+    batch_start, batch_end = f"on_{word}_batch_start", f"on_{word}_batch_end"
+    results: list[dict[str, Any]] = []
+    before_stage, run.stage = run.stage, stage
+    metrics.start(metrics.val)
+
+    def store() -> None:
+        metrics.batches_end()
+        results.append({} if sanity else dict(metrics.merge()))
+
+    with no_grad(inference):
+        batches = loaders.start_evaluation(most)
+        modes = Modes(run.net)
+        try:
+            _switch(run, f"on_{word}_model_eval")
+            hooks.call(f"on_{word}_start")
+            hooks.call(f"on_{word}_epoch_start")
+            current = 0
+            for batch, batch_idx, index, _ in batches:
+                if index != current:
+                    store()
+                    current = index
+                batch = transfer(batch, index)
+                place = (batch_idx, index) if several else (batch_idx,)
+                metrics.batch_starts(batch, index if several else None)
+                hooks.call(batch_start, batch, *place)
+                metrics.fx = step_name
+                output = step(batch, *(place if takes_idx else place[1:]))
+                metrics.fx = None
+                run.note_evaluated(output, "test" if stage == "test" else "val", batch_idx)
+                hooks.call(batch_end, output, batch, *place)
+                metrics.batch_ends()
+                if not sanity:
+                    run.record_evaluated(index)
+                run.bar.advance(batch_idx + 1)
+            store()
+            metrics.val.dataloader_idx = None
+            if not sanity:
+                run.history.end_validation()
+                if not run.is_lightning:  # a plain module's returned values are its metrics
+                    metrics.callback.update({name: torch.tensor(v) for name, v in run.history.returned.items()})
+            hooks.call(f"on_{word}_epoch_end")
+            at_end = {} if sanity else metrics.merge()
+            everything = {name: value for result in reversed(results) for name, value in result.items()} | at_end
+            for result in results:
+                result.update(at_end)
+            if not sanity:
+                run.record.validation(everything)
+            hooks.call(f"on_{word}_end")
+            metrics.epoch_ends()
+        finally:
+            metrics.fx = None
+            if overrides(run.owner, f"on_{word}_model_train"):
+                hooks.call(f"on_{word}_model_train")
+            else:
+                hooks.call_callbacks(f"on_{word}_model_train")
+                modes.restore()
+            run.stage = before_stage
+    if not any(results) and not sanity and run.history.returned:
+        results = [{name: v for name, v in run.history.returned.items() if name.startswith(("val_", "test_"))}]
+    return [_as_numbers(result) for result in results]
+
+
+def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any] | None:
+    """Run ``predict_step`` over the loaders; a module without one is called with the batch.
+
+    Returns:
+        The predictions by batch, on the CPU; a list of such lists for several loaders; None when not kept.
+    """
+    if sum(loaders.limits) == 0:
+        return None
+    hooks, transfer, several = run.hooks, run.transfer, len(loaders.loaders) > 1
+    has_step = callable(getattr(run.owner, "predict_step", None))
+    step = run.steps.get("predict_step" if has_step else "forward")
+    takes_idx = has_step and takes_batch_idx(run.owner.predict_step)
+    if has_step:
+        check_dataloader_idx(run, "predict", "predict_step", several)
+    kept: list[list[Any]] = [[] for _ in loaders.loaders]
+    run.stage = "predict"
+    with no_grad(inference):
+        batches = loaders.start_evaluation()
+        modes = Modes(run.net)
+        try:
+            _switch(run, "on_predict_model_eval")
+            hooks.call("on_predict_start")
+            hooks.call("on_predict_epoch_start")
+            for batch, batch_idx, index, _ in batches:
+                batch = transfer(batch, index)
+                place = (batch_idx, index) if several else (batch_idx,)
+                hooks.call("on_predict_batch_start", batch, *place)
+                output = step(batch, *(place if takes_idx else ()))
+                hooks.call("on_predict_batch_end", output, batch, *place)
+                if keep:
+                    kept[index].append(to_cpu(output))
+                run.bar.advance(batch_idx + 1)
+            hooks.call("on_predict_epoch_end")
+            hooks.call("on_predict_end")
+        finally:
+            hooks.call_callbacks("on_predict_model_train")
+            modes.restore()
+    if not keep:
+        return None
+    return kept if several else kept[0]
+
+
+def _switch(run: Run, hook: str) -> None:
+    """Into evaluation mode: the module's own way, or ``eval()``."""
+    if overrides(run.owner, hook):
+        run.hooks.call(hook)
+    else:
+        run.hooks.call_callbacks(hook)
+        run.net.eval()
+
+
+def check_dataloader_idx(run: Run, word: str, step_name: str, several: bool) -> None:
+    """Several loaders need ``dataloader_idx`` in the step and the batch hooks; one loader must not require it."""
+    for hook in (step_name, f"on_{word}_batch_start", f"on_{word}_batch_end"):
+        method = overrides(run.owner, hook)
+        if method is None:
+            continue
+        parameters = inspect.signature(method).parameters
+        open_ended = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
+        given = parameters.get("dataloader_idx")
+        loader = f"{'val' if word == 'validation' else word}_dataloader"
+        name = type(run.owner).__name__
+        if several and given is None and not open_ended:
+            raise RuntimeError(
+                f"You provided multiple `{loader}`, but no `dataloader_idx` argument in `{name}.{hook}()`."
+                " Try adding `dataloader_idx=0` to its signature."
+            )
+        if not several and given is not None and given.default is inspect.Parameter.empty:
+            raise RuntimeError(
+                f"You provided only a single `{loader}`, but have included `dataloader_idx` in `{name}.{hook}()`. Either"
+                " remove the argument or give it a default value i.e. `dataloader_idx=0`."
+            )
+
+
+def _as_numbers(result: dict[str, Any]) -> dict[str, float]:
+    return {name: value.item() if isinstance(value, Tensor) else value for name, value in result.items()}
+
+
+def to_cpu(value: Any) -> Any:
+    """Tensors in a collection, on the CPU."""
+    from lightning.fabric.utilities import move_data_to_device
+
+    return move_data_to_device(value, torch.device("cpu"))
+
+
+def print_results(results: list[dict[str, Any]], stage: str) -> None:
+    """Print what was logged as a table: a row for each metric, a column for each loader.
+
+    Example:
+        >>> print_results([{"val_acc": 0.5}], "validate")
+        ────────────────────────────────────────────────────
+             Validate metric           DataLoader 0
+        ────────────────────────────────────────────────────
+                 val_acc                    0.5
+        ────────────────────────────────────────────────────
+    """
+    results = [{name.split("/dataloader_idx_")[0]: value for name, value in result.items()} for result in results]
+    names = sorted({name for result in results for name in result})
+    if not names:
+        return
+    heads = [f"DataLoader {index}" for index in range(len(results))]
+    width = max(25, *(len(text) for text in [*names, *heads]))
+    rule = "─" * (width + 1) * (len(heads) + 1)
+
+    def line(cells: Iterable[Any]) -> str:
+        return " ".join(f"{cell!s:^{width}}" for cell in cells).rstrip()
+
+    rows = [line([name, *(result.get(name, "") for result in results)]) for name in names]
+    print("\n".join([rule, line([f"{stage} metric".capitalize(), *heads]), rule, *rows, rule]))

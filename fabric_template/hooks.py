@@ -1,0 +1,227 @@
+"""Hooks: the names in the order in which they fire, and who listens to each.
+
+Callbacks are called before the module, with Trainer's arguments; the datamodule has hooks of its own. Who overrides what
+is found once, when a run starts: a hook that nobody listens to costs a look into a dictionary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# In the order of a run. Callbacks get (trainer, module, *these); modules get these.
+HOOKS: dict[str, tuple[str, ...]] = {
+    "on_fit_start": (),
+    "on_sanity_check_start": (),
+    "on_sanity_check_end": (),
+    "on_train_start": (),
+    "on_train_epoch_start": (),
+    "on_train_batch_start": ("batch", "batch_idx"),
+    "on_before_zero_grad": ("optimizer",),
+    "on_before_backward": ("loss",),
+    "on_after_backward": (),
+    "on_before_optimizer_step": ("optimizer",),
+    "on_train_batch_end": ("outputs", "batch", "batch_idx"),
+    "on_validation_start": (),
+    "on_validation_epoch_start": (),
+    "on_validation_batch_start": ("batch", "batch_idx", "dataloader_idx"),
+    "on_validation_batch_end": ("outputs", "batch", "batch_idx", "dataloader_idx"),
+    "on_validation_epoch_end": (),
+    "on_validation_end": (),
+    "on_train_epoch_end": (),
+    "on_train_end": (),
+    "on_fit_end": (),
+    "on_test_start": (),
+    "on_test_epoch_start": (),
+    "on_test_batch_start": ("batch", "batch_idx", "dataloader_idx"),
+    "on_test_batch_end": ("outputs", "batch", "batch_idx", "dataloader_idx"),
+    "on_test_epoch_end": (),
+    "on_test_end": (),
+    "on_validation_model_eval": (),
+    "on_validation_model_train": (),
+    "on_test_model_eval": (),
+    "on_test_model_train": (),
+    "on_predict_model_eval": (),
+    "on_predict_model_train": (),
+    "on_predict_start": (),
+    "on_predict_epoch_start": (),
+    "on_predict_batch_start": ("batch", "batch_idx", "dataloader_idx"),
+    "on_predict_batch_end": ("outputs", "batch", "batch_idx", "dataloader_idx"),
+    "on_predict_epoch_end": (),
+    "on_predict_end": (),
+    "setup": ("stage",),
+    "teardown": ("stage",),
+    "on_exception": ("exception",),
+    "on_save_checkpoint": ("checkpoint",),
+    "on_load_checkpoint": ("checkpoint",),
+}
+
+# Lightning's base classes define every hook, empty; a method that comes from one of these is not somebody's own.
+_EMPTY = tuple(
+    f"{package}.{room}"
+    for package in ("lightning.pytorch", "pytorch_lightning")
+    for room in ("callbacks.callback", "core.hooks", "core.module", "core.datamodule")
+)
+
+
+def overrides(owner: Any, name: str) -> Callable | None:
+    """The owner's method of this name; None if it has none or only inherits an empty one from Lightning.
+
+    Example:
+        >>> class Mine:
+        ...     def on_fit_start(self): ...
+        >>> overrides(Mine(), "on_fit_start") is not None, overrides(Mine(), "on_fit_end")
+        (True, None)
+    """
+    method = getattr(owner, name, None)
+    if not callable(method) or getattr(method, "__module__", None) in _EMPTY:
+        return None
+    return method
+
+
+def is_monitor(callback: Any) -> bool:
+    """Whether a callback watches a metric (EarlyStopping, ModelCheckpoint): at the end of an epoch those come last."""
+    names = {base.__name__ for base in type(callback).__mro__}
+    return bool(names & {"EarlyStopping", "Checkpoint"})
+
+
+class Hooks:
+    """Calls each hook's listeners.
+
+    Args:
+        trainer: what callbacks get as their first argument.
+        callbacks: in the order in which they are called.
+        module: called after the callbacks.
+        metrics: told which hook runs, as ``self.log`` depends on it.
+        profiler: times every call, if there is one.
+
+    Example:
+        >>> class Print:
+        ...     def on_train_epoch_end(self, module): print("epoch over", module)
+        >>> Hooks(None, [Print()], module="net").call("on_train_epoch_end")
+        epoch over net
+    """
+
+    def __init__(
+        self, trainer: Any, callbacks: Iterable[Any], module: Any, metrics: Any = None, profiler: Any = None
+    ) -> None:
+        self._trainer, self.callbacks, self._module = trainer, list(callbacks), module
+        self._metrics, self._profiler = metrics, profiler
+        self._listeners: dict[str, tuple[list[Callable], Callable | None]] = {}
+
+    def call(self, name: str, *args: Any, monitors: bool | None = None) -> Any:
+        """Call the callbacks' hook, then the module's; returns what the module's returned."""
+        callbacks, own = self._listeners.get(name) or self._listen(name)
+        if not callbacks and own is None:
+            return None
+        metrics = self._metrics
+        before = metrics.fx if metrics is not None else None
+        if metrics is not None:
+            metrics.fx = name
+        for call in callbacks:
+            call(*args)
+        result = own(*args) if own is not None else None
+        if metrics is not None:
+            metrics.fx = before
+        return result
+
+    def call_epoch_end(self, name: str) -> None:
+        """Call the module before the callbacks that monitor, so that they see what the module logs here."""
+        metrics = self._metrics
+        before, metrics.fx = metrics.fx, name
+        monitors = [callback for callback in self.callbacks if is_monitor(callback)]
+        for callback in self.callbacks:
+            if callback not in monitors and (call := self._of_callback(callback, name)):
+                call()
+        own = self._of_module(name)
+        if own is not None:
+            own()
+        for callback in monitors:
+            if call := self._of_callback(callback, name):
+                call()
+        metrics.fx = before
+
+    def call_callbacks(self, name: str, *args: Any) -> None:
+        """Call the callbacks' hook only."""
+        callbacks, _ = self._listeners.get(name) or self._listen(name)
+        metrics = self._metrics
+        before, metrics.fx = metrics.fx, name
+        for call in callbacks:
+            call(*args)
+        metrics.fx = before
+
+    def call_module(self, name: str, *args: Any) -> Any:
+        """Call the module's hook only."""
+        _, own = self._listeners.get(name) or self._listen(name)
+        if own is None:
+            return None
+        metrics = self._metrics
+        before, metrics.fx = metrics.fx, name
+        result = own(*args)
+        metrics.fx = before
+        return result
+
+    def heard(self, name: str) -> bool:
+        """Whether anybody listens to this hook."""
+        callbacks, own = self._listeners.get(name) or self._listen(name)
+        return bool(callbacks) or own is not None
+
+    def refresh(self) -> None:
+        """Look again who listens: the callbacks have changed."""
+        self._listeners.clear()
+
+    def timed(self, call: Callable, action: str) -> Callable:
+        """The same call under the profiler, if there is one."""
+        if self._profiler is None:
+            return call
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self._profiler.profile(action):
+                return call(*args, **kwargs)
+
+        return timed
+
+    def _listen(self, name: str) -> tuple[list[Callable], Callable | None]:
+        callbacks = [call for callback in self.callbacks if (call := self._of_callback(callback, name))]
+        self._listeners[name] = listeners = (callbacks, self._of_module(name))
+        return listeners
+
+    def _of_module(self, name: str) -> Callable | None:
+        method = overrides(self._module, name)
+        return method and self.timed(method, f"[LightningModule]{type(self._module).__name__}.{name}")
+
+    def _of_callback(self, callback: Any, name: str) -> Callable | None:
+        method = overrides(callback, name)
+        if method is None:
+            return None
+        key = getattr(callback, "state_key", type(callback).__name__)
+        wanted = None if hasattr(callback, "state_key") else keyword_names(method)
+        if wanted is None:  # Trainer's way: everything, by position
+            trainer, module = self._trainer, self._module
+
+            def positional(*args: Any) -> Any:
+                return method(trainer, module, *args)
+
+            return self.timed(positional, f"[Callback]{key}.{name}")
+
+        def by_keyword(*args: Any) -> Any:  # Fabric's way: what the method names
+            known = {"trainer": self._trainer, "loop": self._trainer, "module": self._module, "model": self._module,
+                     "pl_module": self._module}  # fmt: skip
+            known |= dict(zip(HOOKS[name], args, strict=False))
+            return method(**{word: known[word] for word in wanted if word in known})
+
+        return self.timed(by_keyword, f"[Callback]{key}.{name}")
+
+
+def keyword_names(method: Callable) -> list[str] | None:
+    """The arguments a callback's method names; None if it takes Trainer's by position (``trainer, pl_module, ...``)."""
+    try:
+        parameters = inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return None
+    kinds = {parameter.kind for parameter in parameters.values()}
+    names = list(parameters)
+    if inspect.Parameter.VAR_POSITIONAL in kinds or names[:1] == ["trainer"] and len(names) > 1:
+        return None
+    return names

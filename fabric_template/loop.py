@@ -1,0 +1,382 @@
+"""FabricLoop: fit, validate, test, predict. The page to read first."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+
+from .config import parse_config, parse_duration
+from .evaluate import evaluate, predict, print_results
+from .outcome import Outcome
+from .place import checkpoint_in, choose_place, make_loggers, with_safe_files
+from .progress import is_interactive
+from .run import Run, prepare
+from .session import restore_position, session, start_fit
+from .signals import Signals
+from .trainer import StrategyFace, TrainerFace
+from .update import step_scheduler
+
+
+class FabricLoop(TrainerFace):
+    """A training loop on Lightning Fabric with Trainer's words and Trainer's numbers.
+
+    Args:
+        fabric: a ready lightning.Fabric, or give Fabric's own arguments (not both):
+        accelerator, strategy, devices, num_nodes, precision, plugins, loggers: see lightning.Fabric.
+        callbacks: Lightning's or your own; an object with methods named like hooks.
+        **config: the fields of LoopConfig, such as max_epochs=10.
+
+    Raises:
+        TypeError, ValueError: for words and values that mean nothing, all at once.
+
+    Example:
+        >>> from fabric_template import FabricLoop, TensorLoader
+        >>> net = torch.nn.Linear(2, 1)
+        >>> data = TensorLoader(torch.ones(8, 2), torch.zeros(8, 1), batch_size=4)
+        >>> loop = FabricLoop(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False)
+        >>> history = loop.fit(
+        ...     net, data, optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        ...     training_step=lambda net, batch: torch.nn.functional.mse_loss(net(batch[0]), batch[1]),
+        ... )
+        >>> list(history.columns)
+        ['epoch', 'step', 'train_loss', 'lr', 'time']
+    """
+
+    def __init__(
+        self, fabric: Fabric | None = None, *, accelerator: Any = "auto", strategy: Any = "auto", devices: Any = "auto",
+        num_nodes: int = 1, precision: Any = None, plugins: Any = None, loggers: Any = None, callbacks: Any = None,
+        **config: Any,
+    ) -> None:  # fmt: skip
+        given = parse_config(config)
+        self.config = given.resolved()
+        words = {"accelerator": accelerator, "strategy": strategy, "devices": devices, "num_nodes": num_nodes,
+                 "precision": precision, "plugins": plugins}  # fmt: skip
+        if fabric is not None:
+            defaults = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": 1}
+            if both := [word for word, value in words.items() if value != defaults.get(word)]:
+                raise ValueError(f"FabricLoop got a ready fabric and {', '.join(both)}: give these to Fabric itself")
+        if loggers is not None and given.logger is not None:
+            raise ValueError("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
+        self.fabric = with_safe_files(fabric if fabric is not None else Fabric(**words))
+        self.callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
+        self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
+        self.loggers, self._own_logger = make_loggers(self.config, loggers, self.fabric)
+        self._strategy_face = StrategyFace(self)
+        self._run: Run | None = None
+        self._status = "initializing"
+
+    # ---- the four verbs
+
+    def fit(
+        self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
+        resume: str | Path | None = None, load: str | Path | None = None, optimizer: Any = None,
+        training_step: Callable | None = None, validation_step: Callable | None = None,
+    ) -> Any:  # fmt: skip
+        """Train; hooks fire where they stand here::
+
+            check everything; launch the processes
+            prepare_data, setup, configure_model; configure_optimizers; on_fit_start
+            a few validation batches, to see that they run
+            on_train_start
+            until max_epochs, max_steps, max_time or should_stop:
+                on_train_epoch_start
+                for each batch:
+                    on_train_batch_start
+                    training_step, backward; at the end of a window clip, step    # update.py
+                    schedulers by step; after the last batch those by epoch
+                    on_train_batch_end
+                    validate, if due                                             # evaluate.py
+                on_train_epoch_end; schedulers that follow a metric
+                one row of metrics.csv; last.ckpt and best.ckpt
+            on_train_end, on_fit_end, teardown
+
+        Args:
+            model: a LightningModule, an nn.Module or object with step methods, or an nn.Module with step functions.
+            train_dataloaders: an iterable of batches; a list or dict of them; or a datamodule.
+            val_dataloaders: an iterable of batches, or several.
+            datamodule: in the loaders' place.
+            resume: a checkpoint to go on from, exactly: a path, "last", "best", or "auto" (last if there is one).
+            load: a checkpoint to take the weights from.
+            optimizer: whatever configure_optimizers may return, for modules that have none.
+            training_step, validation_step: ``fn(model, batch)`` or ``fn(model, batch, batch_idx)``.
+
+        Returns:
+            The history, a pandas DataFrame with the rows of metrics.csv: one per epoch.
+        """  # noqa: D401
+        functions = {"training_step": training_step, "validation_step": validation_step}
+        loaders = {"train": train_dataloaders, "val": val_dataloaders}
+        run = prepare(self, "fit", model, loaders, datamodule, resume=resume, load=load, optimizer=optimizer,
+                      functions=functions)  # fmt: skip
+        self._launch(self._fit, run)
+        return run.history.frame()
+
+    def validate(
+        self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, load: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:  # fmt: skip
+        """Run validation_step over the loaders; returns what was logged, a dict for each loader."""
+        return self._evaluate("validate", "val", model, dataloaders, datamodule, load, verbose)
+
+    def test(
+        self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, load: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:  # fmt: skip
+        """Run test_step over the loaders; returns what was logged, a dict for each loader."""
+        return self._evaluate("test", "test", model, dataloaders, datamodule, load, verbose)
+
+    def predict(
+        self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
+        load: str | Path | None = None,
+    ) -> list[Any] | None:  # fmt: skip
+        """Run predict_step (or forward) over the loaders; returns the outputs by batch, on the CPU."""
+        run = prepare(self, "predict", self._model(model, "predict"), {"predict": dataloaders}, datamodule, load=load)
+        return self._launch(self._predict, run, return_predictions is not False).results
+
+    # ---- training
+
+    def _fit(self, fabric: Fabric, run: Run) -> Any:
+        with session(self, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
+            start_fit(self, run)
+            run.stage = "train"
+            self._sanity_check(run)
+            with torch.enable_grad(), Signals() as signals:
+                self._train(run, signals)
+            if signals.received is not None and not is_interactive():
+                raise signals.exception()
+
+    def _train(self, run: Run, signals: Signals) -> None:
+        """Epoch after epoch, until there is a reason to stop."""
+        run.set_up_train_data()
+        if run.done() or run.config.limit_train_batches == 0:
+            return
+        if run.validation_epoch:
+            run.set_up_val_data()
+        deadline = parse_duration(run.config.max_time).total_seconds() if run.config.max_time else None
+        run.deadline = None if deadline is None else time.monotonic() + deadline
+        run.validated_at = time.monotonic()
+        run.metrics.start(run.metrics.train)
+        run.hooks.call("on_train_start")
+        while not run.done() and signals.received is None:
+            self._train_epoch(run, signals)
+        if signals.received is not None and run.saver is not None:
+            run.saver.write_last(run)
+        if signals.received is None or is_interactive():
+            run.hooks.call("on_train_end")
+
+    def _train_epoch(self, run: Run, signals: Signals) -> None:
+        """One epoch: every batch of a pass, then its end."""
+        hooks, metrics, config = run.hooks, run.metrics, run.config
+        if run.restored is not None:
+            restore_position(run)
+        elif not run.between_epochs:
+            run.begin_rest_of_pass()
+        if run.starts_epoch():
+            run.set_up_train_data()
+            run.train.set_epoch(run.current_epoch)
+            hooks.call("on_train_epoch_start")
+            run.begin_pass()
+        run.bar.start(f"epoch {run.current_epoch}", run.num_batches, run.batches_done)
+
+        for batch in run.batches:
+            run.is_last_batch = run.batches.is_last
+            batch = run.transfer(batch, 0)
+            batch_idx = run.batches_done
+            run.batches_done += 1
+            run.total_batches += 1
+            metrics.batch_starts(batch)
+            if hooks.call("on_train_batch_start", batch, batch_idx) == -1:  # the module skips the rest of the epoch
+                run.is_last_batch = True
+                self._step_schedulers(run)
+                break
+            accumulates = run.accumulates
+            outputs = run.update(batch, batch_idx, not accumulates)
+            if not accumulates:
+                self._step_schedulers(run)
+            hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+            metrics.batch_ends()
+            if not accumulates:
+                run.record.step()
+            run.bar.advance(run.batches_done)
+            if run.deadline is not None and time.monotonic() >= run.deadline:
+                run.should_stop = True
+            if run.validation_due():
+                self._validate(run)
+            if not accumulates:
+                for scheduler in run.due_schedulers("step", plateau=True):
+                    step_scheduler(run, scheduler)
+                run.batches_that_stepped += 1
+            if run.epoch_done():
+                break
+            if not accumulates:
+                if signals.received is not None:
+                    return
+                if config.save_every_n_steps and run.saver is not None:
+                    run.saver.save_step(run, config.save_every_n_steps)
+        self._end_epoch(run)
+
+    def _step_schedulers(self, run: Run) -> None:
+        """After an update: schedulers by step; after the epoch's last batch, those by epoch."""
+        if run.is_last_of_epoch or run.steps_done:
+            run.record.note_rates()
+        for scheduler in run.due_schedulers("step", plateau=False):
+            step_scheduler(run, scheduler)
+        if run.is_last_of_epoch:
+            for scheduler in run.due_schedulers("epoch", plateau=False):
+                step_scheduler(run, scheduler)
+
+    def _end_epoch(self, run: Run) -> None:
+        """Hooks, metrics, schedulers that follow them, the row, the checkpoint."""
+        run.metrics.batches_end()
+        run.history.end_train()
+        run.hooks.call_epoch_end("on_train_epoch_end")
+        run.metrics.merge()
+        if run.is_last_of_epoch:
+            for scheduler in run.due_schedulers("epoch", plateau=True):
+                step_scheduler(run, scheduler)
+        score = run.score()
+        run.record.epoch(run.metrics.merge())
+        run.metrics.epoch_ends()
+        run.end_epoch()
+        if run.saver is not None:
+            run.saver.save_epoch(run, score)
+            run.check_monitor(score)
+
+    def _validate(self, run: Run) -> None:
+        """A validation inside the training epoch."""
+        if not run.accumulates:
+            run.clear_gradients()
+        kept = run.metrics.pause()
+        run.set_up_val_data()
+        run.val.set_epoch(run.current_epoch)
+        evaluate(run, run.val, "validate")
+        run.metrics.resume(kept)
+        run.has_validated = True
+        run.validated_at = time.monotonic()
+
+    def _sanity_check(self, run: Run) -> None:
+        """A few validation batches before training; random numbers and metrics are as before afterwards."""
+        if not run.validates or run.config.num_sanity_val_steps == 0 or run.resume_path is not None:
+            return
+        with run.isolated_rng():
+            run.stage = "sanity_check"
+            run.hooks.call_callbacks("on_sanity_check_start")
+            run.set_up_val_data()
+            run.val.set_epoch(run.current_epoch)
+            evaluate(run, run.val, "sanity_check", most=run.config.num_sanity_val_steps)
+            run.hooks.call_callbacks("on_sanity_check_end")
+            run.metrics.forget()
+            run.metrics.val.clear()
+            run.history.val.reset()
+            run.stage = "train"
+
+    # ---- evaluation
+
+    def _evaluate(self, fn: str, stage: str, model: Any, loaders: Any, datamodule: Any, load: Any, verbose: bool) -> list:
+        run = prepare(self, fn, self._model(model, fn), {stage: loaders}, datamodule, load=load)
+        results = self._launch(self._run_evaluation, run, fn, stage).results
+        if verbose and self.fabric.is_global_zero:
+            print_results(results, fn)
+        return results
+
+    def _run_evaluation(self, fabric: Fabric, run: Run, fn: str, stage: str) -> list[dict]:
+        with session(self, run):
+            run.stage = fn
+            run.metrics.name_metrics(run.owner)
+            run.transfer = run.make_transfer()
+            run.val = run.loaders(stage)
+            run.bar.start(fn, sum(run.val.limits))
+            return evaluate(run, run.val, fn, inference=run.inference())
+
+    def _predict(self, fabric: Fabric, run: Run, keep: bool) -> Any:
+        with session(self, run):
+            run.transfer = run.make_transfer()
+            run.val = run.loaders("predict")
+            run.bar.start("predict", sum(run.val.limits))
+            return predict(run, run.val, keep, run.inference())
+
+    def _model(self, model: Any, fn: str) -> Any:
+        """The model given, or the one of the last run."""
+        if model is None and self._run is None:
+            raise TypeError(f"FabricLoop.{fn}() has no model: expected {fn}(model, ...), or a fit before it")
+        return model if model is not None else self._run.owner
+
+    # ---- processes
+
+    def _launch(self, function: Callable, run: Run, *args: Any) -> Outcome:
+        """Run the function in the strategy's processes; what it learned is back here afterwards."""
+        self._run, self._status = run, "running"
+        if run.config.seed is not None:
+            Fabric.seed_everything(run.config.seed, workers=True, verbose=False)
+        caller = os.getpid()
+        if os.environ.get("LT_CLI_USED") == "1":  # fabric run has launched already
+            outcome = self._in_process(self.fabric, function, run, args, caller)
+        else:
+            outcome = self.fabric.launch(self._in_process, function, run, args, caller)
+        outcome.bring_back(run)
+        self._status = "finished"
+        return outcome
+
+    def _in_process(self, fabric: Fabric, function: Callable, run: Run, args: tuple, caller: int) -> Outcome:
+        self.fabric, self._run = fabric, run
+        choose_place(self, run)
+        run.set_up(self, fabric)
+        results = function(fabric, run, *args)
+        return Outcome.of(run, results, elsewhere=os.getpid() != caller)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the last run: its parts belong to this process."""
+        return {**vars(self), "_run": None}
+
+    def checkpoint_path(self, word: str) -> Path | None:
+        """This loop's own "last" or "best" checkpoint, if it has saved one."""
+        return checkpoint_in(self._run, word)
+
+    # ---- rung 1: the parts, for a loop of your own
+
+    def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
+        """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.
+
+        Example:
+            >>> loop = FabricLoop(accelerator="cpu")
+            >>> net = torch.nn.Linear(2, 1)
+            >>> net, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        """
+        self._launch_parts()
+        parts = list(self.fabric.setup(model, optimizer)) if optimizer is not None else [self.fabric.setup(model)]
+        for loader in loaders:
+            is_loader = isinstance(loader, torch.utils.data.DataLoader)
+            parts.append(self.fabric.setup_dataloaders(loader) if is_loader else loader)
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """``fabric.backward``: in the loop's precision."""
+        self.fabric.backward(loss)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Give values to the loggers; with an "epoch" among them they are a row of metrics.csv."""
+        scalars = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+        for logger in self.loggers:
+            if "epoch" in scalars and hasattr(logger, "log_epoch"):
+                logger.log_epoch({"epoch": scalars["epoch"], "step": step, **scalars})
+            else:
+                logger.log_metrics(scalars, step)
+
+    def save(self, path: str | Path, state: dict[str, Any]) -> None:
+        """Write a checkpoint of modules, optimizers and values, whole or not at all."""
+        self._launch_parts()
+        self.fabric.save(path, state)
+
+    def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
+        """Put a checkpoint's content back into the same modules and optimizers; returns what else it holds."""
+        self._launch_parts()
+        return self.fabric.load(path, state)
+
+    def _launch_parts(self) -> None:
+        if self.fabric.world_size > 1 and not torch.distributed.is_initialized() and os.environ.get("LT_CLI_USED") != "1":
+            self.fabric.launch()

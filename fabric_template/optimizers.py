@@ -1,0 +1,214 @@
+"""Optimizers: every shape that ``configure_optimizers`` may return, and the schedulers by step, by epoch, by metric."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+_SHAPES = (
+    "None, Optimizer, [Optimizer, ...], ([Optimizer, ...], [scheduler or its dict, ...]),"
+    ' {"optimizer": Optimizer, "lr_scheduler": scheduler or its dict, "monitor": name}, or a list of such dicts'
+)
+
+
+@dataclass
+class SchedulerConfig:
+    """When a scheduler steps: the dict that ``configure_optimizers`` may give in a scheduler's place.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+        >>> SchedulerConfig(scheduler, interval="step").due("step", count=4)
+        True
+    """
+
+    scheduler: Any
+    name: str | None = None
+    """How LearningRateMonitor calls it."""
+    interval: str = "epoch"
+    """Counts "epoch"s or optimizer "step"s."""
+    frequency: int = 1
+    """Steps the scheduler every so many of them."""
+    reduce_on_plateau: bool = False
+    """Whether ``step`` wants the monitored value."""
+    monitor: str | None = None
+    """The logged metric given to a scheduler that reduces on a plateau."""
+    strict: bool = True
+    """Whether a monitor that was not logged is an error (True) or a warning."""
+
+    def due(self, interval: str, count: int) -> bool:
+        """Whether to step after this many epochs, or batches of the epoch."""
+        return self.interval == interval and count % self.frequency == 0
+
+
+def parse_optimizers(
+    returned: Any, *, automatic: bool = True, owner: Any = None, custom_step: bool = False
+) -> tuple[list, list[SchedulerConfig]]:
+    """The optimizers and schedulers in what ``configure_optimizers`` returned.
+
+    Args:
+        returned: any of the documented shapes.
+        automatic: whether the loop steps them (False: the module does, in ``training_step``).
+        owner: named in the errors.
+        custom_step: whether the owner steps the schedulers in its own ``lr_scheduler_step``, so that any will do.
+
+    Raises:
+        TypeError: for any other shape; the message lists them.
+        ValueError: for a scheduler without its monitor, or of an optimizer that was not returned.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> parse_optimizers({"optimizer": optimizer})[0] == [optimizer]
+        True
+    """
+    where = f"{type(owner).__name__}.configure_optimizers()" if owner is not None else "optimizer="
+    monitor = None
+    schedulers: list[Any] = []
+    if returned is None:
+        warnings.warn(f"{where} returned None: this fit runs with no optimizer", stacklevel=2)
+        optimizers = [NoOptimizer()]
+    elif isinstance(returned, Optimizer) or _steps(returned):
+        optimizers = [returned]
+    elif isinstance(returned, Mapping):
+        _check_keys(returned, where)
+        optimizers, monitor = [returned["optimizer"]], returned.get("monitor")
+        schedulers = [returned["lr_scheduler"]] if returned.get("lr_scheduler") is not None else []
+    elif isinstance(returned, list | tuple) and _is_pair_of_lists(returned):
+        optimizers = list(returned[0])
+        schedulers = list(returned[1]) if isinstance(returned[1], list | tuple) else [returned[1]]
+    elif isinstance(returned, list | tuple) and returned and all(isinstance(item, Mapping) for item in returned):
+        for item in returned:
+            _check_keys(item, where)
+        optimizers = [item["optimizer"] for item in returned]
+        schedulers = [
+            {"monitor": item.get("monitor"), **_as_dict(item["lr_scheduler"])}
+            for item in returned
+            if item.get("lr_scheduler") is not None
+        ]
+    elif isinstance(returned, list | tuple) and all(_steps(item) for item in returned):
+        optimizers = list(returned)
+    elif isinstance(returned, tuple) and len(returned) == 2 and _steps(returned[0]) and _is_scheduler(returned[1]):
+        optimizers, schedulers = [returned[0]], [returned[1]]
+    else:
+        raise TypeError(
+            f"Unknown configuration for model optimizers: {where} returned {_describe(returned)}; expected one of {_SHAPES}"
+        )
+    configs = [_parse_scheduler(item, monitor, automatic, where) for item in schedulers]
+    if automatic and len(optimizers) > 1:
+        raise RuntimeError(
+            "Training with multiple optimizers is only supported with manual optimization. Set"
+            " `self.automatic_optimization = False`, then access your optimizers in `training_step` with"
+            " `opt1, opt2, ... = self.optimizers()`."
+        )
+    for config in configs:
+        if all(getattr(config.scheduler, "optimizer", None) is not optimizer for optimizer in optimizers):
+            raise ValueError(
+                "Some schedulers are attached with an optimizer that wasn't returned from `configure_optimizers`."
+            )
+        _check_api(config.scheduler, automatic and not custom_step)
+    return optimizers, configs
+
+
+class NoOptimizer(Optimizer):
+    """Stands where ``configure_optimizers`` returned None: the loop runs, nothing is updated."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1)], {})
+
+    def step(self, closure: Callable | None = None) -> Any:
+        """Run the closure, change nothing."""
+        return closure() if closure is not None else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to clear."""
+
+    def state_dict(self) -> dict:
+        """Nothing to keep."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Nothing to restore."""
+
+
+def _steps(item: Any) -> bool:
+    """Whether this is an optimizer or has the shape of one."""
+    return all(hasattr(item, name) for name in ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict"))
+
+
+def _is_scheduler(item: Any) -> bool:
+    return isinstance(item, LRScheduler | ReduceLROnPlateau | Mapping) or hasattr(item, "step")
+
+
+def _is_pair_of_lists(returned: list | tuple) -> bool:
+    return len(returned) == 2 and isinstance(returned[0], list) and all(_steps(item) for item in returned[0])
+
+
+def _as_dict(scheduler: Any) -> dict:
+    return dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+
+
+def _check_keys(item: Mapping, where: str) -> None:
+    if not _steps(item.get("optimizer")):
+        raise TypeError(f'{where} returned a dict without an optimizer under "optimizer"; expected one of {_SHAPES}')
+    if extra := sorted(item.keys() - {"optimizer", "lr_scheduler", "monitor"}):
+        warnings.warn(f"Found unsupported keys in the optimizer configuration: {extra}", RuntimeWarning, stacklevel=4)
+
+
+def _parse_scheduler(item: Any, monitor: str | None, automatic: bool, where: str) -> SchedulerConfig:
+    words = _as_dict(item)
+    if "scheduler" not in words:
+        raise ValueError('The lr scheduler dict must have the key "scheduler" with its item being an lr scheduler')
+    known = {field.name for field in fields(SchedulerConfig)}
+    if extra := sorted(words.keys() - known):
+        warnings.warn(
+            f"Found unsupported keys in the lr scheduler dict: {extra}."
+            " HINT: remove them from the output of `configure_optimizers`.", RuntimeWarning, stacklevel=4,
+        )  # fmt: skip
+    config = SchedulerConfig(**{key: value for key, value in words.items() if key in known})
+    if config.interval not in ("step", "epoch"):
+        raise ValueError(
+            f'The "interval" key in lr scheduler dict must be "step" or "epoch" but is "{config.interval}"'
+        )
+    if not automatic:
+        return config
+    if isinstance(config.scheduler, ReduceLROnPlateau) and "reduce_on_plateau" not in words:
+        config.reduce_on_plateau = True
+    if config.reduce_on_plateau:
+        config.monitor = config.monitor or monitor
+        if config.monitor is None:
+            raise ValueError(
+                f"{where}: ReduceLROnPlateau must include a monitor, the logged metric that it follows; write"
+                ' {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}'
+            )
+    if isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch":
+        warnings.warn(
+            "A `OneCycleLR` scheduler is using 'interval': 'epoch'. Are you sure you didn't mean 'interval': 'step'?",
+            RuntimeWarning, stacklevel=4,
+        )  # fmt: skip
+    return config
+
+
+def _check_api(scheduler: Any, stepped_by_loop: bool) -> None:
+    if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise TypeError(
+            f"The provided lr scheduler `{type(scheduler).__name__}` is invalid."
+            " It should have `state_dict` and `load_state_dict` methods defined."
+        )
+    if stepped_by_loop and not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
+        raise TypeError(
+            f"The provided lr scheduler `{type(scheduler).__name__}` doesn't follow PyTorch's LRScheduler API. You should"
+            " override the `LightningModule.lr_scheduler_step` hook with your own logic if you are using a custom LR"
+            " scheduler."
+        )
+
+
+def _describe(returned: Any) -> str:
+    if isinstance(returned, list | tuple):
+        return f"a {type(returned).__name__} of {[type(item).__name__ for item in returned]}"
+    return f"a {type(returned).__name__}"

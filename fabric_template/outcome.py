@@ -1,0 +1,62 @@
+"""Outcome: what comes back from a run, also from other processes: weights, history, metrics."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .evaluate import to_cpu
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+@dataclass
+class Outcome:
+    """The result of one run, made by rank zero of the processes that ran it.
+
+    A strategy that spawns or forks leaves the caller's objects as they were; `bring_back` gives them what was learned.
+    """
+
+    results: Any = None
+    pid: int = field(default_factory=os.getpid)
+    rows: list[dict] = field(default_factory=list)
+    counters: dict[str, Any] = field(default_factory=dict)
+    views: dict[str, dict] = field(default_factory=dict)
+    weights: dict[str, Any] | None = None
+    callbacks: list[Any] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    COUNTERS = ("global_step", "epochs_done", "batches_done", "total_batches", "batches_that_stepped", "should_stop", "resume_path")
+
+    @classmethod
+    def of(cls, run: Run, results: Any, elsewhere: bool) -> Outcome:
+        """Pack a run's result; with its weights when it ran in another process than its caller's."""
+        metrics = run.metrics
+        outcome = cls(results=results, rows=run.history.rows)
+        outcome.counters = {name: getattr(run, name) for name in cls.COUNTERS}
+        if elsewhere:
+            outcome.views = to_cpu({"callback": metrics.callback, "logged": metrics.logged, "progress": metrics.progress})
+            outcome.weights = to_cpu(run.net.state_dict())
+            outcome.callbacks = [to_cpu(cb.state_dict()) if hasattr(cb, "state_dict") else None for cb in run.callbacks]
+            if run.saver is not None:
+                outcome.kept = {"last_model_path": run.saver.last_model_path, "best": run.saver.best}
+        return outcome
+
+    def bring_back(self, run: Run) -> None:
+        """Give the caller's objects what another process learned; nothing to do in the same one."""
+        if self.pid == os.getpid():
+            return
+        for name, value in self.counters.items():
+            setattr(run, name, value)
+        run.history.rows = self.rows
+        for name, view in self.views.items():
+            setattr(run.metrics, name, view)
+        if self.weights is not None:
+            run.net.load_state_dict(self.weights)
+        for callback, state in zip(run.callbacks, self.callbacks, strict=False):
+            if state:
+                callback.load_state_dict(state)
+        if run.saver is not None:
+            vars(run.saver).update(self.kept)

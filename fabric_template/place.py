@@ -1,0 +1,113 @@
+"""Place: where a run lives: its loggers, its name and version, its folder for checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from .config import LoopConfig
+from .logs import CSVLogger
+from .storage import AtomicCheckpointIO
+
+if TYPE_CHECKING:
+    from .loop import FabricLoop
+    from .run import Run
+
+
+def with_safe_files(fabric: Fabric) -> Fabric:
+    """The Fabric with checkpoints that are written whole; a CheckpointIO plugin of the user's own keeps its place."""
+    if type(fabric.strategy.checkpoint_io) is TorchCheckpointIO:
+        fabric.strategy.checkpoint_io = AtomicCheckpointIO()
+    return fabric
+
+
+def make_loggers(config: LoopConfig, loggers: Any, fabric: Fabric) -> tuple[list[Any], bool]:
+    """The loggers that were asked for, and whether it is the loop's own CSV logger."""
+    asked = loggers if loggers is not None else config.logger
+    if asked is True and fabric.loggers:
+        return list(fabric.loggers), False
+    if asked is True:
+        return [CSVLogger(os.path.join(config.default_root_dir or ".", "logs"), config.name, config.version)], True
+    if not asked:
+        return [], False
+    return (list(asked) if isinstance(asked, Iterable) else [asked]), False
+
+
+def choose_place(loop: FabricLoop, run: Run) -> None:
+    """Choose name and version on rank zero, prove that logs can be written there, and tell all ranks.
+
+    A resumed run goes on in its own version, a new one takes the next number that neither logs nor checkpoints have.
+    """
+    if run.fn != "fit" or run.placed:
+        return
+    config = run.config
+    root = Path(config.default_root_dir or ".")
+    name, version = config.name, config.version
+    resumed = run.resume_path and _place_of(run.resume_path, root)
+    if version is None and resumed:
+        name, version = resumed
+    csv = next((logger for logger in loop.loggers if isinstance(logger, CSVLogger)), None)
+    if loop._own_logger:
+        csv = CSVLogger(str(root / "logs"), name, version)
+        loop.loggers = [csv]
+    keeps = config.enable_checkpointing and not loop.checkpoint_callbacks
+    if version is None and (csv is not None or keeps):
+        version = _claim(root, name, csv if loop._own_logger else None, keeps, loop.fabric)
+    if csv is not None:
+        if loop._own_logger:
+            csv.claim(version)
+        csv.check_writable()
+    run.loggers = loop.loggers
+    if keeps:
+        folder = version if isinstance(version, str) else f"version_{version}"
+        run.folder = root / "checkpoints" / name / folder
+    run.placed = True
+
+
+def _place_of(path: Path, root: Path) -> tuple[str, int | str] | None:
+    """(name, version) of a checkpoint that lies in this root's own layout."""
+    folder = Path(path).resolve().parent
+    if folder.parent.parent != (root / "checkpoints").resolve():
+        return None
+    version = folder.name.removeprefix("version_")
+    return folder.parent.name, int(version) if version.isdigit() and folder.name != version else folder.name
+
+
+def _claim(root: Path, name: str, csv: CSVLogger | None, keeps: bool, fabric: Fabric) -> int:
+    """The next free number, taken by making its folder, so that two runs that start together get two numbers."""
+    homes = [root / "logs" / name] if csv is not None else []
+    homes += [root / "checkpoints" / name] if keeps else []
+    number = -1
+    if fabric.is_global_zero:
+        taken = [
+            int(path.name[8:]) for home in homes for path in home.glob("version_*") if path.name[8:].isdigit()
+        ]
+        number = max(taken, default=-1) + 1
+        while True:
+            try:
+                (homes[0] / f"version_{number}").mkdir(parents=True)
+                break
+            except FileExistsError:
+                number += 1
+            except OSError as error:
+                raise ValueError(
+                    f"cannot make the run's folder '{homes[0] / f'version_{number}'}' ({error.strerror}): expected a folder"
+                    " that can be written; write default_root_dir= with one, or logger=False"
+                ) from error
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return fabric.broadcast(number) if together else number
+
+
+def checkpoint_in(run: Run | None, word: str) -> Path | None:
+    """The "last" or "best" checkpoint that a run has saved."""
+    saver = run.saver if run is not None else None
+    if saver is None:
+        return None
+    path = saver.last_model_path if word == "last" else saver.best_model_path
+    return Path(path) if path and Path(path).is_file() else None

@@ -1,0 +1,94 @@
+"""Record: what a run writes down: values per step and rows per epoch, to the CSV and to any other logger."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+class Record:
+    """Sends what was logged where it belongs.
+
+    A logger with ``log_epoch`` (our CSVLogger) gets one whole row per epoch and the values per step. Every other logger
+    gets what Trainer would give it, at the same steps.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.every = run.config.log_every_n_steps
+        self.by_row = [logger for logger in run.loggers if hasattr(logger, "log_epoch")]
+        self.by_value = [logger for logger in run.loggers if not hasattr(logger, "log_epoch")]
+        self.began = time.monotonic()
+        self._rates: list[float] = []
+
+    def hyperparameters(self) -> None:
+        """Write the module's and datamodule's hyperparameters, and for the CSV the loop's configuration."""
+        run = self.run
+        hparams: dict[str, Any] = {}
+        for owner in (run.datamodule, run.owner):
+            if getattr(owner, "_log_hyperparams", True):
+                hparams |= dict(getattr(owner, "hparams_initial", None) or getattr(owner, "hparams", None) or {})
+        for logger in self.by_value:
+            if hparams:
+                logger.log_hyperparams(hparams)
+            if callable(log_graph := getattr(logger, "log_graph", None)):
+                log_graph(run.owner)
+        for logger in self.by_row:
+            logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
+
+    def step(self) -> None:
+        """After a training batch: the step's values, when they are due."""
+        run = self.run
+        if not run.metrics.active.any_on_step:
+            return
+        due = self.every and (run.batches_that_stepped + 1) % self.every == 0
+        if due or (run.should_stop and self.every):
+            self.values(run.metrics.step_log(), run.batches_that_stepped)
+            run.history.warn_of_nan()
+
+    def values(self, metrics: Mapping[str, Any], step: int, by_row: bool = True) -> None:
+        """Values at one step, for all loggers."""
+        run = self.run
+        if not metrics or not (self.by_value or self.by_row):
+            return
+        run.metrics.logged.update(metrics)
+        scalars = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        if "step" in scalars:  # a logged "step" is the x axis
+            step = int(scalars.pop("step"))
+        else:
+            scalars.setdefault("epoch", run.current_epoch)
+        for logger in self.by_value + (self.by_row if by_row else []):
+            logger.log_metrics(scalars, step=step)
+            if callable(save := getattr(logger, "save", None)):
+                save()
+
+    def validation(self, metrics: Mapping[str, Any]) -> None:
+        """A validation inside fit is over; in the middle of an epoch its values are a row of the steps."""
+        run = self.run
+        self.values(metrics, run.batches_that_stepped, by_row=not run.is_last_of_epoch)
+
+    def note_rates(self) -> None:
+        """The learning rates of the step just taken, before a scheduler of the epoch changes them."""
+        self._rates = self.run.learning_rates()
+
+    def epoch(self, metrics: Mapping[str, Any]) -> None:
+        """The epoch is over: Trainer's values for the others, one whole row for the CSV and the history."""
+        run = self.run
+        self.values(metrics, run.batches_that_stepped - 1, by_row=False)
+        seconds, self.began = time.monotonic() - self.began, time.monotonic()
+        rates = self._rates or run.learning_rates()
+        row = run.history.add(run.current_epoch, run.global_step, run.metrics.take_row(), rates, seconds)
+        self._rates = []
+        for logger in self.by_row:
+            logger.log_epoch(row)
+
+    def finalize(self, status: str) -> None:
+        """Close the loggers."""
+        for logger in self.run.loggers:
+            logger.finalize(status)

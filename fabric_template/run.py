@@ -1,0 +1,612 @@
+"""Run: the state of one fit, validate, test or predict; prepare: every check, before anything is launched or written."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from .checkpoint import Saver, check_fits, find_checkpoint, rng_state, set_rng_state
+from .config import LoopConfig, parse_duration
+from .data import INFINITE, Loaders, length_of, make_transfer
+from .history import History, name_outputs
+from .hooks import Hooks, overrides
+from .logs import CSVLogger
+from .metrics import Metrics
+from .place import choose_place
+from .optimizers import SchedulerConfig, parse_optimizers
+from .steps import FunctionSteps, Steps, net_of, takes_batch_idx
+from .storage import CheckpointError, read_checkpoint
+from .update import AutomaticUpdate, LoopOptimizer, ManualUpdate
+
+if TYPE_CHECKING:
+    from .loop import FabricLoop
+
+STEP_OF = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+LOADER_OF = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+
+
+class Run:
+    """The state of one call of fit, validate, test or predict.
+
+    What is set in ``__init__`` is plain and travels to other processes; the rest is made there by `set_up`.
+    """
+
+    def __init__(self, fn: str, config: LoopConfig, owner: Any, net: nn.Module, datamodule: Any, callbacks: list) -> None:
+        self.fn, self.config, self.owner, self.net, self.datamodule = fn, config, owner, net, datamodule
+        self.callbacks, self.loggers = callbacks, []
+        self.given: dict[str, Any] = {}  # loaders by stage, as they were given
+        self.given_optimizer: Any = None
+        self.resume_path: Path | None = None
+        self.load_path: Path | None = None
+        self.folder: Path | None = None  # for checkpoints
+        self.is_lightning = is_lightning(owner)
+
+        self.stage: str | None = None
+        self.global_step = 0
+        self.epochs_done = 0  # whole epochs
+        self.batches_done = 0  # batches of this epoch, the one at hand included
+        self.total_batches = 0
+        self.batches_that_stepped = 0  # the step that loggers see
+        self.steps_in_epoch = 0
+        self.is_last_batch = False
+        self.between_epochs = True
+        self.should_stop = False
+        self.has_validated = False
+        self.window = config.accumulate_grad_batches
+        self.placed = False  # whether name and version are chosen
+        self.checkpoint: dict[str, Any] | None = None  # until it is restored
+        self.deadline: float | None = None
+        self.validated_at = 0.0
+        self.restored: dict[str, Any] | None = None  # our part of the checkpoint, until the first epoch has begun
+        self.epoch_rng: Any = None
+        self.epoch_generators: list[Tensor] = []
+
+        self.train: Loaders | None = None
+        self.val: Loaders | None = None
+        self.batches: Any = None  # the pass over the training batches
+        self.val_check_batch: int | float | None = None
+        self.optimizers: list[Any] = []
+        self.loop_optimizers: list[Any] = []
+        self.schedulers: list[SchedulerConfig] = []
+        self.saver: Saver | None = None
+        self.history = History()
+        self.metrics = Metrics()
+        self.hooks = Hooks(None, callbacks, owner, self.metrics)
+        self._warned: set[str] = set()
+        self._loaders_epoch: dict[str, int] = {}
+        self._seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
+
+    # ---- made in the process that runs
+
+    def set_up(self, loop: FabricLoop, fabric: Fabric) -> None:
+        """Make what needs the process: hooks with their trainer, metrics that reduce, the steps' door."""
+        self.fabric, config = fabric, self.config
+        self.metrics = Metrics(fabric.all_reduce, distributed=fabric.world_size > 1)
+        self.metrics.enabled = not config.barebones
+        self.metrics.has_logger = bool(self.loggers)
+        self.hooks = Hooks(loop, self.callbacks, self.owner, self.metrics, loop.profiler)
+        self.steps = Steps(fabric, self.owner, self.net, config.compile)
+        if self.folder is not None:
+            self.saver = Saver(self.folder, config.monitor, config.mode, config.save_top_k, config.save_last)
+
+    def set_up_optimizers(self) -> None:
+        """Ask the module for its optimizers and schedulers, or take the ones that fit was given."""
+        if self.given_optimizer is not None:
+            returned = self.given_optimizer
+        else:
+            configure = overrides(self.owner, "configure_optimizers")
+            returned = configure() if configure is not None else None
+        custom = overrides(self.owner, "lr_scheduler_step") is not None
+        self.optimizers, self.schedulers = parse_optimizers(
+            returned, automatic=self.is_automatic, owner=self.owner, custom_step=custom
+        )
+        for optimizer in self.optimizers:  # states made before the move (a loaded optimizer) follow their parameters
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and key != "step":
+                        state[key] = value.to(parameter.device)
+        self.loop_optimizers = [LoopOptimizer(optimizer, self) for optimizer in self.optimizers]
+
+    def set_up_update(self) -> None:
+        """Know how a batch becomes an update, and how it comes to its device."""
+        self.metrics.name_metrics(self.owner)
+        self.update = (AutomaticUpdate if self.is_automatic else ManualUpdate)(self)
+        self.transfer = self.make_transfer()
+
+    def make_transfer(self) -> Callable[[Any, int], Any]:
+        """What brings a batch to its device, through the datamodule's or module's hooks."""
+        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        hooks = [overrides(self.datamodule, name) or overrides(self.owner, name) for name in names]
+        return make_transfer(self.fabric, self.steps.convert(), hooks)
+
+    # ---- what the module is
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the loop steps the optimizer (False: the module does)."""
+        return getattr(self.owner, "automatic_optimization", True)
+
+    def takes_idx(self, step: str) -> bool:
+        """Whether a step takes the batch's index."""
+        return takes_batch_idx(getattr(self.owner, step))
+
+    @property
+    def validates(self) -> bool:
+        """Whether fit validates at all."""
+        has_step = overrides(self.owner, "validation_step") is not None
+        return has_step and self.config.limit_val_batches > 0 and self.has_loader("val")
+
+    # ---- loaders
+
+    def has_loader(self, stage: str) -> bool:
+        """Whether there is a loader for this stage, asked without making it."""
+        return self._loader_source(stage) is not None
+
+    def _loader_source(self, stage: str) -> Any:
+        if self.given.get(stage) is not None:
+            return self.given[stage]
+        for owner in (self.datamodule, self.owner):
+            if (method := overrides(owner, f"{stage}_dataloader")) is not None:
+                return method
+        return None
+
+    def loaders(self, stage: str) -> Loaders:
+        """The stage's loaders, made ready; asked of the datamodule or module anew each time."""
+        source = self._loader_source(stage)
+        if self.given.get(stage) is None:
+            source = source()
+        config = self.config
+        overfit = bool(config.overfit_batches) and stage in ("train", "val")
+        return Loaders(source, stage, getattr(config, f"limit_{stage}_batches"), self.fabric, overfit)
+
+    def set_up_train_data(self) -> None:
+        """Make the training loader when there is none yet or it is due to be made again, and begin a pass over it."""
+        if self.train is not None and not self._reload_due("train"):
+            return
+        self.train = self.loaders("train")
+        self._loaders_epoch["train"] = self.current_epoch
+        self.start_pass()
+        self.val_check_batch = val_check_batch(self.config, self.train.num_batches, self.validates)
+        few = self.config.log_every_n_steps > self.train.num_batches and not self.config.fast_dev_run
+        if few and self.loggers and any(not isinstance(logger, CSVLogger) for logger in self.loggers):
+            self.warn_once(
+                f"The number of training batches ({self.train.num_batches}) is smaller than the logging interval"
+                f" Trainer(log_every_n_steps={self.config.log_every_n_steps}). Set a lower value for log_every_n_steps if"
+                " you want to see logs for the training epoch."
+            )
+
+    def start_pass(self) -> None:
+        """Begin a pass over the training batches; the random numbers from before it are what a replay needs."""
+        if self.saver is not None:
+            self.epoch_rng = rng_state()
+            self.epoch_generators = [generator.get_state() for generator in self.train.generators()]
+        self.batches = self.train.start()
+
+    def starts_epoch(self) -> bool:
+        """Whether an epoch begins here (False: it goes on from a checkpoint in its middle); counts from its start."""
+        if not self.between_epochs:
+            return False
+        self.between_epochs, self.is_last_batch = False, False
+        self.batches_done = self.steps_in_epoch = 0
+        return True
+
+    def begin_pass(self) -> None:
+        """Begin the epoch's pass. The first epoch's was begun with the loader, where Trainer begins it."""
+        if self.current_epoch > 0:
+            self.start_pass()
+
+    def begin_rest_of_pass(self) -> None:
+        """Another trainer's checkpoint from the middle of an epoch: a new pass, of as many batches as were left."""
+        self.train.set_epoch(self.current_epoch)
+        self.batches = self.train.start(self.batches_done)
+
+    def end_epoch(self) -> None:
+        """The epoch is over."""
+        self.epochs_done += 1
+        self.between_epochs = True
+
+    def set_up_val_data(self) -> None:
+        """Make the validation loaders when there are none yet or they are due to be made again."""
+        if self.val is None or self._reload_due("val"):
+            self.val = self.loaders("val")
+            self._loaders_epoch["val"] = self.current_epoch
+
+    def _reload_due(self, stage: str) -> bool:
+        every = self.config.reload_dataloaders_every_n_epochs
+        return bool(every) and self.current_epoch - self._loaders_epoch[stage] >= every
+
+    def generators(self) -> list[torch.Generator]:
+        """The random generators of all loaders."""
+        return [g for loaders in (self.train, self.val) if loaders is not None for g in loaders.generators()]
+
+    @property
+    def num_batches(self) -> int | float:
+        """Training batches of an epoch."""
+        return self.train.num_batches if self.train is not None else INFINITE
+
+    # ---- where the run stands
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that runs, or that would be next; counted from 0."""
+        return self.epochs_done
+
+    def limits(self) -> tuple[int, int]:
+        """(max_epochs, max_steps), -1 for no limit."""
+        config = self.config
+        epochs = config.max_epochs
+        if epochs is None:
+            endless = config.max_steps != -1 or config.max_time is not None or self.has_timer
+            epochs = -1 if endless else 1000
+        return epochs, config.max_steps
+
+    @property
+    def has_timer(self) -> bool:
+        """Whether a Timer callback ends the run."""
+        return any("Timer" in {base.__name__ for base in type(callback).__mro__} for callback in self.callbacks)
+
+    @property
+    def steps_done(self) -> bool:
+        """Whether max_steps is reached."""
+        return self.config.max_steps != -1 and self.global_step >= self.config.max_steps
+
+    def done(self) -> bool:
+        """Whether to leave the loop of epochs: asked before the first one, too."""
+        epochs, _ = self.limits()
+        over = epochs != -1 and self.epochs_done >= epochs
+        return self.num_batches == 0 or self.steps_done or over or (self.should_stop and self.may_stop)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether min_epochs and min_steps allow to stop early."""
+        config = self.config
+        min_epochs = config.min_epochs if config.min_epochs is not None else 1 if config.min_steps is not None else 0
+        return self.epochs_done >= min_epochs and self.global_step >= (config.min_steps or 0)
+
+    def epoch_done(self) -> bool:
+        """Whether to leave the loop of batches."""
+        return self.steps_done or self.is_last_of_epoch or (self.should_stop and self.may_stop)
+
+    @property
+    def is_last_of_epoch(self) -> bool:
+        """Whether the batch at hand is the epoch's last."""
+        return self.is_last_batch or self.batches_done == self.num_batches
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the optimizer waits for more batches."""
+        return self.batches_done % self.window != 0 and not self.is_last_of_epoch
+
+    @property
+    def validation_epoch(self) -> bool:
+        """Whether this epoch validates at all."""
+        every = self.config.check_val_every_n_epoch
+        return self.validates and (every is None or (self.current_epoch + 1) % every == 0)
+
+    def validation_due(self) -> bool:
+        """Whether to validate after the batch at hand."""
+        if not self.validation_epoch:
+            return False
+        if self.should_stop and self.may_stop:
+            return True
+        config, due = self.config, self.val_check_batch
+        if due is None:
+            return time.monotonic() - self.validated_at >= parse_duration(config.val_check_interval).total_seconds()
+        if due == INFINITE:
+            if isinstance(config.limit_train_batches, int) and not self.is_last_batch:
+                return self.batches_done % config.limit_train_batches == 0
+            return self.is_last_batch
+        count = self.total_batches if config.check_val_every_n_epoch is None else self.batches_done
+        return count % due == 0
+
+    # ---- schedulers, values
+
+    def due_schedulers(self, interval: str, plateau: bool) -> list[SchedulerConfig]:
+        """The schedulers to step now."""
+        if not self.is_automatic or not self.schedulers:
+            return []
+        count = self.batches_done if interval == "step" else self.current_epoch + 1
+        return [c for c in self.schedulers if c.reduce_on_plateau == plateau and c.due(interval, count)]
+
+    def known_metrics(self) -> dict[str, Any]:
+        """What can be monitored now: the logged metrics, and what the steps of a module that logs nothing returned."""
+        if self.metrics.active:
+            self.metrics.merge()
+        return {**self.history.returned, **self.metrics.callback}
+
+    def monitored(self, name: str) -> Any:
+        """The value of a metric now, None if it was not logged."""
+        return self.known_metrics().get(name)
+
+    def score(self) -> float | None:
+        """The monitor's value for checkpoints; None without a monitor, or where this epoch did not measure it."""
+        monitor = self.config.monitor
+        if self.saver is None or monitor is None:
+            return None
+        known = self.known_metrics()
+        return float(known[monitor]) if monitor in known else None
+
+    def check_monitor(self, score: float | None) -> None:
+        """Refuse a monitor that was never logged, once the epoch is safe on disk.
+
+        Raises:
+            ValueError: the message lists what was logged.
+        """
+        monitor = self.config.monitor
+        if monitor is None or score is not None or (self.validates and not self.has_validated):
+            return
+        known = sorted(self.history.rows[-1].keys() - {"epoch", "step", "time"}) if self.history.rows else []
+        raise ValueError(
+            f"monitor={monitor!r} was not logged in epoch {self.current_epoch - 1}; logged were {known}: write monitor= with"
+            " one of these; last.ckpt is saved, resume='last' goes on from it"
+        )
+
+    def note_returned(self, output: Any, loss: Tensor) -> None:
+        """Keep what the training step returned, for the history and to notice a loss that is no number."""
+        collection = self.metrics.active
+        if collection or type(output) is Tensor:
+            values = {"train_loss": loss.detach()}
+        else:
+            values = name_outputs(output, "train")
+        self.history.train.add(values, 1 if collection else self.size_of_batch(), self.total_batches - 1)
+
+    def note_evaluated(self, output: Any, prefix: str, batch_idx: int) -> None:
+        """Keep what an evaluation step of a module that logs nothing returned."""
+        if not self.metrics.active and (values := name_outputs(output, prefix)):
+            self.history.val.add(values, self.size_of_batch(), batch_idx)
+
+    def record_evaluated(self, index: int) -> None:
+        """After an evaluation batch: values that are logged per step."""
+        seen = self._seen.get(index, 0)
+        self._seen[index] = seen + 1
+        if self.metrics.active.any_on_step:
+            self.record.values(self.metrics.step_log(), seen)
+
+    def size_of_batch(self) -> int:
+        """The size of the batch at hand; 1 where none can be found."""
+        try:
+            return self.metrics.active.size_of_batch()
+        except ValueError:
+            return 1
+
+    def learning_rates(self) -> list[float]:
+        """The first learning rate of each optimizer."""
+        rates = [float(group["lr"]) for o in self.optimizers for group in o.param_groups[:1] if "lr" in group]
+        return rates
+
+    # ---- odds and ends
+
+    def clear_gradients(self) -> None:
+        """Free the gradients before a validation, the module's way or all."""
+        hook = overrides(self.owner, "on_validation_model_zero_grad")
+        (hook or self.net.zero_grad)()
+
+    @contextmanager
+    def isolated_rng(self) -> Iterator[None]:
+        """Random numbers drawn inside leave no trace."""
+        state = rng_state()
+        yield
+        set_rng_state(state)
+
+    def inference(self) -> bool:
+        """Whether evaluation may use torch.inference_mode; gloo cannot."""
+        gloo = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return self.config.inference_mode and not (gloo and torch.distributed.get_backend() == "gloo")
+
+    @property
+    def has_summary(self) -> bool:
+        """Whether a callback prints the model already."""
+        return any("ModelSummary" in {base.__name__ for base in type(callback).__mro__} for callback in self.callbacks)
+
+    def replace_optimizers(self, optimizers: list[Any]) -> None:
+        """A callback brings other optimizers."""
+        self.optimizers = list(optimizers)
+        self.loop_optimizers = [LoopOptimizer(optimizer, self) for optimizer in self.optimizers]
+        if hasattr(self, "update"):
+            self.update = type(self.update)(self)
+
+    def gather(self, value: Any) -> list[Any]:
+        """One value of each rank, on all ranks."""
+        if self.fabric.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.fabric.world_size
+        torch.distributed.all_gather_object(gathered, value)
+        return gathered
+
+    def sync_logs(self) -> None:
+        """What a checkpoint says of the logs must be on disk before it."""
+        for logger in self.loggers:
+            if callable(sync := getattr(logger, "sync", None)):
+                sync()
+
+    def warn_once(self, text: str) -> None:
+        """Warn, the first time."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=3)
+
+
+def is_lightning(owner: Any) -> bool:
+    """Whether this is a LightningModule, of whichever package, by its shape."""
+    return isinstance(getattr(type(owner), "trainer", None), property) and callable(getattr(owner, "log", None))
+
+
+def val_check_batch(config: LoopConfig, num_batches: int | float, validates: bool) -> int | float | None:
+    """Validate every so many batches; None: by the clock; infinity: at the end of a pass without length."""
+    interval = config.val_check_interval
+    if not isinstance(interval, int | float):
+        return None
+    if isinstance(interval, int):
+        if interval > num_batches and config.check_val_every_n_epoch is not None and validates:
+            raise ValueError(
+                f"`val_check_interval` ({interval}) must be less than or equal to the number of the training batches"
+                f" ({num_batches}). If you want to disable validation set `limit_val_batches` to 0.0 instead. If you want"
+                " to validate based on the total training batches, set `check_val_every_n_epoch=None`."
+            )
+        return interval
+    if num_batches == INFINITE:
+        if interval == 1.0:
+            return INFINITE
+        raise ValueError(
+            f"val_check_interval={interval}: the train loader has no length, so there is no fraction of it; expected 1.0,"
+            " an int (batches) or a time"
+        )
+    return max(1, int(num_batches * interval))
+
+
+# ---- every check, before anything is launched or written
+
+
+def prepare(
+    loop: FabricLoop, fn: str, model: Any, loaders: dict[str, Any], datamodule: Any, *, resume: Any = None, load: Any = None,
+    optimizer: Any = None, functions: dict[str, Callable | None] | None = None,
+) -> Run:  # fmt: skip
+    """Check everything that can be checked and make the run's plain part.
+
+    Raises:
+        TypeError, ValueError: one line that says what is wrong, where, and what to write instead.
+    """
+    first = LOADER_OF[fn]
+    if hasattr(loaders.get(first), f"{first}_dataloader"):  # a datamodule in the loaders' place
+        if datamodule is not None:
+            raise ValueError(f"{fn} got two datamodules: give it as datamodule= only")
+        datamodule, loaders = loaders[first], {**loaders, first: None}
+    if datamodule is not None and any(given is not None for given in loaders.values()):
+        raise ValueError(f"{fn} got dataloaders and a datamodule: expected one of them")
+    if resume is not None and load is not None:
+        raise ValueError(
+            f"{fn}(resume={str(resume)!r}, load={str(load)!r}): expected one of them; resume= continues a run with its"
+            " optimizer and counters, load= takes the weights only and starts a new one"
+        )
+    owner, net = _owner_of(model, functions or {})
+    run = Run(fn, loop.config, owner, net, datamodule, list(loop.callbacks))
+    run.given, run.given_optimizer = loaders, optimizer
+    _check_steps(run, fn)
+    _check_loaders(run, fn)
+    if fn == "fit":
+        _check_optimizer(run)
+    _find_files(run, loop, resume, load)
+    return run
+
+
+def _owner_of(model: Any, functions: dict[str, Callable | None]) -> tuple[Any, nn.Module]:
+    """The object that has the steps, and the module that has the parameters."""
+    if hasattr(model, "_orig_mod") and isinstance(model, nn.Module):  # torch.compile'd: train what is inside
+        model = model._orig_mod
+    given = {name: function for name, function in functions.items() if function is not None}
+    for name, function in given.items():
+        if not callable(function):
+            raise TypeError(f"{name}={function!r}: expected a function fn(model, batch, batch_idx)")
+    net = net_of(model)
+    return (FunctionSteps(net, **given) if given else model), net
+
+
+def _check_steps(run: Run, fn: str) -> None:
+    step = STEP_OF[fn]
+    name = type(run.owner).__name__
+    if fn == "predict":
+        if not callable(getattr(run.owner, "predict_step", None)) and not isinstance(run.owner, nn.Module):
+            raise ValueError(f"{name} has no predict_step(batch, batch_idx) and no forward: expected one of them")
+        return
+    if overrides(run.owner, step) is None:
+        what = "FunctionSteps" if isinstance(run.owner, FunctionSteps) else name
+        raise ValueError(
+            f"{what} has no {step}: expected a method {step}(batch, batch_idx)"
+            + (
+                " that returns the loss, or a function given as fit(..., training_step=fn) with fn(model, batch, batch_idx)"
+                if fn == "fit"
+                else f"; {fn} needs it"
+            )
+        )
+    if fn == "fit" and run.given.get("val") is not None and overrides(run.owner, "validation_step") is None:
+        raise ValueError(
+            f"fit got val_dataloaders but {name} has no validation_step: expected a method validation_step(batch,"
+            " batch_idx) (or validation_step=fn); leave val_dataloaders out to train without validation"
+        )
+
+
+def _check_loaders(run: Run, fn: str) -> None:
+    stage = LOADER_OF[fn]
+    if not run.has_loader(stage):
+        raise ValueError(
+            f"{fn} has no {stage} loader: give it as {fn}(model, loader), as datamodule=, or write a method"
+            f" {stage}_dataloader in {type(run.owner).__name__}"
+        )
+    given = run.given.get(stage)
+    if fn == "fit" and given is not None and length_of(given) == 0:
+        raise ValueError(f"fit got an empty train loader ({type(given).__name__} of length 0): expected at least one batch")
+    for name in ("train", "val") if fn == "fit" else (stage,):
+        limit = getattr(run.config, f"limit_{name}_batches")
+        loader = run.given.get(name)
+        if loader is not None and isinstance(limit, float) and limit not in (0.0, 1.0) and length_of(loader) == INFINITE:
+            raise ValueError(
+                f"limit_{name}_batches={limit}: the {name} loader ({type(loader).__name__}) has no length, so there is no"
+                f" fraction of it; expected 1.0 or an int, write limit_{name}_batches=100"
+            )
+
+
+def _check_optimizer(run: Run) -> None:
+    has_own = overrides(run.owner, "configure_optimizers") is not None
+    if run.given_optimizer is None and not has_own:
+        raise ValueError(
+            f"{type(run.owner).__name__} has no configure_optimizers and fit got no optimizer: write"
+            " fit(..., optimizer=torch.optim.Adam(model.parameters())) or a method configure_optimizers"
+        )
+    if run.given_optimizer is not None:
+        parse_optimizers(run.given_optimizer, automatic=run.is_automatic)
+    if not run.is_automatic:
+        if run.config.gradient_clip_val:
+            raise ValueError(
+                "Automatic gradient clipping is not supported for manual optimization. Remove"
+                f" gradient_clip_val={run.config.gradient_clip_val} or switch to automatic optimization."
+            )
+        if run.config.accumulate_grad_batches != 1:
+            raise ValueError(
+                "Automatic gradient accumulation is not supported for manual optimization. Remove"
+                f" accumulate_grad_batches={run.config.accumulate_grad_batches} or switch to automatic optimization."
+            )
+
+
+def _find_files(run: Run, loop: FabricLoop, resume: Any, load: Any) -> None:
+    """Find and check the checkpoint, choose the version, prove that logs can be written."""
+    config, root = run.config, Path(run.config.default_root_dir or ".")
+    checkpoints = root / "checkpoints"
+
+    def find(word: str, value: Any) -> Path | None:
+        if value in ("last", "best"):
+            own = loop.checkpoint_path(value)
+            found = own or find_checkpoint(value, checkpoints, config.name, config.version)
+            if found is None:
+                raise CheckpointError(
+                    f"{word}={value!r}: there is no {value}.ckpt under '{checkpoints / config.name}'; expected a run with"
+                    f" name={config.name!r} to have saved one: leave {word} out to start anew, or give a path"
+                )
+            return found
+        if value == "auto":
+            return loop.checkpoint_path("last") or find_checkpoint("last", checkpoints, config.name, config.version)
+        return None if value is None else Path(value)
+
+    run.resume_path, run.load_path = find("resume", resume), find("load", load)
+    path = run.resume_path or run.load_path
+    if path is not None:
+        checkpoint = read_checkpoint(path)
+        if overrides(run.owner, "configure_model") is None and overrides(run.owner, "on_load_checkpoint") is None:
+            if getattr(run.owner, "strict_loading", True) and overrides(run.owner, "load_state_dict") is None:
+                check_fits(run.net, checkpoint, path)
+        if run.resume_path is not None and "optimizer_states" not in checkpoint:
+            raise CheckpointError(
+                f"resume={str(path)!r}: the file holds weights only (optimizer_states is missing); use load= to start a new"
+                " run from them"
+            )
+    launcher = loop.fabric.strategy.launcher
+    if launcher is None or type(launcher).__name__ == "_MultiProcessingLauncher":
+        choose_place(loop, run)  # elsewhere all ranks run this already, and have to agree first
+    run.loggers = loop.loggers

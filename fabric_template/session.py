@@ -1,0 +1,177 @@
+"""Session: what happens around a run, in Trainer's order: set-up hooks, devices, restored state; and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import checkpoint as ckpt
+from .hooks import overrides
+from .lightning import attach, detach
+from .progress import Progress, can_show_bar, summarize
+from .record import Record
+from .steps import Modes
+from .storage import read_checkpoint
+
+if TYPE_CHECKING:
+    from .loop import FabricLoop
+    from .run import Run
+
+
+@contextmanager
+def session(loop: FabricLoop, run: Run) -> Iterator[None]:
+    """Around a run: the module attached, its data prepared, set up and moved; afterwards everything as it was found.
+
+    An error reaches ``on_exception`` of callbacks and datamodule and then the caller, unchanged.
+    """
+    grad_enabled, modes = torch.is_grad_enabled(), Modes(run.net)
+    settings = _torch_settings(run)
+    attach(run.owner, loop, run.metrics, compiled=bool(run.config.compile))
+    if run.datamodule is not None and hasattr(run.datamodule, "trainer"):
+        run.datamodule.trainer = loop
+    try:
+        _set_up(loop, run)
+        yield
+        _tear_down(run)
+    except BaseException as error:
+        loop._status = "interrupted"
+        run.metrics.fx = None
+        run.hooks.call_callbacks("on_exception", error)
+        if (hook := overrides(run.datamodule, "on_exception")) is not None:
+            hook(error)
+        run.record.finalize("failed")
+        modes.restore()
+        raise
+    finally:
+        run.bar.close()
+        detach(run.owner)
+        run.metrics.to_cpu()
+        run.metrics.start(None)
+        run.stage = None
+        torch.set_grad_enabled(grad_enabled)
+        settings()
+
+
+def _set_up(loop: FabricLoop, run: Run) -> None:
+    """The part that all runs share: data, setup hooks, weights, devices."""
+    fabric, owner, datamodule = run.fabric, run.owner, run.datamodule
+    run.record = Record(run)
+    shown = run.config.enable_progress_bar and fabric.is_global_zero and can_show_bar()
+    run.bar = Progress(shown and loop.progress_bar_callback is None, lambda: loop.progress_bar_metrics)
+    _add_callbacks_of(owner, loop, run)
+    for part in (datamodule, owner):
+        if (hook := overrides(part, "prepare_data")) is not None:
+            per_node = getattr(part, "prepare_data_per_node", True)
+            if fabric.local_rank == 0 and (per_node or fabric.node_rank == 0):
+                hook()
+    fabric.barrier("prepare_data")
+    if (hook := overrides(datamodule, "setup")) is not None:
+        hook(run.fn)
+    run.hooks.call("setup", run.fn)
+    if (hook := overrides(owner, "configure_model")) is not None:
+        hook()
+    path = run.resume_path or run.load_path
+    run.checkpoint = read_checkpoint(path) if path is not None else None
+    if run.checkpoint is not None:
+        ckpt.load_weights(run, run.checkpoint)
+        if run.resume_path is not None:
+            ckpt.load_callbacks(run, run.checkpoint)
+    run.steps.setup(training=run.fn == "fit")
+
+
+def start_fit(loop: FabricLoop, run: Run) -> None:
+    """What fit adds: optimizers, ``on_fit_start``, hyperparameters, the restored state."""
+    if run.config.enable_model_summary and run.fabric.is_global_zero and not run.has_summary:
+        print(summarize(run.net))
+    run.metrics.start(None)
+    run.set_up_optimizers()
+    run.hooks.call("on_fit_start")
+    if run.fabric.is_global_zero:
+        run.record.hyperparameters()
+    if run.resume_path is not None:
+        ckpt.load_training_state(run, run.checkpoint)
+        epochs, _ = run.limits()
+        if epochs != -1 and run.epochs_done > epochs:
+            raise ValueError(
+                f"You restored a checkpoint with current_epoch={run.epochs_done}, but you have set max_epochs={epochs}:"
+                f" write max_epochs={run.epochs_done + 1} or more to go on"
+            )
+    run.checkpoint = None
+    if run.fabric.is_global_zero:
+        positions = run.restored["logs"] if run.restored else [None] * len(run.loggers)
+        for logger, position in zip(run.loggers, positions, strict=False):
+            if run.resume_path is not None and run.restored and hasattr(logger, "rewind"):
+                logger.rewind(position)
+    run.set_up_update()
+    run.net.zero_grad()
+
+
+def restore_position(run: Run) -> None:
+    """Put random numbers, loaders and running sums where the checkpoint left them; called as the first epoch begins.
+
+    In the middle of an epoch the pass is begun again from the random numbers of its beginning, the batches that were
+    trained are taken from it and dropped, and then the random numbers of the checkpoint are set.
+    """
+    ours, run.restored = run.restored, None
+    rank = min(run.fabric.global_rank, len(ours["ranks"]) - 1)
+    mine, generators = ours["ranks"][rank], run.generators()
+    if run.batches_done:
+        ckpt.set_rng_state(mine["epoch_rng"])
+        for generator, state in zip(run.train.generators(), ours["epoch_generators"], strict=False):
+            generator.set_state(state)
+        run.train.set_epoch(run.current_epoch)
+        run.start_pass()
+        for _ in range(run.batches_done):
+            next(run.batches)
+        run.history.train.load_state_dict(mine["returned"], run.fabric.device)
+        run.metrics.load_state_dict(ours["metrics"], run.fabric.device)
+    ckpt.set_rng_state(mine["rng"])
+    for generator, state in zip(generators, ours["generators"], strict=False):
+        generator.set_state(state)
+
+
+def _tear_down(run: Run) -> None:
+    """The way out after a run that went well."""
+    hooks = run.hooks
+    if run.fn == "fit":
+        hooks.call("on_fit_end")
+    if (hook := overrides(run.datamodule, "teardown")) is not None:
+        hook(run.fn)
+    hooks.call("teardown", run.fn)
+    run.record.finalize("success")
+
+
+def _add_callbacks_of(owner: Any, loop: FabricLoop, run: Run) -> None:
+    """The module's own callbacks take the place of those of the same class; those that save come last."""
+    if (configure := overrides(owner, "configure_callbacks")) is not None:
+        own = configure()
+        own = list(own) if isinstance(own, list | tuple) else [own]
+        classes = {type(callback) for callback in own}
+        run.callbacks[:] = [callback for callback in run.callbacks if type(callback) not in classes] + own
+    savers = [cb for cb in run.callbacks if "Checkpoint" in {base.__name__ for base in type(cb).__mro__}]
+    run.callbacks[:] = [callback for callback in run.callbacks if callback not in savers] + savers
+    loop.callbacks = run.callbacks
+    run.hooks.callbacks = run.callbacks
+    run.hooks.refresh()
+
+
+def _torch_settings(run: Run) -> Any:
+    """Set what the configuration says of PyTorch's global switches; returns what puts them back."""
+    config = run.config
+    algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    if config.deterministic is not None:
+        torch.use_deterministic_algorithms(bool(config.deterministic), warn_only=config.deterministic == "warn")
+    if config.benchmark is not None:
+        torch.backends.cudnn.benchmark = config.benchmark
+    elif config.deterministic:
+        torch.backends.cudnn.benchmark = False
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
+        torch.backends.cudnn.benchmark = benchmark
+
+    return restore

@@ -1,0 +1,233 @@
+"""Steps: functions, methods and objects as steps; StepModule, the one door for precision, DDP and compile.
+
+Plain Fabric runs ``model.training_step`` on one device around its own precision: ``bf16-mixed`` silently trains in
+float32. Here every step of every kind goes through the same door.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
+from lightning.fabric.strategies import SingleDeviceStrategy
+from torch import nn
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class FunctionSteps:
+    """Step functions ``fn(model, batch)`` or ``fn(model, batch, batch_idx)`` as an object with step methods.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> steps = FunctionSteps(net, training_step=lambda model, batch: model(batch).sum())
+        >>> steps.training_step(torch.zeros(3, 2), 0).shape
+        torch.Size([])
+    """
+
+    def __init__(self, net: nn.Module, **functions: Callable | None) -> None:
+        self.net = net
+        for name, function in functions.items():
+            if function is not None:
+                setattr(self, name, _Bound(function, net))
+
+
+class _Bound:
+    """A step function with its model filled in; a class and not a closure, so that it can be sent to other processes."""
+
+    def __init__(self, function: Callable, net: nn.Module) -> None:
+        self.function, self.net = function, net
+        self.takes_idx = takes_batch_idx(function, least=3)
+
+    def __call__(self, batch: Any, batch_idx: int) -> Any:
+        return self.function(self.net, batch, batch_idx) if self.takes_idx else self.function(self.net, batch)
+
+
+def net_of(owner: Any) -> nn.Module:
+    """The nn.Module that holds an owner's parameters: itself, or all modules and parameters among its attributes.
+
+    Raises:
+        TypeError: when there is none.
+
+    Example:
+        >>> class Plain:
+        ...     def __init__(self): self.net = nn.Linear(2, 1)
+        >>> list(net_of(Plain()).state_dict())
+        ['net.weight', 'net.bias']
+    """
+    if isinstance(owner, nn.Module):
+        return owner
+    net = nn.Module()
+    for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
+        if isinstance(value, nn.Module):
+            net.add_module(name, value)
+        elif isinstance(value, nn.Parameter):
+            net.register_parameter(name, value)
+        elif isinstance(value, list | tuple) and value and all(isinstance(part, nn.Module) for part in value):
+            net.add_module(name, nn.ModuleList(value))
+        elif isinstance(value, dict) and value and all(isinstance(part, nn.Module) for part in value.values()):
+            net.add_module(name, nn.ModuleDict(value))
+    if not list(net.children()) and not list(net.parameters()):
+        raise TypeError(
+            f"{type(owner).__name__} holds no torch.nn.Module: expected an nn.Module, or an object with modules among its "
+            "attributes; write self.net = ... in its __init__"
+        )
+    return net
+
+
+def takes_batch_idx(step: Callable, least: int = 2) -> bool:
+    """Whether a step takes ``(batch, batch_idx)`` or only ``(batch)``."""
+    try:
+        parameters = inspect.signature(step).parameters
+    except (TypeError, ValueError):
+        return True
+    kinds = [p.kind for p in parameters.values()]
+    return "batch_idx" in parameters or len(parameters) >= least or inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+def takes_iterator(step: Callable | None) -> bool:
+    """Whether a step wants the iterator of batches itself (``training_step(self, dataloader_iter)``)."""
+    return step is not None and "dataloader_iter" in inspect.signature(step).parameters
+
+
+class StepModule(nn.Module):
+    """What is handed to ``fabric.setup`` in the owner's place: its forward runs any step.
+
+    Fabric's wrapper converts the tensors it sees and registers LightningModules as callbacks. It sees neither here: the
+    arguments travel inside an object of their own, and the owner is no child.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """Run a step with its arguments filled in."""
+        return call()
+
+
+class Steps:
+    """The steps of one run, each ready to be called.
+
+    Args:
+        fabric: says where and in which precision they run.
+        owner: has the methods.
+        net: has the parameters.
+        compile: torch.compile them, True or its keywords.
+    """
+
+    def __init__(self, fabric: Fabric, owner: Any, net: nn.Module, compile: bool | dict = False) -> None:
+        self.fabric, self.owner, self.net = fabric, owner, net
+        self._compile = compile
+        self._wrapped: nn.Module | None = None
+        self.precision = fabric.strategy.precision
+
+    def setup(self, training: bool) -> None:
+        """Move the net to its device; wrap it for the strategy when it is going to be trained."""
+        if training and any(p.requires_grad for p in self.net.parameters()):
+            wrapped = self.fabric.setup(StepModule(self.net))
+            self._wrapped = None if isinstance(self.fabric.strategy, SingleDeviceStrategy) else wrapped
+        else:
+            self.fabric.to_device(self.precision.convert_module(self.net))
+        dtype = next((p.dtype for p in self.net.parameters() if p.is_floating_point()), None)
+        for part in self.net.modules():  # LightningModules and metrics keep their own note of device and dtype
+            if part is not self.net and type(part).to is not nn.Module.to or part is self.net:
+                part.to(self.fabric.device)
+                if dtype is not None and self._is_true_precision:
+                    part.to(dtype)
+
+    @property
+    def _is_true_precision(self) -> bool:
+        return str(self.precision.precision).endswith("-true") and self.precision.precision != "32-true"
+
+    @property
+    def wrapped(self) -> nn.Module | None:
+        """The strategy's wrapper (DDP) around the net, None on a single device."""
+        return self._wrapped
+
+    def get(self, name: str) -> Callable | None:
+        """The step of this name with precision, strategy and compilation around it; None if the owner has none."""
+        method = getattr(self.owner, name, None)
+        if not callable(method):
+            return None
+        if self._compile:
+            method = torch.compile(method, **(self._compile if isinstance(self._compile, dict) else {}))
+        if self._wrapped is not None:
+            method = self._through(self._wrapped, method)
+        context = self.context()
+        return method if context is None else _inside(context, method)
+
+    def context(self) -> Callable[[], Any] | None:
+        """The precision's context manager for a step; None where there is nothing to do."""
+        precision = self.precision
+        if isinstance(precision, MixedPrecision):
+            dtype = torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
+            # Trainer's own setting, and so its bits: weights used twice in a step are cast twice
+            return lambda: torch.autocast(precision.device, dtype=dtype, cache_enabled=False)
+        return None if precision.precision == "32-true" else precision.forward_context
+
+    def convert(self) -> Callable[[Any], Any] | None:
+        """What turns a batch into the precision's dtype; None where it stays as it is."""
+        changes = self._is_true_precision
+        return self.precision.convert_input if changes else None
+
+    def no_sync(self) -> Any:
+        """A context in which gradients are not averaged over the ranks: all but the last batch of a window."""
+        return self.fabric.no_backward_sync(self._wrapped)
+
+    @staticmethod
+    def _through(wrapped: nn.Module, method: Callable) -> Callable:
+        def step(*args: Any) -> Any:
+            return wrapped(_Packed(method, args))
+
+        return step
+
+
+class _Packed:
+    """A call with its arguments, opaque to wrappers that would convert or scatter them."""
+
+    __slots__ = ("args", "method")
+
+    def __init__(self, method: Callable, args: tuple) -> None:
+        self.method, self.args = method, args
+
+    def __call__(self) -> Any:
+        return self.method(*self.args)
+
+
+def _inside(context: Callable[[], Any], method: Callable) -> Callable:
+    def step(*args: Any) -> Any:
+        with context():
+            return method(*args)
+
+    return step
+
+
+class Modes:
+    """Remembers which modules were in training mode, to put each back as it was.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(1, 1), nn.Dropout()); _ = net[1].eval()
+        >>> modes = Modes(net); _ = net.eval(); modes.restore(); [part.training for part in net]
+        [True, False]
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self._modes = [(module, module.training) for module in net.modules()]
+
+    def restore(self) -> None:
+        """Put every module back into the mode that it was in."""
+        for module, training in self._modes:
+            module.training = training
+
+
+@contextmanager
+def no_grad(inference: bool) -> Iterator[None]:
+    """Gradients off inside, and as they were after, also after an error."""
+    with torch.inference_mode() if inference else torch.no_grad():
+        yield

@@ -1,0 +1,454 @@
+"""TrainerFace: what modules and callbacks read from a trainer, offered by the loop; and no more than that.
+
+Counted over public packages and Lightning's own callbacks. What has no meaning here is refused with a clear
+AttributeError, so that nobody takes silence for an answer.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .run import Run
+
+_STAGES = {"train": "training", "validate": "validating", "test": "testing", "predict": "predicting",
+           "sanity_check": "sanity_checking"}  # fmt: skip
+
+
+class State(SimpleNamespace):
+    """What runs: ``fn`` ("fit", "validate", "test", "predict"), ``stage``, ``status``; Trainer's enums equal these words."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last run came to its end."""
+        return self.status == "finished"
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last run was interrupted or failed."""
+        return self.status == "interrupted"
+
+
+class TrainerFace:
+    """Trainer's attributes, read from the run at hand (or the last one)."""
+
+    _run: Run | None
+
+    # ---- progress
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that runs, counted from 0; after fit, the number of epochs trained."""
+        return self._run.current_epoch if self._run else 0
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken so far."""
+        return self._run.global_step if self._run else 0
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The limit of epochs, -1 for none."""
+        return self._run.limits()[0] if self._run else self.config.max_epochs
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training batch at hand is the last of the epoch."""
+        return bool(self._run and self._run.is_last_batch)
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it to end training after the batch at hand (when min_epochs and min_steps allow)."""
+        return bool(self._run and self._run.should_stop)
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if self._run is not None:
+            self._run.should_stop = value
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches per optimizer step; a callback may change it between epochs."""
+        return self._run.window if self._run else self.config.accumulate_grad_batches
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, value: int) -> None:
+        self._required("accumulate_grad_batches").window = value
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Training batches of an epoch."""
+        return self._run.num_batches if self._run else math.inf
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader."""
+        return list(self._run.val.limits) if self._run and self._run.val else []
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader in the sanity check."""
+        return [min(self.config.num_sanity_val_steps, limit) for limit in self.num_val_batches]
+
+    @property
+    def val_check_batch(self) -> int | float | None:
+        """Validation runs every so many batches."""
+        return self._run.val_check_batch if self._run else None
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The number of optimizer steps that fit is going to take; infinity when nothing limits it.
+
+        May be asked in ``configure_optimizers``: the training loader is made then.
+        """
+        run = self._required("estimated_stepping_batches")
+        max_epochs, max_steps = run.limits()
+        if max_epochs == -1 and not run.has_timer:
+            return math.inf if max_steps == -1 else max_steps
+        run.set_up_train_data()
+        if run.num_batches == math.inf:
+            return max_steps if max_steps != -1 else math.inf
+        per_epoch = math.ceil(run.num_batches / run.window)
+        total = per_epoch * max(max_epochs, 1)
+        return min(max_steps, total) if max_steps != -1 else total
+
+    # ---- what was logged
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """Every metric logged so far by name, as callbacks see it."""
+        if self._run is None:
+            return {}
+        if self._run.metrics.active:
+            self._run.metrics.merge()
+        return self._run.metrics.callback
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """What was sent to the loggers."""
+        if self._run is None:
+            return {}
+        if self._run.metrics.active:
+            self._run.metrics.merge()
+        return self._run.metrics.logged
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """What stands beside the progress bar."""
+        if self._run is None:
+            return {}
+        if self._run.metrics.active:
+            self._run.metrics.merge()
+        return self._run.metrics.progress
+
+    # ---- parts
+
+    @property
+    def lightning_module(self) -> Any:
+        """The object whose steps run."""
+        return self._run.owner if self._run else None
+
+    @property
+    def model(self) -> Any:
+        """The same; under DDP the wrapper."""
+        if self._run is None:
+            return None
+        return getattr(getattr(self._run, "steps", None), "wrapped", None) or self._run.owner
+
+    @property
+    def datamodule(self) -> Any:
+        """The datamodule given to this run."""
+        return self._run.datamodule if self._run else None
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers themselves."""
+        return self._run.optimizers if self._run else []
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        self._required("optimizers").replace_optimizers(optimizers)
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers with their intervals and monitors."""
+        return self._run.schedulers if self._run else []
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader, in the shape in which it was given."""
+        return self._run.train.as_given if self._run and self._run.train else None
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loaders."""
+        return self._run.val.as_given if self._run and self._run.val else None
+
+    @property
+    def logger(self) -> Any:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the first logger's files."""
+        if not self.loggers:
+            return self.default_root_dir
+        logger = self.loggers[0]
+        folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
+        return self.fabric.broadcast(folder) if self.fabric.world_size > 1 and self._run else folder
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """Callbacks that save checkpoints."""
+        return [cb for cb in self.callbacks if "Checkpoint" in {base.__name__ for base in type(cb).__mro__}]
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that saves checkpoints; without one, the loop's own saver."""
+        callbacks = self.checkpoint_callbacks
+        return callbacks[0] if callbacks else self._run.saver if self._run else None
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """EarlyStopping callbacks."""
+        return [cb for cb in self.callbacks if "EarlyStopping" in {base.__name__ for base in type(cb).__mro__}]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first EarlyStopping callback."""
+        callbacks = self.early_stopping_callbacks
+        return callbacks[0] if callbacks else None
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """A progress bar among the callbacks, if there is one."""
+        bars = [cb for cb in self.callbacks if "ProgressBar" in {base.__name__ for base in type(cb).__mro__}]
+        return bars[0] if bars else None
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that this run started from."""
+        path = self._run and (self._run.resume_path or self._run.load_path)
+        return str(path) if path else None
+
+    # ---- devices
+
+    @property
+    def strategy(self) -> Any:
+        """Fabric's strategy, with the few words more that callbacks use."""
+        return self._strategy_face
+
+    @property
+    def accelerator(self) -> Any:
+        """Fabric's accelerator."""
+        return self.fabric.accelerator
+
+    @property
+    def precision(self) -> str:
+        """Such as "32-true" or "bf16-mixed"."""
+        return self.fabric.strategy.precision.precision
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The strategy's precision, with ``clip_gradients``."""
+        return self._strategy_face.precision_plugin
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler under 16-mixed."""
+        return getattr(self.fabric.strategy.precision, "scaler", None)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.fabric.is_global_zero
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number among all."""
+        return self.fabric.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine."""
+        return self.fabric.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This machine's number."""
+        return self.fabric.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.fabric.world_size
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on this machine."""
+        return len(getattr(self.fabric.strategy, "parallel_devices", None) or [0])
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return getattr(self.fabric.strategy, "num_nodes", 1)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of this machine's devices."""
+        devices = getattr(self.fabric.strategy, "parallel_devices", None) or [self.fabric.device]
+        return [device.index if device.index is not None else i for i, device in enumerate(devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """What a DistributedSampler needs, None for one process."""
+        return getattr(self.fabric.strategy, "distributed_sampler_kwargs", None)
+
+    # ---- stages
+
+    @property
+    def state(self) -> State:
+        """What runs."""
+        run = self._run
+        return State(fn=run and run.fn, stage=run and run.stage, status=self._status)
+
+    @property
+    def training(self) -> bool:
+        """Whether a training epoch runs."""
+        return bool(self._run and self._run.stage == "train")
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation runs."""
+        return bool(self._run and self._run.stage == "validate")
+
+    @property
+    def testing(self) -> bool:
+        """Whether a test runs."""
+        return bool(self._run and self._run.stage == "test")
+
+    @property
+    def predicting(self) -> bool:
+        """Whether predictions are made."""
+        return bool(self._run and self._run.stage == "predict")
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether this is the short validation before training."""
+        return bool(self._run and self._run.stage == "sanity_check")
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a validation or a test runs."""
+        return self.validating or self.testing
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether fit validates."""
+        return bool(self._run and self._run.validates)
+
+    # ---- deeds
+
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        """Write a checkpoint of the run as it stands now."""
+        from .checkpoint import state_of
+
+        run = self._required("save_checkpoint")
+        state = state_of(run, weights_only=bool(weights_only))
+        if self.fabric.is_global_zero:
+            self.fabric.strategy.checkpoint_io.save_checkpoint(state, filepath, storage_options=storage_options)
+        self.fabric.barrier("save_checkpoint")
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank zero."""
+        self.fabric.print(*args, **kwargs)
+
+    def _required(self, what: str) -> Run:
+        if self._run is None:
+            raise RuntimeError(f"FabricLoop.{what}: nothing has run yet; call fit, validate, test or predict first")
+        return self._run
+
+    def __getattr__(self, name: str) -> Any:
+        # only for names that nothing else answers: the configuration's words, then a clear refusal
+        config = self.__dict__.get("config")
+        if config is not None and not name.startswith("_") and hasattr(config, name):
+            return getattr(config, name)
+        raise AttributeError(
+            f"FabricLoop has no attribute {name!r}: it offers what modules and callbacks read from a Trainer (see DESIGN:"
+            " the attributes are listed in trainer.py), not all of Trainer"
+        )
+
+
+class StrategyFace:
+    """Fabric's strategy in the words of Trainer's, for modules and callbacks."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+
+    @property
+    def _lightning_optimizers(self) -> list[Any]:
+        return self._loop._required("optimizers").loop_optimizers  # LightningModule.optimizers() asks by this name
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        return self._loop.fabric.device
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Clips, for LightningModule.clip_gradients."""
+        return _PrecisionFace(self._loop)
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module."""
+        return self._loop.lightning_module
+
+    @property
+    def model(self) -> Any:
+        """The module, or its wrapper."""
+        return self._loop.model
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers."""
+        return self._loop.optimizers
+
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Backward with its hooks, for LightningModule.manual_backward."""
+        run = self._loop._required("backward")
+        run.update.backward(loss, *args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
+        """Reduce a tensor over all processes."""
+        return self._loop.fabric.all_reduce(tensor, group=group, reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) processes say yes."""
+        return self._loop.fabric.strategy.reduce_boolean_decision(decision, all=all)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint file, on rank zero."""
+        if self._loop.fabric.is_global_zero:
+            self._loop.fabric.strategy.checkpoint_io.remove_checkpoint(filepath)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop.fabric.strategy, name)
+
+
+class _PrecisionFace:
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
+        from .update import clip_gradients
+
+        clip_gradients(self._loop._run, optimizer, clip_val, gradient_clip_algorithm and str(gradient_clip_algorithm))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop.fabric.strategy.precision, name)

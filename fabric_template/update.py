@@ -1,0 +1,331 @@
+"""Update: from one batch to the optimizer's step, with the window of accumulation, clipping and the gradient scaler."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from .hooks import overrides
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+class AutomaticUpdate:
+    """One batch of automatic optimization: the step, backward, and the optimizer at the end of a window.
+
+    ``optimizer.step`` gets a closure that runs the step and backward, as Trainer's does, so that optimizers which
+    evaluate it several times (LBFGS) work; hooks fire in Trainer's order::
+
+        training_step
+        on_before_zero_grad, zero_grad               # first batch of a window
+        on_before_backward, backward, on_after_backward
+        on_before_optimizer_step, clipping, step     # last batch of a window, or of the epoch
+    """
+
+    def __init__(self, run: Run) -> None:
+        config, owner, fabric = run.config, run.owner, run.fabric
+        self.run, self.hooks, self.metrics = run, run.hooks, run.metrics
+        self.fabric, self.owner = fabric, owner
+        self.step = run.hooks.timed(run.steps.get("training_step"), f"[Strategy]{type(fabric.strategy).__name__}.training_step")
+        self.takes_idx = run.takes_idx("training_step")
+        self.optimizer: Any = run.optimizers[0]
+        self.clip_val, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
+        self.scaler = getattr(fabric.strategy.precision, "scaler", None)
+        self.own_step = overrides(owner, "optimizer_step")
+        self.own_zero = overrides(owner, "optimizer_zero_grad")
+        self.own_backward = overrides(owner, "backward")
+        self.own_clip = overrides(owner, "configure_gradient_clipping")
+        self.wrapped_optimizers = run.loop_optimizers
+        self.lenient = run.is_lightning
+        self._batch: tuple = ()
+        self._batch_idx = 0
+        self._outputs: Any = {}
+        if self.scaler is not None and isinstance(self.optimizer, LBFGS):
+            raise TypeError("AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'")
+
+    def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
+        """Train on one batch; returns what ``on_train_batch_end`` gets as outputs."""
+        self._batch = (batch, batch_idx) if self.takes_idx else (batch,)
+        self._batch_idx = batch_idx
+        if last_of_window:
+            self._optimizer_step(batch_idx)
+            self.run.global_step += 1
+            self.run.steps_in_epoch += 1
+        elif self.run.steps.wrapped is None:
+            self.closure()
+        else:
+            with self.run.steps.no_sync():
+                self.closure()
+        outputs, self._outputs, self._batch = self._outputs, {}, ()
+        return outputs
+
+    @torch.enable_grad()
+    def closure(self) -> Tensor | None:
+        """The step and backward; returns the loss as the optimizer wants it."""
+        metrics, hooks = self.metrics, self.hooks
+        before, metrics.fx = metrics.fx, "training_step"
+        output = self.step(*self._batch)
+        metrics.fx = before
+        loss = self._loss_of(output)
+        if self._batch_idx % self.run.window == 0:
+            hooks.call("on_before_zero_grad", self.optimizer)
+            if self.own_zero is None:
+                self.optimizer.zero_grad()
+            else:
+                self._named("optimizer_zero_grad", self.own_zero, self.run.current_epoch, self._batch_idx, self.optimizer)
+        if loss is None:
+            return None
+        self.backward(loss)
+        return loss.detach()
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward with its hooks, scaled when there is a scaler."""
+        hooks = self.hooks
+        hooks.call("on_before_backward", loss)
+        if self.own_backward is None:
+            self.fabric.backward(loss)
+        else:
+            scaled = loss if self.scaler is None else self.scaler.scale(loss)
+            self._named("backward", self.own_backward, scaled)
+        hooks.call("on_after_backward")
+
+    def _loss_of(self, output: Any) -> Tensor | None:
+        """The loss in a step's output, divided by the window; every complaint about it."""
+        loss = output
+        if isinstance(output, Mapping):
+            loss = output.get("loss")
+            if loss is None:
+                raise ValueError(
+                    "In automatic optimization, when `training_step` returns a dict, the 'loss' key needs to be present;"
+                    f" found the keys {sorted(map(str, output))}: write return {{'loss': loss, ...}}"
+                )
+        elif isinstance(output, tuple) and len(output) == 2 and not self.lenient:
+            loss = output[0]
+        elif output is None:
+            return self._skip()
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step will be"
+                f" skipped); it returned a {type(loss).__name__}: write return loss"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                f"training_step returned a loss without gradient at batch {self._batch_idx}: expected a tensor computed"
+                " from the model's parameters; is it detached, computed under torch.no_grad, or is everything frozen?"
+            )
+        self.run.note_returned(output, loss)
+        if self.run.window > 1:
+            loss = loss / self.run.window
+        value = loss.detach()
+        self._outputs = {**output, "loss": value} if isinstance(output, Mapping) else {"loss": value}
+        return loss
+
+    def _skip(self) -> None:
+        if not self.lenient:
+            raise ValueError(
+                "training_step returned None: expected the loss, a tensor; write return loss at its end"
+            )
+        if self.run.fabric.world_size > 1:
+            raise RuntimeError(
+                "Skipping the `training_step` by returning None in distributed training is not supported. It is"
+                " recommended that you rewrite your training logic to avoid having to skip the step in the first place."
+            )
+        self.run.warn_once("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+
+    def _optimizer_step(self, batch_idx: int) -> None:
+        if self.own_step is None and self.scaler is None:
+            self.fabric_step()
+        elif self.own_step is None:
+            self.scaled_step(self.optimizer, self.closure)
+        else:
+            optimizer = self.wrapped_optimizers[0]
+            self._named("optimizer_step", self.own_step, self.run.current_epoch, batch_idx, optimizer, self.closure)
+
+    def fabric_step(self) -> None:
+        """The ordinary case: the strategy steps the optimizer with the closure."""
+        self.fabric.strategy.optimizer_step(self.optimizer, closure=self._closure_and_clip)
+
+    def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
+        """What ``optimizer.step(closure)`` does when a module calls it from its own ``optimizer_step``."""
+        closure = closure or _nothing
+        if self.scaler is not None:
+            return self.scaled_step(optimizer, closure, **arguments)
+
+        def closure_and_clip() -> Any:
+            result = closure()
+            self.before_step(optimizer)
+            return result
+
+        return self.fabric.strategy.optimizer_step(optimizer, closure=closure_and_clip, **arguments)
+
+    def scaled_step(self, optimizer: Optimizer, closure: Callable, **arguments: Any) -> Any:
+        """With a GradScaler: torch takes no closure here, and gradients are unscaled before anyone looks at them."""
+        result = closure()
+        skipped = result is None and closure == self.closure
+        handles_unscaling = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's fused optimizers
+        if not skipped and not handles_unscaling:
+            self.scaler.unscale_(optimizer)
+        self.before_step(optimizer)
+        if skipped:
+            return result
+        output = self.scaler.step(optimizer, **arguments)  # skips the step where gradients are not finite
+        self.scaler.update()
+        return output
+
+    def _closure_and_clip(self) -> Tensor | None:
+        result = self.closure()
+        self.before_step(self.optimizer)
+        return result
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """``on_before_optimizer_step``, then clipping."""
+        self.hooks.call("on_before_optimizer_step", optimizer)
+        if self.own_clip is not None:
+            arguments = (optimizer, self.clip_val, self.clip_algorithm)
+            self._named("configure_gradient_clipping", self.own_clip, *arguments)
+        elif self.clip_val:
+            clip_gradients(self.run, optimizer, self.clip_val, self.clip_algorithm)
+
+    def _named(self, hook: str, method: Callable, *args: Any) -> Any:
+        """Call a module's own version of a part of the update, with its name known to ``self.log``."""
+        before, self.metrics.fx = self.metrics.fx, hook
+        result = method(*args)
+        self.metrics.fx = before
+        return result
+
+
+class ManualUpdate(AutomaticUpdate):
+    """One batch of manual optimization: the module's ``training_step`` does everything through ``self.optimizers()``."""
+
+    def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
+        """Run the step; returns what ``on_train_batch_end`` gets as outputs."""
+        metrics = self.metrics
+        before, metrics.fx = metrics.fx, "training_step"
+        output = self.step(batch, batch_idx) if self.takes_idx else self.step(batch)
+        metrics.fx = before
+        if output is None:
+            return {}
+        if not isinstance(output, Tensor | Mapping):
+            raise TypeError(
+                "In manual optimization, `training_step` must either return a Tensor or have no return; it returned a"
+                f" {type(output).__name__}"
+            )
+        outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        if isinstance(outputs.get("loss"), Tensor):
+            outputs["loss"] = outputs["loss"].detach()
+            self.run.note_returned(output, outputs["loss"])
+        return outputs
+
+    def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
+        """One optimizer's step, called by the module; counts as a step of the run."""
+        output = super().step_with(optimizer, closure, **arguments)
+        self.run.global_step += 1
+        return output
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Only the hook: in manual optimization the module clips."""
+        self.hooks.call("on_before_optimizer_step", optimizer)
+
+
+class LoopOptimizer:
+    """An optimizer as a module sees it: itself, but ``step`` goes through the run's precision, hooks and counter.
+
+    It passes ``isinstance`` checks for the optimizer's own class.
+    """
+
+    def __init__(self, optimizer: Optimizer, run: Run) -> None:
+        self.optimizer, self._run = optimizer, run
+        self.__class__ = type(f"Loop{type(optimizer).__name__}", (LoopOptimizer, type(optimizer)), {})
+
+    def step(self, closure: Callable | None = None, **arguments: Any) -> Any:
+        """Step the optimizer, with a closure or without."""
+        if closure is not None and not callable(closure):
+            raise TypeError("When `optimizer.step(closure)` is called, the closure should be callable")
+        return self._run.update.step_with(self.optimizer, closure, **arguments)
+
+    def toggle_model(self, sync_grad: bool = True) -> Any:
+        """Only this optimizer's parameters require gradients inside; see LightningOptimizer.toggle_model."""
+        from contextlib import ExitStack, contextmanager
+
+        @contextmanager
+        def toggled() -> Any:
+            module, run = self._run.owner, self._run
+            with ExitStack() as stack:
+                if not sync_grad and run.steps.wrapped is not None:
+                    stack.enter_context(run.steps.no_sync())
+                module.toggle_optimizer(self)
+                yield
+                module.untoggle_optimizer(self)
+
+        return toggled()
+
+    def state_dict(self) -> dict:
+        """The optimizer's own."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        """The optimizer's own."""
+        self.optimizer.load_state_dict(state)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's own."""
+        self.optimizer.zero_grad(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def __repr__(self) -> str:
+        return f"Loop{self.optimizer!r}"
+
+
+def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
+    """Limit the gradients of an optimizer's parameters: all together ("norm", the default) or each ("value")."""
+    if not value or value <= 0:
+        return
+    if isinstance(run.fabric.strategy.precision, MixedPrecision) and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise RuntimeError(
+            f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient clipping because it"
+            " performs unscaling of gradients internally. HINT: Are you using a 'fused' optimizer?"
+        )
+    parameters = run.fabric.strategy.precision.main_params(optimizer)
+    if algorithm == "value":
+        torch.nn.utils.clip_grad_value_(parameters, value)
+    else:
+        torch.nn.utils.clip_grad_norm_(parameters, value)
+
+
+def step_scheduler(run: Run, config: Any) -> None:
+    """Step one scheduler, with its monitor's value when it wants one."""
+    value = None
+    if config.reduce_on_plateau:
+        value = run.monitored(config.monitor)
+        if value is None:
+            known = sorted(run.known_metrics())
+            if config.strict:
+                raise ValueError(
+                    f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available. Available metrics"
+                    f" are: {known}. Condition can be set using `monitor` key in lr scheduler dict"
+                )
+            warnings.warn(
+                f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is set to"
+                " `False`. Skipping learning rate update.", RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+            return
+    own = overrides(run.owner, "lr_scheduler_step")
+    if own is not None:
+        own(config.scheduler, value)
+    elif value is None:
+        config.scheduler.step()
+    else:
+        config.scheduler.step(value)
+
+
+def _nothing() -> None:
+    return None

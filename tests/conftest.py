@@ -1,0 +1,124 @@
+"""Fixtures that guard the room: every test leaves the process and the repository as it found them."""
+
+import os
+import random
+import signal
+import sys
+import threading
+from pathlib import Path
+
+# before torch or matplotlib are imported, and inherited by the processes that tests start
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks with a pool each are slower than one thread each
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TOOLS = {"__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis", ".git"}  # may write their own folder at any time
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+
+# no deadline: the first call may import; no database: it would be a folder in the repository
+settings.register_profile("house", deadline=None, database=None, derandomize=True)
+settings.load_profile("house")
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums in one order: equal means bit-identical, and the tests share the machine
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path):
+    """The working folder is the test's own; nothing is written in the repository (logs/ and checkpoints/ included)."""
+    before = _repository_names()
+    monkeypatch.chdir(tmp_path)
+    yield
+    new = sorted(_repository_names() - before)
+    assert not new, f"this test left files in the repository: {new}; write under tmp_path"
+
+
+@pytest.fixture(autouse=True)
+def own_environment():
+    """Variables are restored: seed_everything and the launchers of Lightning set them on purpose, and for good."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def own_random_numbers():
+    """Each test draws the same numbers whichever tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def torch_as_found():
+    """What must be handed back as found is asserted; what a user sets for good (deterministic=True) is restored."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, cudnn_deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    yield
+    found = {
+        "grad mode": torch.is_grad_enabled(),
+        "not in inference mode": not torch.is_inference_mode_enabled(),
+        "no anomaly detection": not torch.is_anomaly_enabled(),
+        "no autocast": not torch.is_autocast_enabled("cpu"),
+        "default dtype float32": torch.get_default_dtype() == torch.float32,
+        "no process group left": not (torch.distributed.is_available() and torch.distributed.is_initialized()),
+    }
+    # the next test starts clean even where this one failed
+    torch.set_grad_enabled(True)
+    torch.autograd.set_detect_anomaly(False)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, cudnn_deterministic
+    if not found["no process group left"]:
+        torch.distributed.destroy_process_group()
+    broken = [claim for claim, holds in found.items() if not holds]
+    assert not broken, f"this test left torch in another state; no longer true: {', '.join(broken)}"
+
+
+@pytest.fixture(autouse=True)
+def signals_as_found():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    changed = [number for number, handler in before.items() if signal.getsignal(number) != handler]
+    if threading.current_thread() is threading.main_thread():  # the only one that may set them
+        for number in changed:
+            signal.signal(number, before[number])
+    names = ", ".join(signal.Signals(number).name for number in changed)
+    assert not changed, f"this test left another handler for {names}"
+
+
+@pytest.fixture(autouse=True)
+def figures_closed():
+    yield
+    pyplot = sys.modules.get("matplotlib.pyplot")  # not imported for the tests that draw nothing
+    if pyplot is not None:
+        pyplot.close("all")
+
+
+def _repository_names() -> set[str]:
+    """The repository's first level, and two levels (name, version) where runs are kept: cheap enough for every test."""
+    names = {path.name for path in REPOSITORY.iterdir() if path.name not in TOOLS and path.suffix != ".egg-info"}
+    for folder in ("logs", "checkpoints"):
+        for pattern in ("*", "*/*"):
+            names.update(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / folder).glob(pattern))
+    return names

@@ -1,0 +1,114 @@
+"""Tiny modules and the harness that runs one under lightning.Trainer and under FabricLoop."""
+
+import logging
+import warnings
+
+import lightning.pytorch as pl
+import torch
+from fabric_template import FabricLoop
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def make_data(num=40, features=8, classes=3, seed=0):
+    """A learnable toy problem: (num, features) floats and (num,) labels."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num, features, generator=generator)
+    y = (x @ torch.randn(features, classes, generator=generator)).argmax(1)
+    return TensorDataset(x, y)
+
+
+def make_loader(num=40, batch_size=4, shuffle=True, seed=0, **words):
+    return DataLoader(make_data(num, seed=seed), batch_size=batch_size, shuffle=shuffle, **words)
+
+
+class Classifier(pl.LightningModule):
+    """MLP with dropout; logs train_loss and train_acc per epoch, val_loss and val_acc."""
+
+    def __init__(self, optimizers=None, dropout=0.2, hidden=16, **log):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 3))
+        self.make_optimizers = optimizers or (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
+        self.log_words = {"on_epoch": True, **log}
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.log("train_loss", loss, **self.log_words)
+        self.log("train_acc", (logits.argmax(1) == y).float().mean(), on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        self.log("val_loss", nn.functional.cross_entropy(logits, y), prog_bar=True)
+        self.log("val_acc", (logits.argmax(1) == y).float().mean())
+
+    def configure_optimizers(self):
+        return self.make_optimizers(self)
+
+
+def quiet(**words):
+    """Words for both loops that keep them off the disk and the terminal."""
+    return {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **words,
+    }
+
+
+def run_trainer(make_module, make_train, make_val=None, seed=1, fit=None, **words):
+    """Train with lightning.Trainer; returns (trainer, module)."""
+    pl.seed_everything(seed, verbose=False)
+    module = make_module()
+    loaders = (make_train(), make_val() if make_val else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(**quiet(**words))
+        trainer.fit(module, *loaders, **(fit or {}))
+    return trainer, module
+
+
+def run_loop(make_module, make_train, make_val=None, seed=1, fit=None, **words):
+    """Train with FabricLoop; returns (loop, module)."""
+    pl.seed_everything(seed, verbose=False)
+    module = make_module()
+    loaders = (make_train(), make_val() if make_val else None)
+    loop = FabricLoop(**quiet(**words))
+    loop.fit(module, *loaders, **(fit or {}))
+    return loop, module
+
+
+def assert_same_weights(one, other):
+    """Bit for bit."""
+    first, second = one.state_dict(), other.state_dict()
+    assert list(first) == list(second)
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different, different
+
+
+def assert_same_metrics(one, other):
+    """callback_metrics: the same names and the same bits."""
+    first, second = dict(one.callback_metrics), dict(other.callback_metrics)
+    assert sorted(first) == sorted(second)
+    different = {k: (first[k], second[k]) for k in first if not torch.equal(first[k], second[k])}
+    assert not different, different
+
+
+def assert_parity(make_module, make_train, make_val=None, **words):
+    """The same module under both: weights, callback_metrics, epoch and step."""
+    trainer, expected = run_trainer(make_module, make_train, make_val, **words)
+    loop, module = run_loop(make_module, make_train, make_val, **words)
+    assert_same_weights(expected, module)
+    assert_same_metrics(trainer, loop)
+    assert (trainer.current_epoch, trainer.global_step) == (loop.current_epoch, loop.global_step)
+    return trainer, loop
