@@ -1,11 +1,16 @@
 """fabric_template: the training loop people copy. Lightning Fabric underneath, Trainer's words and numbers."""
 
-from .config import LoopConfig
-from .data import TensorLoader
-from .logs import CSVLogger, read_logs
-from .loop import FabricLoop
-from .plots import plot_logs
-from .storage import AtomicCheckpointIO, CheckpointError
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+if _TYPE_CHECKING:
+    from .config import LoopConfig
+    from .data import TensorLoader
+    from .logs import CSVLogger, read_logs
+    from .loop import FabricLoop
+    from .plots import plot_logs
+    from .storage import AtomicCheckpointIO, CheckpointError
 
 __version__ = "0.1.0"
 
@@ -19,3 +24,27 @@ __all__ = [
     "plot_logs",
     "read_logs",
 ]
+
+# Loaded on first use: torch takes seconds, and a word of help on the command line needs none of it.
+_HOMES = {
+    "AtomicCheckpointIO": "storage",
+    "CSVLogger": "logs",
+    "CheckpointError": "storage",
+    "FabricLoop": "loop",
+    "LoopConfig": "config",
+    "TensorLoader": "data",
+    "plot_logs": "plots",
+    "read_logs": "logs",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value  # asked once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

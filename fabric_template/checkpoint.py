@@ -110,7 +110,12 @@ def state_of(run: Run, weights_only: bool = False) -> dict[str, Any]:
 
 
 def _our_state(run: Run) -> dict[str, Any]:
-    ranks = {"rng": rng_state(), "epoch_rng": run.epoch_rng, "returned": run.history.train.state_dict()}
+    ranks = {
+        "rng": rng_state(),
+        "epoch_rng": run.epoch_rng,
+        "fetch_rng": run.fetch_rng,
+        "returned": run.history.train.state_dict(),
+    }
     gathered = run.gather(ranks)
     return {
         "format": FORMAT,
@@ -122,6 +127,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "ranks": gathered,
         "generators": [generator.get_state() for generator in run.generators()],
         "epoch_generators": run.epoch_generators,
+        "loaders_epoch": dict(run.loaders_epoch),
         "metrics": run.metrics.state_dict(),
         "history": copy.deepcopy(run.history.rows),
         "kept": run.saver.state_dict() if run.saver is not None else {},

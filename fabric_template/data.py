@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -50,6 +51,12 @@ class TensorLoader:
         self.tensors = tuple(tensor if device is None else tensor.to(device) for tensor in tensors)
         self.batch_size, self.shuffle, self.drop_last, self.generator = batch_size, shuffle, drop_last, generator
         self._sampler: DistributedSampler | None = None
+
+    def to(self, device: torch.device | str) -> TensorLoader:
+        """The same loader with its tensors on another device."""
+        other = copy.copy(self)
+        other.tensors = tuple(tensor.to(device) for tensor in self.tensors)
+        return other
 
     def distribute(self, world_size: int, rank: int, shuffle: bool) -> None:
         """Give this process its share of the samples."""
@@ -121,6 +128,12 @@ class Pass:
         self._fetched += 1
         self.is_last = self._fetched >= self._length
         return batch
+
+    def close(self) -> None:
+        """End the worker processes of this pass."""
+        if callable(shut_down := getattr(self._iterator, "_shutdown_workers", None)):
+            shut_down()
+        self._iterator, self._ahead = iter(()), []
 
     def _look_ahead(self) -> None:
         for batch in self._iterator:
@@ -212,6 +225,16 @@ class Loaders:
             for batch_idx, batch in enumerate(batches):
                 yield batch, batch_idx, index, batches.is_last and index == final
 
+    def close(self) -> None:
+        """End the worker processes that loaders keep between passes (persistent_workers)."""
+        if self.combined is not None:
+            self.combined.reset()
+        for loader in self.loaders:
+            iterator = getattr(loader, "_iterator", None)
+            if callable(shut_down := getattr(iterator, "_shutdown_workers", None)):
+                shut_down()
+                loader._iterator = None
+
     def generators(self) -> list[torch.Generator]:
         """The random generators that loaders and samplers own; they are part of a checkpoint."""
         found: list[torch.Generator] = []
@@ -278,8 +301,10 @@ def set_epoch(loader: Any, epoch: int) -> None:
                 owner.set_epoch(epoch)
 
 
-def make_transfer(fabric: Fabric, convert: Callable | None, hooks: list[Callable | None]) -> Callable[[Any, int], Any]:
+def make_transfer(fabric: Fabric, convert: Callable | None, hooks: list[Callable | None]) -> Callable | None:
     """What brings a batch to its device: precision, ``on_before_batch_transfer``, the move, ``on_after_batch_transfer``.
+
+    None when there is nothing to do.
 
     Args:
         fabric: has the device.
@@ -297,11 +322,8 @@ def make_transfer(fabric: Fabric, convert: Callable | None, hooks: list[Callable
         batch = move(batch, device, dataloader_idx) if move is not None else fabric.to_device(batch)
         return after(batch, dataloader_idx) if after is not None else batch
 
-    def nothing(batch: Any, dataloader_idx: int) -> Any:
-        return batch
-
-    on_host = device.type == "cpu" and convert is None and before is None and move is None and after is None
-    return nothing if on_host else transfer
+    needless = device.type == "cpu" and convert is None and before is None and move is None and after is None
+    return None if needless else transfer
 
 
 def _ready(loader: Any, fabric: Fabric, training: bool, overfit: bool) -> Any:

@@ -62,7 +62,8 @@ def evaluate(run: Run, loaders: Loaders, stage: str, *, most: int | float = INFI
                 if index != current:
                     store()
                     current = index
-                batch = transfer(batch, index)
+                if transfer is not None:
+                    batch = transfer(batch, index)
                 place = (batch_idx, index) if several else (batch_idx,)
                 metrics.batch_starts(batch, index if several else None)
                 hooks.call(batch_start, batch, *place)
@@ -127,7 +128,8 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
             for batch, batch_idx, index, _ in batches:
-                batch = transfer(batch, index)
+                if transfer is not None:
+                    batch = transfer(batch, index)
                 place = (batch_idx, index) if several else (batch_idx,)
                 hooks.call("on_predict_batch_start", batch, *place)
                 output = step(batch, *(place if takes_idx else ()))

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WINDOW = 64  # returned values are summed this many at a time: one operation for many steps
+LOOK_EVERY = 32  # steps between two looks, on the device, for a loss that is no number
 
 
 class Returned:
     """The means of what a step returned, weighted by batch size: the history of a module that logs nothing.
 
-    Values are kept as they come and summed a window at a time, on their device; nothing is read back before the epoch
-    ends. The first value that is not finite is remembered with its step.
+    Sums are kept on their device, in place; nothing is read back before the epoch ends.
 
     Example:
         >>> returned = Returned()
@@ -33,67 +32,50 @@ class Returned:
 
     def reset(self) -> None:
         """Start the next epoch."""
-        self._recent: dict[str, list[tuple[Tensor, int, int]]] = {}
-        self._sums: dict[str, tuple[Tensor, int]] = {}
-        self._first_bad: Tensor | None = None  # the step, on the device
+        self._sums: dict[str, Tensor] = {}
+        self._weights: dict[str, int] = {}
+        self._bad_step: Tensor | None = None  # by which the loss was not finite, on the device; -1: it is
 
     def add(self, values: dict[str, Tensor], batch_size: int, step: int) -> None:
-        """Keep one step's values (0-dim tensors)."""
+        """Add one step's values (0-dim tensors) for a batch of so many samples."""
         for name, value in values.items():
-            recent = self._recent.setdefault(name, [])
-            recent.append((value, batch_size, step))
-            if len(recent) == WINDOW:
-                self._fold(name)
+            total = self._sums.get(name)
+            if total is None:
+                dtype = torch.promote_types(value.dtype, torch.float32)
+                total = self._sums[name] = torch.zeros((), dtype=dtype, device=value.device)
+                self._weights[name] = 0
+            total.add_(value, alpha=batch_size)
+            self._weights[name] += batch_size
+        if step % LOOK_EVERY == LOOK_EVERY - 1:
+            self._look(step)
 
     def means(self) -> dict[str, float]:
         """The mean of each name so far. CPU-GPU sync point."""
-        for name in list(self._recent):
-            self._fold(name)
-        return {name: (total / weight).item() for name, (total, weight) in self._sums.items()}
+        return {name: (total / self._weights[name]).item() for name, total in self._sums.items()}
 
-    def first_bad_step(self) -> int | None:
-        """The step of the first loss that is not finite, None if all are. CPU-GPU sync point."""
-        for name in list(self._recent):
-            self._fold(name)
-        if self._first_bad is None:
-            return None
-        step = int(self._first_bad)
-        return None if step < 0 else step
+    def bad_step(self, step: int) -> int | None:
+        """The step by which the training loss was no number any more, None if it still is. CPU-GPU sync point."""
+        self._look(step)
+        found = -1 if self._bad_step is None else int(self._bad_step)
+        return None if found < 0 else found
 
-    def _fold(self, name: str) -> None:
-        recent, self._recent[name] = self._recent[name], []
-        if not recent:
-            return
-        values = torch.stack([value for value, _, _ in recent])
-        values = values.float() if values.dtype not in (torch.float32, torch.float64) else values
-        weights = torch.tensor([weight for _, weight, _ in recent], dtype=values.dtype)
-        total = (values * weights.to(values.device, non_blocking=True)).sum()
-        before, weight = self._sums.get(name, (None, 0))
-        self._sums[name] = (total if before is None else before + total, weight + sum(w for _, w, _ in recent))
-        if name.endswith("loss"):
-            bad = ~torch.isfinite(values)
-            step = torch.where(bad.any(), bad.int().argmax() + recent[0][2], -1)
-            first = self._first_bad
-            self._first_bad = step if first is None else torch.where(first < 0, step, first)
+    def _look(self, step: int) -> None:
+        total = self._sums.get("train_loss")
+        if total is not None:
+            now = torch.where(torch.isfinite(total), -1, step)
+            before = self._bad_step
+            self._bad_step = now if before is None else torch.where(before < 0, now, before)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, for a checkpoint in the middle of an epoch."""
-        recent = {
-            name: [[value.detach().cpu(), weight, step] for value, weight, step in kept]
-            for name, kept in self._recent.items()
-        }
-        sums = {name: [total.cpu(), weight] for name, (total, weight) in self._sums.items()}
-        return {"recent": recent, "sums": sums, "first_bad": None if self._first_bad is None else int(self._first_bad)}
+        """The sums so far, for a checkpoint in the middle of an epoch."""
+        bad = None if self._bad_step is None else int(self._bad_step)
+        return {"sums": {k: v.clone().cpu() for k, v in self._sums.items()}, "weights": dict(self._weights), "bad_step": bad}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Go on from a checkpoint's sums."""
-        self._recent = {
-            name: [(value.to(device), weight, step) for value, weight, step in kept]
-            for name, kept in state["recent"].items()
-        }
-        self._sums = {name: (total.to(device), weight) for name, (total, weight) in state["sums"].items()}
-        bad = state["first_bad"]
-        self._first_bad = None if bad is None else torch.tensor(bad, device=device)
+        self._sums = {name: total.to(device, copy=True) for name, total in state["sums"].items()}
+        self._weights = dict(state["weights"])
+        self._bad_step = None if state["bad_step"] is None else torch.tensor(state["bad_step"], device=device)
 
 
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
@@ -134,10 +116,10 @@ class History:
         self.returned: dict[str, float] = {}  # the last epoch's means of what the steps returned
         self._warned = False
 
-    def end_train(self) -> None:
-        """The training epoch is over: read its means."""
+    def end_train(self, step: int) -> None:
+        """The training epoch is over, after so many batches of the fit: read its means."""
         self.returned.update(self.train.means())
-        self.warn_of_nan()
+        self.warn_of_nan(step)
         self.train.reset()
 
     def end_validation(self) -> None:
@@ -145,15 +127,13 @@ class History:
         self.returned.update(self.val.means())
         self.val.reset()
 
-    def warn_of_nan(self) -> None:
+    def warn_of_nan(self, step: int) -> None:
         """Say once that the loss is no number any more, and since when."""
-        if self._warned:
-            return
-        step = self.train.first_bad_step()
-        if step is not None:
+        if not self._warned and (found := self.train.bad_step(step)) is not None:
             self._warned = True
+            since = f"{found - found % LOOK_EVERY} to {found}" if found % LOOK_EVERY else str(found)
             warnings.warn(
-                f"The training loss is not finite (NaN or inf) since batch {step} of this fit; training goes on. To find"
+                f"The training loss is not finite (NaN or inf) since batch {since} of this fit; training goes on. To find"
                 " the operation: FabricLoop(detect_anomaly=True); often a smaller learning rate or gradient_clip_val=1.0"
                 " helps", stacklevel=2,
             )  # fmt: skip

@@ -109,12 +109,13 @@ class Hooks:
         self._trainer, self.callbacks, self._module = trainer, list(callbacks), module
         self._metrics, self._profiler = metrics, profiler
         self._listeners: dict[str, tuple[list[Callable], Callable | None]] = {}
+        self._unheard: set[str] = set()
 
-    def call(self, name: str, *args: Any, monitors: bool | None = None) -> Any:
+    def call(self, name: str, *args: Any) -> Any:
         """Call the callbacks' hook, then the module's; returns what the module's returned."""
-        callbacks, own = self._listeners.get(name) or self._listen(name)
-        if not callbacks and own is None:
+        if name in self._unheard:
             return None
+        callbacks, own = self._listeners.get(name) or self._listen(name)
         metrics = self._metrics
         before = metrics.fx if metrics is not None else None
         if metrics is not None:
@@ -162,14 +163,10 @@ class Hooks:
         metrics.fx = before
         return result
 
-    def heard(self, name: str) -> bool:
-        """Whether anybody listens to this hook."""
-        callbacks, own = self._listeners.get(name) or self._listen(name)
-        return bool(callbacks) or own is not None
-
     def refresh(self) -> None:
         """Look again who listens: the callbacks have changed."""
         self._listeners.clear()
+        self._unheard.clear()
 
     def timed(self, call: Callable, action: str) -> Callable:
         """The same call under the profiler, if there is one."""
@@ -185,6 +182,8 @@ class Hooks:
     def _listen(self, name: str) -> tuple[list[Callable], Callable | None]:
         callbacks = [call for callback in self.callbacks if (call := self._of_callback(callback, name))]
         self._listeners[name] = listeners = (callbacks, self._of_module(name))
+        if listeners == ([], None):
+            self._unheard.add(name)
         return listeners
 
     def _of_module(self, name: str) -> Callable | None:

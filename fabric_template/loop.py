@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities.seed import reset_seed
 
 from .config import parse_config, parse_duration
+from .data import TensorLoader
 from .evaluate import evaluate, predict, print_results
-from .outcome import Outcome
+from .outcome import Outcome, unshare
 from .place import checkpoint_in, choose_place, make_loggers, with_safe_files
 from .progress import is_interactive
 from .run import Run, prepare
@@ -135,6 +138,7 @@ class FabricLoop(TrainerFace):
         load: str | Path | None = None,
     ) -> list[Any] | None:  # fmt: skip
         """Run predict_step (or forward) over the loaders; returns the outputs by batch, on the CPU."""
+        datamodule = self._datamodule(dataloaders, datamodule)
         run = prepare(self, "predict", self._model(model, "predict"), {"predict": dataloaders}, datamodule, load=load)
         return self._launch(self._predict, run, return_predictions is not False).results
 
@@ -181,11 +185,13 @@ class FabricLoop(TrainerFace):
             run.train.set_epoch(run.current_epoch)
             hooks.call("on_train_epoch_start")
             run.begin_pass()
+        run.validates_now = run.validation_epoch
         run.bar.start(f"epoch {run.current_epoch}", run.num_batches, run.batches_done)
 
         for batch in run.batches:
             run.is_last_batch = run.batches.is_last
-            batch = run.transfer(batch, 0)
+            if run.transfer is not None:
+                batch = run.transfer(batch, 0)
             batch_idx = run.batches_done
             run.batches_done += 1
             run.total_batches += 1
@@ -196,19 +202,20 @@ class FabricLoop(TrainerFace):
                 break
             accumulates = run.accumulates
             outputs = run.update(batch, batch_idx, not accumulates)
-            if not accumulates:
+            if run.schedulers and not accumulates:
                 self._step_schedulers(run)
             hooks.call("on_train_batch_end", outputs, batch, batch_idx)
             metrics.batch_ends()
-            if not accumulates:
+            if metrics.train.any_on_step and not accumulates:
                 run.record.step()
-            run.bar.advance(run.batches_done)
+            if run.bar.enabled:
+                run.bar.advance(run.batches_done)
             if run.deadline is not None and time.monotonic() >= run.deadline:
                 run.should_stop = True
-            if run.validation_due():
+            if run.validates_now and run.validation_due():
                 self._validate(run)
             if not accumulates:
-                for scheduler in run.due_schedulers("step", plateau=True):
+                for scheduler in run.due_schedulers("step", plateau=True) if run.schedulers else ():
                     step_scheduler(run, scheduler)
                 run.batches_that_stepped += 1
             if run.epoch_done():
@@ -216,7 +223,7 @@ class FabricLoop(TrainerFace):
             if not accumulates:
                 if signals.received is not None:
                     return
-                if config.save_every_n_steps and run.saver is not None:
+                if run.saver is not None and config.save_every_n_steps:
                     run.saver.save_step(run, config.save_every_n_steps)
         self._end_epoch(run)
 
@@ -233,7 +240,7 @@ class FabricLoop(TrainerFace):
     def _end_epoch(self, run: Run) -> None:
         """Hooks, metrics, schedulers that follow them, the row, the checkpoint."""
         run.metrics.batches_end()
-        run.history.end_train()
+        run.history.end_train(run.total_batches - 1)
         run.hooks.call_epoch_end("on_train_epoch_end")
         run.metrics.merge()
         if run.is_last_of_epoch:
@@ -278,6 +285,7 @@ class FabricLoop(TrainerFace):
     # ---- evaluation
 
     def _evaluate(self, fn: str, stage: str, model: Any, loaders: Any, datamodule: Any, load: Any, verbose: bool) -> list:
+        datamodule = self._datamodule(loaders, datamodule)
         run = prepare(self, fn, self._model(model, fn), {stage: loaders}, datamodule, load=load)
         results = self._launch(self._run_evaluation, run, fn, stage).results
         if verbose and self.fabric.is_global_zero:
@@ -306,6 +314,11 @@ class FabricLoop(TrainerFace):
             raise TypeError(f"FabricLoop.{fn}() has no model: expected {fn}(model, ...), or a fit before it")
         return model if model is not None else self._run.owner
 
+    def _datamodule(self, loaders: Any, datamodule: Any) -> Any:
+        """The datamodule given; without loaders either, the one of the last run, as Trainer does."""
+        is_missing = loaders is None and datamodule is None and self._run is not None
+        return self._run.datamodule if is_missing else datamodule
+
     # ---- processes
 
     def _launch(self, function: Callable, run: Run, *args: Any) -> Outcome:
@@ -318,16 +331,26 @@ class FabricLoop(TrainerFace):
             outcome = self._in_process(self.fabric, function, run, args, caller)
         else:
             outcome = self.fabric.launch(self._in_process, function, run, args, caller)
+        if isinstance(outcome, str):
+            outcome = Outcome.from_file(outcome)
         outcome.bring_back(run)
         self._status = "finished"
         return outcome
 
-    def _in_process(self, fabric: Fabric, function: Callable, run: Run, args: tuple, caller: int) -> Outcome:
+    def _in_process(self, fabric: Fabric, function: Callable, run: Run, args: tuple, caller: int) -> Any:
         self.fabric, self._run = fabric, run
+        elsewhere = os.getpid() != caller
+        if elsewhere:
+            unshare(run)
+        if isinstance(fabric.strategy, DDPStrategy):
+            reset_seed()  # as Trainer's DDP does and Fabric's does not; its other strategies do
         choose_place(self, run)
         run.set_up(self, fabric)
         results = function(fabric, run, *args)
-        return Outcome.of(run, results, elsewhere=os.getpid() != caller)
+        outcome = Outcome.of(run, results, elsewhere)
+        if not elsewhere:
+            return outcome
+        return outcome.to_file() if fabric.local_rank == 0 else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the last run: its parts belong to this process."""
@@ -350,8 +373,13 @@ class FabricLoop(TrainerFace):
         self._launch_parts()
         parts = list(self.fabric.setup(model, optimizer)) if optimizer is not None else [self.fabric.setup(model)]
         for loader in loaders:
-            is_loader = isinstance(loader, torch.utils.data.DataLoader)
-            parts.append(self.fabric.setup_dataloaders(loader) if is_loader else loader)
+            if isinstance(loader, torch.utils.data.DataLoader):
+                loader = self.fabric.setup_dataloaders(loader)
+            elif isinstance(loader, TensorLoader):
+                loader = loader.to(self.fabric.device)
+                if self.fabric.world_size > 1:
+                    loader.distribute(self.fabric.world_size, self.fabric.global_rank, shuffle=loader.shuffle)
+            parts.append(loader)
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -363,7 +391,8 @@ class FabricLoop(TrainerFace):
         scalars = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
         for logger in self.loggers:
             if "epoch" in scalars and hasattr(logger, "log_epoch"):
-                logger.log_epoch({"epoch": scalars["epoch"], "step": step, **scalars})
+                place = {"epoch": scalars["epoch"], **({} if step is None else {"step": step})}
+                logger.log_epoch({**place, **scalars})
             else:
                 logger.log_metrics(scalars, step)
 

@@ -69,6 +69,9 @@ class Entry:
 
     def __init__(self, meta: Meta, args: tuple, all_reduce: Callable[..., Tensor]) -> None:
         self.meta, self.args, self._all_reduce = meta, args, all_reduce
+        self._on_step, self._on_epoch, self._mean = meta.on_step, meta.on_epoch, meta.reduce == "mean"
+        self._synced = meta.sync_dist and not meta.rank_zero_only
+        self._factor_of: int | None = None
         self.metric: Any = None  # a torchmetrics.Metric, if that is what was logged
         self.step_value: Tensor | None = None
         self.live = False  # logged since the last reset
@@ -85,21 +88,22 @@ class Entry:
 
     def update(self, value: Tensor, batch_size: int) -> None:
         """Add one value (0-dim) that stands for batch_size samples."""
-        meta = self.meta
         self._epoch_value, self.live = None, True
-        if meta.on_step:
-            self.step_value = self._sync(value.clone())
-            if not meta.on_epoch:
+        if self._on_step:
+            self.step_value = self._sync(value.clone()) if self._synced else value.clone()
+            if not self._on_epoch:
                 return
-        if meta.reduce == "mean":
-            value = value * batch_size
+        if self._mean:
+            if batch_size != self._factor_of:  # a factor on the device costs half of a number from Python
+                self._factor_of, self._factor = batch_size, torch.tensor(batch_size, dtype=value.dtype, device=value.device)
+            value = value * self._factor
             self.weight += batch_size
         if self.total is None:  # under 64-true a float32 value is summed in float64
             self.total = value.to(torch.promote_types(value.dtype, _float_type()), copy=True)
-        elif meta.reduce == "mean":
+        elif self._mean:
             self.total = self.total + value
         else:
-            combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[meta.reduce]
+            combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[self.meta.reduce]
             self.total = combine(self.total, value)
 
     def update_metric(self, metric: Any) -> None:
@@ -136,7 +140,7 @@ class Entry:
         return found if found is None or self.meta.enable_graph else found.detach()
 
     def _sync(self, value: Tensor) -> Tensor:
-        if self.meta.sync_dist and not self.meta.rank_zero_only:
+        if self._synced:
             return self._all_reduce(value, group=self.meta.sync_dist_group, reduce_op=self.meta.reduce)
         return value
 
@@ -177,7 +181,7 @@ class Metrics:
     """
 
     def __init__(self, all_reduce: Callable[..., Tensor] | None = None, distributed: bool = False) -> None:
-        self._all_reduce = all_reduce or (lambda value, **_: value)
+        self._all_reduce = all_reduce or _alone
         self._distributed = distributed
         self.train, self.val = Collection(training=True), Collection(training=False)
         self.active: Collection | None = None
@@ -191,6 +195,14 @@ class Metrics:
         self.progress: dict[str, float] = {}
         self.row: dict[str, Tensor] = {}  # what goes into the epoch's row of the history
         self._metric_names: dict[int, str] | None = None
+
+    def __deepcopy__(self, memo: dict) -> Metrics:
+        """Copies of a module made while it runs (EMA, pruning) log into the same run."""
+        return self
+
+    def __reduce__(self) -> tuple:
+        """A module pickled while it runs does not take the run along."""
+        return (Metrics, ())
 
     # ---- what users call
 
@@ -235,8 +247,8 @@ class Metrics:
         if value.dtype is not torch.float32 and value.dtype is not torch.float64:
             value = self._as_float(entry, value)
         if batch_size is None:
-            meta = entry.meta
-            batch_size = collection.size_of_batch() if meta.on_epoch and meta.reduce == "mean" else 1
+            needed = entry.meta.on_epoch and entry.meta.reduce == "mean"
+            batch_size = (collection.batch_size or collection.size_of_batch()) if needed else 1
         entry.update(value, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
@@ -354,7 +366,8 @@ class Metrics:
             for entry in self.train.values()
             if entry.metric is None and entry.live and entry.meta.sync_dist_group is None
         ]  # fmt: skip
-        return {"train": entries, "callback": dict(self.callback), "row": dict(self.row)}
+        place = {"in_batches": self._in_batches, "last_fx": self._last_fx}
+        return {"train": entries, "callback": dict(self.callback), "row": dict(self.row), **place}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a checkpoint's sums; each name is checked again when it is logged."""
@@ -371,6 +384,7 @@ class Metrics:
             self.train.any_on_step |= meta.on_step
         self.callback = {name: move(value) for name, value in state["callback"].items()}
         self.row = {name: move(value) for name, value in state["row"].items()}
+        self._in_batches, self._last_fx = state["in_batches"], state["last_fx"]
 
     # ---- checks, made once per name
 
@@ -447,6 +461,11 @@ class Metrics:
         return value.to(_float_type())
 
 
+def _alone(value: Tensor, **words: Any) -> Tensor:
+    """The reduction over one process."""
+    return value
+
+
 def batch_size_of(batch: Any) -> int:
     """The number of samples in a batch: the first dimension of the first tensor in it, however deep.
 
@@ -454,6 +473,10 @@ def batch_size_of(batch: Any) -> int:
         >>> batch_size_of({"x": torch.zeros(4, 3), "y": torch.zeros(4)})
         4
     """
+    if type(batch) in (list, tuple) and len(batch) == 2:  # (inputs, targets), nearly always
+        first, second = batch
+        if type(first) is type(second) is Tensor and (size := first.shape[:1]) and size == second.shape[:1]:
+            return size[0]
     sizes = _sizes(batch)
     size = next(sizes, None)
     if size is None:

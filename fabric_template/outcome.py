@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .evaluate import to_cpu
+from .hooks import overrides
 
 if TYPE_CHECKING:
     from .run import Run
@@ -44,6 +49,25 @@ class Outcome:
                 outcome.kept = {"last_model_path": run.saver.last_model_path, "best": run.saver.best}
         return outcome
 
+    def to_file(self) -> str:
+        """Write it to a temporary file, for the caller's process; returns the path.
+
+        The launcher's queue is no way home: it is read only after this process has ended, so that more than a pipe
+        holds (64 KB) would block for ever, and tensors in shared memory would be gone.
+        """
+        handle, path = tempfile.mkstemp(prefix="fabric_template_", suffix=".outcome")
+        with os.fdopen(handle, "wb") as file:
+            torch.save(vars(self), file)
+        return path
+
+    @classmethod
+    def from_file(cls, path: str) -> Outcome:
+        """Read what `to_file` wrote, and remove the file."""
+        try:
+            return cls(**torch.load(path, weights_only=False))  # our own child's file, written a moment ago
+        finally:
+            os.remove(path)
+
     def bring_back(self, run: Run) -> None:
         """Give the caller's objects what another process learned; nothing to do in the same one."""
         if self.pid == os.getpid():
@@ -54,9 +78,22 @@ class Outcome:
         for name, view in self.views.items():
             setattr(run.metrics, name, view)
         if self.weights is not None:
+            if (configure := overrides(run.owner, "configure_model")) is not None:
+                configure()  # the layers that the other process made
+            for name, tensor in run.net.state_dict(keep_vars=True).items():
+                if isinstance(tensor, torch.Tensor) and name in self.weights:
+                    tensor.data = tensor.data.to(self.weights[name].dtype)  # "64-true" is to be seen here, too
             run.net.load_state_dict(self.weights)
         for callback, state in zip(run.callbacks, self.callbacks, strict=False):
             if state:
                 callback.load_state_dict(state)
+        run.set_up_saver()
         if run.saver is not None:
             vars(run.saver).update(self.kept)
+
+
+def unshare(run: Run) -> None:
+    """Give this process weights of its own: those that a launcher spawned with lie in memory that all ranks share."""
+    for tensor in itertools.chain(run.net.parameters(), run.net.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            tensor.data = tensor.data.clone()

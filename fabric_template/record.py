@@ -45,12 +45,10 @@ class Record:
     def step(self) -> None:
         """After a training batch: the step's values, when they are due."""
         run = self.run
-        if not run.metrics.active.any_on_step:
-            return
         due = self.every and (run.batches_that_stepped + 1) % self.every == 0
         if due or (run.should_stop and self.every):
             self.values(run.metrics.step_log(), run.batches_that_stepped)
-            run.history.warn_of_nan()
+            run.history.warn_of_nan(run.total_batches - 1)
 
     def values(self, metrics: Mapping[str, Any], step: int, by_row: bool = True) -> None:
         """Values at one step, for all loggers."""

@@ -66,12 +66,15 @@ class Run:
         self.deadline: float | None = None
         self.validated_at = 0.0
         self.restored: dict[str, Any] | None = None  # our part of the checkpoint, until the first epoch has begun
-        self.epoch_rng: Any = None
+        self.epoch_rng: Any = None  # as the epoch's pass was begun
+        self.fetch_rng: Any = None  # as its first batch was fetched
         self.epoch_generators: list[Tensor] = []
 
         self.train: Loaders | None = None
         self.val: Loaders | None = None
+        self.num_batches: int | float = INFINITE  # training batches of an epoch
         self.batches: Any = None  # the pass over the training batches
+        self.validates_now = False  # whether this epoch validates
         self.val_check_batch: int | float | None = None
         self.optimizers: list[Any] = []
         self.loop_optimizers: list[Any] = []
@@ -81,7 +84,7 @@ class Run:
         self.metrics = Metrics()
         self.hooks = Hooks(None, callbacks, owner, self.metrics)
         self._warned: set[str] = set()
-        self._loaders_epoch: dict[str, int] = {}
+        self.loaders_epoch: dict[str, int] = {}  # the epoch in which each stage's loaders were made
         self._seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
 
     # ---- made in the process that runs
@@ -94,6 +97,11 @@ class Run:
         self.metrics.has_logger = bool(self.loggers)
         self.hooks = Hooks(loop, self.callbacks, self.owner, self.metrics, loop.profiler)
         self.steps = Steps(fabric, self.owner, self.net, config.compile)
+        self.set_up_saver()
+
+    def set_up_saver(self) -> None:
+        """Make what keeps the checkpoints, where they are kept."""
+        config = self.config
         if self.folder is not None:
             self.saver = Saver(self.folder, config.monitor, config.mode, config.save_top_k, config.save_last)
 
@@ -111,8 +119,9 @@ class Run:
         for optimizer in self.optimizers:  # states made before the move (a loaded optimizer) follow their parameters
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and key != "step":
-                        state[key] = value.to(parameter.device)
+                    if isinstance(value, Tensor):
+                        device = value.device if key == "step" else parameter.device
+                        state[key] = value.to(device, copy=value.is_shared())  # shared: a launcher spawned with it
         self.loop_optimizers = [LoopOptimizer(optimizer, self) for optimizer in self.optimizers]
 
     def set_up_update(self) -> None:
@@ -121,8 +130,8 @@ class Run:
         self.update = (AutomaticUpdate if self.is_automatic else ManualUpdate)(self)
         self.transfer = self.make_transfer()
 
-    def make_transfer(self) -> Callable[[Any, int], Any]:
-        """What brings a batch to its device, through the datamodule's or module's hooks."""
+    def make_transfer(self) -> Callable[[Any, int], Any] | None:
+        """What brings a batch to its device, through the datamodule's or module's hooks; None: it is there."""
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         hooks = [overrides(self.datamodule, name) or overrides(self.owner, name) for name in names]
         return make_transfer(self.fabric, self.steps.convert(), hooks)
@@ -172,8 +181,9 @@ class Run:
         if self.train is not None and not self._reload_due("train"):
             return
         self.train = self.loaders("train")
-        self._loaders_epoch["train"] = self.current_epoch
+        self.loaders_epoch["train"] = self.current_epoch
         self.start_pass()
+        self.num_batches = self.train.num_batches  # several loaders know it once their pass has begun
         self.val_check_batch = val_check_batch(self.config, self.train.num_batches, self.validates)
         few = self.config.log_every_n_steps > self.train.num_batches and not self.config.fast_dev_run
         if few and self.loggers and any(not isinstance(logger, CSVLogger) for logger in self.loggers):
@@ -188,6 +198,7 @@ class Run:
         if self.saver is not None:
             self.epoch_rng = rng_state()
             self.epoch_generators = [generator.get_state() for generator in self.train.generators()]
+        self.batches = None  # the workers of the pass before go first
         self.batches = self.train.start()
 
     def starts_epoch(self) -> bool:
@@ -202,6 +213,8 @@ class Run:
         """Begin the epoch's pass. The first epoch's was begun with the loader, where Trainer begins it."""
         if self.current_epoch > 0:
             self.start_pass()
+        if self.saver is not None:  # hooks may have drawn since the first epoch's was begun
+            self.fetch_rng = rng_state()
 
     def begin_rest_of_pass(self) -> None:
         """Another trainer's checkpoint from the middle of an epoch: a new pass, of as many batches as were left."""
@@ -213,24 +226,26 @@ class Run:
         self.epochs_done += 1
         self.between_epochs = True
 
+    def close_loaders(self) -> None:
+        """End the loaders' worker processes; left to the garbage collector they wait for seconds, at any time."""
+        for part in (self.batches, self.train, self.val):
+            if part is not None:
+                part.close()
+        self.batches = None
+
     def set_up_val_data(self) -> None:
         """Make the validation loaders when there are none yet or they are due to be made again."""
         if self.val is None or self._reload_due("val"):
             self.val = self.loaders("val")
-            self._loaders_epoch["val"] = self.current_epoch
+            self.loaders_epoch["val"] = self.current_epoch
 
     def _reload_due(self, stage: str) -> bool:
         every = self.config.reload_dataloaders_every_n_epochs
-        return bool(every) and self.current_epoch - self._loaders_epoch[stage] >= every
+        return bool(every) and self.current_epoch - self.loaders_epoch[stage] >= every
 
     def generators(self) -> list[torch.Generator]:
         """The random generators of all loaders."""
         return [g for loaders in (self.train, self.val) if loaders is not None for g in loaders.generators()]
-
-    @property
-    def num_batches(self) -> int | float:
-        """Training batches of an epoch."""
-        return self.train.num_batches if self.train is not None else INFINITE
 
     # ---- where the run stands
 
@@ -292,9 +307,7 @@ class Run:
         return self.validates and (every is None or (self.current_epoch + 1) % every == 0)
 
     def validation_due(self) -> bool:
-        """Whether to validate after the batch at hand."""
-        if not self.validation_epoch:
-            return False
+        """Whether to validate after the batch at hand, in an epoch that validates."""
         if self.should_stop and self.may_stop:
             return True
         config, due = self.config, self.val_check_batch
@@ -311,7 +324,7 @@ class Run:
 
     def due_schedulers(self, interval: str, plateau: bool) -> list[SchedulerConfig]:
         """The schedulers to step now."""
-        if not self.is_automatic or not self.schedulers:
+        if not self.schedulers or not self.is_automatic:
             return []
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         return [c for c in self.schedulers if c.reduce_on_plateau == plateau and c.due(interval, count)]
@@ -351,12 +364,9 @@ class Run:
 
     def note_returned(self, output: Any, loss: Tensor) -> None:
         """Keep what the training step returned, for the history and to notice a loss that is no number."""
-        collection = self.metrics.active
-        if collection or type(output) is Tensor:
-            values = {"train_loss": loss.detach()}
-        else:
-            values = name_outputs(output, "train")
-        self.history.train.add(values, 1 if collection else self.size_of_batch(), self.total_batches - 1)
+        logs = bool(self.metrics.active)  # then only the watch for a loss that is no number is left
+        values = {"train_loss": loss} if logs or isinstance(output, Tensor) else name_outputs(output, "train")
+        self.history.train.add(values, 1 if logs else self.size_of_batch(), self.total_batches - 1)
 
     def note_evaluated(self, output: Any, prefix: str, batch_idx: int) -> None:
         """Keep what an evaluation step of a module that logs nothing returned."""
@@ -372,8 +382,9 @@ class Run:
 
     def size_of_batch(self) -> int:
         """The size of the batch at hand; 1 where none can be found."""
+        collection = self.metrics.active
         try:
-            return self.metrics.active.size_of_batch()
+            return collection.batch_size or collection.size_of_batch()
         except ValueError:
             return 1
 

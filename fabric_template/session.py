@@ -47,7 +47,8 @@ def session(loop: FabricLoop, run: Run) -> Iterator[None]:
         raise
     finally:
         run.bar.close()
-        detach(run.owner)
+        run.close_loaders()
+        detach(run.owner, run.metrics)
         run.metrics.to_cpu()
         run.metrics.start(None)
         run.stage = None
@@ -86,6 +87,11 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
     """What fit adds: optimizers, ``on_fit_start``, hyperparameters, the restored state."""
     if run.config.enable_model_summary and run.fabric.is_global_zero and not run.has_summary:
         print(summarize(run.net))
+    if not any(module.training for module in run.net.modules()):  # left as it is, as Trainer does; but not in silence
+        run.warn_once(
+            f"{type(run.net).__name__} is in eval mode, and is trained so: no dropout, BatchNorm frozen; write"
+            " model.train() before fit unless this is what you want"
+        )
     run.metrics.start(None)
     run.set_up_optimizers()
     run.hooks.call("on_fit_start")
@@ -116,6 +122,7 @@ def restore_position(run: Run) -> None:
     trained are taken from it and dropped, and then the random numbers of the checkpoint are set.
     """
     ours, run.restored = run.restored, None
+    run.loaders_epoch |= ours["loaders_epoch"]
     rank = min(run.fabric.global_rank, len(ours["ranks"]) - 1)
     mine, generators = ours["ranks"][rank], run.generators()
     if run.batches_done:
@@ -123,11 +130,15 @@ def restore_position(run: Run) -> None:
         for generator, state in zip(run.train.generators(), ours["epoch_generators"], strict=False):
             generator.set_state(state)
         run.train.set_epoch(run.current_epoch)
+        if run.current_epoch == 0:  # persistent workers draw a seed in their first pass only
+            run.train.close()
         run.start_pass()
+        run.fetch_rng = mine["fetch_rng"]
+        ckpt.set_rng_state(run.fetch_rng)
         for _ in range(run.batches_done):
             next(run.batches)
         run.history.train.load_state_dict(mine["returned"], run.fabric.device)
-        run.metrics.load_state_dict(ours["metrics"], run.fabric.device)
+    run.metrics.load_state_dict(ours["metrics"], run.fabric.device)
     ckpt.set_rng_state(mine["rng"])
     for generator, state in zip(generators, ours["generators"], strict=False):
         generator.set_state(state)

@@ -438,6 +438,8 @@ class StrategyFace:
             self._loop.fabric.strategy.checkpoint_io.remove_checkpoint(filepath)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loop" not in vars(self):  # asked while it is unpickled
+            raise AttributeError(name)
         return getattr(self._loop.fabric.strategy, name)
 
 
@@ -451,4 +453,6 @@ class _PrecisionFace:
         clip_gradients(self._loop._run, optimizer, clip_val, gradient_clip_algorithm and str(gradient_clip_algorithm))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loop" not in vars(self):  # asked while it is unpickled
+            raise AttributeError(name)
         return getattr(self._loop.fabric.strategy.precision, name)

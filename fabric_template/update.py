@@ -43,7 +43,12 @@ class AutomaticUpdate:
         self.own_backward = overrides(owner, "backward")
         self.own_clip = overrides(owner, "configure_gradient_clipping")
         self.wrapped_optimizers = run.loop_optimizers
+        strategy = fabric.strategy
+        # fabric.backward, or on a single device the part of it that is not about wrappers
+        self._backward = fabric.backward if run.steps.wrapped is not None else lambda loss, *a, **k: strategy.backward(loss, None, *a, **k)
         self.lenient = run.is_lightning
+        # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
+        self.needs_closure = not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(self.optimizer, LBFGS)
         self._batch: tuple = ()
         self._batch_idx = 0
         self._outputs: Any = {}
@@ -66,14 +71,15 @@ class AutomaticUpdate:
         outputs, self._outputs, self._batch = self._outputs, {}, ()
         return outputs
 
-    @torch.enable_grad()
     def closure(self) -> Tensor | None:
         """The step and backward; returns the loss as the optimizer wants it."""
         metrics, hooks = self.metrics, self.hooks
         before, metrics.fx = metrics.fx, "training_step"
         output = self.step(*self._batch)
         metrics.fx = before
-        loss = self._loss_of(output)
+        loss = output if isinstance(output, Tensor) else self._loss_in(output)
+        if loss is not None:
+            loss = self._weighted(output, loss)
         if self._batch_idx % self.run.window == 0:
             hooks.call("on_before_zero_grad", self.optimizer)
             if self.own_zero is None:
@@ -83,21 +89,23 @@ class AutomaticUpdate:
         if loss is None:
             return None
         self.backward(loss)
-        return loss.detach()
+        return self._outputs["loss"]
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward with its hooks, scaled when there is a scaler."""
         hooks = self.hooks
         hooks.call("on_before_backward", loss)
         if self.own_backward is None:
-            self.fabric.backward(loss)
+            self._backward(loss, *args, **kwargs)
         else:
             scaled = loss if self.scaler is None else self.scaler.scale(loss)
-            self._named("backward", self.own_backward, scaled)
+            self._named("backward", self.own_backward, scaled, *args, **kwargs)
         hooks.call("on_after_backward")
 
-    def _loss_of(self, output: Any) -> Tensor | None:
-        """The loss in a step's output, divided by the window; every complaint about it."""
+    def _loss_in(self, output: Any) -> Tensor | None:
+        """The loss in what a step returned when that is no tensor; None to skip the batch."""
+        if output is None:
+            return self._skip()
         loss = output
         if isinstance(output, Mapping):
             loss = output.get("loss")
@@ -108,23 +116,26 @@ class AutomaticUpdate:
                 )
         elif isinstance(output, tuple) and len(output) == 2 and not self.lenient:
             loss = output[0]
-        elif output is None:
-            return self._skip()
         if not isinstance(loss, Tensor):
             raise TypeError(
                 "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step will be"
                 f" skipped); it returned a {type(loss).__name__}: write return loss"
             )
+        return loss
+
+    def _weighted(self, output: Any, loss: Tensor) -> Tensor:
+        """The loss divided by the window; it and what was returned with it are kept for hooks and history."""
         if not loss.requires_grad:
             raise ValueError(
                 f"training_step returned a loss without gradient at batch {self._batch_idx}: expected a tensor computed"
                 " from the model's parameters; is it detached, computed under torch.no_grad, or is everything frozen?"
             )
-        self.run.note_returned(output, loss)
+        value = loss.detach()
+        self.run.note_returned(output, value)
         if self.run.window > 1:
             loss = loss / self.run.window
-        value = loss.detach()
-        self._outputs = {**output, "loss": value} if isinstance(output, Mapping) else {"loss": value}
+            value = loss.detach()
+        self._outputs = {"loss": value} if output is loss or not isinstance(output, Mapping) else {**output, "loss": value}
         return loss
 
     def _skip(self) -> None:
@@ -145,12 +156,18 @@ class AutomaticUpdate:
         elif self.own_step is None:
             self.scaled_step(self.optimizer, self.closure)
         else:
+            closure = torch.enable_grad()(self.closure)
             optimizer = self.wrapped_optimizers[0]
-            self._named("optimizer_step", self.own_step, self.run.current_epoch, batch_idx, optimizer, self.closure)
+            self._named("optimizer_step", self.own_step, self.run.current_epoch, batch_idx, optimizer, closure)
 
     def fabric_step(self) -> None:
-        """The ordinary case: the strategy steps the optimizer with the closure."""
-        self.fabric.strategy.optimizer_step(self.optimizer, closure=self._closure_and_clip)
+        """The ordinary case: the strategy steps the optimizer."""
+        if self.needs_closure:
+            self.fabric.strategy.optimizer_step(self.optimizer, closure=self._closure_and_clip)
+        else:
+            self.closure()
+            self.before_step(self.optimizer)
+            self.fabric.strategy.optimizer_step(self.optimizer)
 
     def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
         """What ``optimizer.step(closure)`` does when a module calls it from its own ``optimizer_step``."""
@@ -168,7 +185,7 @@ class AutomaticUpdate:
     def scaled_step(self, optimizer: Optimizer, closure: Callable, **arguments: Any) -> Any:
         """With a GradScaler: torch takes no closure here, and gradients are unscaled before anyone looks at them."""
         result = closure()
-        skipped = result is None and closure == self.closure
+        skipped = result is None and self.run.is_automatic
         handles_unscaling = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's fused optimizers
         if not skipped and not handles_unscaling:
             self.scaler.unscale_(optimizer)
@@ -179,6 +196,7 @@ class AutomaticUpdate:
         self.scaler.update()
         return output
 
+    @torch.enable_grad()
     def _closure_and_clip(self) -> Tensor | None:
         result = self.closure()
         self.before_step(self.optimizer)
@@ -193,10 +211,10 @@ class AutomaticUpdate:
         elif self.clip_val:
             clip_gradients(self.run, optimizer, self.clip_val, self.clip_algorithm)
 
-    def _named(self, hook: str, method: Callable, *args: Any) -> Any:
+    def _named(self, hook: str, method: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call a module's own version of a part of the update, with its name known to ``self.log``."""
         before, self.metrics.fx = self.metrics.fx, hook
-        result = method(*args)
+        result = method(*args, **kwargs)
         self.metrics.fx = before
         return result
 

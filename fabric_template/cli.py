@@ -1,0 +1,270 @@
+"""The command line: fit, validate, test, predict, plot, copy, diff, verify.
+
+Nothing heavy is imported before a verb needs it: a word of help must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .config import LoopConfig
+from .options import FABRIC_OPTIONS, PACKAGE, Options, UsageError, read_options
+
+VERBS = {
+    "fit": "train; without options: the digits, 10 epochs",
+    "validate": "run a model's validation_step over its data",
+    "test": "run a model's test_step over its data",
+    "predict": "run a model's predict_step over its data",
+    "plot": "draw the logs of one run or several",
+    "copy": "copy this package into a project of yours",
+    "diff": "show what a copy has changed",
+    "verify": "read checkpoints from end to end: are they whole?",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 (diff: different; verify: not whole) or 2 (it could not be done).
+
+    Example:
+        >>> main(["fit", "--max_epoch", "3"])
+        2
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    verb, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    try:
+        if verb in ("-h", "--help", "help"):
+            verbs = "\n".join(f"  {name:10}{line}" for name, line in VERBS.items())
+            print(f"usage: {_program()} VERB [options]\n\n{verbs}\n\n{_program()} VERB --help shows a verb's options.")
+        elif verb == "--version":
+            from . import __version__
+
+            print(f"{PACKAGE} {__version__}")
+        elif verb not in VERBS:
+            raise UsageError(f"there is no {verb!r}: expected one of {', '.join(VERBS)}")
+        else:
+            return {"plot": _plot, "copy": _copy, "diff": _diff, "verify": _verify}.get(verb, _run)(verb, rest) or 0
+    except SystemExit as stop:  # argparse has said what there is to say
+        return stop.code if isinstance(stop.code, int) else 0
+    except Exception as error:
+        if not _is_for_users(error):
+            raise
+        print(f"{_program()}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _program() -> str:
+    """How the command was typed, so that what is printed can be typed again."""
+    typed = Path(sys.argv[0])
+    if typed.stem != "fabric-template":
+        return f"python -m {PACKAGE}"
+    found = shutil.which(typed.name)
+    return typed.name if found and os.path.samefile(found, typed) else os.path.relpath(typed)
+
+
+def _is_for_users(error: Exception) -> bool:
+    """Whether an error is one of our own checks, so that a traceback would add nothing.
+
+    It is when we raised it and nobody else's code (a step, a hook, a constructor) stands between the command and it.
+    """
+    if isinstance(error, UsageError):
+        return True
+    modules, trace = [], error.__traceback__
+    while trace is not None:
+        name = str(trace.tb_frame.f_globals.get("__name__"))
+        is_ours = name in (PACKAGE, "__main__") or name.startswith(f"{PACKAGE}.")  # __main__: python -m
+        modules.append("ours" if is_ours else name.partition(".")[0])
+        trace = trace.tb_next
+    between = {"lightning", "contextlib"}  # what launches, and what opens and closes a session
+    return isinstance(error, ValueError | TypeError) and modules[-1] == "ours" and {*modules} <= {"ours", *between}
+
+
+# ---- fit, validate, test, predict
+
+
+def _run(verb: str, argv: list[str]) -> None:
+    options = read_options(verb, argv, _program(), VERBS[verb])
+    if options is None:
+        return
+    from lightning.fabric import Fabric
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    from .loop import FabricLoop
+
+    words = (*FABRIC_OPTIONS, *LoopConfig.__dataclass_fields__)
+    try:
+        loop = FabricLoop(**{word: options.settings[word] for word in words})
+    except (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException) as error:
+        raise UsageError(str(error)) from error  # Fabric's own checks of what was typed; no code of a user has run
+    if loop.config.seed is not None:
+        Fabric.seed_everything(loop.config.seed, workers=True, verbose=False)  # the first weights come from it, too
+    parts = options.make_parts()
+    {"fit": _fit}.get(verb, _evaluate)(verb, options, loop, parts["model"], parts.get("data"))
+
+
+def _fit(verb: str, options: Options, loop: Any, model: Any, data: Any) -> None:
+    start = time.perf_counter()
+    try:
+        history = loop.fit(model, data, resume=options.settings.resume, load=options.settings.load)
+    except KeyboardInterrupt:
+        if loop.fabric.is_global_zero and loop.checkpoint_path("last") is not None:
+            print(f"\ninterrupted; go on with\n{_resume_line(options.typed)}", file=sys.stderr)
+        raise SystemExit(130) from None
+    if loop.fabric.is_global_zero:
+        what = type(model).__name__ + (f" on {type(data).__name__}" if data is not None else "")
+        seconds = time.perf_counter() - start
+        print(f"\ntrained     {what}: {loop.current_epoch} epochs, {loop.global_step} steps, {seconds:.1f} s")
+        _print_summary(loop, history, options.typed)
+
+
+def _print_summary(loop: Any, history: Any, typed: dict[str, str]) -> None:
+    """What came out, where it is, and what to type next."""
+    config, log_dir = loop.config, getattr(loop.logger, "log_dir", None)
+    metrics = [name for name in history if name not in ("epoch", "step", "time") and not name.startswith("lr")]
+    numbers = history[metrics].select_dtypes("number").ffill()  # with a validation every other epoch: the latest
+    if len(numbers):
+        print(f"at the end  {', '.join(f'{name} {value:.4f}' for name, value in numbers.iloc[-1].items())}")
+    if config.monitor in numbers:
+        best = getattr(numbers[config.monitor], f"idx{config.mode}")()
+        print(f"best        {config.monitor} {numbers[config.monitor][best]:.4f} in epoch {history['epoch'][best]}")
+    has_csv = bool(log_dir) and Path(log_dir, "metrics.csv").is_file()
+    if has_csv:
+        print(f"log         {_shown(Path(log_dir, 'metrics.csv'))}")
+    last = loop.checkpoint_path("last")
+    for path in dict.fromkeys(filter(None, (loop.checkpoint_path("best"), last))):
+        print(f"checkpoint  {_shown(path)}")
+    if has_csv and (picture := _draw([log_dir], Path(log_dir, "history.png"), needs_a_loss=False)):
+        print(f"picture     {_shown(picture)}")
+    if last is not None:
+        limits = {"max_epochs": config.max_epochs, "max_steps": config.max_steps}
+        print(f"go on       {_resume_line(typed, {k: str(2 * v) for k, v in limits.items() if v not in (None, -1)})}")
+    if has_csv:
+        print(f"plot        {_program()} plot {shlex.quote(_shown(Path(log_dir)))}")
+
+
+def _resume_line(typed: dict[str, str], more: dict[str, str] | None = None) -> str:
+    """What was typed, with ``--resume last`` and, if it came to its end, a later one."""
+    words = {word: value for word, value in typed.items() if word not in ("resume", "load")}
+    words = {"resume": "last", **words, **(more or {})}
+    return f"{_program()} fit {shlex.join(token for word, value in words.items() for token in (f'--{word}', value))}"
+
+
+def _evaluate(verb: str, options: Options, loop: Any, model: Any, data: Any) -> None:
+    load, is_first = options.settings.load, loop.fabric.is_global_zero
+    if load is None and is_first:
+        print(f"{_program()}: the weights are new ones; --load best takes those of the last fit", file=sys.stderr)
+    results = getattr(loop, verb)(model, data, load=load)
+    if verb != "predict" or not is_first:
+        return
+    print(f"predicted   {len(results)} batches; the first: {' '.join(str(results[:1])[1:-1].split())[:200]}")
+    if (out := options.settings.out) is not None:
+        import torch
+
+        torch.save(results, out)
+        print(f"saved       {out}")
+
+
+def _shown(path: Path) -> str:
+    """The path from here, if it lies here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+# ---- plot, copy, diff, verify
+
+
+def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"{_program()} {verb}", description=VERBS[verb], allow_abbrev=False)
+    for name, words in options.items():
+        parser.add_argument(name.replace("__", "--"), **words)
+    return parser.parse_args(argv)
+
+
+def _plot(verb: str, argv: list[str]) -> None:
+    given = _arguments(
+        verb, argv,
+        PATH={"nargs": "*", "default": ["logs"], "help": "metrics.csv, a run's folder, or the root of all (logs)"},
+        __metrics={"nargs": "+", "help": "the columns to draw; by default all losses and accuracies"},
+        __x={"default": "epoch", "help": "the horizontal axis: epoch or step"},
+        __out={"help": "the picture; by default history.png in PATH, or here for several"},
+    )  # fmt: skip
+    first = Path(given.PATH[0])
+    folder = Path() if len(given.PATH) > 1 else first if first.is_dir() else first.parent
+    print(
+        f"picture     {_draw(given.PATH, Path(given.out or folder / 'history.png'), metrics=given.metrics, x=given.x)}"
+    )
+
+
+def _draw(paths: list[str], out: Path, needs_a_loss: bool = True, **words: Any) -> Path | None:
+    """Draw the runs into a file; None where there is no loss to draw and none was asked for."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file is all we want; no window, no display needed
+    from .plots import plot_logs
+
+    try:
+        axes = plot_logs(paths[0] if len(paths) == 1 else paths, **words)
+    except ValueError:
+        if needs_a_loss:
+            raise
+        return None
+    figure = (axes if hasattr(axes, "figure") else axes[0]).figure
+    try:
+        figure.savefig(out, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write the picture {str(out)!r}: {error}; give another file with --out") from error
+    return out
+
+
+def _copy(verb: str, argv: list[str]) -> None:
+    from .copying import copy_package
+
+    given = _arguments(
+        verb, argv, DEST={"help": "the folder to make, such as src/my_loop; its name is the copy's"},
+        __force={"action": "store_true", "help": "write over the files of an older copy"},
+    )  # fmt: skip
+    count, target = len(copy_package(given.DEST, given.force)), Path(given.DEST)
+    name = target.resolve().name
+    print(
+        f"copied      {count} files to {target}; they are yours now\n"
+        f"use         from {name} import FabricLoop\n"
+        f"try         {'' if target.parent == Path() else f'cd {target.parent} && '}python -m {name} fit\n"
+        f"compare     {_program()} diff {target}"
+    )
+
+
+def _diff(verb: str, argv: list[str]) -> int:
+    from .copying import diff_package
+
+    given = _arguments(verb, argv, DEST={"help": "the folder of a copy; exit code 1 if it differs"})
+    print(text := diff_package(given.DEST), end="")
+    return 1 if text else 0
+
+
+def _verify(verb: str, argv: list[str]) -> int:
+    from .storage import _SUFFIXES, CheckpointError, verify_checkpoint
+
+    given = _arguments(verb, argv, PATH={"help": "a checkpoint, or a folder of them; exit code 1 if one is not whole"})
+    path, bad = Path(given.PATH), 0
+    files = [path] if not path.is_dir() else sorted(p for p in path.rglob("[!.]*") if p.suffix in _SUFFIXES)
+    if not files:
+        raise UsageError(f"verify {path}: there is no checkpoint in this folder ({', '.join(_SUFFIXES)})")
+    for file in files:
+        try:
+            verify_checkpoint(file)
+            print(f"whole       {file}")
+        except CheckpointError as error:
+            bad += 1
+            print(f"unusable    {error}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

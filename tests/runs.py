@@ -1,0 +1,129 @@
+"""What the tests of whole runs share: plain owners, files as they lie on disk, copies of a run as a kill would leave it."""
+
+import csv
+import io
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from fabric_template import FabricLoop
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
+from modules import Classifier, make_loader
+from torch import nn
+
+logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+
+
+def loud(root=".", **words):
+    """Words for a loop that keeps its files, and stays off the terminal."""
+    return {
+        "accelerator": "cpu",
+        "default_root_dir": str(root),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **words,
+    }
+
+
+def fit(root, make_module=Classifier, train=None, val=None, seed=1, resume=None, load=None, given=None, **words):
+    """Train into a folder; returns (loop, module, history). `train` and `val` make the loaders after seeding."""
+    seed_everything(seed, verbose=False)
+    module = make_module()
+    loaders = (train or make_loader)(), (val() if val else None)
+    loop = FabricLoop(**loud(root, **words))
+    history = loop.fit(module, *loaders, resume=resume, load=load, **(given(module) if given else {}))
+    return loop, module, history
+
+
+def val_loader():
+    return make_loader(18, shuffle=False, seed=5)
+
+
+class Plain:
+    """An object with step methods and no base class; returns what it wants in its history."""
+
+    def __init__(self, dropout=0.2):
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+    def training_step(self, batch):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        return nn.functional.cross_entropy(logits, batch[1]), (logits.argmax(1) == batch[1]).float().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+
+def same(one, other):
+    """Whether two nests of tensors and values are equal bit for bit."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return one == other or (one != one and other != other)
+
+
+def weights_of(owner):
+    """The state dict of a module, or of a plain object's net."""
+    return (owner if isinstance(owner, nn.Module) else owner.net).state_dict()
+
+
+def without_time(path):
+    """A CSV file's text, its time column dropped; None where there is no file."""
+    path = Path(path)
+    if not path.exists():
+        return None
+    columns, *rows = csv.reader(io.StringIO(path.read_text(), newline=""))
+    keep = [i for i, name in enumerate(columns) if name != "time"]
+    return "\n".join(",".join(row[i] for i in keep) for row in (columns, *rows))
+
+
+def logs_of(root, version=0, name="run"):
+    """(metrics.csv, steps.csv) of a run, time dropped."""
+    folder = Path(root, "logs", name, f"version_{version}")
+    return without_time(folder / "metrics.csv"), without_time(folder / "steps.csv")
+
+
+def tree(root):
+    """Every file under a folder, by its path, the empty folders included."""
+    paths = (path for path in Path(root).rglob("*") if path.is_file() or not any(path.iterdir()))
+    return sorted(path.relative_to(root).as_posix() for path in paths)
+
+
+def assert_same_end(one, other):
+    """Two runs, each (loop, module, history): weights, optimizers, schedulers, metrics, counters and rows are equal."""
+    (first, module, rows), (second, other_module, other_rows) = one, other
+    assert same(weights_of(module), weights_of(other_module))
+    states = [[optimizer.state_dict() for optimizer in loop.optimizers] for loop in (first, second)]
+    assert same(*states), states
+    states = [[config.scheduler.state_dict() for config in loop.lr_scheduler_configs] for loop in (first, second)]
+    assert same(*states), states
+    metrics = [{name: float(value) for name, value in loop.callback_metrics.items()} for loop in (first, second)]
+    assert metrics[0] == metrics[1], metrics
+    assert (first.current_epoch, first.global_step) == (second.current_epoch, second.global_step)
+    assert rows.drop(columns="time").to_csv() == other_rows.drop(columns="time").to_csv()
+
+
+class Snapshots(Callback):
+    """Copies a run's folder before each batch but the first, as a kill would find it there: <to>/<batches so far>."""
+
+    def __init__(self, root, to):
+        self.root, self.to, self.batches = Path(root), Path(to), 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if self.batches:
+            shutil.copytree(self.root, self.to / str(self.batches))
+        self.batches += 1
+
+
+def source_of(code):
+    """A command that runs the code in a Python of its own, with the tests' modules at hand."""
+    path = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    return [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"]

@@ -1,0 +1,145 @@
+"""The promise to those who copy: the folder works under any name, anywhere, without fabric_template; leaves work alone."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "fabric_template"
+FILES = sorted(PACKAGE.rglob("*.py"))
+LEAVES = ["config", "logs", "storage", "data", "hooks", "history", "signals", "progress"]
+
+BLOCK = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "fabric_template":
+            raise ImportError(f"{name} is blocked: the copy must stand on its own")
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+TRAIN = """
+import torch
+torch.set_num_threads(1)
+from somewhere.my_loop import FabricLoop, TensorLoader, plot_logs, read_logs
+from somewhere.my_loop.demos.digits import DigitsClassifier, DigitsData
+
+data = DigitsData()
+words = {"accelerator": "cpu", "name": "digits", "monitor": "val_loss", "enable_progress_bar": False}
+loop = FabricLoop(max_epochs=1, limit_train_batches=4, **words)
+loop.fit(DigitsClassifier(hidden=8), datamodule=data)
+history = FabricLoop(max_epochs=2, limit_train_batches=4, **words).fit(DigitsClassifier(hidden=8), datamodule=data, resume="last")
+assert history["epoch"].tolist() == [0, 1]
+assert len(loop.validate(load="best", verbose=False)) == 1
+assert len(loop.predict(datamodule=data)) > 0
+assert len(read_logs("logs")) == 2
+plot_logs("logs")[0].figure.savefig("digits.png")
+wrong = [name for name in sys.modules if name.split(".")[0] == "fabric_template"]
+assert not wrong, wrong
+print("trained")
+"""
+
+
+def run(code, folder):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run([sys.executable, "-c", BLOCK + code], capture_output=True, text=True, cwd=folder, env=environment)
+
+
+def copy_to(folder):
+    shutil.copytree(PACKAGE, folder / "somewhere" / "my_loop", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def test_the_folder_under_another_name_trains_without_us(tmp_path):
+    copy_to(tmp_path)
+    done = run(TRAIN, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("trained\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "digits.png", "logs", "somewhere"]
+
+
+def test_the_blocker_blocks(tmp_path):
+    done = run("import fabric_template", tmp_path)
+    assert done.returncode != 0
+    assert "the copy must stand on its own" in done.stderr
+
+
+def test_a_notebook_of_classes_written_for_the_copy_loads_its_own_checkpoint(tmp_path):
+    """What the copy writes is read by us, and names no module of the copy."""
+    import torch
+
+    copy_to(tmp_path)
+    assert run(TRAIN, tmp_path).returncode == 0
+    checkpoint = torch.load(tmp_path / "checkpoints/digits/version_0/last.ckpt", weights_only=True)
+    assert checkpoint["epoch"] == 2
+    assert (tmp_path / "checkpoints/digits/version_0/last.ckpt").read_bytes().count(b"my_loop") == 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_file_imports_us_by_name(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module]
+        assert not [name for name in names if name.split(".")[0] == "fabric_template"], f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_file_looks_itself_up_by_a_name_that_a_copy_does_not_have(path):
+    """import_module("fabric_template..."), entry in sys.modules, resources of the package by name."""
+    source = path.read_text(encoding="utf-8")
+    found = re.findall(r"""(?:import_module|__import__|resources\.files|sys\.modules\[|find_spec)\(?\s*f?["']fabric_template""", source)
+    assert not found
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_leaf_can_be_copied_alone(name, tmp_path):
+    shutil.copy(PACKAGE / f"{name}.py", tmp_path / f"my_{name}.py")
+    done = run(f"import my_{name}", tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_leaves_do_their_work_alone(tmp_path):
+    """TensorLoader, the CSV logger and whole checkpoint files, each from its one file."""
+    for name in ("data", "logs", "storage"):
+        shutil.copy(PACKAGE / f"{name}.py", tmp_path / f"my_{name}.py")
+    code = """
+import torch
+from my_data import TensorLoader
+from my_logs import CSVLogger, read_logs
+from my_storage import AtomicCheckpointIO, read_checkpoint
+
+assert [len(x) for (x,) in TensorLoader(torch.arange(5), batch_size=2)] == [2, 2, 1]
+logger = CSVLogger("logs", name="mine")
+logger.log_epoch({"epoch": 0, "val_loss": 0.5})
+assert read_logs("logs")["val_loss"].tolist() == [0.5]
+AtomicCheckpointIO().save_checkpoint({"w": torch.ones(2)}, "w.ckpt")
+assert read_checkpoint("w.ckpt")["w"].tolist() == [1, 1]
+print("worked")
+"""
+    done = run(code, tmp_path)
+    assert done.stdout == "worked\n", done.stderr[-2000:]
+
+
+def test_only_what_the_readme_names_is_needed(tmp_path):
+    """Without pandas, matplotlib, jsonargparse, sklearn and tqdm the core trains; only its DataFrame is missing."""
+    copy_to(tmp_path)
+    code = """
+for name in ("pandas", "matplotlib", "jsonargparse", "sklearn", "tqdm", "lightning.pytorch", "pytorch_lightning"):
+    assert name not in sys.modules
+import somewhere.my_loop
+heavy = [name for name in ("pandas", "matplotlib", "jsonargparse", "sklearn", "lightning.pytorch") if name in sys.modules]
+assert not heavy, heavy
+print("light")
+"""
+    done = run(code, tmp_path)
+    assert done.stdout == "light\n", done.stderr[-2000:]

@@ -1,0 +1,419 @@
+"""Two processes on the CPU (gloo): the same weights on both, Trainer's numbers, one set of files, the result at home.
+
+What happens on the ranks is written by each rank under tmp_path and read here. Forking is quick; one test spawns,
+where everything has to be pickled.
+"""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from modules import (
+    Classifier,
+    assert_same_metrics,
+    assert_same_weights,
+    make_data,
+    make_loader,
+    quiet,
+    run_loop,
+    run_trainer,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric_template import FabricLoop, TensorLoader, read_logs
+
+FORK = {"strategy": "ddp_fork", "devices": 2}
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks_are_quiet(monkeypatch):
+    """Set, so that Lightning gives each rank no more threads than this process has."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_step(module):
+    optimizer = sgd(module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 3, 0.7), "interval": "step"}}
+
+
+class Synced(Classifier):
+    """A Classifier that logs what sync_dist, rank_zero_only and reduce_fx mean; picklable."""
+
+    def __init__(self, optimizers=sgd, **words):
+        super().__init__(optimizers, sync_dist=True, **words)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        words = {"sync_dist": True, "on_epoch": True}
+        self.log("val_loss", cross_entropy(logits, y), **words)
+        self.log("val_acc", (logits.argmax(1) == y).float().mean(), **words)
+        self.log("val_sum", x.sum(), reduce_fx="sum", **words)
+        self.log("val_max", x.max(), reduce_fx="max", **words)
+        self.log("val_rank", float(self.global_rank))  # not reduced: rank zero's
+
+
+class Report(pl.Callback):
+    """Each rank writes down what it saw."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.gradients = []
+
+    def on_after_backward(self, trainer, pl_module):
+        gradient = next(pl_module.parameters()).grad
+        self.gradients.append(gradient.clone())
+
+    def on_train_end(self, trainer, pl_module):
+        seen = {
+            "weights": {name: value.clone() for name, value in pl_module.state_dict().items()},
+            "metrics": dict(trainer.callback_metrics),
+            "gradients": self.gradients,
+            "rank": (trainer.global_rank, trainer.world_size, trainer.is_global_zero),
+        }
+        torch.save(seen, f"{self.folder}/rank{trainer.global_rank}.pt")
+
+
+def ranks(folder):
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def step_function(net, batch):
+    return cross_entropy(net(batch[0]), batch[1])
+
+
+def train():
+    return make_loader(40)
+
+
+def val():
+    return make_loader(18, shuffle=False, seed=5)
+
+
+def files(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+# ---- one run, and all that is left of it
+
+
+def test_one_run_with_everything_on(tmp_path):
+    """Weights alike on both ranks; one CSV, one checkpoint each; everything that fit found is back in this process."""
+    pl.seed_everything(1, verbose=False)
+    module = Synced(by_step)
+    loop = FabricLoop(
+        accelerator="cpu",
+        **FORK,
+        max_epochs=3,
+        monitor="val_loss",
+        default_root_dir=str(tmp_path),
+        callbacks=[Report(tmp_path)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    history = loop.fit(module, train(), val())
+
+    one, other = ranks(tmp_path)
+    assert (one["rank"], other["rank"]) == ((0, 2, True), (1, 2, False))
+    assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
+    reduced = [name for name in one["metrics"] if name.startswith(("train_loss", "val")) and name != "val_rank"]
+    assert {name for name in reduced if not torch.equal(one["metrics"][name], other["metrics"][name])} == set()
+    assert not torch.equal(one["metrics"]["train_acc"], other["metrics"]["train_acc"])  # sync_dist was not asked for
+
+    version = "run/version_0"
+    assert files(tmp_path) == sorted(
+        [
+            f"checkpoints/{version}/best.ckpt",
+            f"checkpoints/{version}/last.ckpt",
+            f"logs/{version}/hparams.yaml",
+            f"logs/{version}/metrics.csv",
+            "rank0.pt",
+            "rank1.pt",
+        ]
+    )
+
+    # back in the process that called fit: weights, history, metrics, counters, the best path
+    assert {
+        name for name, value in module.state_dict().items() if not torch.equal(value, one["weights"][name])
+    } == set()
+    assert sorted(loop.callback_metrics) == sorted(one["metrics"])
+    assert all(torch.equal(loop.callback_metrics[name], one["metrics"][name]) for name in one["metrics"])
+    assert list(history["epoch"]) == [0, 1, 2]
+    assert list(history["step"]) == [5, 10, 15]  # 40 samples, two ranks, batches of four
+    logged = read_logs(tmp_path / "logs")
+    columns = [
+        "epoch",
+        "step",
+        "train_loss",
+        "train_acc",
+        "val_loss",
+        "val_acc",
+        "val_sum",
+        "val_max",
+        "val_rank",
+        "lr",
+    ]
+    assert [column for column in history.columns if column != "time"] == columns
+    assert logged[columns].to_numpy().tolist() == pytest.approx(history[columns].to_numpy())
+    assert (loop.current_epoch, loop.global_step) == (3, 15)
+    assert loop.checkpoint_callback.best_model_path == str(tmp_path / "checkpoints" / version / "best.ckpt")
+    assert loop.checkpoint_callback.best_model_score == pytest.approx(history["val_loss"].min())
+    checkpoint = torch.load(tmp_path / "checkpoints" / version / "last.ckpt", weights_only=True)
+    assert all(torch.equal(value, one["weights"][name]) for name, value in checkpoint["state_dict"].items())
+    assert not torch.distributed.is_initialized()
+
+
+# ---- Trainer's numbers
+
+
+CASES = {
+    "plain": {},
+    "accumulate_3_of_5": {"accumulate_grad_batches": 3},
+    "clip_norm": {"gradient_clip_val": 0.1},
+    "bf16_mixed": {"precision": "bf16-mixed"},
+    "val_check_interval": {"val_check_interval": 2},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_of_trainer(name):
+    words = {"max_epochs": 2, **FORK, **CASES[name]}
+    trainer, expected = run_trainer(lambda: Synced(by_step), train, val, **words)
+    loop, module = run_loop(lambda: Synced(by_step), train, val, **words)
+    assert_same_weights(expected, module)
+    assert_same_metrics(trainer, loop)
+    # Trainer's own counters stay at 0 in the calling process; ours come back
+    assert (loop.current_epoch, loop.global_step) == (2, 4 if "accumulate_grad_batches" in words else 10)
+
+
+def test_spawned_processes_give_the_same_bits_as_forked_ones():
+    """Everything travels by pickle, through memory that the ranks would share: each needs weights of its own."""
+    forked, expected = run_loop(Synced, train, val, max_epochs=2, **FORK)
+    spawned, module = run_loop(Synced, train, val, max_epochs=2, strategy="ddp_spawn", devices=2)
+    assert_same_weights(expected, module)
+    assert_same_metrics(forked, spawned)
+
+
+def test_a_large_model_comes_back():
+    """More than a pipe holds: a result that is put into the launcher's queue would block both processes for ever."""
+    net = nn.Linear(8, 40_000)
+    before = net.weight.detach().clone()
+    loop = FabricLoop(**quiet(max_epochs=1, **FORK))
+    history = loop.fit(
+        net,
+        make_loader(8),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        training_step=lambda net, batch: net(batch[0]).square().mean(),
+    )
+    assert len(history) == 1
+    assert not torch.equal(net.weight, before)
+
+
+class Late(Synced):
+    """Makes its layers where they are needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = None
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 3))
+
+
+def test_layers_made_in_configure_model_come_back():
+    loop, module = run_loop(Late, train, val, max_epochs=1, precision="64-true", **FORK)
+    assert module.net[0].weight.dtype == torch.float64
+    assert loop.validate(module, val(), verbose=False)[0]["val_loss"] == loop.callback_metrics["val_loss"].item()
+
+
+@pytest.mark.parametrize("method", ["ddp_fork", "ddp_spawn"])
+def test_optimizers_given_to_fit_keep_their_state_apart(method):
+    """An optimizer with momentum (of a fit before) travels with the module; each rank goes on with a copy of its own."""
+    nets = {}
+    for strategy in ("ddp_fork", method):
+        torch.manual_seed(1)
+        net = nn.Linear(8, 3)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        for loop in (
+            FabricLoop(**quiet(max_epochs=1)),
+            FabricLoop(**quiet(max_epochs=1, strategy=strategy, devices=2)),
+        ):
+            loop.fit(net, make_loader(40), optimizer=optimizer, training_step=step_function)
+        nets[strategy] = net
+    assert_same_weights(nets["ddp_fork"], nets[method])
+
+
+def test_callbacks_come_back_with_their_state(tmp_path):
+    stopping = pl.callbacks.EarlyStopping("val_loss", patience=0, min_delta=10.0)
+    saving = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", filename="best")
+    loop, _ = run_loop(Synced, train, val, max_epochs=4, callbacks=[stopping, saving], **FORK)
+    assert loop.current_epoch == 2
+    assert stopping.stopped_epoch == 1
+    assert saving.best_model_path == str(tmp_path / "best.ckpt")
+    assert files(tmp_path) == ["best.ckpt"]
+
+
+# ---- samples
+
+
+class Samples:
+    """A plain object whose steps note which samples they got."""
+
+    def __init__(self, folder):
+        self.net, self.folder = nn.Linear(1, 1), folder
+        self.seen = {"train": [[], []], "val": [[], []]}
+        self.epoch = 0
+
+    def training_step(self, batch):
+        (x,) = batch
+        self.seen["train"][self.epoch] += x[:, 0].int().tolist()
+        return self.net(x).square().mean()
+
+    def validation_step(self, batch):
+        (x,) = batch
+        self.seen["val"][self.epoch] += x[:, 0].int().tolist()
+        return self.net(x).square().mean()
+
+    def on_train_epoch_end(self):
+        self.epoch += 1
+
+    def on_train_end(self):
+        torch.save(self.seen, f"{self.folder}/samples{torch.distributed.get_rank()}.pt")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.0)
+
+
+def numbered(num):
+    return TensorDataset(torch.arange(num).float()[:, None])
+
+
+@pytest.mark.parametrize("kind", ["DataLoader", "TensorLoader"])
+def test_the_sampler_shares_the_samples_and_reshuffles_every_epoch(tmp_path, kind):
+    if kind == "DataLoader":
+        loaders = DataLoader(numbered(20), batch_size=4, shuffle=True), DataLoader(numbered(8), batch_size=2)
+    else:
+        x, y = torch.arange(20).float()[:, None], torch.arange(8).float()[:, None]
+        loaders = TensorLoader(x, batch_size=4, shuffle=True), TensorLoader(y, batch_size=2)
+    pl.seed_everything(1, verbose=False)
+    FabricLoop(**quiet(max_epochs=2, num_sanity_val_steps=0, **FORK)).fit(Samples(tmp_path), *loaders)
+    one, other = (torch.load(tmp_path / f"samples{rank}.pt") for rank in range(2))
+    for epoch in range(2):
+        assert sorted(one["train"][epoch] + other["train"][epoch]) == list(range(20))  # each sample once
+        assert (one["val"][epoch], other["val"][epoch]) == ([0, 2, 4, 6], [1, 3, 5, 7])  # in order, shared
+    for rank in (one, other):
+        assert rank["train"][0] != rank["train"][1]  # in another order, the next epoch
+        assert rank["train"][0] != sorted(rank["train"][0])
+
+
+# ---- the update
+
+
+def test_gradients_are_averaged_once_per_window(tmp_path):
+    """In a window's first batches each rank has gradients of its own; after its last both have the same."""
+    loop = FabricLoop(**quiet(max_epochs=1, accumulate_grad_batches=2, callbacks=[Report(tmp_path)], **FORK))
+    pl.seed_everything(1, verbose=False)
+    loop.fit(Synced(), train())
+    one, other = (seen["gradients"] for seen in ranks(tmp_path))
+    alike = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+    assert alike == [False, True, False, True, True]  # five batches: two windows of two, one of one
+    assert loop.global_step == 3
+
+
+def test_no_sync_is_entered_for_the_batches_before_the_last(tmp_path, monkeypatch):
+    from torch.nn.parallel import DistributedDataParallel
+
+    no_sync = DistributedDataParallel.no_sync
+
+    def counted(self):
+        with open(tmp_path / f"no_sync{torch.distributed.get_rank()}", "a") as file:
+            file.write("x")
+        return no_sync(self)
+
+    monkeypatch.setattr(DistributedDataParallel, "no_sync", counted)
+    FabricLoop(**quiet(max_epochs=2, accumulate_grad_batches=3, **FORK)).fit(Synced(), train())
+    # five batches: windows of three and of two, so 2 + 1 in each of two epochs
+    assert [(tmp_path / f"no_sync{rank}").read_text() for rank in range(2)] == ["x" * 6] * 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, 5])
+def test_two_processes_equal_one_with_twice_the_batch(accumulate):
+    """Rank r takes every second sample, so that both batches together are the one of twice the size; rounding apart."""
+
+    data = make_data(40).tensors
+
+    def fit(batch_size, **where):
+        loader = TensorLoader(*data, batch_size=batch_size)
+        words = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "precision": "64-true"}
+        return run_loop(lambda: Classifier(sgd, dropout=0.0, on_step=False), lambda: loader, **words, **where)
+
+    (loop, two), (_, one) = fit(4, **FORK), fit(8)
+    assert loop.global_step == {1: 10, 3: 4, 5: 2}[accumulate]
+    for first, second in zip(two.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-12)
+
+
+# ---- resume
+
+
+def test_resume_equals_an_uninterrupted_run(tmp_path):
+    """Dropout, shuffling, momentum, a scheduler by step: 2 + 2 epochs are 4, bit for bit, the CSV included."""
+
+    def fit(folder, max_epochs, resume=None):
+        pl.seed_everything(1, verbose=False)
+        module = Synced(by_step)
+        loop = FabricLoop(
+            accelerator="cpu",
+            **FORK,
+            max_epochs=max_epochs,
+            default_root_dir=str(tmp_path / folder),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        return module, loop.fit(module, train(), val(), resume=resume)
+
+    def drop_time(frame):
+        return frame.drop(columns=[column for column in frame.columns if column.startswith("time")])
+
+    expected, whole = fit("whole", 4)
+    fit("parts", 2)
+    torch.manual_seed(99)
+    module, resumed = fit("parts", 4, resume="last")
+    assert_same_weights(expected, module)
+    assert drop_time(whole).equals(drop_time(resumed))
+    one, other = (torch.load(tmp_path / f / "checkpoints/run/version_0/last.ckpt") for f in ("whole", "parts"))
+    momentum = [c["optimizer_states"][0]["state"] for c in (one, other)]
+    assert all(torch.equal(momentum[0][i]["momentum_buffer"], momentum[1][i]["momentum_buffer"]) for i in momentum[0])
+    rows = [(tmp_path / f / "logs/run/version_0/metrics.csv").read_text().splitlines() for f in ("whole", "parts")]
+    assert [row.rsplit(",", 1)[0] for row in rows[0]] == [row.rsplit(",", 1)[0] for row in rows[1]]
+
+
+# ---- evaluation and errors
+
+
+def test_validate_and_test_come_back():
+    module = Synced()
+    loop = FabricLoop(**quiet(**FORK))
+    (result,) = loop.validate(module, val(), verbose=False)
+    (alone,) = FabricLoop(**quiet()).validate(module, val(), verbose=False)
+    assert sorted(result) == ["val_acc", "val_loss", "val_max", "val_rank", "val_sum"]
+    x = make_data(18, seed=5).tensors[0]
+    assert result["val_max"] == alone["val_max"] == x.max().item()
+    assert result["val_sum"] == pytest.approx(x.sum().item(), rel=1e-5)
+    assert result["val_rank"] == 0.0
+
+
+def test_an_error_on_a_rank_reaches_the_caller():
+    class Broken(Synced):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError("the step is broken")
+
+    with pytest.raises(Exception, match="the step is broken"):
+        FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Broken(), train())

@@ -1,0 +1,134 @@
+"""The notebooks run from a clean kernel in an empty folder, end in what they promise, and are committed with clean outputs."""
+
+import json
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+KERNEL = "fabric-template-test"
+
+# nbclient on this machine's event loop; nothing of ours
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
+
+
+def execute(notebook, folder, timeout=120):
+    """Run every cell in a new kernel of this very Python, which is made known in the folder; returns the executed copy."""
+    spec = folder / "jupyter" / "kernels" / KERNEL / "kernel.json"
+    spec.parent.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec.write_text(json.dumps({"argv": argv, "display_name": KERNEL, "language": "python"}))
+    work = folder / "work"
+    work.mkdir()
+    private = {
+        "JUPYTER_PATH": str(folder / "jupyter"),
+        "JUPYTER_RUNTIME_DIR": str(folder / "jupyter" / "runtime"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "PYTHONPATH": str(REPOSITORY),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    before = dict(os.environ)
+    os.environ.update(private)
+    os.environ.pop("MPLBACKEND", None)  # pictures belong into the notebook
+    try:
+        client = NotebookClient(
+            nbformat.from_dict(notebook), kernel_name=KERNEL, timeout=timeout, resources={"metadata": {"path": str(work)}}
+        )
+        return client.execute()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def kinds(cell):
+    """What a cell shows: "stream", "image/png", "text/html" or "text/plain" of each output, the richest."""
+    shown = []
+    for output in cell.outputs:
+        data = output.get("data", {})
+        shown.append(next((kind for kind in ("image/png", "text/html", "text/plain") if kind in data), output.output_type))
+    return shown
+
+
+def texts(notebook):
+    """Every text in the outputs."""
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            yield output.get("text", "")
+            yield from (text for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
+
+
+def test_there_are_three():
+    assert [path.stem for path in NOTEBOOKS] == [
+        "01_from_plain_pytorch",
+        "02_lightning_module_and_logs",
+        "03_checkpoints",
+    ]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_from_a_clean_kernel_and_every_cell_twice(path, tmp_path):
+    """Each cell is run twice in a row, as people do; then it shows what the committed notebook shows."""
+    committed = read(path)
+    twice = nbformat.from_dict(committed)
+    twice.cells = [nbformat.from_dict(cell) for cell in committed.cells for _ in range(2 if cell.cell_type == "code" else 1)]
+    for index, cell in enumerate(twice.cells):
+        cell.id = f"cell-{index}"
+    executed = code_cells(execute(twice, tmp_path))
+    for first, second, expected in zip(executed[::2], executed[1::2], code_cells(committed), strict=True):
+        assert kinds(first) == kinds(expected), expected.source
+        assert kinds(second) == kinds(expected), expected.source
+        for cell in (first, second):
+            for output, wanted in zip(cell.outputs, expected.outputs, strict=True):
+                assert output.get("name") != "stderr", output.text
+                claim = wanted.get("data", {}).get("text/plain")
+                if claim in ("True", "False"):  # "the same weights"
+                    assert output.data["text/plain"] == claim == "True", expected.source
+    assert "image/png" in kinds(executed[-1])
+    left = {item.name for item in (tmp_path / "work").iterdir()}
+    assert left == ({"logs"} if not (tmp_path / "work" / "checkpoints").exists() else {"logs", "checkpoints"})
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_is_committed_with_outputs_that_name_no_machine(path):
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert "image/png" in kinds(code_cells(notebook)[-1])
+    for text in texts(notebook):
+        assert not re.search(r"(?<![\w.])/(work|root|home|tmp|Users|usr|opt|mnt)/", text), text
+        assert socket.gethostname() not in text
+        assert "arning" not in text, text
+        assert "rror" not in text, text
+    assert path.stat().st_size < 300_000
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert notebook.metadata.language_info == {"name": "python"}
+    for cell in notebook.cells:
+        assert not cell.metadata, "volatile metadata: strip it"
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_is_a_story_in_short_cells(path):
+    """Classes may be longer; a cell of code is followed by words sooner or later."""
+    notebook = read(path)
+    assert notebook.cells[0].source.startswith("# ")
+    for cell in code_cells(notebook):
+        lines = [line for line in cell.source.splitlines() if line.strip()]
+        assert len(lines) <= 10 or lines[0].startswith("class "), cell.source
