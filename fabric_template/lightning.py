@@ -1,4 +1,7 @@
-"""What a module expects around it while it runs: ``self.trainer``, ``self.log``; attached for a run, detached after it."""
+"""What a module expects around it while it runs: ``self.trainer``, ``self.log``, the strategy it asks for.
+
+Attached for a run, detached after it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 import torch
 
 from .metrics import Metrics
+from .update import clip_gradients
 
 _LIGHTNING = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
 
@@ -33,3 +37,75 @@ def detach(owner: Any, metrics: Metrics) -> None:
         own = vars(owner).get(name)
         if own is not None and (own == getattr(metrics, name) or hasattr(own, "_torchdynamo_orig_callable")):
             del vars(owner)[name]
+
+
+class StrategyFace:
+    """Fabric's strategy in the words of Trainer's, for modules and callbacks."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+
+    @property
+    def _lightning_optimizers(self) -> list[Any]:
+        return self._loop._required("optimizers").loop_optimizers  # LightningModule.optimizers() asks by this name
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        return self._loop.fabric.device
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Clips, for LightningModule.clip_gradients."""
+        return _PrecisionFace(self._loop)
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module."""
+        return self._loop.lightning_module
+
+    @property
+    def model(self) -> Any:
+        """The module, or its wrapper."""
+        return self._loop.model
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers."""
+        return self._loop.optimizers
+
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Backward with its hooks, for LightningModule.manual_backward."""
+        run = self._loop._required("backward")
+        run.update.backward(loss, *args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
+        """Reduce a tensor over all processes."""
+        return self._loop.fabric.all_reduce(tensor, group=group, reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) processes say yes."""
+        return self._loop.fabric.strategy.reduce_boolean_decision(decision, all=all)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint file, on rank zero."""
+        if self._loop.fabric.is_global_zero:
+            self._loop.fabric.strategy.checkpoint_io.remove_checkpoint(filepath)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loop" not in vars(self):  # asked while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._loop.fabric.strategy, name)
+
+
+class _PrecisionFace:
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
+        clip_gradients(self._loop._run, optimizer, clip_val, gradient_clip_algorithm and str(gradient_clip_algorithm))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loop" not in vars(self):  # asked while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._loop.fabric.strategy.precision, name)

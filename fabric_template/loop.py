@@ -16,13 +16,15 @@ from lightning.fabric.utilities.seed import reset_seed
 from .config import parse_config, parse_duration
 from .data import TensorLoader
 from .evaluate import evaluate, predict, print_results
+from .lightning import StrategyFace
 from .outcome import Outcome, unshare
 from .place import checkpoint_in, choose_place, make_loggers, with_safe_files
+from .prepare import prepare
 from .progress import is_interactive
-from .run import Run, prepare
+from .run import Run
 from .session import restore_position, session, start_fit
 from .signals import Signals
-from .trainer import StrategyFace, TrainerFace
+from .trainer import TrainerFace
 from .update import step_scheduler
 
 

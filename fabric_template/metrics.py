@@ -195,6 +195,7 @@ class Metrics:
         self.progress: dict[str, float] = {}
         self.row: dict[str, Tensor] = {}  # what goes into the epoch's row of the history
         self._metric_names: dict[int, str] | None = None
+        self._objects: dict[str, Any] = {}  # the module's torchmetrics by name
 
     def __deepcopy__(self, memo: dict) -> Metrics:
         """Copies of a module made while it runs (EMA, pruning) log into the same run."""
@@ -354,7 +355,8 @@ class Metrics:
     def name_metrics(self, module: Any) -> None:
         """Know the torchmetrics attributes of a module, to refuse those that belong to nobody."""
         named = module.named_modules() if hasattr(module, "named_modules") else ()
-        self._metric_names = {id(part): name for name, part in named if _is_metric(part)}
+        self._objects = {name: part for name, part in named if _is_metric(part)}
+        self._metric_names = {id(part): name for name, part in self._objects.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch's sums so far and the three views, for a checkpoint in the middle of an epoch."""
@@ -366,15 +368,24 @@ class Metrics:
             for entry in self.train.values()
             if entry.metric is None and entry.live and entry.meta.sync_dist_group is None
         ]  # fmt: skip
-        place = {"in_batches": self._in_batches, "last_fx": self._last_fx}
+        # torchmetrics leaves its sums out of state_dict, and has no public name for the count
+        objects = {name: [dict(part.metric_state), part._update_count] for name, part in self._objects.items()}
+        place = {"objects": objects, "in_batches": self._in_batches, "last_fx": self._last_fx}
         return {"train": entries, "callback": dict(self.callback), "row": dict(self.row), **place}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a checkpoint's sums; each name is checked again when it is logged."""
 
         def move(value: Any) -> Any:
+            if isinstance(value, list):
+                return [move(part) for part in value]
             return value.to(device) if isinstance(value, Tensor) else value
 
+        for name, (sums, count) in state["objects"].items():
+            if (metric := self._objects.get(name)) is not None:
+                metric._update_count, metric._computed = count, None
+                for key, value in sums.items():
+                    setattr(metric, key, move(value))
         for part in state["train"]:
             meta = Meta(**part["meta"])
             entry = Entry(meta, (), self._all_reduce)

@@ -10,8 +10,6 @@ import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
     from .run import Run
 
@@ -382,77 +380,3 @@ class TrainerFace:
             f"FabricLoop has no attribute {name!r}: it offers what modules and callbacks read from a Trainer (see DESIGN:"
             " the attributes are listed in trainer.py), not all of Trainer"
         )
-
-
-class StrategyFace:
-    """Fabric's strategy in the words of Trainer's, for modules and callbacks."""
-
-    def __init__(self, loop: Any) -> None:
-        self._loop = loop
-
-    @property
-    def _lightning_optimizers(self) -> list[Any]:
-        return self._loop._required("optimizers").loop_optimizers  # LightningModule.optimizers() asks by this name
-
-    @property
-    def root_device(self) -> torch.device:
-        """This process's device."""
-        return self._loop.fabric.device
-
-    @property
-    def precision_plugin(self) -> Any:
-        """Clips, for LightningModule.clip_gradients."""
-        return _PrecisionFace(self._loop)
-
-    @property
-    def lightning_module(self) -> Any:
-        """The module."""
-        return self._loop.lightning_module
-
-    @property
-    def model(self) -> Any:
-        """The module, or its wrapper."""
-        return self._loop.model
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers."""
-        return self._loop.optimizers
-
-    def backward(self, loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Backward with its hooks, for LightningModule.manual_backward."""
-        run = self._loop._required("backward")
-        run.update.backward(loss, *args, **kwargs)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
-        """Reduce a tensor over all processes."""
-        return self._loop.fabric.all_reduce(tensor, group=group, reduce_op=reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) processes say yes."""
-        return self._loop.fabric.strategy.reduce_boolean_decision(decision, all=all)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint file, on rank zero."""
-        if self._loop.fabric.is_global_zero:
-            self._loop.fabric.strategy.checkpoint_io.remove_checkpoint(filepath)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_loop" not in vars(self):  # asked while it is unpickled
-            raise AttributeError(name)
-        return getattr(self._loop.fabric.strategy, name)
-
-
-class _PrecisionFace:
-    def __init__(self, loop: Any) -> None:
-        self._loop = loop
-
-    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
-        from .update import clip_gradients
-
-        clip_gradients(self._loop._run, optimizer, clip_val, gradient_clip_algorithm and str(gradient_clip_algorithm))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_loop" not in vars(self):  # asked while it is unpickled
-            raise AttributeError(name)
-        return getattr(self._loop.fabric.strategy.precision, name)

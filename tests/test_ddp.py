@@ -233,21 +233,18 @@ def test_layers_made_in_configure_model_come_back():
     assert loop.validate(module, val(), verbose=False)[0]["val_loss"] == loop.callback_metrics["val_loss"].item()
 
 
-@pytest.mark.parametrize("method", ["ddp_fork", "ddp_spawn"])
-def test_optimizers_given_to_fit_keep_their_state_apart(method):
-    """An optimizer with momentum (of a fit before) travels with the module; each rank goes on with a copy of its own."""
-    nets = {}
-    for strategy in ("ddp_fork", method):
+def test_each_spawned_rank_has_its_own_copy_of_an_optimizer_given_to_fit():
+    """Adam with the state of a fit before it: moments in shared memory would be updated by both ranks."""
+    nets = []
+    for strategy in ("ddp_fork", "ddp_spawn"):
         torch.manual_seed(1)
         net = nn.Linear(8, 3)
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        for loop in (
-            FabricLoop(**quiet(max_epochs=1)),
-            FabricLoop(**quiet(max_epochs=1, strategy=strategy, devices=2)),
-        ):
+        for where in ({}, {"strategy": strategy, "devices": 2}):
+            loop = FabricLoop(**quiet(max_epochs=1, **where))
             loop.fit(net, make_loader(40), optimizer=optimizer, training_step=step_function)
-        nets[strategy] = net
-    assert_same_weights(nets["ddp_fork"], nets[method])
+        nets.append(net)
+    assert_same_weights(*nets)
 
 
 def test_callbacks_come_back_with_their_state(tmp_path):

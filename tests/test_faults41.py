@@ -714,7 +714,7 @@ def test_fault_38_fsdp_where_it_cannot_be_is_refused_at_once():
 
 
 def test_fault_39_a_second_module_is_alone():
-    """One Fabric for ever, and setup makes each LightningModule a callback: the first's hooks fire in the second fit."""
+    """One Fabric for ever; its setup makes each LightningModule a callback: the first's hooks fire in the next fit."""
 
     class Named(Classifier):
         def __init__(self, name):
