@@ -165,8 +165,8 @@ def _check_words(
 
 def _check_arguments(part: str, path: str, known: list[str], words: list[str]) -> None:
     for word in words:
-        owner, _, name = word.partition(".")
-        if owner == part and name.partition(".")[0].rstrip("+") not in known:
+        owner, dot, name = word.partition(".")
+        if owner == part and dot and name.partition(".")[0].rstrip("+") not in known:
             listed = ", ".join(f"--{part}.{name}" for name in known) or "none"
             raise UsageError(f"--{word}: {path} has no argument {name!r}; its arguments are {listed}")
 
