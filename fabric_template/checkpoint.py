@@ -94,11 +94,10 @@ def state_of(run: Run, weights_only: bool = False) -> dict[str, Any]:
         if scaler := precision.state_dict():
             state[type(precision).__qualname__] = scaler
     for owner in (run.owner, run.datamodule):
-        hparams = getattr(owner, "hparams", None)
-        if hparams:
+        if hparams := getattr(owner, "hparams", None):  # under the names by which Lightning's classes read them back
             if hasattr(owner, "_hparams_name"):
-                state["hparams_name"] = owner._hparams_name  # Lightning writes it, and reads it back by this name
-            state["hyper_parameters"] = dict(hparams)
+                state[getattr(owner, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name")] = owner._hparams_name
+            state[getattr(owner, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")] = dict(hparams)
     if run.datamodule is not None and callable(getattr(run.datamodule, "state_dict", None)):
         if part := run.datamodule.state_dict():
             state[type(run.datamodule).__qualname__] = part
@@ -130,6 +129,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "loaders_epoch": dict(run.loaders_epoch),
         "metrics": run.metrics.state_dict(),
         "history": copy.deepcopy(run.history.rows),
+        "returned": dict(run.history.returned),
         "kept": run.saver.state_dict() if run.saver is not None else {},
         "logs": [logger.position() if hasattr(logger, "position") else None for logger in run.loggers],
     }
@@ -233,6 +233,7 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     run.total_batches, run.batches_that_stepped = ours["total_batches"], ours["batches_that_stepped"]
     run.between_epochs = run.batches_done == 0
     run.history.rows = [dict(row) for row in ours["history"]]
+    run.metrics.callback = dict(ours["metrics"]["callback"])
     if run.saver is not None:
         run.saver.load_state_dict(ours["kept"])
     run.restored = ours
@@ -257,7 +258,9 @@ def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     """Give every callback and the datamodule their part of the checkpoint."""
     states = checkpoint.get("callbacks") or {}
     known = {getattr(callback, "state_key", type(callback).__qualname__) for callback in run.callbacks}
-    if missing := sorted(map(str, states.keys() - known)):
+    missing = sorted(map(str, states.keys() - known))
+    missing = [key for key in missing if not key.startswith("ModelCheckpoint")]  # the loop keeps files itself
+    if missing:
         run.warn_once(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided during"
             f" `Trainer` instantiation. Please add the following callbacks: {missing}."

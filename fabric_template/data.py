@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -208,12 +209,12 @@ class Loaders:
         """
         if self.combined is None:
             return Pass(iter(self.loaders[0]), self.num_batches, done)
-        return Pass((batch for batch, _, _ in iter(self.combined)), self.num_batches, done)
+        return Pass(map(itemgetter(0), self.combined), self.num_batches, done)
 
     def start_evaluation(self, most: int | float = INFINITE) -> Iterator[tuple[Any, int, int, bool]]:
         """Begin an evaluation pass of (batch, batch_idx, dataloader_idx, is_last), at most so many batches of each."""
         if self.combined is not None:
-            return ((batch, idx, 0, False) for batch, idx, _ in iter(self.combined) if idx < most)
+            return ((batch, idx, 0, False) for batch, idx, _ in self.combined if idx < most)
         limits = [min(limit, most) for limit in self.limits]
         first = iter(self.loaders[0]) if self.loaders else iter(())  # drawn here, as Trainer does
         return self._sequence(first, limits)

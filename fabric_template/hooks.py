@@ -57,6 +57,8 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "on_load_checkpoint": ("checkpoint",),
 }
 
+_BY_KEYWORD = ("setup", "teardown")  # Trainer gives these their stage by name
+
 # Lightning's base classes define every hook, empty; a method that comes from one of these is not somebody's own.
 _EMPTY = tuple(
     f"{package}.{room}"
@@ -188,6 +190,8 @@ class Hooks:
 
     def _of_module(self, name: str) -> Callable | None:
         method = overrides(self._module, name)
+        if method is not None and name in _BY_KEYWORD:
+            method = _by_stage(method)
         return method and self.timed(method, f"[LightningModule]{type(self._module).__name__}.{name}")
 
     def _of_callback(self, callback: Any, name: str) -> Callable | None:
@@ -198,6 +202,8 @@ class Hooks:
         wanted = None if hasattr(callback, "state_key") else keyword_names(method)
         if wanted is None:  # Trainer's way: everything, by position
             trainer, module = self._trainer, self._module
+            if name in _BY_KEYWORD:
+                method = _by_stage(method)
 
             def positional(*args: Any) -> Any:
                 return method(trainer, module, *args)
@@ -211,6 +217,13 @@ class Hooks:
             return method(**{word: known[word] for word in wanted if word in known})
 
         return self.timed(by_keyword, f"[Callback]{key}.{name}")
+
+
+def _by_stage(method: Callable) -> Callable:
+    def call(*args: Any) -> Any:
+        return method(*args[:-1], stage=args[-1])
+
+    return call
 
 
 def keyword_names(method: Callable) -> list[str] | None:

@@ -195,6 +195,9 @@ class CSVLogger(FabricCSVLogger):
             there = (position or {}).get(name, {})
             self._table(name).rewind(there.get("rows", 0), there.get("columns", []))
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Nothing to do: Lightning's ModelCheckpoint tells every logger when it has saved."""
+
     @rank_zero_only
     def save(self) -> None:
         """Nothing is held back: each row went to the file whole when it was logged."""

@@ -69,6 +69,9 @@ def read_options(verb: str, argv: list[str], program: str, description: str) -> 
     for part, names in known.items():
         _check_arguments(part, paths[part], names, [*typed, *_flat(config)])
     if shows_help:
+        for part in factories:  # what is typed is --model; a file has model: {class: ..., hidden: ...}
+            parser._option_string_actions[f"--{part}.class"].option_strings = [f"--{part}"]
+            parser._option_string_actions[f"--{part}"].help = argparse.SUPPRESS
         parser.print_help()
         return None
     argv = [f"--config={json.dumps(config, default=str)}"] * bool(config)  # first: what is typed beats what is written
@@ -242,15 +245,10 @@ def _make_parser(
         if factory is None:
             parser.add_argument(f"--{part}", type=str | None, help="package.module:Class of what has the loaders.")
             continue
-        action = parser.add_argument(
-            f"--{part}.class", default=path, metavar="PACKAGE.MODULE:CLASS", help=f"The {part}."
-        )
+        parser.add_argument(f"--{part}.class", default=path, metavar="PACKAGE.MODULE:CLASS", help=f"The {part}.")
         add = parser.add_class_arguments if inspect.isclass(factory) else parser.add_function_arguments
         words = {"instantiate": False} if inspect.isclass(factory) else {}
         known[part] = [key.split(".")[1] for key in add(factory, part, fail_untyped=False, **words)]
-        # what is typed is --model, what a file has is model: {class: ..., hidden: ...}
-        action.option_strings = [f"--{part}"]
-        parser._option_string_actions[f"--{part}"].help = argparse.SUPPRESS
     parser.add_class_arguments(LoopConfig, fail_untyped=False, instantiate=False)
     parser.add_function_arguments(fabric_options)
     return parser, known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 
 from torch import nn
@@ -32,7 +33,9 @@ class Progress:
         """Begin an epoch of so many batches, or an endless one."""
         if not self.enabled:
             return
-        from tqdm.auto import tqdm
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a notebook without ipywidgets gets a bar of text, not a warning
+            from tqdm.auto import tqdm
 
         self.close()
         total = None if total == float("inf") else total

@@ -70,7 +70,7 @@ def _set_up(loop: FabricLoop, run: Run) -> None:
                 hook()
     fabric.barrier("prepare_data")
     if (hook := overrides(datamodule, "setup")) is not None:
-        hook(run.fn)
+        hook(stage=run.fn)
     run.hooks.call("setup", run.fn)
     if (hook := overrides(owner, "configure_model")) is not None:
         hook()
@@ -139,6 +139,7 @@ def restore_position(run: Run) -> None:
             next(run.batches)
         run.history.train.load_state_dict(mine["returned"], run.fabric.device)
     run.metrics.load_state_dict(ours["metrics"], run.fabric.device)
+    run.history.returned = dict(ours["returned"])
     ckpt.set_rng_state(mine["rng"])
     for generator, state in zip(generators, ours["generators"], strict=False):
         generator.set_state(state)
@@ -150,7 +151,7 @@ def _tear_down(run: Run) -> None:
     if run.fn == "fit":
         hooks.call("on_fit_end")
     if (hook := overrides(run.datamodule, "teardown")) is not None:
-        hook(run.fn)
+        hook(stage=run.fn)
     hooks.call("teardown", run.fn)
     run.record.finalize("success")
 

@@ -88,6 +88,16 @@ class TrainerFace:
         return list(self._run.val.limits) if self._run and self._run.val else []
 
     @property
+    def num_test_batches(self) -> list[int | float]:
+        """Batches of each test loader."""
+        return self.num_val_batches if self._run and self._run.fn == "test" else []
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches of each loader to predict."""
+        return self.num_val_batches if self._run and self._run.fn == "predict" else []
+
+    @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of each validation loader in the sanity check."""
         return [min(self.config.num_sanity_val_steps, limit) for limit in self.num_val_batches]

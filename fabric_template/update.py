@@ -206,8 +206,8 @@ class AutomaticUpdate:
         """``on_before_optimizer_step``, then clipping."""
         self.hooks.call("on_before_optimizer_step", optimizer)
         if self.own_clip is not None:
-            arguments = (optimizer, self.clip_val, self.clip_algorithm)
-            self._named("configure_gradient_clipping", self.own_clip, *arguments)
+            words = {"gradient_clip_val": self.clip_val, "gradient_clip_algorithm": self.clip_algorithm}
+            self._named("configure_gradient_clipping", self.own_clip, optimizer, **words)
         elif self.clip_val:
             clip_gradients(self.run, optimizer, self.clip_val, self.clip_algorithm)
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from fabric_template.config import FABRIC_WORDS, TRAINER_ONLY, LoopConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -27,8 +28,8 @@ warnings.filterwarnings("ignore", "(?s).*(does not have many workers|smaller tha
 names = {"__name__": "__main__"}
 for line, source in json.load(sys.stdin):
     exec(compile("\\n" * line + source, "README.md", "exec"), names)
-same = [torch.equal(a, b) for a, b in zip(names["plain_net"].parameters(), names["net_by_fit"].parameters(), strict=True)]
-assert all(same), "the plain loop and fit end with different weights"
+plain, by_fit = names["plain_net"].state_dict(), names["net_by_fit"].state_dict()
+assert all(torch.equal(plain[key], by_fit[key]) for key in plain), "the plain loop and fit end with different weights"
 assert names["rest"]["epoch"] == 2
 print("all ran")
 """
@@ -54,7 +55,8 @@ def tree_files():
 
 
 def commands():
-    return [line.split("  #")[0].strip() for _, source in blocks("bash") for line in source.splitlines() if line.strip()]
+    lines = [line.split("  #")[0].strip() for _, source in blocks("bash") for line in source.splitlines()]
+    return [line for line in lines if line]
 
 
 def test_every_python_block_runs(tmp_path):
@@ -69,9 +71,8 @@ def test_every_python_block_runs(tmp_path):
         "MPLBACKEND": "Agg",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER], input=json.dumps(sources), capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
+    words = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
+    done = subprocess.run([sys.executable, "-c", RUNNER], input=json.dumps(sources), **words)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("all ran\n")
     for path in ("digits.png", "logs/digits/version_0/metrics.csv", "checkpoints/digits/version_0/best.ckpt"):
@@ -104,7 +105,8 @@ def module_level_imports(path):
     """Siblings that a file imports when it is imported itself (TYPE_CHECKING and functions aside)."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.level == 1:
-            yield from [node.module] if node.module else [alias.name for alias in node.names if alias.name != "__version__"]
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from (name for name in names if name != "__version__")
 
 
 def test_the_files_that_can_be_copied_alone_are_those():
@@ -156,9 +158,17 @@ def test_no_word_of_trainer_is_forgotten():
 
 
 def test_links_lead_somewhere():
-    anchors = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.*)$", README, re.M)}
+    titles = re.findall(r"^## (.*)$", README, re.M)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
     for target in re.findall(r"\]\(([^)]+)\)", README):
         if target.startswith("#"):
             assert target[1:] in anchors, target
         elif "://" not in target and target != "benchmarks/RESULTS.md":  # made by `make bench`
             assert (REPOSITORY / target).exists(), target
+
+
+def test_the_changelog_has_a_line_for_every_file():
+    changes = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    latest = re.split(r"^## ", changes, flags=re.M)[-1]  # 0.1.0, in which every file is new
+    named = {f"fabric_template/{name}" for name in re.findall(r"^- `([\w/]+\.py)`: ", latest, re.M)}
+    assert named >= {name for name in tree_files() if not name.endswith("demos/__init__.py")}

@@ -219,11 +219,12 @@ def test_killed_at_every_batch(tmp_path):
         (classifier(by_epoch), lambda: make_loader(24), {"accumulate_grad_batches": 4}, range(1, 12)),
         (classifier(), lambda: make_loader(24), {"val_check_interval": 0.5}, (2, 3, 4, 6, 7, 9, 11)),
         (classifier(), lambda: make_loader(24), {"val_check_interval": 4, "check_val_every_n_epoch": None}, range(1, 12)),
+        (Plain, lambda: make_loader(24), {"val_check_interval": 4}, (3, 4, 5, 7, 11)),
         (classifier(plateau_by_step), lambda: make_loader(24), {"save_every_n_steps": 2}, range(1, 12)),
     ],
     ids=[
         "random_libraries", "plain", "workers", "persistent", "sampler", "TensorLoader", "accumulate_2", "accumulate_4",
-        "validation_inside", "validation_across", "every_2_steps",
+        "validation_inside", "validation_across", "plain_validation_inside", "every_2_steps",
     ],
 )  # fmt: skip
 def test_killed(tmp_path, make, train, words, where):

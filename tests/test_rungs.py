@@ -7,10 +7,11 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
-from fabric_template import FabricLoop, TensorLoader
 from modules import assert_same_weights, make_data
 from torch import nn
 from torch.nn.functional import cross_entropy
+
+from fabric_template import FabricLoop, TensorLoader
 
 EPOCHS = 3
 COLUMNS = ["epoch", "step", "train_loss", "val_loss", "val_acc", "lr", "time"]

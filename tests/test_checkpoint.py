@@ -1,0 +1,325 @@
+"""Checkpoints: Lightning's layout in both directions, and which files are kept."""
+
+import logging
+import warnings
+from pathlib import Path
+
+import lightning
+import lightning.pytorch as pl
+import pytest
+import torch
+from fabric_template import FabricLoop, TensorLoader
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from modules import Classifier, make_data, make_loader
+from runs import Plain, fit, loud, same, tree, val_loader, weights_of
+from torch import nn
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+TRAINER_KEYS = {
+    "epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks", "optimizer_states",
+    "lr_schedulers",
+}  # fmt: skip
+
+
+class Sized(Classifier):
+    """Keeps its hyperparameters."""
+
+    def __init__(self, hidden=16, dropout=0.0):
+        super().__init__(dropout=dropout, hidden=hidden)
+        self.save_hyperparameters()
+
+
+class Scored(Classifier):
+    """A val_loss that is known beforehand: 3, 1, 2, 0.5, 4."""
+
+    scores = (3.0, 1.0, 2.0, 0.5, 4.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.scores[self.current_epoch])
+
+
+def plain_loader(num=24):
+    return make_loader(num, shuffle=False)
+
+
+def last_of(root, version=0):
+    return Path(root, "checkpoints", "run", f"version_{version}", "last.ckpt")
+
+
+def kept(root):
+    return sorted(path.name for path in Path(root, "checkpoints/run/version_0").iterdir())
+
+
+# ---- the layout
+
+
+def test_keys(tmp_path):
+    loop, module, _ = fit(tmp_path, Sized, plain_loader, val_loader, max_epochs=2)
+    trainer = _trainer(tmp_path / "trainer", max_epochs=2)
+    _fit_trainer(trainer, Sized())
+    theirs = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
+    ours = torch.load(last_of(tmp_path), weights_only=True)
+    assert set(theirs) - set(ours) == set()
+    assert set(ours) - set(theirs) == {"fabric_template"}
+    assert set(ours) >= TRAINER_KEYS
+    assert ours["pytorch-lightning_version"] == lightning.__version__
+    assert ours["hyper_parameters"] == theirs["hyper_parameters"] == {"hidden": 16, "dropout": 0.0}
+    assert ours["hparams_name"] == theirs["hparams_name"]
+    assert same(ours["state_dict"], dict(module.state_dict()))
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    assert ours["loops"].keys() == theirs["loops"].keys()
+    assert ours["loops"]["fit_loop"].keys() == theirs["loops"]["fit_loop"].keys()
+    assert (ours["global_step"], ours["fabric_template"]["epoch"]) == (12, 2)
+
+
+def test_a_plain_objects_file(tmp_path):
+    _, owner, _ = fit(tmp_path, Plain, max_epochs=1)
+    found = torch.load(last_of(tmp_path), weights_only=True)
+    assert set(found) == TRAINER_KEYS | {"fabric_template"}
+    other = Plain()
+    other.net.load_state_dict({key.removeprefix("net."): value for key, value in found["state_dict"].items()})
+    assert same(weights_of(owner), weights_of(other))
+
+
+def test_load_from_checkpoint(tmp_path):
+    _, module, _ = fit(tmp_path, lambda: Sized(hidden=5, dropout=0.1), max_epochs=1)
+    loaded = Sized.load_from_checkpoint(last_of(tmp_path))
+    assert (loaded.hparams.hidden, loaded.hparams.dropout) == (5, 0.1)
+    assert same(dict(loaded.state_dict()), dict(module.state_dict()))
+
+
+# ---- Trainer's files and ours
+
+
+def _trainer(root, **words):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pl.Trainer(
+            accelerator="cpu", default_root_dir=root, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, **{"callbacks": [ModelCheckpoint(dirpath=root, filename="trainer")], **words},
+        )  # fmt: skip
+
+
+def _fit_trainer(trainer, module, **words):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, plain_loader(), val_loader(), **words)
+
+
+def test_trainer_goes_on_from_ours(tmp_path):
+    pl.seed_everything(1, verbose=False)
+    whole = Sized()
+    _fit_trainer(_trainer(tmp_path / "whole", max_epochs=4), whole)
+    fit(tmp_path, Sized, plain_loader, val_loader, max_epochs=2)
+
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_epoch_start(self, trainer, module):
+            seen.append((trainer.current_epoch, trainer.global_step))
+
+    module = Sized()
+    trainer = _trainer(tmp_path / "trainer", max_epochs=4, callbacks=[Watch()], enable_checkpointing=False)
+    _fit_trainer(trainer, module, ckpt_path=last_of(tmp_path), weights_only=True)
+    assert seen == [(2, 12), (3, 18)]
+    assert (trainer.current_epoch, trainer.global_step) == (4, 24)
+    assert same(dict(whole.state_dict()), dict(module.state_dict()))
+
+
+def test_ours_goes_on_from_trainers(tmp_path):
+    _, whole, _ = fit(tmp_path / "whole", Sized, plain_loader, val_loader, max_epochs=4)
+    pl.seed_everything(1, verbose=False)
+    trainer = _trainer(tmp_path / "trainer", max_epochs=2)
+    _fit_trainer(trainer, Sized())
+    path = trainer.checkpoint_callback.best_model_path
+    loop, module, history = fit(tmp_path, Sized, plain_loader, val_loader, seed=9, resume=path, max_epochs=4)
+    assert history[["epoch", "step"]].values.tolist() == [[2, 18], [3, 24]]
+    assert (loop.current_epoch, loop.global_step) == (4, 24)
+    assert same(dict(whole.state_dict()), dict(module.state_dict()))
+
+
+def test_there_and_back_again(tmp_path):
+    """Ours, Trainer, ours: as if never crossed."""
+    _, whole, _ = fit(tmp_path / "whole", Sized, plain_loader, val_loader, max_epochs=3)
+    fit(tmp_path / "a", Sized, plain_loader, val_loader, max_epochs=1)
+    trainer = _trainer(tmp_path / "trainer", max_epochs=2)
+    _fit_trainer(trainer, Sized(), ckpt_path=last_of(tmp_path / "a"), weights_only=True)
+    path = trainer.checkpoint_callback.best_model_path
+    _, module, _ = fit(tmp_path / "b", Sized, plain_loader, val_loader, resume=path, max_epochs=3)
+    assert same(dict(whole.state_dict()), dict(module.state_dict()))
+
+
+@pytest.mark.parametrize("layout", ["state_dict", "model", "bare", "module."])
+def test_load_reads_plain_files(tmp_path, layout):
+    net = nn.Linear(8, 3)
+    weights = {key: torch.full_like(value, 0.5) for key, value in net.state_dict().items()}
+    content = {
+        "state_dict": {"state_dict": weights}, "model": {"model": weights}, "bare": weights,
+        "module.": {f"module.{key}": value for key, value in weights.items()},
+    }[layout]  # fmt: skip
+    torch.save(content, tmp_path / "w.pt")
+    loop = FabricLoop(**loud(max_epochs=0, logger=False, enable_checkpointing=False))
+    loop.fit(net, make_loader(), load=tmp_path / "w.pt", optimizer=torch.optim.SGD(net.parameters(), 0.1),
+             training_step=lambda net, batch: net(batch[0]).sum())  # fmt: skip
+    assert same(dict(net.state_dict()), weights)
+
+
+# ---- which files are kept
+
+
+@pytest.mark.parametrize(
+    ("words", "files"),
+    [
+        ({}, ["last.ckpt"]),
+        ({"monitor": "val_loss"}, ["best.ckpt", "last.ckpt"]),
+        ({"monitor": "val_loss", "save_top_k": 0}, ["last.ckpt"]),
+        (
+            {"monitor": "val_loss", "save_top_k": 2},
+            ["epoch=1-val_loss=1.0000.ckpt", "epoch=3-val_loss=0.5000.ckpt", "last.ckpt"],
+        ),
+        (
+            {"monitor": "val_loss", "save_top_k": 2, "mode": "max"},
+            ["epoch=0-val_loss=3.0000.ckpt", "epoch=4-val_loss=4.0000.ckpt", "last.ckpt"],
+        ),
+        (
+            {"monitor": "val_loss", "save_top_k": -1, "save_last": False},
+            [f"epoch={epoch}-val_loss={score:.4f}.ckpt" for epoch, score in enumerate(Scored.scores)],
+        ),
+        ({"monitor": "val_loss", "save_last": False}, ["best.ckpt"]),
+        ({"monitor": "val_loss", "mode": "max"}, ["best.ckpt", "last.ckpt"]),
+    ],
+    ids=str,
+)
+def test_files(tmp_path, words, files):
+    loop, _, _ = fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, **words)
+    assert kept(tmp_path) == files
+    saver = loop.checkpoint_callback
+    best_epoch = 4 if words.get("mode") == "max" else 3
+    if "monitor" in words and words.get("save_top_k") != 0:
+        assert float(saver.best_model_score) == Scored.scores[best_epoch]
+        found = torch.load(saver.best_model_path, weights_only=True)
+        assert found["fabric_template"]["epoch"] == best_epoch + 1
+    elif "monitor" not in words:
+        assert saver.best_model_path == str(last_of(tmp_path))
+    if words.get("save_last", True):
+        assert torch.load(last_of(tmp_path), weights_only=True)["fabric_template"]["epoch"] == 5
+
+
+def test_nothing_kept(tmp_path):
+    fit(tmp_path, max_epochs=1, enable_checkpointing=False, logger=False)
+    assert tree(tmp_path) == []
+
+
+def test_save_last_off_and_no_monitor(tmp_path):
+    fit(tmp_path, max_epochs=1, save_last=False)
+    assert [path for path in tree(tmp_path) if path.endswith(".ckpt")] == []
+
+
+def test_best_is_found_again_after_a_resume(tmp_path):
+    """The second part is worse: the best stays the first part's."""
+    fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=4, monitor="val_loss", save_top_k=2)
+    fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, monitor="val_loss", save_top_k=2, resume="last")
+    assert kept(tmp_path) == ["epoch=1-val_loss=1.0000.ckpt", "epoch=3-val_loss=0.5000.ckpt", "last.ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore:The training loss is not finite")
+def test_a_score_that_is_no_number_is_never_best(tmp_path):
+    class Broken(Scored):
+        scores = (float("nan"), 2.0, float("nan"))
+
+    loop, _, _ = fit(tmp_path, Broken, plain_loader, val_loader, max_epochs=3, monitor="val_loss")
+    assert float(loop.checkpoint_callback.best_model_score) == 2.0
+    assert kept(tmp_path) == ["best.ckpt", "last.ckpt"]
+
+
+def test_a_callback_that_is_missing_is_told(tmp_path):
+    stop = pl.callbacks.EarlyStopping("val_loss", patience=9)
+    fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=1, callbacks=[stop])
+    with pytest.warns(UserWarning, match=r"Please add the following callbacks: .*EarlyStopping"):
+        fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=2, resume="last")
+
+
+def test_trainers_model_checkpoint_takes_over(tmp_path):
+    """A ModelCheckpoint among the callbacks keeps the files; the loop keeps none of its own."""
+    callback = ModelCheckpoint(dirpath=tmp_path / "own", monitor="val_loss", save_top_k=1, filename="{epoch}")
+    fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, callbacks=[callback], logger=False)
+    assert tree(tmp_path) == ["own/epoch=3.ckpt"]
+    found = torch.load(callback.best_model_path, weights_only=True)
+    assert found["epoch"] == 3
+    assert set(found) >= TRAINER_KEYS
+
+
+# ---- other doors
+
+
+class Counting(TorchCheckpointIO):
+    def __init__(self):
+        super().__init__()
+        self.saved = []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.saved.append(Path(path).name)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def test_users_own_checkpoint_io(tmp_path):
+    io = Counting()
+    fit(tmp_path, max_epochs=2, plugins=[io])
+    assert io.saved == ["last.ckpt", "last.ckpt"]
+    assert kept(tmp_path) == ["last.ckpt"]
+
+
+def test_ready_fabric(tmp_path):
+    io = Counting()
+    net = nn.Linear(8, 3)
+    loop = FabricLoop(
+        Fabric(accelerator="cpu", plugins=[io]), default_root_dir=str(tmp_path), max_epochs=1,
+        enable_model_summary=False,
+    )  # fmt: skip
+    loop.fit(net, TensorLoader(*make_data().tensors, batch_size=8), optimizer=torch.optim.SGD(net.parameters(), 0.1),
+             training_step=lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]))  # fmt: skip
+    assert io.saved == ["last.ckpt"]
+    with pytest.raises(ValueError, match="got a ready fabric and accelerator, devices: give these to Fabric itself"):
+        FabricLoop(Fabric(accelerator="cpu"), accelerator="cpu", devices=1)
+
+
+def test_hooks_and_callbacks_state(tmp_path):
+    """What on_save_checkpoint adds and a callback's state_dict come back at resume."""
+
+    class Counter(pl.Callback):
+        def __init__(self):
+            self.epochs = 0
+
+        def on_train_epoch_end(self, trainer, module):
+            self.epochs += 1
+
+        def state_dict(self):
+            return {"epochs": self.epochs}
+
+        def load_state_dict(self, state):
+            self.epochs = state["epochs"]
+
+    class Extra(Classifier):
+        word = "new"
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["word"] = self.word
+
+        def on_load_checkpoint(self, checkpoint):
+            self.word = checkpoint["word"]
+
+    def make():
+        module = Extra()
+        module.word = "kept"
+        return module
+
+    fit(tmp_path, make, max_epochs=2, callbacks=[Counter()])
+    found = torch.load(last_of(tmp_path), weights_only=True)
+    assert found["word"] == "kept"
+    assert list(found["callbacks"].values()) == [{"epochs": 2}]
+    counter = Counter()
+    _, module, _ = fit(tmp_path, Extra, max_epochs=3, callbacks=[counter], resume="last")
+    assert (module.word, counter.epochs) == ("kept", 3)

@@ -1,0 +1,402 @@
+"""Every error: one line that says what, where and what instead, before anything is written."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from fabric_template import FabricLoop, TensorLoader
+from modules import Classifier, make_data, make_loader
+from runs import Plain, fit, loud, tree, val_loader
+from torch import nn
+
+
+class Broken:
+    """A net and whatever step a test gives it."""
+
+    def __init__(self, **steps):
+        self.net = nn.Linear(8, 3)
+        for name, step in steps.items():
+            setattr(self, name, step)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+class Endless:
+    """Batches without a length."""
+
+    def __iter__(self):
+        while True:
+            yield torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+
+
+def refused(kind, words, call, folder=None):
+    """The call raises exactly this one line and leaves no file behind."""
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    assert message == words
+    assert "\n" not in message
+    if folder is not None:
+        assert tree(folder) == []
+
+
+def fitting(root, *args, words=None, **given):
+    loop = FabricLoop(**loud(root, max_epochs=1, **(words or {})))
+    return lambda: loop.fit(*args, **given)
+
+
+# ---- the module, its steps and loaders
+
+
+def test_no_training_step(tmp_path):
+    words = (
+        "has no training_step: expected a method training_step(batch, batch_idx) that returns the loss, or a function given"
+        " as fit(..., training_step=fn) with fn(model, batch, batch_idx)"
+    )
+    refused(ValueError, f"Broken {words}", fitting(tmp_path, Broken(), make_loader()), tmp_path)
+    refused(ValueError, f"Linear {words}", fitting(tmp_path, nn.Linear(8, 3), make_loader()), tmp_path)
+
+
+def test_no_module(tmp_path):
+    words = (
+        "object holds no torch.nn.Module: expected an nn.Module, or an object with modules among its attributes; write"
+        " self.net = ... in its __init__"
+    )
+    refused(TypeError, words, fitting(tmp_path, object(), make_loader()), tmp_path)
+
+
+def test_no_optimizer(tmp_path):
+    net = nn.Linear(8, 3)
+    words = (
+        "FunctionSteps has no configure_optimizers and fit got no optimizer: write fit(...,"
+        " optimizer=torch.optim.Adam(model.parameters())) or a method configure_optimizers"
+    )
+    call = fitting(tmp_path, net, make_loader(), training_step=lambda net, batch: net(batch[0]).sum())
+    with pytest.raises(ValueError, match=re.escape(words.partition(" ")[2])) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert tree(tmp_path) == []
+
+
+def test_validation_loader_without_step(tmp_path):
+    words = (
+        "fit got val_dataloaders but Broken has no validation_step: expected a method validation_step(batch, batch_idx) (or"
+        " validation_step=fn); leave val_dataloaders out to train without validation"
+    )
+    owner = Broken(training_step=lambda batch, batch_idx: torch.zeros(()))
+    refused(ValueError, words, fitting(tmp_path, owner, make_loader(), make_loader()), tmp_path)
+
+
+def test_no_loader(tmp_path):
+    words = (
+        "fit has no train loader: give it as fit(model, loader), as datamodule=, or write a method train_dataloader in Plain"
+    )
+    refused(ValueError, words, fitting(tmp_path, Plain()), tmp_path)
+
+
+def test_empty_loader(tmp_path):
+    words = "fit got an empty train loader (list of length 0): expected at least one batch"
+    refused(ValueError, words, fitting(tmp_path, Plain(), []), tmp_path)
+
+
+@pytest.mark.parametrize("stage", ["train", "val"])
+def test_fraction_of_a_loader_without_length(tmp_path, stage):
+    words = (
+        f"limit_{stage}_batches=0.5: the {stage} loader (Endless) has no length, so there is no fraction of it; expected"
+        f" 1.0 or an int, write limit_{stage}_batches=100"
+    )
+    loaders = {"train": make_loader(), "val": make_loader()} | {stage: Endless()}
+    call = fitting(tmp_path, Plain(), loaders["train"], loaders["val"], words={f"limit_{stage}_batches": 0.5})
+    refused(ValueError, words, call, tmp_path)
+
+
+def test_two_sources_of_data(tmp_path):
+    class Data:
+        def train_dataloader(self):
+            return make_loader()
+
+    words = "fit got dataloaders and a datamodule: expected one of them"
+    refused(ValueError, words, fitting(tmp_path, Plain(), make_loader(), datamodule=Data()), tmp_path)
+
+
+# ---- the loss
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "words"),
+    [
+        (
+            lambda self, batch: None,
+            ValueError,
+            "training_step returned None: expected the loss, a tensor; write return loss at its end",
+        ),
+        (
+            lambda self, batch: 0.5,
+            TypeError,
+            "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step will be"
+            " skipped); it returned a float: write return loss",
+        ),
+        (
+            lambda self, batch: {"los": torch.zeros(())},
+            ValueError,
+            "In automatic optimization, when `training_step` returns a dict, the 'loss' key needs to be present; found the"
+            " keys ['los']: write return {'loss': loss, ...}",
+        ),
+        (
+            lambda self, batch: self.net(batch[0]).sum().detach(),
+            ValueError,
+            "training_step returned a loss without gradient at batch 0: expected a tensor computed from the model's"
+            " parameters; is it detached, computed under torch.no_grad, or is everything frozen?",
+        ),
+    ],
+    ids=["None", "float", "no_loss_key", "detached"],
+)
+def test_loss(tmp_path, step, kind, words):
+    class Wrong(Broken):
+        def training_step(self, batch):
+            return step(self, batch)
+
+    refused(kind, words, fitting(tmp_path, Wrong(), make_loader()))
+    assert [path for path in tree(tmp_path) if path.endswith((".ckpt", ".csv"))] == []
+
+
+def test_nan_loss_warns_once(tmp_path):
+    """The run goes on, and says since which batch and how to find the operation."""
+
+    class Diverges(Plain):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch)
+            return loss * float("nan") if batch_idx == 3 else loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, _, history = fit(tmp_path, Diverges, lambda: make_loader(24), max_epochs=3)
+    told = [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
+    assert len(told) == 1
+    assert re.match(r"The training loss is not finite \(NaN or inf\) since batch (\d+ to )?\d+ of this fit; training goes on", told[0])
+    assert "FabricLoop(detect_anomaly=True)" in told[0]
+    assert "\n" not in told[0]
+    first, last = re.search(r"since batch (?:(\d+) to )?(\d+) of", told[0]).groups()
+    assert int(first or last) <= 3 <= int(last)
+    assert len(history) == 3
+
+
+# ---- the words of the configuration
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_epoch": 3}, "FabricLoop has no argument max_epoch; did you mean max_epochs?"),
+        ({"acelerator": "cpu"}, "FabricLoop has no argument acelerator; did you mean accelerator?"),
+        (
+            {"max_epoch": 3, "ckpt_path": "x"},
+            "FabricLoop has no argument max_epoch; did you mean max_epochs?; FabricLoop has no argument ckpt_path: give the"
+            " path to fit as resume= (continue the run) or load= (weights only)",
+        ),
+    ],
+)
+def test_unknown_word(tmp_path, given, words):
+    refused(TypeError, words, lambda: FabricLoop(**given), tmp_path)
+
+
+def test_unknown_word_like_nothing_lists_all(tmp_path):
+    with pytest.raises(TypeError, match=r"^FabricLoop has no argument zzz; known are fabric, accelerator, .*compile$"):
+        FabricLoop(zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ({"max_epochs": "3"}, TypeError, "max_epochs='3': expected None, -1 (no limit) or an int >= 0"),
+        ({"max_epochs": True}, TypeError, "max_epochs=True: expected None, -1 (no limit) or an int >= 0"),
+        (
+            {"max_epochs": -2, "accumulate_grad_batches": 0, "mode": "least"},
+            ValueError,
+            'max_epochs=-2: expected None, -1 (no limit) or an int >= 0; accumulate_grad_batches=0: expected an int >= 1;'
+            " mode='least': expected \"min\" or \"max\"",
+        ),
+        (
+            {"max_epochs": 1.5, "accumulate_grad_batches": 0},
+            TypeError,
+            "max_epochs=1.5: expected None, -1 (no limit) or an int >= 0; accumulate_grad_batches=0: expected an int >= 1",
+        ),
+        (
+            {"limit_train_batches": 1.5},
+            ValueError,
+            "limit_train_batches=1.5: expected None, an int >= 0 (batches) or a float from 0.0 to 1.0 (a fraction)",
+        ),
+        (
+            {"save_top_k": 3},
+            ValueError,
+            "save_top_k=3 without monitor: expected monitor='val_loss' or another metric",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_type_or_range(tmp_path, given, kind, words):
+    """All complaints at once, in the order of the fields; a wrong type first."""
+    with pytest.raises(kind) as caught:
+        FabricLoop(**given)
+    assert sorted(str(caught.value).split("; ")) == sorted(words.split("; "))
+    assert "\n" not in str(caught.value)
+    assert tree(tmp_path) == []
+
+
+def test_loggers_twice():
+    words = "FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)"
+    refused(ValueError, words, lambda: FabricLoop(logger=False, loggers=[]))
+
+
+# ---- checkpoints
+
+
+def test_resume_and_load(tmp_path):
+    words = (
+        "fit(resume='last', load='x.ckpt'): expected one of them; resume= continues a run with its optimizer and counters,"
+        " load= takes the weights only and starts a new one"
+    )
+    refused(ValueError, words, fitting(tmp_path, Plain(), make_loader(), resume="last", load="x.ckpt"), tmp_path)
+
+
+@pytest.mark.parametrize("word", ["last", "best"])
+def test_nothing_to_resume(tmp_path, word):
+    words = (
+        f"resume='{word}': there is no {word}.ckpt under '{tmp_path}/checkpoints/run'; expected a run with name='run' to"
+        " have saved one: leave resume out to start anew, or give a path"
+    )
+    refused(ValueError, words, fitting(tmp_path, Plain(), make_loader(), resume=word), tmp_path)
+
+
+@pytest.mark.parametrize("word", ["resume", "load"])
+def test_missing_file(tmp_path, word):
+    path = tmp_path / "no.ckpt"
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        fitting(tmp_path, Plain(), make_loader(), **{word: path})()
+    assert "\n" not in str(caught.value)
+    assert tree(tmp_path) == []
+
+
+def saved(tmp_path, **words):
+    """A checkpoint of a Classifier, in a folder of its own."""
+    fit(tmp_path / "other", max_epochs=1, **words)
+    return tmp_path / "other/checkpoints/run/version_0/last.ckpt"
+
+
+@pytest.mark.parametrize("word", ["resume", "load"])
+def test_truncated_file(tmp_path, word):
+    path = saved(tmp_path)
+    path.write_bytes(path.read_bytes()[:2000])
+    root = tmp_path / "mine"
+    root.mkdir()
+    with pytest.raises(ValueError, match=re.escape(f"'{path}'")) as caught:
+        fitting(root, Classifier(), make_loader(), **{word: path})()
+    assert "\n" not in str(caught.value)
+    assert tree(root) == []
+
+
+@pytest.mark.parametrize("word", ["resume", "load"])
+def test_another_model(tmp_path, word):
+    path = saved(tmp_path)
+    root = tmp_path / "mine"
+    root.mkdir()
+    words = (
+        f"'{path}' is of another model: 3 differences: 'net.0.weight' has shape (16, 8) in the file, (4, 8) in the model;"
+        " 'net.0.bias' has shape (16,) in the file, (4,) in the model; 'net.3.weight' has shape (3, 16) in the file, (3, 4)"
+        " in the model; build the model with the same arguments"
+    )
+    refused(ValueError, words, fitting(root, Classifier(hidden=4), make_loader(), **{word: path}), root)
+
+    class Other(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.head, self.net[3] = nn.Linear(1, 1), nn.Identity()
+
+    words = (
+        f"'{path}' is of another model: 4 differences: missing 'head.weight'; missing 'head.bias'; unexpected"
+        " 'net.3.weight'; and 1 more; build the model with the same arguments"
+    )
+    refused(ValueError, words, fitting(root, Other(), make_loader(), **{word: path}), root)
+
+
+def test_newer_format(tmp_path):
+    path = saved(tmp_path)
+    content = torch.load(path, weights_only=True)
+    content["fabric_template"]["format"] = 99
+    torch.save(content, path)
+    root = tmp_path / "mine"
+    root.mkdir()
+    words = (
+        f"'{path}' has format 99; this version of fabric_template reads up to 1: update it with pip install -U, or save the"
+        " checkpoint with this version"
+    )
+    refused(ValueError, words, fitting(root, Classifier(), make_loader(), resume=path), root)
+
+
+def test_resume_from_weights(tmp_path):
+    path = tmp_path / "weights.pt"
+    torch.save(Classifier().state_dict(), path)
+    root = tmp_path / "mine"
+    root.mkdir()
+    words = (
+        f"resume='{path}': the file holds weights only (optimizer_states is missing); use load= to start a new run from them"
+    )
+    refused(ValueError, words, fitting(root, Classifier(), make_loader(), resume=path), root)
+
+
+# ---- what only the run can know
+
+
+def test_monitor_never_logged(tmp_path):
+    """Told once the first epoch is over and safe on disk."""
+    loop = FabricLoop(**loud(tmp_path, max_epochs=2, monitor="val_los"))
+    words = (
+        "monitor='val_los' was not logged in epoch 0; logged were ['lr', 'train_acc', 'train_loss', 'val_acc', 'val_loss']:"
+        " write monitor= with one of these; last.ckpt is saved, resume='last' goes on from it"
+    )
+    refused(ValueError, words, lambda: loop.fit(Classifier(), make_loader(), val_loader()))
+    files = [path for path in tree(tmp_path) if not path.endswith("hparams.yaml")]
+    assert files == ["checkpoints/run/version_0/last.ckpt", "logs/run/version_0/metrics.csv"]
+    _, _, history = fit(tmp_path, val=val_loader, max_epochs=2, resume="last", monitor="val_loss")
+    assert len(history) == 2
+
+
+@pytest.mark.parametrize("where", [".", "logs", "logs/run"])
+def test_logs_that_cannot_be_written(tmp_path, where):
+    """A file lies where the folder should be."""
+    root = tmp_path / "mine"
+    blocked = root / where
+    blocked.parent.mkdir(parents=True, exist_ok=True)
+    blocked.write_text("a file")
+    with pytest.raises(ValueError, match=r"^cannot (make the run's folder|write logs to) .*(Not a directory|File exists)") as caught:
+        fitting(root, Classifier(), make_loader())()
+    assert "\n" not in str(caught.value)
+    assert "logger=False" in str(caught.value)
+    assert blocked.read_text() == "a file"
+    assert tree(tmp_path) == [blocked.relative_to(tmp_path).as_posix()]
+
+
+def test_a_table_that_is_a_folder(tmp_path):
+    fit(tmp_path, max_epochs=1)
+    table = Path(tmp_path, "logs/run/version_0/metrics.csv")
+    table.unlink()
+    table.mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=r"^cannot write logs to .*Is a directory") as caught:
+        fitting(tmp_path, Classifier(), make_loader(), resume="last")()
+    assert "\n" not in str(caught.value)
+    assert tree(tmp_path) == before
+
+
+def test_validate_without_model():
+    words = "FabricLoop.validate() has no model: expected validate(model, ...), or a fit before it"
+    refused(TypeError, words, lambda: FabricLoop(**loud(logger=False)).validate())
+
+
+def test_tensor_loader():
+    x, y = make_data(10).tensors
+    words = "TensorLoader: expected tensors of one length, got lengths [10, 9]"
+    refused(ValueError, words, lambda: TensorLoader(x, y[:9]))
+    refused(ValueError, "TensorLoader: batch_size=0: expected an int >= 1", lambda: TensorLoader(x, batch_size=0))
