@@ -20,6 +20,7 @@ from .lightning import StrategyFace
 from .outcome import Outcome, unshare
 from .place import checkpoint_in, choose_place, make_loggers, with_safe_files
 from .prepare import prepare
+from .profiling import make_profiler
 from .progress import is_interactive
 from .run import Run
 from .session import restore_position, session, start_fit
@@ -72,6 +73,7 @@ class FabricLoop(TrainerFace):
         self.callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.loggers, self._own_logger = make_loggers(self.config, loggers, self.fabric)
+        self.own_profiler = make_profiler(self.config.profiler)
         self._strategy_face = StrategyFace(self)
         self._run: Run | None = None
         self._status = "initializing"
@@ -169,7 +171,7 @@ class FabricLoop(TrainerFace):
         run.metrics.start(run.metrics.train)
         run.hooks.call("on_train_start")
         while not run.done() and signals.received is None:
-            self._train_epoch(run, signals)
+            run.hooks.timed(self._train_epoch, "run_training_epoch")(run, signals)
         if signals.received is not None and run.saver is not None:
             run.saver.write_last(run)
         if signals.received is None or is_interactive():
@@ -203,7 +205,7 @@ class FabricLoop(TrainerFace):
                 self._step_schedulers(run)
                 break
             accumulates = run.accumulates
-            outputs = run.update(batch, batch_idx, not accumulates)
+            outputs = run.train_batch(batch, batch_idx, not accumulates)
             if run.schedulers and not accumulates:
                 self._step_schedulers(run)
             hooks.call("on_train_batch_end", outputs, batch, batch_idx)
@@ -325,6 +327,8 @@ class FabricLoop(TrainerFace):
 
     def _launch(self, function: Callable, run: Run, *args: Any) -> Outcome:
         """Run the function in the strategy's processes; what it learned is back here afterwards."""
+        if run.fn != "fit" and self._run is not None:
+            run.saver = self._run.saver  # "last" and "best" are still those of the fit before
         self._run, self._status = run, "running"
         if run.config.seed is not None:
             Fabric.seed_everything(run.config.seed, workers=True, verbose=False)

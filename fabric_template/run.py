@@ -89,7 +89,7 @@ class Run:
         self.metrics = Metrics(fabric.all_reduce, distributed=fabric.world_size > 1)
         self.metrics.enabled = not config.barebones
         self.metrics.has_logger = bool(self.loggers)
-        self.hooks = Hooks(loop, self.callbacks, self.owner, self.metrics, loop.profiler)
+        self.hooks = Hooks(loop, self.callbacks, self.owner, self.metrics, loop.own_profiler)
         self.steps = Steps(fabric, self.owner, self.net, config.compile)
         self.set_up_saver()
 
@@ -122,6 +122,7 @@ class Run:
         """Know how a batch becomes an update, and how it comes to its device."""
         self.metrics.name_metrics(self.owner)
         self.update = (AutomaticUpdate if self.is_automatic else ManualUpdate)(self)
+        self.train_batch = self.hooks.timed(self.update, "run_training_batch")
         self.transfer = self.make_transfer()
 
     def make_transfer(self) -> Callable[[Any, int], Any] | None:
@@ -416,7 +417,7 @@ class Run:
         self.optimizers = list(optimizers)
         self.loop_optimizers = [LoopOptimizer(optimizer, self) for optimizer in self.optimizers]
         if hasattr(self, "update"):
-            self.update = type(self.update)(self)
+            self.set_up_update()
 
     def gather(self, value: Any) -> list[Any]:
         """One value of each rank, on all ranks."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import checkpoint as ckpt
+from . import profiling
 from .hooks import overrides
 from .lightning import attach, detach
 from .progress import Progress, can_show_bar, summarize
@@ -36,6 +37,7 @@ def session(loop: FabricLoop, run: Run) -> Iterator[None]:
         _set_up(loop, run)
         yield
         _tear_down(run)
+        profiling.end(loop.own_profiler)
     except BaseException as error:
         loop._status = "interrupted"
         run.metrics.fx = None
@@ -60,6 +62,7 @@ def _set_up(loop: FabricLoop, run: Run) -> None:
     """The part that all runs share: data, setup hooks, weights, devices."""
     fabric, owner, datamodule = run.fabric, run.owner, run.datamodule
     run.record = Record(run)
+    profiling.begin(loop.own_profiler, run, loop.log_dir)
     shown = run.config.enable_progress_bar and fabric.is_global_zero and can_show_bar()
     run.bar = Progress(shown and loop.progress_bar_callback is None, lambda: loop.progress_bar_metrics)
     _add_callbacks_of(owner, loop, run)

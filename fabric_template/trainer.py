@@ -239,6 +239,15 @@ class TrainerFace:
         return bars[0] if bars else None
 
     @property
+    def profiler(self) -> Any:
+        """The profiler, one that does nothing when none was asked for."""
+        if self.own_profiler is not None:
+            return self.own_profiler
+        from lightning.pytorch.profilers import PassThroughProfiler
+
+        return PassThroughProfiler()
+
+    @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that this run started from."""
         path = self._run and (self._run.resume_path or self._run.load_path)

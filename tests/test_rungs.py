@@ -242,6 +242,17 @@ def test_rung_3_the_optimizer_given_to_fit(expected, cls):
     assert_same_weights(expected[0], owner.net)
 
 
+def test_rung_3_last_and_best_are_known_after_validate():
+    owner = PlainModule()
+    train, val = make_loaders()
+    loop = make_loop("known", monitor="val_loss")
+    history = loop.fit(owner, train, val)
+    for _ in range(2):
+        (results,) = loop.validate(owner, val, load="best", verbose=False)
+        assert results["val_loss"] == history["val_loss"].min()
+    assert loop.checkpoint_path("last") == Path("checkpoints/known/version_0/last.ckpt")
+
+
 # ---- rung 4: Lightning's classes, of both packages
 
 

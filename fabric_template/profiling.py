@@ -1,0 +1,42 @@
+"""Profiling: Lightning's profilers around hooks and steps; where there is none, nothing is wrapped and nothing is paid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .run import Run
+
+_WORDS = ("simple", "advanced")
+
+
+def make_profiler(asked: Any) -> Any:
+    """The profiler that was asked for: "simple", "advanced" or an object; None for none.
+
+    Raises:
+        ValueError: for another word.
+    """
+    if asked is None:
+        return None
+    if isinstance(asked, str):
+        if asked not in _WORDS:
+            raise ValueError(f'profiler={asked!r}: expected "simple", "advanced" or a Lightning profiler')
+        from lightning.pytorch import profilers
+
+        return profilers.SimpleProfiler() if asked == "simple" else profilers.AdvancedProfiler()
+    if not callable(getattr(asked, "profile", None)):
+        raise TypeError(f'profiler={asked!r}: expected "simple", "advanced" or an object with profile(action_name)')
+    return None if type(asked).__name__ == "PassThroughProfiler" else asked
+
+
+def begin(profiler: Any, run: Run, log_dir: str | None) -> None:
+    """Tell the profiler what runs and where its files go."""
+    if profiler is not None and callable(setup := getattr(profiler, "setup", None)):
+        rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
+        setup(stage=run.fn, local_rank=rank, log_dir=log_dir)
+
+
+def end(profiler: Any) -> None:
+    """Print or write the profiler's report."""
+    if profiler is not None and callable(describe := getattr(profiler, "describe", None)):
+        describe()
