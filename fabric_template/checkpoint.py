@@ -178,8 +178,8 @@ def loops_state(run: Run) -> dict[str, Any]:
     }
 
 
-def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -> None:
-    """Refuse a checkpoint of another model, naming the first keys and shapes that differ; one of a newer format, too.
+def check_format(checkpoint: Mapping[str, Any], path: Any) -> None:
+    """Refuse a checkpoint of a newer format than we know.
 
     Raises:
         CheckpointError: one line.
@@ -190,6 +190,14 @@ def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -
             f"'{path}' has format {ours['format']}; this version of fabric_template reads up to {FORMAT}: update it with"
             " pip install -U, or save the checkpoint with this version"
         )
+
+
+def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -> None:
+    """Refuse a checkpoint of another model, naming the first keys and shapes that differ.
+
+    Raises:
+        CheckpointError: one line.
+    """
     expected = net.state_dict()
     difference = explain_mismatch(expected, find_weights(dict(checkpoint), expected))
     if difference:

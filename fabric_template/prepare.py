@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .checkpoint import check_fits, find_checkpoint
+from .checkpoint import check_fits, check_format, find_checkpoint
 from .data import INFINITE, length_of
 from .hooks import overrides
 from .optimizers import parse_optimizers
@@ -157,9 +157,11 @@ def _find_files(run: Run, loop: FabricLoop, resume: Any, load: Any) -> None:
     path = run.resume_path or run.load_path
     if path is not None:
         checkpoint = read_checkpoint(path)
-        if overrides(run.owner, "configure_model") is None and overrides(run.owner, "on_load_checkpoint") is None:
-            if getattr(run.owner, "strict_loading", True) and overrides(run.owner, "load_state_dict") is None:
-                check_fits(run.net, checkpoint, path)
+        check_format(checkpoint, path)
+        own_ways = [overrides(run.owner, name) for name in ("configure_model", "on_load_checkpoint")]
+        loads_plainly = type(run.net).load_state_dict is nn.Module.load_state_dict
+        if not any(own_ways) and loads_plainly and getattr(run.owner, "strict_loading", True):
+            check_fits(run.net, checkpoint, path)
         if run.resume_path is not None and "optimizer_states" not in checkpoint:
             raise CheckpointError(
                 f"resume={str(path)!r}: the file holds weights only (optimizer_states is missing); use load= to start a new"

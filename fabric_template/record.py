@@ -37,7 +37,8 @@ class Record:
         for logger in self.by_value:
             if hparams:
                 logger.log_hyperparams(hparams)
-            if callable(log_graph := getattr(logger, "log_graph", None)):
+            has_example = getattr(run.owner, "example_input_array", None) is not None  # a graph is traced from it
+            if has_example and callable(log_graph := getattr(logger, "log_graph", None)):
                 log_graph(run.owner)
         for logger in self.by_row:
             logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})

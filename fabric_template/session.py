@@ -113,7 +113,11 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
         positions = run.restored["logs"] if run.restored else [None] * len(run.loggers)
         for logger, position in zip(run.loggers, positions, strict=False):
             if run.resume_path is not None and run.restored and hasattr(logger, "rewind"):
-                logger.rewind(position)
+                if logger.position():
+                    logger.rewind(position)
+                else:  # a new place: the rows came with the checkpoint
+                    for row in run.history.rows:
+                        logger.log_epoch(row)
     run.set_up_update()
     run.net.zero_grad()
 

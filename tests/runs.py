@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: plain owners, files as they lie on disk, copies of a run as a kill would leave it."""
+"""What the tests of whole runs share: plain owners, files as they lie on disk, a run as a kill would leave it."""
 
 import csv
 import io
@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import torch
-from fabric_template import FabricLoop
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader
 from torch import nn
+
+from fabric_template import FabricLoop
 
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 

@@ -8,13 +8,14 @@ import lightning
 import lightning.pytorch as pl
 import pytest
 import torch
-from fabric_template import FabricLoop, TensorLoader
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Classifier, make_data, make_loader
 from runs import Plain, fit, loud, same, tree, val_loader, weights_of
 from torch import nn
+
+from fabric_template import FabricLoop, TensorLoader
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

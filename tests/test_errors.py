@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fabric_template import FabricLoop, TensorLoader
 from modules import Classifier, make_data, make_loader
 from runs import Plain, fit, loud, tree, val_loader
 from torch import nn
+
+from fabric_template import FabricLoop, TensorLoader
 
 
 class Broken:
@@ -53,7 +54,8 @@ def fitting(root, *args, words=None, **given):
 
 def test_no_training_step(tmp_path):
     words = (
-        "has no training_step: expected a method training_step(batch, batch_idx) that returns the loss, or a function given"
+        "has no training_step: expected a method training_step(batch, batch_idx) that returns the loss, or a"
+        " function given"
         " as fit(..., training_step=fn) with fn(model, batch, batch_idx)"
     )
     refused(ValueError, f"Broken {words}", fitting(tmp_path, Broken(), make_loader()), tmp_path)
@@ -83,7 +85,8 @@ def test_no_optimizer(tmp_path):
 
 def test_validation_loader_without_step(tmp_path):
     words = (
-        "fit got val_dataloaders but Broken has no validation_step: expected a method validation_step(batch, batch_idx) (or"
+        "fit got val_dataloaders but Broken has no validation_step: expected a method validation_step(batch,"
+        " batch_idx) (or"
         " validation_step=fn); leave val_dataloaders out to train without validation"
     )
     owner = Broken(training_step=lambda batch, batch_idx: torch.zeros(()))
@@ -92,7 +95,8 @@ def test_validation_loader_without_step(tmp_path):
 
 def test_no_loader(tmp_path):
     words = (
-        "fit has no train loader: give it as fit(model, loader), as datamodule=, or write a method train_dataloader in Plain"
+        "fit has no train loader: give it as fit(model, loader), as datamodule=, or write a method"
+        " train_dataloader in Plain"
     )
     refused(ValueError, words, fitting(tmp_path, Plain()), tmp_path)
 
@@ -105,7 +109,8 @@ def test_empty_loader(tmp_path):
 @pytest.mark.parametrize("stage", ["train", "val"])
 def test_fraction_of_a_loader_without_length(tmp_path, stage):
     words = (
-        f"limit_{stage}_batches=0.5: the {stage} loader (Endless) has no length, so there is no fraction of it; expected"
+        f"limit_{stage}_batches=0.5: the {stage} loader (Endless) has no length, so there is no fraction of"
+        f" it; expected"
         f" 1.0 or an int, write limit_{stage}_batches=100"
     )
     loaders = {"train": make_loader(), "val": make_loader()} | {stage: Endless()}
@@ -142,7 +147,8 @@ def test_two_sources_of_data(tmp_path):
         (
             lambda self, batch: {"los": torch.zeros(())},
             ValueError,
-            "In automatic optimization, when `training_step` returns a dict, the 'loss' key needs to be present; found the"
+            "In automatic optimization, when `training_step` returns a dict, the 'loss' key needs to be present;"
+            " found the"
             " keys ['los']: write return {'loss': loss, ...}",
         ),
         (
@@ -176,7 +182,10 @@ def test_nan_loss_warns_once(tmp_path):
         _, _, history = fit(tmp_path, Diverges, lambda: make_loader(24), max_epochs=3)
     told = [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
     assert len(told) == 1
-    assert re.match(r"The training loss is not finite \(NaN or inf\) since batch (\d+ to )?\d+ of this fit; training goes on", told[0])
+    assert re.match(
+        r"The training loss is not finite \(NaN or inf\) since batch (\d+ to )?\d+ of this fit; training goes on",
+        told[0],
+    )
     assert "FabricLoop(detect_anomaly=True)" in told[0]
     assert "\n" not in told[0]
     first, last = re.search(r"since batch (?:(\d+) to )?(\d+) of", told[0]).groups()
@@ -194,7 +203,8 @@ def test_nan_loss_warns_once(tmp_path):
         ({"acelerator": "cpu"}, "FabricLoop has no argument acelerator; did you mean accelerator?"),
         (
             {"max_epoch": 3, "ckpt_path": "x"},
-            "FabricLoop has no argument max_epoch; did you mean max_epochs?; FabricLoop has no argument ckpt_path: give the"
+            "FabricLoop has no argument max_epoch; did you mean max_epochs?; FabricLoop has no argument"
+            " ckpt_path: give the"
             " path to fit as resume= (continue the run) or load= (weights only)",
         ),
     ],
@@ -216,13 +226,15 @@ def test_unknown_word_like_nothing_lists_all(tmp_path):
         (
             {"max_epochs": -2, "accumulate_grad_batches": 0, "mode": "least"},
             ValueError,
-            'max_epochs=-2: expected None, -1 (no limit) or an int >= 0; accumulate_grad_batches=0: expected an int >= 1;'
+            'max_epochs=-2: expected None, -1 (no limit) or an int >= 0; accumulate_grad_batches=0: expected an'
+            ' int >= 1;'
             " mode='least': expected \"min\" or \"max\"",
         ),
         (
             {"max_epochs": 1.5, "accumulate_grad_batches": 0},
             TypeError,
-            "max_epochs=1.5: expected None, -1 (no limit) or an int >= 0; accumulate_grad_batches=0: expected an int >= 1",
+            "max_epochs=1.5: expected None, -1 (no limit) or an int >= 0; accumulate_grad_batches=0: expected an"
+            " int >= 1",
         ),
         (
             {"limit_train_batches": 1.5},
@@ -255,7 +267,8 @@ def test_loggers_twice():
 
 def test_resume_and_load(tmp_path):
     words = (
-        "fit(resume='last', load='x.ckpt'): expected one of them; resume= continues a run with its optimizer and counters,"
+        "fit(resume='last', load='x.ckpt'): expected one of them; resume= continues a run with its optimizer"
+        " and counters,"
         " load= takes the weights only and starts a new one"
     )
     refused(ValueError, words, fitting(tmp_path, Plain(), make_loader(), resume="last", load="x.ckpt"), tmp_path)
@@ -264,7 +277,8 @@ def test_resume_and_load(tmp_path):
 @pytest.mark.parametrize("word", ["last", "best"])
 def test_nothing_to_resume(tmp_path, word):
     words = (
-        f"resume='{word}': there is no {word}.ckpt under '{tmp_path}/checkpoints/run'; expected a run with name='run' to"
+        f"resume='{word}': there is no {word}.ckpt under '{tmp_path}/checkpoints/run'; expected a run with"
+        f" name='run' to"
         " have saved one: leave resume out to start anew, or give a path"
     )
     refused(ValueError, words, fitting(tmp_path, Plain(), make_loader(), resume=word), tmp_path)
@@ -303,8 +317,10 @@ def test_another_model(tmp_path, word):
     root = tmp_path / "mine"
     root.mkdir()
     words = (
-        f"'{path}' is of another model: 3 differences: 'net.0.weight' has shape (16, 8) in the file, (4, 8) in the model;"
-        " 'net.0.bias' has shape (16,) in the file, (4,) in the model; 'net.3.weight' has shape (3, 16) in the file, (3, 4)"
+        f"'{path}' is of another model: 3 differences: 'net.0.weight' has shape (16, 8) in the file, (4, 8)"
+        f" in the model;"
+        " 'net.0.bias' has shape (16,) in the file, (4,) in the model; 'net.3.weight' has shape (3, 16) in"
+        " the file, (3, 4)"
         " in the model; build the model with the same arguments"
     )
     refused(ValueError, words, fitting(root, Classifier(hidden=4), make_loader(), **{word: path}), root)
@@ -329,7 +345,8 @@ def test_newer_format(tmp_path):
     root = tmp_path / "mine"
     root.mkdir()
     words = (
-        f"'{path}' has format 99; this version of fabric_template reads up to 1: update it with pip install -U, or save the"
+        f"'{path}' has format 99; this version of fabric_template reads up to 1: update it with pip install"
+        f" -U, or save the"
         " checkpoint with this version"
     )
     refused(ValueError, words, fitting(root, Classifier(), make_loader(), resume=path), root)
@@ -341,7 +358,8 @@ def test_resume_from_weights(tmp_path):
     root = tmp_path / "mine"
     root.mkdir()
     words = (
-        f"resume='{path}': the file holds weights only (optimizer_states is missing); use load= to start a new run from them"
+        f"resume='{path}': the file holds weights only (optimizer_states is missing); use load= to start a new"
+        " run from them"
     )
     refused(ValueError, words, fitting(root, Classifier(), make_loader(), resume=path), root)
 
@@ -353,7 +371,8 @@ def test_monitor_never_logged(tmp_path):
     """Told once the first epoch is over and safe on disk."""
     loop = FabricLoop(**loud(tmp_path, max_epochs=2, monitor="val_los"))
     words = (
-        "monitor='val_los' was not logged in epoch 0; logged were ['lr', 'train_acc', 'train_loss', 'val_acc', 'val_loss']:"
+        "monitor='val_los' was not logged in epoch 0; logged were ['lr', 'train_acc', 'train_loss',"
+        " 'val_acc', 'val_loss']:"
         " write monitor= with one of these; last.ckpt is saved, resume='last' goes on from it"
     )
     refused(ValueError, words, lambda: loop.fit(Classifier(), make_loader(), val_loader()))
@@ -370,7 +389,9 @@ def test_logs_that_cannot_be_written(tmp_path, where):
     blocked = root / where
     blocked.parent.mkdir(parents=True, exist_ok=True)
     blocked.write_text("a file")
-    with pytest.raises(ValueError, match=r"^cannot (make the run's folder|write logs to) .*(Not a directory|File exists)") as caught:
+    with pytest.raises(
+        ValueError, match=r"^cannot (make the run's folder|write logs to) .*(Not a directory|File exists)"
+    ) as caught:
         fitting(root, Classifier(), make_loader())()
     assert "\n" not in str(caught.value)
     assert "logger=False" in str(caught.value)

@@ -4,13 +4,14 @@ import signal
 import subprocess
 import sys
 
-import fabric_template.loop
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader
 from runs import assert_same_end, fit, logs_of, source_of, val_loader
 from torch import nn
+
+import fabric_template.loop
 
 DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 

@@ -1,13 +1,14 @@
 """The progress bar: drawn where somebody sees it, on rank zero, seldom, and closed whatever happens."""
 
-import fabric_template.progress
-import fabric_template.session
 import pytest
 import tqdm.auto
-from fabric_template.progress import Progress, can_show_bar
 from lightning.pytorch.callbacks import TQDMProgressBar
 from modules import Classifier, make_loader
 from runs import fit, val_loader
+
+import fabric_template.progress
+import fabric_template.session
+from fabric_template.progress import Progress, can_show_bar
 
 
 class Bar:

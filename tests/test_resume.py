@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fabric_template import TensorLoader, read_logs
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from modules import Classifier, make_data, make_loader
 from runs import Plain, Snapshots, assert_same_end, fit, logs_of, same, tree, val_loader, weights_of
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+
+from fabric_template import TensorLoader, read_logs
 
 
 def momentum(module):
@@ -201,9 +202,13 @@ def test_random_numbers_of_every_library(tmp_path):
 
 # ---- killed in the middle of an epoch
 
+
 def test_killed_at_every_batch(tmp_path):
     """2 epochs of 6 batches, killed before each batch but the first, and resumed."""
     kill_everywhere(tmp_path, classifier(by_step), lambda: make_loader(24))
+
+
+ACROSS = {"val_check_interval": 4, "check_val_every_n_epoch": None}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +223,7 @@ def test_killed_at_every_batch(tmp_path):
         (classifier(by_epoch), lambda: make_loader(24), {"accumulate_grad_batches": 2}, range(1, 12)),
         (classifier(by_epoch), lambda: make_loader(24), {"accumulate_grad_batches": 4}, range(1, 12)),
         (classifier(), lambda: make_loader(24), {"val_check_interval": 0.5}, (2, 3, 4, 6, 7, 9, 11)),
-        (classifier(), lambda: make_loader(24), {"val_check_interval": 4, "check_val_every_n_epoch": None}, range(1, 12)),
+        (classifier(), lambda: make_loader(24), ACROSS, range(1, 12)),
         (Plain, lambda: make_loader(24), {"val_check_interval": 4}, (3, 4, 5, 7, 11)),
         (classifier(plateau_by_step), lambda: make_loader(24), {"save_every_n_steps": 2}, range(1, 12)),
     ],
@@ -306,6 +311,16 @@ def test_words(tmp_path):
         given = str(resume) if isinstance(resume, Path) else resume
         assert_same_end(whole, fit(root, val=val_loader, seed=9, resume=given, max_epochs=4, **words))
         assert tree(root) == tree(tmp_path / "whole")
+
+
+def test_a_path_from_elsewhere(tmp_path):
+    """A checkpoint that was moved: a new version, whose metrics.csv begins with the rows that came with it."""
+    whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
+    fit(tmp_path / "a", val=val_loader, max_epochs=2)
+    shutil.move(tmp_path / "a/checkpoints/run/version_0/last.ckpt", tmp_path / "moved.ckpt")
+    resumed = fit(tmp_path / "b", val=val_loader, seed=4, resume=tmp_path / "moved.ckpt", max_epochs=3)
+    assert_same_end(whole, resumed)
+    assert logs_of(tmp_path / "b") == logs_of(tmp_path / "whole")
 
 
 def test_best_goes_on_from_the_best_epoch(tmp_path):
