@@ -10,7 +10,8 @@ if _TYPE_CHECKING:
     from .logs import CSVLogger, read_logs
     from .loop import FabricLoop
     from .plots import plot_logs
-    from .storage import AtomicCheckpointIO, CheckpointError
+    from .reading import CheckpointError
+    from .storage import AtomicCheckpointIO
 
 __version__ = "0.1.0"
 
@@ -29,7 +30,7 @@ __all__ = [
 _HOMES = {
     "AtomicCheckpointIO": "storage",
     "CSVLogger": "logs",
-    "CheckpointError": "storage",
+    "CheckpointError": "reading",
     "FabricLoop": "loop",
     "LoopConfig": "config",
     "TensorLoader": "data",

@@ -18,7 +18,8 @@ import torch
 
 from .history import is_better
 from .hooks import overrides
-from .storage import CheckpointError, explain_mismatch, find_weights, read_checkpoint, safe_name
+from .reading import CheckpointError, explain_mismatch, find_weights, read_checkpoint
+from .storage import inside, safe_name
 
 if TYPE_CHECKING:
     from .run import Run
@@ -141,7 +142,9 @@ def loops_state(run: Run) -> dict[str, Any]:
     def counts(done: int, names: tuple[str, ...] = ("ready", "started", "processed", "completed")) -> dict[str, int]:
         return dict.fromkeys(names, done)
 
-    def progress(total: int, current: int, names: tuple[str, ...] = ("ready", "started", "processed", "completed")) -> dict:
+    def progress(
+        total: int, current: int, names: tuple[str, ...] = ("ready", "started", "processed", "completed")
+    ) -> dict:
         return {"total": counts(total, names), "current": counts(current, names)}
 
     two, three = ("ready", "completed"), ("ready", "started", "completed")
@@ -349,7 +352,11 @@ class Saver:
             if not is_better(score, self.best_model_score, self.mode):
                 return None
             return self.folder / "best.ckpt"
-        if self.top_k > 0 and len(self.best) >= self.top_k and not is_better(score, self.best[self._worst()], self.mode):
+        if (
+            self.top_k > 0
+            and len(self.best) >= self.top_k
+            and not is_better(score, self.best[self._worst()], self.mode)
+        ):
             return None
         return self.folder / (safe_name(f"epoch={run.current_epoch - 1}-{self.monitor}={score:.4f}") + ".ckpt")
 
@@ -362,6 +369,7 @@ class Saver:
         self.best[str(path)] = score
 
     def _write(self, run: Run, path: Path, state: dict[str, Any] | None = None) -> dict[str, Any]:
+        inside(self.folder, path)  # not through a symbolic link to somewhere else
         state = state_of(run) if state is None else {**state, OURS: {**state[OURS], "kept": self.state_dict()}}
         run.sync_logs()
         if run.fabric.is_global_zero:

@@ -249,13 +249,13 @@ def _diff(verb: str, argv: list[str]) -> int:
 
 
 def _verify(verb: str, argv: list[str]) -> int:
-    from .storage import _SUFFIXES, CheckpointError, verify_checkpoint
+    from .reading import SUFFIXES, CheckpointError, verify_checkpoint
 
     given = _arguments(verb, argv, PATH={"help": "a checkpoint, or a folder of them; exit code 1 if one is not whole"})
     path, bad = Path(given.PATH), 0
-    files = [path] if not path.is_dir() else sorted(p for p in path.rglob("[!.]*") if p.suffix in _SUFFIXES)
+    files = [path] if not path.is_dir() else sorted(p for p in path.rglob("[!.]*") if p.suffix in SUFFIXES)
     if not files:
-        raise UsageError(f"verify {path}: there is no checkpoint in this folder ({', '.join(_SUFFIXES)})")
+        raise UsageError(f"verify {path}: there is no checkpoint in this folder ({', '.join(SUFFIXES)})")
     for file in files:
         try:
             verify_checkpoint(file)

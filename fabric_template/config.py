@@ -146,7 +146,9 @@ class LoopConfig:
                 "(batches, counted across epochs) or a time"
             )
         if self.save_top_k not in (0, 1) and self.monitor is None:
-            found.append(f"save_top_k={self.save_top_k!r} without monitor: expected monitor='val_loss' or another metric")
+            found.append(
+                f"save_top_k={self.save_top_k!r} without monitor: expected monitor='val_loss' or another metric"
+            )
         if self.barebones:
             on = [f"{name}={value!r}" for name, value in self._barebones_conflicts()]
             found += [f"barebones=True with {word}: barebones switches it off, leave the word out" for word in on]
@@ -239,7 +241,17 @@ def parse_duration(value: str | timedelta | dict[str, int]) -> timedelta:
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
 
-FABRIC_WORDS = ("fabric", "accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "loggers", "callbacks")
+FABRIC_WORDS = (
+    "fabric",
+    "accelerator",
+    "strategy",
+    "devices",
+    "num_nodes",
+    "precision",
+    "plugins",
+    "loggers",
+    "callbacks",
+)
 
 TRAINER_ONLY = {
     "use_distributed_sampler": "samplers are made distributed unless the loader already has a DistributedSampler",
@@ -315,7 +327,11 @@ _CHECKS: dict[str, tuple] = {
     "enable_checkpointing": _SWITCH,
     "enable_progress_bar": _SWITCH,
     "enable_model_summary": _SWITCH,
-    "name": ((str,), lambda v: bool(v) and v not in (".", "..") and not set(v) & set('/\\:*?"<>|\0'), "a folder's name"),
+    "name": (
+        (str,),
+        lambda v: bool(v) and v not in (".", "..") and not set(v) & set('/\\:*?"<>|\0'),
+        "a folder's name",
+    ),
     "version": ((int, str, None), lambda v: v is None or v != "", "None, a number or a folder's name"),
     "monitor": ((str, None), _anything, 'None or a metric\'s name such as "val_loss"'),
     "mode": ((str,), lambda v: v in ("min", "max"), '"min" or "max"'),

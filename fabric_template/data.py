@@ -293,7 +293,12 @@ def length_of(loader: Any) -> int | float:
 def set_epoch(loader: Any, epoch: int) -> None:
     """Call set_epoch on a loader, its sampler and its batch sampler's sampler, where they have it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    owners: list[Any] = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    owners: list[Any] = [
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    ]
     seen: list[Any] = []
     for owner in owners:
         if owner is not None and all(owner is not other for other in seen):
@@ -369,7 +374,9 @@ def _is_combined(source: Any) -> bool:
 def _holds_loaders(source: list | tuple) -> bool:
     """Whether a list holds loaders, and not batches: lists of tensors and the like are themselves loaders of batches."""
     return bool(source) and all(
-        hasattr(item, "__iter__") and not isinstance(item, Tensor | str | bytes | list | tuple | Mapping) or _nested(item)
+        hasattr(item, "__iter__")
+        and not isinstance(item, Tensor | str | bytes | list | tuple | Mapping)
+        or _nested(item)
         for item in source
     )
 

@@ -74,7 +74,10 @@ class Entry:
                 return
         if self._mean:
             if batch_size != self._factor_of:  # a factor on the device costs half of a number from Python
-                self._factor_of, self._factor = batch_size, torch.tensor(batch_size, dtype=value.dtype, device=value.device)
+                self._factor_of, self._factor = (
+                    batch_size,
+                    torch.tensor(batch_size, dtype=value.dtype, device=value.device),
+                )
             value = value * self._factor
             self.weight += batch_size
         if self.total is None:  # under 64-true a float32 value is summed in float64

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-def evaluate(run: Run, loaders: Loaders, stage: str, *, most: int | float = INFINITE, inference: bool = False) -> list[dict]:
+def evaluate(
+    run: Run, loaders: Loaders, stage: str, *, most: int | float = INFINITE, inference: bool = False
+) -> list[dict]:
     """Run ``validation_step`` or ``test_step`` over the loaders.
 
     The module is handed back in the modes in which it came, also after an error.
@@ -196,9 +198,9 @@ def print_results(results: list[dict[str, Any]], stage: str) -> None:
     Example:
         >>> print_results([{"val_acc": 0.5}], "validate")
         ────────────────────────────────────────────────────
-             Validate metric           DataLoader 0
+             Validate metric            DataLoader 0
         ────────────────────────────────────────────────────
-                 val_acc                    0.5
+                 val_acc                     0.5
         ────────────────────────────────────────────────────
     """
     results = [{name.split("/dataloader_idx_")[0]: value for name, value in result.items()} for result in results]

@@ -69,7 +69,11 @@ class Returned:
     def state_dict(self) -> dict[str, Any]:
         """The sums so far, for a checkpoint in the middle of an epoch."""
         bad = None if self._bad_step is None else int(self._bad_step)
-        return {"sums": {k: v.clone().cpu() for k, v in self._sums.items()}, "weights": dict(self._weights), "bad_step": bad}
+        return {
+            "sums": {k: v.clone().cpu() for k, v in self._sums.items()},
+            "weights": dict(self._weights),
+            "bad_step": bad,
+        }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Go on from a checkpoint's sums."""
@@ -138,7 +142,9 @@ class History:
                 " helps", stacklevel=2,
             )  # fmt: skip
 
-    def add(self, epoch: int, step: int, values: Mapping[str, Any], learning_rates: list[float], seconds: float) -> dict:
+    def add(
+        self, epoch: int, step: int, values: Mapping[str, Any], learning_rates: list[float], seconds: float
+    ) -> dict:
         """Make the epoch's row: what was logged, what was returned, learning rate, time."""
         found = {**self.returned, **values}
         row: dict[str, Any] = {"epoch": epoch, "step": step}

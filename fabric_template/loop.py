@@ -45,7 +45,7 @@ class FabricLoop(TrainerFace):
         >>> from fabric_template import FabricLoop, TensorLoader
         >>> net = torch.nn.Linear(2, 1)
         >>> data = TensorLoader(torch.ones(8, 2), torch.zeros(8, 1), batch_size=4)
-        >>> loop = FabricLoop(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False)
+        >>> loop = FabricLoop(accelerator="cpu", max_epochs=2, barebones=True)
         >>> history = loop.fit(
         ...     net, data, optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
         ...     training_step=lambda net, batch: torch.nn.functional.mse_loss(net(batch[0]), batch[1]),
@@ -288,7 +288,9 @@ class FabricLoop(TrainerFace):
 
     # ---- evaluation
 
-    def _evaluate(self, fn: str, stage: str, model: Any, loaders: Any, datamodule: Any, load: Any, verbose: bool) -> list:
+    def _evaluate(
+        self, fn: str, stage: str, model: Any, loaders: Any, datamodule: Any, load: Any, verbose: bool
+    ) -> list:
         datamodule = self._datamodule(loaders, datamodule)
         run = prepare(self, fn, self._model(model, fn), {stage: loaders}, datamodule, load=load)
         results = self._launch(self._run_evaluation, run, fn, stage).results
@@ -413,5 +415,9 @@ class FabricLoop(TrainerFace):
         return self.fabric.load(path, state)
 
     def _launch_parts(self) -> None:
-        if self.fabric.world_size > 1 and not torch.distributed.is_initialized() and os.environ.get("LT_CLI_USED") != "1":
+        if (
+            self.fabric.world_size > 1
+            and not torch.distributed.is_initialized()
+            and os.environ.get("LT_CLI_USED") != "1"
+        ):
             self.fabric.launch()

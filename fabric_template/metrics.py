@@ -157,7 +157,11 @@ class Metrics:
         on_step = self._in_batches is not None
         for entry in self.active.live():
             meta = entry.meta
-            if meta.logger and not (on_step and meta.on_epoch) and (value := entry.value(not meta.on_epoch)) is not None:
+            if (
+                meta.logger
+                and not (on_step and meta.on_epoch)
+                and (value := entry.value(not meta.on_epoch)) is not None
+            ):
                 self.row[meta.name + meta.idx_suffix] = value
         return logged
 
@@ -367,7 +371,9 @@ def _check_loggable(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         raise ValueError(f"`self.log({name}, {value})` was called, but nested dictionaries cannot be logged")
     if not (isinstance(value, Tensor | numbers.Number) or _is_metric(value)):
-        raise ValueError(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")
+        raise ValueError(
+            f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
+        )
 
 
 def _is_metric(value: Any) -> bool:

@@ -33,7 +33,15 @@ class Outcome:
     callbacks: list[Any] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
 
-    COUNTERS = ("global_step", "epochs_done", "batches_done", "total_batches", "batches_that_stepped", "should_stop", "resume_path")
+    COUNTERS = (
+        "global_step",
+        "epochs_done",
+        "batches_done",
+        "total_batches",
+        "batches_that_stepped",
+        "should_stop",
+        "resume_path",
+    )
 
     @classmethod
     def of(cls, run: Run, results: Any, elsewhere: bool) -> Outcome:
@@ -42,7 +50,9 @@ class Outcome:
         outcome = cls(results=results, rows=run.history.rows)
         outcome.counters = {name: getattr(run, name) for name in cls.COUNTERS}
         if elsewhere:
-            outcome.views = to_cpu({"callback": metrics.callback, "logged": metrics.logged, "progress": metrics.progress})
+            outcome.views = to_cpu(
+                {"callback": metrics.callback, "logged": metrics.logged, "progress": metrics.progress}
+            )
             outcome.weights = to_cpu(run.net.state_dict())
             outcome.callbacks = [to_cpu(cb.state_dict()) if hasattr(cb, "state_dict") else None for cb in run.callbacks]
             if run.saver is not None:

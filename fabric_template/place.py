@@ -85,9 +85,7 @@ def _claim(root: Path, name: str, csv: CSVLogger | None, keeps: bool, fabric: Fa
     homes += [root / "checkpoints" / name] if keeps else []
     number = -1
     if fabric.is_global_zero:
-        taken = [
-            int(path.name[8:]) for home in homes for path in home.glob("version_*") if path.name[8:].isdigit()
-        ]
+        taken = [int(path.name[8:]) for home in homes for path in home.glob("version_*") if path.name[8:].isdigit()]
         number = max(taken, default=-1) + 1
         while True:
             try:

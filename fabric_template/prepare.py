@@ -13,9 +13,9 @@ from .data import INFINITE, length_of
 from .hooks import overrides
 from .optimizers import parse_optimizers
 from .place import choose_place
+from .reading import CheckpointError, read_checkpoint
 from .run import Run
 from .steps import FunctionSteps, net_of
-from .storage import CheckpointError, read_checkpoint
 
 if TYPE_CHECKING:
     from .loop import FabricLoop
@@ -70,15 +70,14 @@ def _owner_of(model: Any, functions: dict[str, Callable | None]) -> tuple[Any, n
 
 def _check_steps(run: Run, fn: str) -> None:
     step = STEP_OF[fn]
-    name = type(run.owner).__name__
+    name = run.name
     if fn == "predict":
         if not callable(getattr(run.owner, "predict_step", None)) and not isinstance(run.owner, nn.Module):
             raise ValueError(f"{name} has no predict_step(batch, batch_idx) and no forward: expected one of them")
         return
     if overrides(run.owner, step) is None:
-        what = "FunctionSteps" if isinstance(run.owner, FunctionSteps) else name
         raise ValueError(
-            f"{what} has no {step}: expected a method {step}(batch, batch_idx)"
+            f"{name} has no {step}: expected a method {step}(batch, batch_idx)"
             + (
                 " that returns the loss, or a function given as fit(..., training_step=fn) with fn(model, batch, batch_idx)"
                 if fn == "fit"
@@ -97,15 +96,22 @@ def _check_loaders(run: Run, fn: str) -> None:
     if not run.has_loader(stage):
         raise ValueError(
             f"{fn} has no {stage} loader: give it as {fn}(model, loader), as datamodule=, or write a method"
-            f" {stage}_dataloader in {type(run.owner).__name__}"
+            f" {stage}_dataloader in {run.name}"
         )
     given = run.given.get(stage)
     if fn == "fit" and given is not None and length_of(given) == 0:
-        raise ValueError(f"fit got an empty train loader ({type(given).__name__} of length 0): expected at least one batch")
+        raise ValueError(
+            f"fit got an empty train loader ({type(given).__name__} of length 0): expected at least one batch"
+        )
     for name in ("train", "val") if fn == "fit" else (stage,):
         limit = getattr(run.config, f"limit_{name}_batches")
         loader = run.given.get(name)
-        if loader is not None and isinstance(limit, float) and limit not in (0.0, 1.0) and length_of(loader) == INFINITE:
+        if (
+            loader is not None
+            and isinstance(limit, float)
+            and limit not in (0.0, 1.0)
+            and length_of(loader) == INFINITE
+        ):
             raise ValueError(
                 f"limit_{name}_batches={limit}: the {name} loader ({type(loader).__name__}) has no length, so there is no"
                 f" fraction of it; expected 1.0 or an int, write limit_{name}_batches=100"
@@ -116,7 +122,7 @@ def _check_optimizer(run: Run) -> None:
     has_own = overrides(run.owner, "configure_optimizers") is not None
     if run.given_optimizer is None and not has_own:
         raise ValueError(
-            f"{type(run.owner).__name__} has no configure_optimizers and fit got no optimizer: write"
+            f"{run.name} has no configure_optimizers and fit got no optimizer: write"
             " fit(..., optimizer=torch.optim.Adam(model.parameters())) or a method configure_optimizers"
         )
     if run.given_optimizer is not None:

@@ -39,7 +39,9 @@ class Progress:
 
         self.close()
         total = None if total == float("inf") else total
-        self._bar = tqdm(desc=title, total=total, initial=done, leave=False, dynamic_ncols=True, mininterval=0.0, maxinterval=0)
+        self._bar = tqdm(
+            desc=title, total=total, initial=done, leave=False, dynamic_ncols=True, mininterval=0.0, maxinterval=0
+        )
         self._due = time.monotonic() + SECONDS_BETWEEN
 
     def advance(self, done: int) -> None:
@@ -92,7 +94,7 @@ def summarize(net: nn.Module) -> str:
               total   9 (9 trainable)
     """
     rows = [("name", "type", "parameters")]
-    for name, child in net.named_children():
+    for name, child in list(net.named_children()) or [("", net)]:
         rows.append((name, type(child).__name__, f"{sum(p.numel() for p in child.parameters()):,}"))
     everything = sum(p.numel() for p in net.parameters())
     trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)

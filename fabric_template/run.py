@@ -21,11 +21,12 @@ from .hooks import Hooks, overrides
 from .logs import CSVLogger
 from .metrics import Metrics
 from .optimizers import SchedulerConfig, parse_optimizers
-from .steps import Steps, takes_batch_idx
+from .steps import FunctionSteps, Steps, takes_batch_idx
 from .update import AutomaticUpdate, LoopOptimizer, ManualUpdate
 
 if TYPE_CHECKING:
     from .loop import FabricLoop
+
 
 class Run:
     """The state of one call of fit, validate, test or predict.
@@ -33,7 +34,9 @@ class Run:
     What is set in ``__init__`` is plain and travels to other processes; the rest is made there by `set_up`.
     """
 
-    def __init__(self, fn: str, config: LoopConfig, owner: Any, net: nn.Module, datamodule: Any, callbacks: list) -> None:
+    def __init__(
+        self, fn: str, config: LoopConfig, owner: Any, net: nn.Module, datamodule: Any, callbacks: list
+    ) -> None:
         self.fn, self.config, self.owner, self.net, self.datamodule = fn, config, owner, net, datamodule
         self.callbacks, self.loggers = callbacks, []
         self.given: dict[str, Any] = {}  # loaders by stage, as they were given
@@ -132,6 +135,11 @@ class Run:
         return make_transfer(self.fabric, self.steps.convert(), hooks)
 
     # ---- what the module is
+
+    @property
+    def name(self) -> str:
+        """What the user calls the model in errors: its class."""
+        return type(self.net if isinstance(self.owner, FunctionSteps) else self.owner).__name__
 
     @property
     def is_automatic(self) -> bool:

@@ -12,10 +12,12 @@ from . import checkpoint as ckpt
 from . import profiling
 from .hooks import overrides
 from .lightning import attach, detach
+from .locks import VersionLock
+from .logs import CSVLogger
 from .progress import Progress, can_show_bar, summarize
+from .reading import read_checkpoint
 from .record import Record
 from .steps import Modes
-from .storage import read_checkpoint
 
 if TYPE_CHECKING:
     from .loop import FabricLoop
@@ -30,6 +32,7 @@ def session(loop: FabricLoop, run: Run) -> Iterator[None]:
     """
     grad_enabled, modes = torch.is_grad_enabled(), Modes(run.net)
     settings = _torch_settings(run)
+    lock = _one_writer(run)
     attach(run.owner, loop, run.metrics, compiled=bool(run.config.compile))
     if run.datamodule is not None and hasattr(run.datamodule, "trainer"):
         run.datamodule.trainer = loop
@@ -56,6 +59,7 @@ def session(loop: FabricLoop, run: Run) -> Iterator[None]:
         run.stage = None
         torch.set_grad_enabled(grad_enabled)
         settings()
+        lock.release()
 
 
 def _set_up(loop: FabricLoop, run: Run) -> None:
@@ -175,6 +179,13 @@ def _add_callbacks_of(owner: Any, loop: FabricLoop, run: Run) -> None:
     loop.callbacks = run.callbacks
     run.hooks.callbacks = run.callbacks
     run.hooks.refresh()
+
+
+def _one_writer(run: Run) -> VersionLock:
+    """Lock the run's version against a second writer, on rank zero, where anything is going to be written."""
+    own = next((logger.log_dir for logger in run.loggers if isinstance(logger, CSVLogger)), None)
+    lock = VersionLock(own or run.folder or ".")
+    return lock.acquire() if run.fn == "fit" and run.fabric.is_global_zero and (own or run.folder) else lock
 
 
 def _torch_settings(run: Run) -> Any:

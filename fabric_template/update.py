@@ -33,7 +33,9 @@ class AutomaticUpdate:
         config, owner, fabric = run.config, run.owner, run.fabric
         self.run, self.hooks, self.metrics = run, run.hooks, run.metrics
         self.fabric, self.owner = fabric, owner
-        self.step = run.hooks.timed(run.steps.get("training_step"), f"[Strategy]{type(fabric.strategy).__name__}.training_step")
+        self.step = run.hooks.timed(
+            run.steps.get("training_step"), f"[Strategy]{type(fabric.strategy).__name__}.training_step"
+        )
         self.takes_idx = run.takes_idx("training_step")
         self.optimizer: Any = run.optimizers[0]
         self.clip_val, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
@@ -45,15 +47,23 @@ class AutomaticUpdate:
         self.wrapped_optimizers = run.loop_optimizers
         strategy = fabric.strategy
         # fabric.backward, or on a single device the part of it that is not about wrappers
-        self._backward = fabric.backward if run.steps.wrapped is not None else lambda loss, *a, **k: strategy.backward(loss, None, *a, **k)
+        self._backward = (
+            fabric.backward
+            if run.steps.wrapped is not None
+            else lambda loss, *a, **k: strategy.backward(loss, None, *a, **k)
+        )
         self.lenient = run.is_lightning
         # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
-        self.needs_closure = not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(self.optimizer, LBFGS)
+        self.needs_closure = not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(
+            self.optimizer, LBFGS
+        )
         self._batch: tuple = ()
         self._batch_idx = 0
         self._outputs: Any = {}
         if self.scaler is not None and isinstance(self.optimizer, LBFGS):
-            raise TypeError("AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'")
+            raise TypeError(
+                "AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'"
+            )
 
     def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
         """Train on one batch; returns what ``on_train_batch_end`` gets as outputs."""
@@ -85,7 +95,9 @@ class AutomaticUpdate:
             if self.own_zero is None:
                 self.optimizer.zero_grad()
             else:
-                self._named("optimizer_zero_grad", self.own_zero, self.run.current_epoch, self._batch_idx, self.optimizer)
+                self._named(
+                    "optimizer_zero_grad", self.own_zero, self.run.current_epoch, self._batch_idx, self.optimizer
+                )
         if loss is None:
             return None
         self.backward(loss)
@@ -135,14 +147,14 @@ class AutomaticUpdate:
         if self.run.window > 1:
             loss = loss / self.run.window
             value = loss.detach()
-        self._outputs = {"loss": value} if output is loss or not isinstance(output, Mapping) else {**output, "loss": value}
+        self._outputs = (
+            {"loss": value} if output is loss or not isinstance(output, Mapping) else {**output, "loss": value}
+        )
         return loss
 
     def _skip(self) -> None:
         if not self.lenient:
-            raise ValueError(
-                "training_step returned None: expected the loss, a tensor; write return loss at its end"
-            )
+            raise ValueError("training_step returned None: expected the loss, a tensor; write return loss at its end")
         if self.run.fabric.world_size > 1:
             raise RuntimeError(
                 "Skipping the `training_step` by returning None in distributed training is not supported. It is"
@@ -307,7 +319,9 @@ def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorith
     """Limit the gradients of an optimizer's parameters: all together ("norm", the default) or each ("value")."""
     if not value or value <= 0:
         return
-    if isinstance(run.fabric.strategy.precision, MixedPrecision) and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if isinstance(run.fabric.strategy.precision, MixedPrecision) and getattr(
+        optimizer, "_step_supports_amp_scaling", False
+    ):
         raise RuntimeError(
             f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient clipping because it"
             " performs unscaling of gradients internally. HINT: Are you using a 'fused' optimizer?"

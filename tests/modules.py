@@ -5,9 +5,10 @@ import warnings
 
 import lightning.pytorch as pl
 import torch
-from fabric_template import FabricLoop
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from fabric_template import FabricLoop
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

@@ -93,8 +93,9 @@ def logs_of(root, version=0, name="run"):
 
 
 def tree(root):
-    """Every file under a folder, by its path, the empty folders included."""
+    """Every file under a folder, by its path, the empty folders included; the lock of a version aside."""
     paths = (path for path in Path(root).rglob("*") if path.is_file() or not any(path.iterdir()))
+    paths = (path for path in paths if path.name != ".lock")
     return sorted(path.relative_to(root).as_posix() for path in paths)
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 
 import fabric_template
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.storage import CheckpointError
+from fabric_template.reading import CheckpointError
 
 PACKAGE = Path(fabric_template.__file__).parent
 FORK = {"strategy": "ddp_fork", "devices": 2}

@@ -194,7 +194,9 @@ class Frozen(Classifier):
         return self.net(self.bn(x + 1))
 
 
-MODULES = {c.__name__: c for c in (Manual, Overriding, Closure, WithMetrics, Everywhere, Skipping, Stepped, NoIdx, Frozen)}
+MODULES = {
+    c.__name__: c for c in (Manual, Overriding, Closure, WithMetrics, Everywhere, Skipping, Stepped, NoIdx, Frozen)
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -324,7 +326,9 @@ class Loaded(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-@pytest.mark.parametrize("words", [{}, {"accumulate_grad_batches": 2}, {"num_sanity_val_steps": 0, "gradient_clip_val": 1.0}])
+@pytest.mark.parametrize(
+    "words", [{}, {"accumulate_grad_batches": 2}, {"num_sanity_val_steps": 0, "gradient_clip_val": 1.0}]
+)
 def test_hooks_in_order(words):
     def record(run):
         calls = []

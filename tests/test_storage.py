@@ -23,18 +23,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.fabric import Fabric
 
-from fabric_template import storage
-from fabric_template.storage import (
-    AtomicCheckpointIO,
+from fabric_template import locks, storage
+from fabric_template.locks import VersionLock
+from fabric_template.reading import (
     CheckpointError,
-    VersionLock,
     explain_mismatch,
     find_weights,
-    inside,
     read_checkpoint,
-    safe_name,
     verify_checkpoint,
 )
+from fabric_template.storage import AtomicCheckpointIO, inside, safe_name
 
 ROOT = Path(__file__).parents[1]
 STATE = {"w": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.int64), "n": 3, "text": "a"}
@@ -730,7 +728,7 @@ def test_inside(tmp_path):
 def test_lock_between_processes_and_after_a_kill(tmp_path):
     folder = tmp_path / "version_0"
     code = f"""
-from fabric_template.storage import VersionLock
+from fabric_template.locks import VersionLock
 lock = VersionLock({str(folder)!r}).acquire()
 print("held", flush=True)
 input()
@@ -757,7 +755,7 @@ input()
 def test_a_forked_worker_does_not_keep_the_lock(tmp_path):
     code = f"""
 import os, signal, time
-from fabric_template.storage import VersionLock
+from fabric_template.locks import VersionLock
 lock = VersionLock({str(tmp_path)!r}).acquire()
 if (child := os.fork()) == 0:
     time.sleep(30)
@@ -777,7 +775,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_lock_without_permission_or_without_locks(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     assert f"could not lock '{tmp_path}/file'" in message(VersionLock(tmp_path / "file").acquire)
-    monkeypatch.setattr(storage, "fcntl", None)
+    monkeypatch.setattr(locks, "fcntl", None)
     with VersionLock(tmp_path), VersionLock(tmp_path):
         save(STATE, tmp_path / "a.ckpt")
 
@@ -785,9 +783,12 @@ def test_lock_without_permission_or_without_locks(tmp_path, monkeypatch):
 def test_examples_in_the_docstrings(tmp_path, monkeypatch):
     import doctest
 
+    from fabric_template import reading
+
     monkeypatch.chdir(tmp_path)
-    assert doctest.testmod(storage).failed == 0
-    assert doctest.testmod(storage).attempted > 12
+    results = [doctest.testmod(module) for module in (storage, locks, reading)]
+    assert sum(result.failed for result in results) == 0
+    assert sum(result.attempted for result in results) > 12
 
 
 def test_reads_while_another_process_replaces(tmp_path):

@@ -1,0 +1,96 @@
+"""Locks: one version directory has one writer; the kernel drops the lock with the process."""
+
+import contextlib
+import os
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+from .reading import CheckpointError, cause_of
+
+try:
+    import fcntl
+except ImportError:  # Windows: no locks, everything else works
+    fcntl = None
+
+
+class VersionLock:
+    """One version directory has one writer. The kernel drops the lock with the process, so no crash leaves it behind.
+
+    Example:
+        >>> lock = VersionLock("demo/version_0").acquire()
+        >>> lock.release()  # or: with VersionLock(...):
+    """
+
+    _held: "weakref.WeakSet[VersionLock]" = weakref.WeakSet()
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._fd: int | None = None
+
+    def acquire(self) -> "VersionLock":
+        """Take the lock or raise `CheckpointError`; taking it again is no error."""
+        if self._fd is not None or fcntl is None:
+            return self
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"could not lock '{self.folder}': {cause_of(error)}. Use another folder.") from error
+        if try_lock(fd) is False:
+            holder = re.match(rb"\d+", os.read(fd, 20))
+            os.close(fd)
+            who = f" (process {holder[0].decode()})" if holder else ""
+            raise CheckpointError(
+                f"'{self.folder}' is being written by another run{who}: give this one another name=... or version=..., "
+                "or stop the other."
+            )
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)  # for the message above only
+        self._fd = fd
+        VersionLock._held.add(self)
+        return self
+
+    def release(self) -> None:
+        """Give the lock back; the `.lock` file stays, since removing it would race with the next holder."""
+        fd, self._fd = self._fd, None
+        VersionLock._held.discard(self)
+        if fd is not None:
+            os.close(fd)
+
+    def __enter__(self) -> "VersionLock":
+        return self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "_fd": None}  # a copy or an unpickled one holds nothing
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            self.release()
+
+
+def _forget_locks() -> None:
+    """Close inherited locks in a forked child: a data loader's worker that outlives its parent must not hold them."""
+    for lock in list(VersionLock._held):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
+def try_lock(fd: int) -> bool | None:
+    """Return True: ours now. False: another holds it. None: this machine or file system has no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

@@ -1,0 +1,341 @@
+"""Reading: checkpoint files opened without trusting them; a damaged one is refused before anything is built from it.
+
+A leaf: torch and the standard library, so that it can be copied alone.
+"""
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import pickle
+import pickletools
+import re
+import stat
+import struct
+import warnings
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+
+
+_CAUSES = {  # the rest is told in the system's own words
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EACCES: "no permission to write there",
+    errno.EROFS: "the file system is read-only",
+    errno.EIO: "the disk reports an input/output error",
+}
+
+
+# What `save_hyperparameters()` commonly puts into Trainer's files beyond plain values. Building these runs no code of
+# the file's choice: a path holds text, a Namespace attributes. All else (omegaconf, numpy, ...) needs `trusted=True`.
+_PLAIN_CLASSES = [(argparse.Namespace, "argparse.Namespace")] + [
+    (type(Path()), f"pathlib{module}.{flavour}Path") for module in ("", "._local") for flavour in ("Posix", "Windows")
+]
+
+
+# torch calls these even with weights_only=True, and each allocates as many bytes as the file likes to say.
+_ALLOCATORS = re.compile(r"(builtins|__builtin__) bytearray|torch(\.\w+)* \w*Tensor")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint file that cannot be written, read or used; the message is one line that says what to do.
+
+    Example:
+        >>> try:
+        ...     verify_checkpoint("s3://bucket/last.ckpt")
+        ... except CheckpointError as error:
+        ...     print(error)
+        's3://bucket/last.ckpt' is a URL; only local files are opened here: download it first and give the path.
+    """
+
+
+def verify_checkpoint(path: str | Path) -> None:
+    """Read a file from end to end and raise `CheckpointError` unless it is a whole checkpoint.
+
+    A torch file carries a CRC for each part, so that any flipped bit is found. A safetensors file has none: there only
+    the header and the sizes are checked.
+
+    Example:
+        >>> torch.save({"epoch": 3}, "demo.ckpt")
+        >>> verify_checkpoint("demo.ckpt")
+    """
+    path = local_path(path)
+    with _opened(path) as file:
+        _verify(file, path)
+
+
+def read_checkpoint(path: str | Path, *, trusted: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
+    """Verify a file, then load it; nothing that the file names is imported or called.
+
+    Args:
+        path: A torch zip file with a dict in it (ours, Fabric's, Trainer's), or a `.safetensors` file, which comes back
+            as `{"state_dict": ...}`.
+        trusted: Also load pickles that need arbitrary classes. Such a file can run any program: only where you know
+            who wrote it.
+        map_location: As in `torch.load`.
+
+    Example:
+        >>> torch.save({"epoch": 3}, "demo.ckpt")
+        >>> read_checkpoint("demo.ckpt")
+        {'epoch': 3}
+    """
+    path = local_path(path)
+    # Opened once: what was verified is what is loaded, also while another process renames a new file over the name.
+    with _opened(path) as file:
+        legacy = path.suffix != ".safetensors" and _is_pickle(file)
+        if not (legacy and trusted):
+            _verify(file, path)
+        if path.suffix == ".safetensors":
+            return {"state_dict": _load_safetensors(path, map_location)}
+        reason = _legacy_reason(file) if legacy else None
+        try:
+            if reason is None:
+                checkpoint, reason = _load_plain(file, map_location)
+            if reason is not None and not trusted:
+                raise CheckpointError(_needs_trust(path, reason))
+            if reason is not None:
+                warnings.warn(f"'{path}' {reason}; loaded all the same, because of trusted=True.", stacklevel=2)
+                file.seek(0)
+                checkpoint = torch.load(file, map_location=map_location, weights_only=False)
+        except CheckpointError:
+            raise
+        except Exception as error:  # bytes that are no pickle make unpicklers raise anything
+            raise CheckpointError(f"'{path}' could not be read: {cause_of(error)}. Use another file.") from error
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(
+            f"'{path}' holds a {type(checkpoint).__name__}, not a dict: save {{'state_dict': model.state_dict()}}."
+        )
+    return checkpoint
+
+
+def find_weights(checkpoint: dict[str, Any], expected: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the state dict inside a checkpoint, without the prefixes of the wrappers it was saved from.
+
+    Understands Lightning's layout (`state_dict`), what `fabric.save({"model": ...})` writes, and a bare state dict. The
+    prefixes of DDP (`module.`) and Fabric (`_forward_module.`) go where all keys have them, `torch.compile`'s
+    (`_orig_mod.`) goes everywhere.
+
+    Args:
+        checkpoint: What `read_checkpoint` returned.
+        expected: The model's own keys. They are left alone, should the model itself have a child called `module`.
+
+    Example:
+        >>> find_weights({"model": {"module.weight": torch.ones(1)}})
+        {'weight': tensor([1.])}
+    """
+    for key in ("state_dict", "model", "model_state_dict"):
+        weights = checkpoint.get(key)
+        if isinstance(weights, dict) and all(isinstance(name, str) for name in weights):
+            break
+    else:
+        weights = checkpoint
+        if not weights or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in weights.items()):
+            keys = ", ".join(str(key)[:40] for key in list(checkpoint)[:8]) or "nothing"
+            raise CheckpointError(
+                f"no weights found: the checkpoint's keys are {keys}. Expected a dict of tensors under 'state_dict' or "
+                "'model', or nothing but tensors: save {'state_dict': model.state_dict()}."
+            )
+    expected = set(expected)
+    plain = {k if k in expected else k.replace("_orig_mod.", ""): v for k, v in weights.items()}
+    weights = plain if len(plain) == len(weights) else dict(weights)  # two keys that would become one stay apart
+    while weights and not (expected and expected.issuperset(weights)):
+        prefix = next((p for p in ("module.", "_forward_module.") if all(k.startswith(p) for k in weights)), None)
+        if prefix is None:
+            break
+        weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    return weights
+
+
+def explain_mismatch(expected: dict[str, Any], found: dict[str, Any], limit: int = 3) -> str | None:
+    """Say in one line how two state dicts differ in keys and shapes; None if they do not.
+
+    Example:
+        >>> explain_mismatch({"a": torch.ones(2), "b": torch.ones(1)}, {"a": torch.ones(3)})
+        "2 differences: missing 'b'; 'a' has shape (3,) in the file, (2,) in the model"
+    """
+    differences = [f"missing '{key}'" for key in expected if key not in found]
+    differences += [f"unexpected '{key}'" for key in found if key not in expected]
+    for key in expected:
+        ours, theirs = (getattr(side.get(key), "shape", None) for side in (expected, found))
+        if ours is not None and theirs is not None and ours != theirs:
+            differences.append(f"'{key}' has shape {tuple(theirs)} in the file, {tuple(ours)} in the model")
+    if not differences:
+        return None
+    count, more = len(differences), len(differences) - limit
+    end = f"; and {more} more" if more > 0 else ""
+    return f"{count} difference{'s' * (count > 1)}: {'; '.join(differences[:limit])}{end}"
+
+
+def cause_of(error: BaseException) -> str:
+    """One line for an error: the usual disk errors in words, the rest by its own first line."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return _CAUSES.get(error.errno) or str(error.strerror)
+    first = re.split(r"\n|\. ", str(error).strip())[0][:200]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def local_path(path: str | Path) -> Path:
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):  # two letters or more: "C:/" is a drive
+        raise CheckpointError(
+            f"'{path}' is a URL; only local files are opened here: download it first and give the path."
+        )
+    return Path(path)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be opened: {cause_of(error)}"
+        raise CheckpointError(f"'{path}' {what}; {_nearby(path.parent)}.") from error
+    if stat.S_ISDIR(mode):
+        raise CheckpointError(f"'{path}' is a folder, not a file; {_nearby(path)}.")
+    if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
+        raise CheckpointError(f"'{path}' is not a regular file: give the path of a checkpoint file.")
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise CheckpointError(f"'{path}' cannot be opened: {cause_of(error)}. Check its permissions.") from error
+    with file:
+        yield file
+
+
+def _nearby(folder: Path) -> str:
+    try:
+        names = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES)
+    except OSError:
+        return f"there is no folder '{folder}' either: check the path"
+    if not names:
+        return f"there are no checkpoints in '{folder}': check the path"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"in '{folder}' there are: {', '.join(names[:5])}{more}"
+
+
+def _verify(file: IO[bytes], path: Path) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if size == 0:
+        raise CheckpointError(f"'{path}' is empty: use another file.")
+    if path.suffix == ".safetensors":
+        damage = _safetensors_damage(file, size)
+    elif _is_pickle(file):
+        raise CheckpointError(_needs_trust(path, _legacy_reason(file)))
+    else:
+        damage = _zip_damage(file, size)
+    file.seek(0)
+    if damage:
+        raise CheckpointError(f"'{path}' is damaged or no checkpoint: {damage}. Use another file, or save it again.")
+
+
+def _zip_damage(file: IO[bytes], size: int) -> str | None:
+    file.seek(0)
+    start = file.read(4)
+    if start != b"PK\x03\x04":
+        return f"it starts with {start!r}, a torch file with b'PK\\x03\\x04'"
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            # All from the directory alone, before any part is read: torch stores, and never compresses.
+            if any(m.compress_type != zipfile.ZIP_STORED or m.compress_size != m.file_size for m in members):
+                return "it has compressed parts, which torch.save never writes (torch.jit.save does)"
+            if sum(m.file_size for m in members) > size:
+                return f"its parts claim to be larger than the file's {size} bytes"
+            names = [m.filename for m in members]
+            # Twice a name, a prefix, a "folder" with content: zipfile and torch's own reader would see different bytes.
+            odd = len(set(names)) < len(names) or archive.comment or any(m.external_attr & 0x10 for m in members)
+            if odd or not members or min(m.header_offset for m in members) != 0:
+                return "its directory is not one that torch.save writes"
+            if not any(name.endswith("/data.pkl") or name == "data.pkl" for name in names):
+                return "it is a zip file without a data.pkl"
+            if bad := archive.testzip():  # reads everything, 1 MiB at a time
+                return f"the checksum of its part '{bad}' is wrong"
+        file.seek(0)
+        with contextlib.suppress(pickle.UnpicklingError):  # torch's own reader looks at fields that zipfile ignores
+            torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        return None
+    except Exception as error:  # a damaged directory makes zipfile raise anything
+        return f"it is cut off or altered ({cause_of(error)})"
+
+
+def _safetensors_damage(file: IO[bytes], size: int) -> str | None:
+    file.seek(0)
+    (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+    if not 2 <= length <= size - 8:
+        return f"its header claims {length} bytes, the file has {size}"
+    try:
+        header = json.loads(file.read(length))
+        end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+    except Exception as error:
+        return f"its header cannot be read ({cause_of(error)})"
+    return None if 8 + length + end == size else f"its tensors need {8 + length + end} bytes, the file has {size}"
+
+
+def _load_safetensors(path: Path, map_location: Any) -> dict[str, torch.Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise CheckpointError(f"'{path}' needs the safetensors package: pip install safetensors.") from error
+    device = str(map_location) if isinstance(map_location, str | torch.device) else "cpu"
+    try:
+        return load_file(path, device=device)
+    except Exception as error:
+        raise CheckpointError(f"'{path}' could not be read: {cause_of(error)}. Use another file.") from error
+
+
+def _is_pickle(file: IO[bytes]) -> bool:
+    file.seek(0)
+    start = file.read(2)
+    file.seek(0)
+    return len(start) == 2 and start[0] == 0x80 and start[1] <= pickle.HIGHEST_PROTOCOL
+
+
+def _legacy_reason(file: IO[bytes]) -> str:
+    """Why an old pickle is not loaded, with the first names that it would import (read, not run)."""
+    names: list[str] = []
+    file.seek(0)
+    with contextlib.suppress(Exception):
+        for _ in range(4):  # old torch files are a few pickles in a row: magic number, version, system, the object
+            texts: list[str] = []
+            for op, arg, _ in pickletools.genops(file):
+                if "UNICODE" in op.name:
+                    texts.append(arg)
+                elif op.name in ("GLOBAL", "INST"):
+                    names.append(arg.replace(" ", "."))
+                elif op.name == "STACK_GLOBAL":
+                    names.append(".".join(texts[-2:]))
+    file.seek(0)
+    wants = f" that imports {', '.join(dict.fromkeys(names[:3]))}" if names else ""
+    return f"is an old-style pickle{wants}, which can run any program"
+
+
+def _needs_trust(path: Path, reason: str) -> str:
+    return f"'{path}' {reason}; refused. If you know who wrote it, give trusted=True, and save it again from there."
+
+
+def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
+    """Return the content, or the reason why it takes more than plain values to load it."""
+    with zipfile.ZipFile(file) as archive:
+        data = archive.read(next(n for n in archive.namelist() if n.endswith("/data.pkl") or n == "data.pkl"))
+    for op, arg, _ in pickletools.genops(data):
+        if op.name == "GLOBAL" and _ALLOCATORS.fullmatch(arg):
+            return None, f"wants to call {arg.replace(' ', '.')}, which can take any amount of memory"
+    del data
+    file.seek(0)
+    # The context would also take away, at its end, what the user had allowed before.
+    mine = [entry for entry in _PLAIN_CLASSES if entry not in torch.serialization.get_safe_globals()]
+    try:
+        with torch.serialization.safe_globals(mine), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch warns of here (a newer pickle protocol) ends as our complaint
+            return torch.load(file, map_location=map_location, weights_only=True), None
+    except pickle.UnpicklingError as error:
+        name = re.search(r"GLOBAL (\S+) ", str(error))
+        last = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()
+        what = f"the class or function {name[1]}" if name else f"more than plain values ({last[0] if last else error})"
+        return None, f"wants {what}, which can run any program"
