@@ -99,9 +99,8 @@ def state_of(run: Run, weights_only: bool = False) -> dict[str, Any]:
             if hasattr(owner, "_hparams_name"):
                 state[getattr(owner, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name")] = owner._hparams_name
             state[getattr(owner, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")] = dict(hparams)
-    if run.datamodule is not None and callable(getattr(run.datamodule, "state_dict", None)):
-        if part := run.datamodule.state_dict():
-            state[type(run.datamodule).__qualname__] = part
+    if callable(state_of_data := getattr(run.datamodule, "state_dict", None)) and (part := state_of_data()):
+        state[type(run.datamodule).__qualname__] = part
     if not weights_only:
         state[OURS] = _our_state(run)
         run.hooks.call_callbacks("on_save_checkpoint", state)

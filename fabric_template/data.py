@@ -335,10 +335,10 @@ def make_transfer(fabric: Fabric, convert: Callable | None, hooks: list[Callable
 def _ready(loader: Any, fabric: Fabric, training: bool, overfit: bool) -> Any:
     """The loader with its samples shared among the ranks; unshuffled when overfitting."""
     if isinstance(loader, DataLoader):
-        if overfit and not isinstance(loader.dataset, IterableDataset):
-            if not isinstance(loader.sampler, SequentialSampler):
-                loader = _update_dataloader(loader, SequentialSampler(loader.dataset))
-        if fabric.world_size > 1 and not isinstance(loader.dataset, IterableDataset):
+        can_sample = not isinstance(loader.dataset, IterableDataset)
+        if overfit and can_sample and not isinstance(loader.sampler, SequentialSampler):
+            loader = _update_dataloader(loader, SequentialSampler(loader.dataset))
+        if fabric.world_size > 1 and can_sample:
             loader = _share(loader, fabric, shuffle=not overfit and (training or _is_shuffled(loader)))
     elif isinstance(loader, TensorLoader) and fabric.world_size > 1:
         loader.distribute(fabric.world_size, fabric.global_rank, shuffle=loader.shuffle and not overfit)

@@ -111,7 +111,8 @@ class FabricLoop(TrainerFace):
             resume: a checkpoint to go on from, exactly: a path, "last", "best", or "auto" (last if there is one).
             load: a checkpoint to take the weights from.
             optimizer: whatever configure_optimizers may return, for modules that have none.
-            training_step, validation_step: ``fn(model, batch)`` or ``fn(model, batch, batch_idx)``.
+            training_step: ``fn(model, batch)`` or ``fn(model, batch, batch_idx)``, returns the loss.
+            validation_step: the same; returns a loss, a pair (loss, acc) or a dict.
 
         Returns:
             The history, a pandas DataFrame with the rows of metrics.csv: one per epoch.

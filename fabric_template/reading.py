@@ -182,6 +182,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def local_path(path: str | Path) -> Path:
+    """The path as it is; a URL is refused."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):  # two letters or more: "C:/" is a drive
         raise CheckpointError(
             f"'{path}' is a URL; only local files are opened here: download it first and give the path."

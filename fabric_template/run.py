@@ -393,8 +393,7 @@ class Run:
 
     def learning_rates(self) -> list[float]:
         """The first learning rate of each optimizer."""
-        rates = [float(group["lr"]) for o in self.optimizers for group in o.param_groups[:1] if "lr" in group]
-        return rates
+        return [float(group["lr"]) for o in self.optimizers for group in o.param_groups[:1] if "lr" in group]
 
     # ---- odds and ends
 
