@@ -81,7 +81,7 @@ def evaluate(
             store()
             metrics.val.dataloader_idx = None
             if not sanity:
-                run.history.end_validation()
+                run.history.end_validation(run.all_reduce)
                 if not run.is_lightning:  # a plain module's returned values are its metrics
                     metrics.callback.update({name: torch.tensor(v) for name, v in run.history.returned.items()})
             hooks.call(f"on_{word}_epoch_end")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,9 +49,14 @@ class Returned:
         if step % LOOK_EVERY == LOOK_EVERY - 1:
             self._look(step)
 
-    def means(self) -> dict[str, float]:
-        """The mean of each name so far. CPU-GPU sync point."""
-        return {name: (total / self._weights[name]).item() for name, total in self._sums.items()}
+    def means(self, all_reduce: Callable[..., Tensor] | None = None) -> dict[str, float]:
+        """The mean of each name so far, over all ranks when told how to add them. CPU-GPU sync point."""
+        found = {}
+        for name, total in self._sums.items():
+            pair = torch.stack([total, torch.tensor(self._weights[name], dtype=total.dtype, device=total.device)])
+            total, weight = pair if all_reduce is None else all_reduce(pair, reduce_op="sum")
+            found[name] = (total / weight).item()
+        return found
 
     def bad_step(self, step: int) -> int | None:
         """The step by which the training loss was no number any more, None if it still is. CPU-GPU sync point."""
@@ -120,15 +125,15 @@ class History:
         self.returned: dict[str, float] = {}  # the last epoch's means of what the steps returned
         self._warned = False
 
-    def end_train(self, step: int) -> None:
+    def end_train(self, step: int, all_reduce: Callable[..., Tensor] | None = None) -> None:
         """The training epoch is over, after so many batches of the fit: read its means."""
-        self.returned.update(self.train.means())
+        self.returned.update(self.train.means(all_reduce))
         self.warn_of_nan(step)
         self.train.reset()
 
-    def end_validation(self) -> None:
+    def end_validation(self, all_reduce: Callable[..., Tensor] | None = None) -> None:
         """A validation is over: read its means."""
-        self.returned.update(self.val.means())
+        self.returned.update(self.val.means(all_reduce))
         self.val.reset()
 
     def warn_of_nan(self, step: int) -> None:

@@ -245,7 +245,7 @@ class FabricLoop(TrainerFace):
     def _end_epoch(self, run: Run) -> None:
         """Hooks, metrics, schedulers that follow them, the row, the checkpoint."""
         run.metrics.batches_end()
-        run.history.end_train(run.total_batches - 1)
+        run.history.end_train(run.total_batches - 1, run.all_reduce)
         run.hooks.call_epoch_end("on_train_epoch_end")
         run.metrics.merge()
         if run.is_last_of_epoch:

@@ -367,9 +367,9 @@ class Run:
 
     def note_returned(self, output: Any, loss: Tensor) -> None:
         """Keep what the training step returned, for the history and to notice a loss that is no number."""
-        logs = bool(self.metrics.active)  # then only the watch for a loss that is no number is left
-        values = {"train_loss": loss} if logs or isinstance(output, Tensor) else name_outputs(output, "train")
-        self.history.train.add(values, 1 if logs else self.size_of_batch(), self.total_batches - 1)
+        only_loss = isinstance(output, Tensor) or self.metrics.active  # a module that logs has named the rest itself
+        values = {"train_loss": loss} if only_loss else name_outputs(output, "train")
+        self.history.train.add(values, self.size_of_batch(), self.total_batches - 1)
 
     def note_evaluated(self, output: Any, prefix: str, batch_idx: int) -> None:
         """Keep what an evaluation step of a module that logs nothing returned."""
@@ -396,6 +396,11 @@ class Run:
         return [float(group["lr"]) for o in self.optimizers for group in o.param_groups[:1] if "lr" in group]
 
     # ---- odds and ends
+
+    @property
+    def all_reduce(self) -> Callable[..., Tensor] | None:
+        """How to reduce over the ranks; None for one process."""
+        return self.fabric.all_reduce if self.fabric.world_size > 1 else None
 
     def clear_gradients(self) -> None:
         """Free the gradients before a validation, the module's way or all."""

@@ -208,7 +208,8 @@ class TrainerFace:
             return self.default_root_dir
         logger = self.loggers[0]
         folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
-        return self.fabric.broadcast(folder) if self.fabric.world_size > 1 and self._run else folder
+        known = hasattr(logger, "claim")  # our own: the version was agreed on when the run began
+        return folder if known or self.fabric.world_size == 1 or not self._run else self.fabric.broadcast(folder)
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:

@@ -97,7 +97,8 @@ def val():
 
 
 def files(folder):
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 # ---- one run, and all that is left of it
@@ -414,3 +415,31 @@ def test_an_error_on_a_rank_reaches_the_caller():
 
     with pytest.raises(Exception, match="the step is broken"):
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Broken(), train())
+
+
+class LogsNothing(nn.Module):
+    """What it returns differs from rank to rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch[0]).sum() * 0 + batch[0].mean()
+
+    def validation_step(self, batch):
+        return batch[0].mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_returned_values_are_means_over_all_ranks(tmp_path):
+    """A module that logs nothing has no way to ask for it: its history is that of all samples, on every rank."""
+    data = DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=2)
+    loop = FabricLoop(
+        accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False, enable_model_summary=False,
+        enable_checkpointing=False, enable_progress_bar=False,
+    )  # fmt: skip
+    history = loop.fit(LogsNothing(), data, data)
+    assert history[["train_loss", "val_loss"]].to_numpy().tolist() == [[3.5, 3.5]]
