@@ -41,7 +41,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 PLAIN, PLAIN_METRICS = "plain", "plain, same metrics"
-OURS, OURS_ALL = "ours, bare", "ours, everything on"
+OURS, OURS_ALL = "ours, barebones", "ours, everything on"
 TRAINER, TRAINER_ALL = "Trainer, barebones", "Trainer, everything on"
 LOG_EVERY = 50  # steps between rows per step, Trainer's default
 
@@ -145,17 +145,7 @@ def ours_bare(problem: Problem, steps: int) -> nn.Module:
     from fabric_template import FabricLoop
 
     module = lightning_module(problem, log=False)
-    loop = FabricLoop(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    loop.fit(module, problem.loader(steps))
+    FabricLoop(accelerator="cpu", devices=1, max_epochs=1, barebones=True).fit(module, problem.loader(steps))
     return module.net
 
 

@@ -90,7 +90,7 @@ class LoopConfig:
     detect_anomaly: bool = False
     """torch.autograd.set_detect_anomaly: names the operation that made a NaN in backward. Slow."""
     barebones: bool = False
-    """Everything off that is not the loop itself: to measure its cost."""
+    """Everything off that is not the loop itself, the history of losses included: to measure its cost."""
     logger: Any = None
     """True or None: the CSV logger. False: none. Or a logger, or a list of them (Fabric's, Lightning's or your own)."""
     enable_checkpointing: bool | None = None

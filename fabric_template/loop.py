@@ -45,7 +45,8 @@ class FabricLoop(TrainerFace):
         >>> from fabric_template import FabricLoop, TensorLoader
         >>> net = torch.nn.Linear(2, 1)
         >>> data = TensorLoader(torch.ones(8, 2), torch.zeros(8, 1), batch_size=4)
-        >>> loop = FabricLoop(accelerator="cpu", max_epochs=2, barebones=True)
+        >>> words = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+        >>> loop = FabricLoop(accelerator="cpu", max_epochs=2, **words)
         >>> history = loop.fit(
         ...     net, data, optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
         ...     training_step=lambda net, batch: torch.nn.functional.mse_loss(net(batch[0]), batch[1]),
@@ -181,6 +182,7 @@ class FabricLoop(TrainerFace):
     def _train_epoch(self, run: Run, signals: Signals) -> None:
         """One epoch: every batch of a pass, then its end."""
         hooks, metrics, config = run.hooks, run.metrics, run.config
+        logs = metrics.enabled
         if run.restored is not None:
             restore_position(run)
         elif not run.between_epochs:
@@ -200,19 +202,22 @@ class FabricLoop(TrainerFace):
             batch_idx = run.batches_done
             run.batches_done += 1
             run.total_batches += 1
-            metrics.batch_starts(batch)
+            if logs:
+                metrics.batch_starts(batch)
             if hooks.call("on_train_batch_start", batch, batch_idx) == -1:  # the module skips the rest of the epoch
                 run.is_last_batch = True
                 self._step_schedulers(run)
                 break
-            accumulates = run.accumulates
+            last = run.is_last_of_epoch
+            accumulates = not last and run.batches_done % run.window != 0
             outputs = run.train_batch(batch, batch_idx, not accumulates)
             if run.schedulers and not accumulates:
                 self._step_schedulers(run)
             hooks.call("on_train_batch_end", outputs, batch, batch_idx)
-            metrics.batch_ends()
-            if metrics.train.any_on_step and not accumulates:
-                run.record.step()
+            if logs:
+                metrics.batch_ends()
+                if metrics.train.any_on_step and not accumulates:
+                    run.record.step()
             if run.bar.enabled:
                 run.bar.advance(run.batches_done)
             if run.deadline is not None and time.monotonic() >= run.deadline:
@@ -223,7 +228,7 @@ class FabricLoop(TrainerFace):
                 for scheduler in run.due_schedulers("step", plateau=True) if run.schedulers else ():
                     step_scheduler(run, scheduler)
                 run.batches_that_stepped += 1
-            if run.epoch_done():
+            if last or run.steps_done or (run.should_stop and run.may_stop):
                 break
             if not accumulates:
                 if signals.received is not None:

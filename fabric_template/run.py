@@ -289,10 +289,6 @@ class Run:
         min_epochs = config.min_epochs if config.min_epochs is not None else 1 if config.min_steps is not None else 0
         return self.epochs_done >= min_epochs and self.global_step >= (config.min_steps or 0)
 
-    def epoch_done(self) -> bool:
-        """Whether to leave the loop of batches."""
-        return self.steps_done or self.is_last_of_epoch or (self.should_stop and self.may_stop)
-
     @property
     def is_last_of_epoch(self) -> bool:
         """Whether the batch at hand is the epoch's last."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.precision import MixedPrecision
+from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 
@@ -149,6 +149,11 @@ class Steps:
     def wrapped(self) -> nn.Module | None:
         """The strategy's wrapper (DDP) around the net, None on a single device."""
         return self._wrapped
+
+    @property
+    def is_plain(self) -> bool:
+        """One device in float32: ``fabric.backward`` and the strategy's step come to ``loss.backward()`` and ``step()``."""
+        return type(self.fabric.strategy) is SingleDeviceStrategy and type(self.precision) is Precision
 
     def get(self, name: str) -> Callable | None:
         """The step of this name with precision, strategy and compilation around it; None if the owner has none."""

@@ -45,13 +45,9 @@ class AutomaticUpdate:
         self.own_backward = overrides(owner, "backward")
         self.own_clip = overrides(owner, "configure_gradient_clipping")
         self.wrapped_optimizers = run.loop_optimizers
-        strategy = fabric.strategy
-        # fabric.backward, or on a single device the part of it that is not about wrappers
-        self._backward = (
-            fabric.backward
-            if run.steps.wrapped is not None
-            else lambda loss, *a, **k: strategy.backward(loss, None, *a, **k)
-        )
+        self.is_plain = run.steps.is_plain
+        self.keeps = not config.barebones
+        self._backward = Tensor.backward if self.is_plain else fabric.backward
         self.lenient = run.is_lightning
         # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
         self.needs_closure = not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(
@@ -60,6 +56,7 @@ class AutomaticUpdate:
         self._batch: tuple = ()
         self._batch_idx = 0
         self._outputs: Any = {}
+        self._returns_dict = False
         if self.scaler is not None and isinstance(self.optimizer, LBFGS):
             raise TypeError(
                 "AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'"
@@ -87,6 +84,7 @@ class AutomaticUpdate:
         before, metrics.fx = metrics.fx, "training_step"
         output = self.step(*self._batch)
         metrics.fx = before
+        self._returns_dict = False
         loss = output if isinstance(output, Tensor) else self._loss_in(output)
         if loss is not None:
             loss = self._weighted(output, loss)
@@ -120,6 +118,7 @@ class AutomaticUpdate:
             return self._skip()
         loss = output
         if isinstance(output, Mapping):
+            self._returns_dict = True
             loss = output.get("loss")
             if loss is None:
                 raise ValueError(
@@ -142,14 +141,17 @@ class AutomaticUpdate:
                 f"training_step returned a loss without gradient at batch {self._batch_idx}: expected a tensor computed"
                 " from the model's parameters; is it detached, computed under torch.no_grad, or is everything frozen?"
             )
-        value = loss.detach()
-        self.run.note_returned(output, value)
-        if self.run.window > 1:
-            loss = loss / self.run.window
+        run, value = self.run, loss.detach()
+        if not self.keeps:
+            pass
+        elif output is loss:
+            run.history.train.add_loss(value, run.size_of_batch(), run.total_batches - 1)
+        else:
+            run.note_returned(output, value)
+        if run.window > 1:
+            loss = loss / run.window
             value = loss.detach()
-        self._outputs = (
-            {"loss": value} if output is loss or not isinstance(output, Mapping) else {**output, "loss": value}
-        )
+        self._outputs = {**output, "loss": value} if self._returns_dict else {"loss": value}
         return loss
 
     def _skip(self) -> None:
@@ -179,7 +181,10 @@ class AutomaticUpdate:
         else:
             self.closure()
             self.before_step(self.optimizer)
-            self.fabric.strategy.optimizer_step(self.optimizer)
+            if self.is_plain:
+                self.optimizer.step()
+            else:
+                self.fabric.strategy.optimizer_step(self.optimizer)
 
     def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
         """What ``optimizer.step(closure)`` does when a module calls it from its own ``optimizer_step``."""
