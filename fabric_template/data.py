@@ -112,8 +112,17 @@ class Pass:
         if length == INFINITE:
             self._look_ahead()
 
-    def __iter__(self) -> Pass:
-        return self
+    def __iter__(self) -> Iterator:
+        return self if self._length == INFINITE else self._counted()
+
+    def _counted(self) -> Iterator:
+        """The same as `__next__` again and again, as a generator, which costs a third of the calls."""
+        for batch in self._iterator if self._fetched < self._length else ():
+            self._fetched += 1
+            self.is_last = self._fetched >= self._length
+            yield batch
+            if self.is_last:
+                return
 
     def __next__(self) -> Any:
         if self._length == INFINITE:

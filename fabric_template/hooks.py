@@ -165,6 +165,12 @@ class Hooks:
         metrics.fx = before
         return result
 
+    def heard(self, name: str) -> bool:
+        """Whether anybody listens to this hook."""
+        if name not in self._listeners:
+            self._listen(name)
+        return name not in self._unheard
+
     def refresh(self) -> None:
         """Look again who listens: the callbacks have changed."""
         self._listeners.clear()

@@ -46,17 +46,17 @@ class AutomaticUpdate:
         self.own_clip = overrides(owner, "configure_gradient_clipping")
         self.wrapped_optimizers = run.loop_optimizers
         self.is_plain = run.steps.is_plain
-        self.keeps = not config.barebones
+        self.keeps = not config.barebones or run.hooks.heard("on_train_batch_end")
         self._backward = Tensor.backward if self.is_plain else fabric.backward
         self.lenient = run.is_lightning
         # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
         self.needs_closure = not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(
             self.optimizer, LBFGS
         )
+        self.needs_value = self.needs_closure or self.scaler is not None or self.own_step is not None
         self._batch: tuple = ()
         self._batch_idx = 0
         self._outputs: Any = {}
-        self._returns_dict = False
         if self.scaler is not None and isinstance(self.optimizer, LBFGS):
             raise TypeError(
                 "AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'"
@@ -84,10 +84,14 @@ class AutomaticUpdate:
         before, metrics.fx = metrics.fx, "training_step"
         output = self.step(*self._batch)
         metrics.fx = before
-        self._returns_dict = False
         loss = output if isinstance(output, Tensor) else self._loss_in(output)
         if loss is not None:
-            loss = self._weighted(output, loss)
+            if not loss.requires_grad:
+                self._refuse_detached()
+            if self.keeps:
+                self._keep(output, loss)
+            if self.run.window > 1:
+                loss = loss / self.run.window
         if self._batch_idx % self.run.window == 0:
             hooks.call("on_before_zero_grad", self.optimizer)
             if self.own_zero is None:
@@ -99,7 +103,7 @@ class AutomaticUpdate:
         if loss is None:
             return None
         self.backward(loss)
-        return self._outputs["loss"]
+        return loss.detach() if self.needs_value else None
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward with its hooks, scaled when there is a scaler."""
@@ -118,7 +122,6 @@ class AutomaticUpdate:
             return self._skip()
         loss = output
         if isinstance(output, Mapping):
-            self._returns_dict = True
             loss = output.get("loss")
             if loss is None:
                 raise ValueError(
@@ -134,25 +137,22 @@ class AutomaticUpdate:
             )
         return loss
 
-    def _weighted(self, output: Any, loss: Tensor) -> Tensor:
-        """The loss divided by the window; it and what was returned with it are kept for hooks and history."""
-        if not loss.requires_grad:
-            raise ValueError(
-                f"training_step returned a loss without gradient at batch {self._batch_idx}: expected a tensor computed"
-                " from the model's parameters; is it detached, computed under torch.no_grad, or is everything frozen?"
-            )
+    def _refuse_detached(self) -> None:
+        raise ValueError(
+            f"training_step returned a loss without gradient at batch {self._batch_idx}: expected a tensor computed"
+            " from the model's parameters; is it detached, computed under torch.no_grad, or is everything frozen?"
+        )
+
+    def _keep(self, output: Any, loss: Tensor) -> None:
+        """Keep the loss, and what was returned with it, for hooks and history; hooks get it divided by the window."""
         run, value = self.run, loss.detach()
-        if not self.keeps:
-            pass
-        elif output is loss:
+        if output is loss:
             run.history.train.add_loss(value, run.size_of_batch(), run.total_batches - 1)
         else:
             run.note_returned(output, value)
         if run.window > 1:
-            loss = loss / run.window
-            value = loss.detach()
-        self._outputs = {**output, "loss": value} if self._returns_dict else {"loss": value}
-        return loss
+            value = value / run.window
+        self._outputs = {**output, "loss": value} if isinstance(output, dict) else {"loss": value}
 
     def _skip(self) -> None:
         if not self.lenient:
