@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from .run import Run
 
 
+UPDATE_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
+
 class AutomaticUpdate:
     """One batch of automatic optimization: the step, backward, and the optimizer at the end of a window.
 
@@ -48,6 +51,8 @@ class AutomaticUpdate:
         self.is_plain = run.steps.is_plain
         self.keeps = not config.barebones or run.hooks.heard("on_train_batch_end")
         self._backward = Tensor.backward if self.is_plain else fabric.backward
+        self.logs_loss = False
+        self.heard = any(run.hooks.heard(name) for name in UPDATE_HOOKS)
         self.lenient = run.is_lightning
         # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
         self.needs_closure = not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(
@@ -80,7 +85,7 @@ class AutomaticUpdate:
 
     def closure(self) -> Tensor | None:
         """The step and backward; returns the loss as the optimizer wants it."""
-        metrics, hooks = self.metrics, self.hooks
+        run, metrics, hooks = self.run, self.metrics, self.hooks
         before, metrics.fx = metrics.fx, "training_step"
         output = self.step(*self._batch)
         metrics.fx = before
@@ -88,12 +93,15 @@ class AutomaticUpdate:
         if loss is not None:
             if not loss.requires_grad:
                 self._refuse_detached()
+            if self._batch_idx == 0:
+                self.logs_loss = run.metrics.train.has_epoch_value("train_loss")
             if self.keeps:
                 self._keep(output, loss)
-            if self.run.window > 1:
-                loss = loss / self.run.window
-        if self._batch_idx % self.run.window == 0:
-            hooks.call("on_before_zero_grad", self.optimizer)
+            if run.window > 1:
+                loss = loss / run.window
+        if self._batch_idx % run.window == 0:
+            if self.heard:
+                hooks.call("on_before_zero_grad", self.optimizer)
             if self.own_zero is None:
                 self.optimizer.zero_grad()
             else:
@@ -102,7 +110,10 @@ class AutomaticUpdate:
                 )
         if loss is None:
             return None
-        self.backward(loss)
+        if self.heard or self.own_backward is not None:
+            self.backward(loss)
+        else:
+            self._backward(loss)
         return loss.detach() if self.needs_value else None
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -146,7 +157,9 @@ class AutomaticUpdate:
     def _keep(self, output: Any, loss: Tensor) -> None:
         """Keep the loss, and what was returned with it, for hooks and history; hooks get it divided by the window."""
         run, value = self.run, loss.detach()
-        if output is loss:
+        if self.logs_loss:  # the module keeps its own sum of it
+            pass
+        elif output is loss:
             run.history.train.add_loss(value, run.size_of_batch(), run.total_batches - 1)
         else:
             run.note_returned(output, value)
@@ -180,7 +193,8 @@ class AutomaticUpdate:
             self.fabric.strategy.optimizer_step(self.optimizer, closure=self._closure_and_clip)
         else:
             self.closure()
-            self.before_step(self.optimizer)
+            if self.heard or self.clip_val or self.own_clip is not None:
+                self.before_step(self.optimizer)
             if self.is_plain:
                 self.optimizer.step()
             else:

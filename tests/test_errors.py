@@ -169,6 +169,27 @@ def test_loss(tmp_path, step, kind, words):
     assert [path for path in tree(tmp_path) if path.endswith((".ckpt", ".csv"))] == []
 
 
+@pytest.mark.parametrize("log_every", [2, 50])
+def test_nan_loss_of_a_module_that_logs_it(tmp_path, log_every):
+    """Its own sum is looked at where it is read: at the values per step, and at the end of the epoch."""
+
+    class Logs(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            loss = loss * float("nan") if batch_idx >= 3 else loss
+            self.log("train_loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tmp_path, Logs, lambda: make_loader(24), max_epochs=2, log_every_n_steps=log_every)
+    told = [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
+    since = {2: "2 to 3", 50: "0 to 5"}[log_every]
+    assert [text.split(" of this fit")[0] for text in told] == [
+        f"The training loss is not finite (NaN or inf) since batch {since}"
+    ]
+
+
 def test_nan_loss_warns_once(tmp_path):
     """The run goes on, and says since which batch and how to find the operation."""
 
