@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 
 from .config import parse_config, parse_duration
-from .data import TensorLoader
 from .evaluate import evaluate, predict, print_results
 from .lightning import StrategyFace
 from .outcome import Outcome, unshare
+from .parts import Parts
 from .place import checkpoint_in, choose_place, make_loggers, with_safe_files
 from .prepare import prepare
 from .profiling import make_profiler
@@ -29,7 +29,7 @@ from .trainer import TrainerFace
 from .update import step_scheduler
 
 
-class FabricLoop(TrainerFace):
+class FabricLoop(Parts, TrainerFace):
     """A training loop on Lightning Fabric with Trainer's words and Trainer's numbers.
 
     Args:
@@ -373,57 +373,3 @@ class FabricLoop(TrainerFace):
     def checkpoint_path(self, word: str) -> Path | None:
         """This loop's own "last" or "best" checkpoint, if it has saved one."""
         return checkpoint_in(self._run, word)
-
-    # ---- rung 1: the parts, for a loop of your own
-
-    def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
-        """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.
-
-        Example:
-            >>> loop = FabricLoop(accelerator="cpu")
-            >>> net = torch.nn.Linear(2, 1)
-            >>> net, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        """
-        self._launch_parts()
-        parts = list(self.fabric.setup(model, optimizer)) if optimizer is not None else [self.fabric.setup(model)]
-        for loader in loaders:
-            if isinstance(loader, torch.utils.data.DataLoader):
-                loader = self.fabric.setup_dataloaders(loader)
-            elif isinstance(loader, TensorLoader):
-                loader = loader.to(self.fabric.device)
-                if self.fabric.world_size > 1:
-                    loader.distribute(self.fabric.world_size, self.fabric.global_rank, shuffle=loader.shuffle)
-            parts.append(loader)
-        return parts[0] if len(parts) == 1 else tuple(parts)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """``fabric.backward``: in the loop's precision."""
-        self.fabric.backward(loss)
-
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Give values to the loggers; with an "epoch" among them they are a row of metrics.csv."""
-        scalars = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
-        for logger in self.loggers:
-            if "epoch" in scalars and hasattr(logger, "log_epoch"):
-                place = {"epoch": scalars["epoch"], **({} if step is None else {"step": step})}
-                logger.log_epoch({**place, **scalars})
-            else:
-                logger.log_metrics(scalars, step)
-
-    def save(self, path: str | Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint of modules, optimizers and values, whole or not at all."""
-        self._launch_parts()
-        self.fabric.save(path, state)
-
-    def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Put a checkpoint's content back into the same modules and optimizers; returns what else it holds."""
-        self._launch_parts()
-        return self.fabric.load(path, state)
-
-    def _launch_parts(self) -> None:
-        if (
-            self.fabric.world_size > 1
-            and not torch.distributed.is_initialized()
-            and os.environ.get("LT_CLI_USED") != "1"
-        ):
-            self.fabric.launch()

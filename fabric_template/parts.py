@@ -1,0 +1,75 @@
+"""Parts: rung 1 of the ladder, what a loop of your own takes from ours: setup, backward, the logger, save and load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+
+from .data import TensorLoader
+
+
+class Parts:
+    """What FabricLoop offers by itself, without `fit`.
+
+    Example:
+        >>> from fabric_template import FabricLoop
+        >>> loop = FabricLoop(accelerator="cpu")
+        >>> net = torch.nn.Linear(2, 1)
+        >>> net, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        >>> loop.backward(net(torch.ones(1, 2)).sum())
+        >>> optimizer.step()
+    """
+
+    fabric: Fabric
+    loggers: list[Any]
+
+    def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
+        """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does."""
+        self._launch_parts()
+        parts = list(self.fabric.setup(model, optimizer)) if optimizer is not None else [self.fabric.setup(model)]
+        for loader in loaders:
+            if isinstance(loader, torch.utils.data.DataLoader):
+                loader = self.fabric.setup_dataloaders(loader)
+            elif isinstance(loader, TensorLoader):
+                loader = loader.to(self.fabric.device)
+                if self.fabric.world_size > 1:
+                    loader.distribute(self.fabric.world_size, self.fabric.global_rank, shuffle=loader.shuffle)
+            parts.append(loader)
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """``fabric.backward``: in the loop's precision."""
+        self.fabric.backward(loss)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Give values to the loggers; with an "epoch" among them they are a row of metrics.csv."""
+        scalars = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+        for logger in self.loggers:
+            if "epoch" in scalars and hasattr(logger, "log_epoch"):
+                place = {"epoch": scalars["epoch"], **({} if step is None else {"step": step})}
+                logger.log_epoch({**place, **scalars})
+            else:
+                logger.log_metrics(scalars, step)
+
+    def save(self, path: str | Path, state: dict[str, Any]) -> None:
+        """Write a checkpoint of modules, optimizers and values, whole or not at all."""
+        self._launch_parts()
+        self.fabric.save(path, state)
+
+    def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
+        """Put a checkpoint's content back into the same modules and optimizers; returns what else it holds."""
+        self._launch_parts()
+        return self.fabric.load(path, state)
+
+    def _launch_parts(self) -> None:
+        if (
+            self.fabric.world_size > 1
+            and not torch.distributed.is_initialized()
+            and os.environ.get("LT_CLI_USED") != "1"
+        ):
+            self.fabric.launch()
