@@ -142,10 +142,6 @@ class Collection(dict):
         """The entries logged since the last reset, for the loader at hand."""
         return (e for e in self.values() if e.live and e.meta.dataloader_idx == self.dataloader_idx)
 
-    def has_epoch_value(self, name: str) -> bool:
-        """Whether this name's mean over the epoch is logged."""
-        return any(meta.name == name and meta.on_epoch for meta in (entry.meta for entry in self.values()))
-
     def size_of_batch(self) -> int:
         """The batch size found in the batch at hand, looked for once."""
         if self.batch_size is None:

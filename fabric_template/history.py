@@ -145,19 +145,11 @@ class History:
         self.returned.update(self.val.means(all_reduce))
         self.val.reset()
 
-    def warn_of_nan(self, step: int, first: int | None = None) -> None:
-        """Say once that the training loss is no number any more, and since when.
-
-        Args:
-            step: the batch at hand.
-            first: where a logged loss is known to be none, the first batch that may be the cause.
-        """
-        if self._warned:
-            return
-        found = self.train.bad_step(step) if first is None else step
-        if found is not None:
+    def warn_of_nan(self, step: int) -> None:
+        """Say once that the training loss is no number any more, and since when."""
+        if not self._warned and (found := self.train.bad_step(step)) is not None:
             self._warned = True
-            first = found - found % LOOK_EVERY if first is None else first
+            first = found - found % LOOK_EVERY
             since = f"{first} to {found}" if first != found else str(found)
             warnings.warn(
                 f"The training loss is not finite (NaN or inf) since batch {since} of this fit; training goes on. To find"

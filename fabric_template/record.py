@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -49,9 +48,8 @@ class Record:
         run = self.run
         due = self.every and (run.batches_that_stepped + 1) % self.every == 0
         if due or (run.should_stop and self.every):
-            values = run.metrics.step_log()
-            self.values(values, run.batches_that_stepped)
-            self._watch(values.get("train_loss_step"), since=self.every * run.window)
+            self.values(run.metrics.step_log(), run.batches_that_stepped)
+            run.history.warn_of_nan(run.total_batches - 1)
 
     def values(self, metrics: Mapping[str, Any], step: int, by_row: bool = True) -> None:
         """Values at one step, for all loggers."""
@@ -86,15 +84,8 @@ class Record:
         rates = self._rates or run.learning_rates()
         row = run.history.add(run.current_epoch, run.global_step, run.metrics.take_row(), rates, seconds)
         self._rates = []
-        self._watch(row.get("train_loss"), since=run.batches_done)
         for logger in self.by_row:
             logger.log_epoch(row)
-
-    def _watch(self, loss: Any, since: int) -> None:
-        """Warn of a logged training loss that is no number; the cause lies in the last so many batches."""
-        last = self.run.total_batches - 1
-        if loss is not None and not math.isfinite(loss):
-            self.run.history.warn_of_nan(last, first=max(0, last + 1 - since))
 
     def finalize(self, status: str) -> None:
         """Close the loggers."""

@@ -51,7 +51,6 @@ class AutomaticUpdate:
         self.is_plain = run.steps.is_plain
         self.keeps = not config.barebones or run.hooks.heard("on_train_batch_end")
         self._backward = Tensor.backward if self.is_plain else fabric.backward
-        self.logs_loss = False
         self.heard = any(run.hooks.heard(name) for name in UPDATE_HOOKS)
         self.lenient = run.is_lightning
         # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
@@ -93,8 +92,6 @@ class AutomaticUpdate:
         if loss is not None:
             if not loss.requires_grad:
                 self._refuse_detached()
-            if self._batch_idx == 0:
-                self.logs_loss = run.metrics.train.has_epoch_value("train_loss")
             if self.keeps:
                 self._keep(output, loss)
             if run.window > 1:
@@ -157,9 +154,7 @@ class AutomaticUpdate:
     def _keep(self, output: Any, loss: Tensor) -> None:
         """Keep the loss, and what was returned with it, for hooks and history; hooks get it divided by the window."""
         run, value = self.run, loss.detach()
-        if self.logs_loss:  # the module keeps its own sum of it
-            pass
-        elif output is loss:
+        if output is loss:
             run.history.train.add_loss(value, run.size_of_batch(), run.total_batches - 1)
         else:
             run.note_returned(output, value)

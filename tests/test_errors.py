@@ -171,7 +171,7 @@ def test_loss(tmp_path, step, kind, words):
 
 @pytest.mark.parametrize("log_every", [2, 50])
 def test_nan_loss_of_a_module_that_logs_it(tmp_path, log_every):
-    """Its own sum is looked at where it is read: at the values per step, and at the end of the epoch."""
+    """Looked for where values are read anyway: at those per step, and at the end of the epoch."""
 
     class Logs(Classifier):
         def training_step(self, batch, batch_idx):
@@ -184,7 +184,7 @@ def test_nan_loss_of_a_module_that_logs_it(tmp_path, log_every):
         warnings.simplefilter("always")
         fit(tmp_path, Logs, lambda: make_loader(24), max_epochs=2, log_every_n_steps=log_every)
     told = [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
-    since = {2: "2 to 3", 50: "0 to 5"}[log_every]
+    since = {2: "0 to 3", 50: "0 to 5"}[log_every]
     assert [text.split(" of this fit")[0] for text in told] == [
         f"The training loss is not finite (NaN or inf) since batch {since}"
     ]
