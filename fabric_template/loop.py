@@ -16,7 +16,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from .config import parse_config, parse_duration
 from .evaluate import evaluate, predict, print_results
 from .lightning import StrategyFace
-from .outcome import Outcome, unshare
+from .outcome import Outcome, leave_together, unshare
 from .parts import Parts
 from .place import checkpoint_in, choose_place, make_loggers, with_safe_files
 from .prepare import prepare
@@ -364,7 +364,9 @@ class FabricLoop(Parts, TrainerFace):
         outcome = Outcome.of(run, results, elsewhere)
         if not elsewhere:
             return outcome
-        return outcome.to_file() if fabric.local_rank == 0 else None
+        path = outcome.to_file() if fabric.local_rank == 0 else None
+        leave_together(fabric)
+        return path
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the last run: its parts belong to this process."""

@@ -14,6 +14,8 @@ from .evaluate import to_cpu
 from .hooks import overrides
 
 if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
     from .run import Run
 
 
@@ -107,3 +109,13 @@ def unshare(run: Run) -> None:
     for tensor in itertools.chain(run.net.parameters(), run.net.buffers()):
         if tensor.device.type == "cpu" and tensor.is_shared():
             tensor.data = tensor.data.clone()
+
+
+def leave_together(fabric: Fabric) -> None:
+    """End this process's part in the group while all ranks still live.
+
+    A rank that exits first can take the other down: gloo's threads abort a process that ends without them.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        fabric.barrier("leave")
+        torch.distributed.destroy_process_group()
