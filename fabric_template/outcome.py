@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import logging
+import multiprocessing
 import os
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -114,8 +118,18 @@ def unshare(run: Run) -> None:
 def leave_together(fabric: Fabric) -> None:
     """End this process's part in the group while all ranks still live.
 
-    A rank that exits first can take the other down: gloo's threads abort a process that ends without them.
+    What gloo's threads leave behind can abort an interpreter that is being taken down, long after the work is done, and
+    the caller would lose the run for it. A forked process ends without that; a spawned one is made to.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         fabric.barrier("leave")
         torch.distributed.destroy_process_group()
+    if isinstance(multiprocessing.current_process(), multiprocessing.get_context("spawn").Process):
+        atexit.register(_end_now)
+
+
+def _end_now() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
