@@ -18,7 +18,7 @@ from .evaluate import evaluate, predict, print_results
 from .lightning import StrategyFace
 from .outcome import Outcome, leave_together, unshare
 from .parts import Parts
-from .place import checkpoint_in, choose_place, make_loggers, with_safe_files
+from .place import choose_place, make_loggers, with_safe_files
 from .prepare import prepare
 from .profiling import make_profiler
 from .progress import is_interactive
@@ -373,5 +373,6 @@ class FabricLoop(Parts, TrainerFace):
         return {**vars(self), "_run": None}
 
     def checkpoint_path(self, word: str) -> Path | None:
-        """This loop's own "last" or "best" checkpoint, if it has saved one."""
-        return checkpoint_in(self._run, word)
+        """The "last" or "best" checkpoint that this loop, or a ModelCheckpoint among its callbacks, has saved."""
+        path = getattr(self.checkpoint_callback, f"{word}_model_path", "")
+        return Path(path) if path and Path(path).is_file() else None

@@ -100,12 +100,3 @@ def _claim(root: Path, name: str, csv: CSVLogger | None, keeps: bool, fabric: Fa
                 ) from error
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     return fabric.broadcast(number) if together else number
-
-
-def checkpoint_in(run: Run | None, word: str) -> Path | None:
-    """The "last" or "best" checkpoint that a run has saved."""
-    saver = run.saver if run is not None else None
-    if saver is None:
-        return None
-    path = saver.last_model_path if word == "last" else saver.best_model_path
-    return Path(path) if path and Path(path).is_file() else None

@@ -324,3 +324,12 @@ def test_hooks_and_callbacks_state(tmp_path):
     counter = Counter()
     _, module, _ = fit(tmp_path, Extra, max_epochs=3, callbacks=[counter], resume="last")
     assert (module.word, counter.epochs) == ("kept", 3)
+
+
+@pytest.mark.parametrize("word", ["best", "last"])
+def test_words_mean_the_files_of_a_model_checkpoint_too(tmp_path, word):
+    saving = pl.callbacks.ModelCheckpoint(tmp_path / "mine", monitor="val_loss", filename="{epoch}", save_last=True)
+    loop, module, _ = fit(tmp_path, Classifier, make_loader, val_loader, max_epochs=2, callbacks=[saving])
+    assert loop.checkpoint_path(word) == Path(getattr(saving, f"{word}_model_path"))
+    expected = loop.validate(module, val_loader(), load=getattr(saving, f"{word}_model_path"), verbose=False)
+    assert loop.validate(module, val_loader(), load=word, verbose=False) == expected
