@@ -182,7 +182,8 @@ class FabricLoop(Parts, TrainerFace):
     def _train_epoch(self, run: Run, signals: Signals) -> None:
         """One epoch: every batch of a pass, then its end."""
         hooks, metrics, config = run.hooks, run.metrics, run.config
-        logs = metrics.enabled
+        logs, limited = metrics.enabled, config.max_steps != -1
+        starts, ends = hooks.heard("on_train_batch_start"), hooks.heard("on_train_batch_end")
         if run.restored is not None:
             restore_position(run)
         elif not run.between_epochs:
@@ -204,16 +205,19 @@ class FabricLoop(Parts, TrainerFace):
             run.total_batches += 1
             if logs:
                 metrics.batch_starts(batch)
-            if hooks.call("on_train_batch_start", batch, batch_idx) == -1:  # the module skips the rest of the epoch
+            if (
+                starts and hooks.call("on_train_batch_start", batch, batch_idx) == -1
+            ):  # the module skips the rest of the epoch
                 run.is_last_batch = True
                 self._step_schedulers(run)
                 break
-            last = run.is_last_of_epoch
+            last = run.is_last_batch or run.batches_done == run.num_batches
             accumulates = not last and run.batches_done % run.window != 0
             outputs = run.train_batch(batch, batch_idx, not accumulates)
             if run.schedulers and not accumulates:
                 self._step_schedulers(run)
-            hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+            if ends:
+                hooks.call("on_train_batch_end", outputs, batch, batch_idx)
             if logs:
                 metrics.batch_ends()
                 if metrics.train.any_on_step and not accumulates:
@@ -228,7 +232,7 @@ class FabricLoop(Parts, TrainerFace):
                 for scheduler in run.due_schedulers("step", plateau=True) if run.schedulers else ():
                     step_scheduler(run, scheduler)
                 run.batches_that_stepped += 1
-            if last or run.steps_done or (run.should_stop and run.may_stop):
+            if last or (limited and run.steps_done) or (run.should_stop and run.may_stop):
                 break
             if not accumulates:
                 if signals.received is not None:
