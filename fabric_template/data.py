@@ -291,7 +291,11 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
 
 def length_of(loader: Any) -> int | float:
     """len(loader), or infinity where it has none."""
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) and not _has_len(loader.dataset):
+    if (
+        isinstance(loader, DataLoader)
+        and isinstance(loader.dataset, IterableDataset)
+        and not hasattr(loader.dataset, "__len__")
+    ):
         return INFINITE
     try:
         return len(loader)
@@ -400,7 +404,3 @@ def _check_iterable(loader: Any, stage: str) -> None:
             f"The {stage} loader is a {type(loader).__name__}, which cannot be iterated over: expected a DataLoader, a"
             " TensorLoader or any iterable of batches"
         )
-
-
-def _has_len(dataset: Any) -> bool:
-    return hasattr(dataset, "__len__")

@@ -90,11 +90,6 @@ def takes_batch_idx(step: Callable, least: int = 2) -> bool:
     return "batch_idx" in parameters or len(parameters) >= least or inspect.Parameter.VAR_POSITIONAL in kinds
 
 
-def takes_iterator(step: Callable | None) -> bool:
-    """Whether a step wants the iterator of batches itself (``training_step(self, dataloader_iter)``)."""
-    return step is not None and "dataloader_iter" in inspect.signature(step).parameters
-
-
 class StepModule(nn.Module):
     """What is handed to ``fabric.setup`` in the owner's place: its forward runs any step.
 

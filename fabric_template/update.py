@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -294,21 +295,15 @@ class LoopOptimizer:
             raise TypeError("When `optimizer.step(closure)` is called, the closure should be callable")
         return self._run.update.step_with(self.optimizer, closure, **arguments)
 
-    def toggle_model(self, sync_grad: bool = True) -> Any:
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
         """Only this optimizer's parameters require gradients inside; see LightningOptimizer.toggle_model."""
-        from contextlib import ExitStack, contextmanager
-
-        @contextmanager
-        def toggled() -> Any:
-            module, run = self._run.owner, self._run
-            with ExitStack() as stack:
-                if not sync_grad and run.steps.wrapped is not None:
-                    stack.enter_context(run.steps.no_sync())
-                module.toggle_optimizer(self)
-                yield
-                module.untoggle_optimizer(self)
-
-        return toggled()
+        module, run = self._run.owner, self._run
+        alone = not sync_grad and run.steps.wrapped is not None
+        with run.steps.no_sync() if alone else nullcontext():
+            module.toggle_optimizer(self)
+            yield
+            module.untoggle_optimizer(self)
 
     def state_dict(self) -> dict:
         """The optimizer's own."""
