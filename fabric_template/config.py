@@ -19,8 +19,8 @@ class LoopConfig:
     and its defaults; the last group is ours. Each field is documented under itself.
 
     Raises:
-        ValueError: one message that lists every field that is out of range.
-        TypeError: the same, when a value has the wrong type.
+        Misuse: one message that lists every field that is out of range.
+        MisuseOfType: the same, when a value has the wrong type.
 
     Example:
         >>> LoopConfig(max_epochs=3, accumulate_grad_batches=4).max_epochs
@@ -28,7 +28,7 @@ class LoopConfig:
         >>> LoopConfig(max_epochs=-7)
         Traceback (most recent call last):
         ...
-        ValueError: max_epochs=-7: expected None, -1 (no limit) or an int >= 0
+        fabric_template.errors.Misuse: max_epochs=-7: expected None, -1 (no limit) or an int >= 0
     """
 
     # How long
@@ -135,7 +135,9 @@ class LoopConfig:
         if not (wrong_type or wrong_value):
             wrong_value += self._contradictions()
         if wrong_type or wrong_value:
-            raise (TypeError if wrong_type else ValueError)("; ".join(wrong_type + wrong_value))
+            from .errors import Misuse, MisuseOfType  # Lightning takes seconds: only when there is something to say
+
+            raise (MisuseOfType if wrong_type else Misuse)("; ".join(wrong_type + wrong_value))
 
     def _contradictions(self) -> list[str]:
         """What no field can see alone."""

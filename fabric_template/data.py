@@ -262,12 +262,14 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
     """How many batches of a loader count under a limit.
 
     Raises:
-        ValueError: for a fraction of a loader without length, or of less than one batch.
+        Misuse: for a fraction of a loader without length, or of less than one batch.
 
     Example:
         >>> count_batches(range(10), 0.25, "val"), count_batches(range(10), 4, "val")
         (2, 4)
     """
+    from .errors import Misuse  # here, so that TensorLoader can be copied without it
+
     length = length_of(loader)
     if length == 0:
         return 0
@@ -276,13 +278,13 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
     if length == INFINITE:
         if limit == 1.0:
             return length
-        raise ValueError(
+        raise Misuse(
             f"limit_{stage}_batches={limit}: the {stage} loader ({type(loader).__name__}) has no length, so there is no"
             f" fraction of it; expected 1.0 or an int, write limit_{stage}_batches=100"
         )
     batches = int(length * limit)
     if batches == 0 and limit > 0:
-        raise ValueError(
+        raise Misuse(
             f"limit_{stage}_batches={limit}: {limit} * {length} batches < 1; expected at least {1 / length:.4g},"
             f" or an int: write limit_{stage}_batches=1"
         )
@@ -400,7 +402,9 @@ def _nested(item: Any) -> bool:
 
 def _check_iterable(loader: Any, stage: str) -> None:
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise TypeError(
+        from .errors import MisuseOfType
+
+        raise MisuseOfType(
             f"The {stage} loader is a {type(loader).__name__}, which cannot be iterated over: expected a DataLoader, a"
             " TensorLoader or any iterable of batches"
         )

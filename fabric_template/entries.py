@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import Misuse
+
 
 @dataclasses.dataclass
 class Meta:
@@ -115,7 +117,7 @@ class Entry:
         else:
             found = self.epoch_value() if self.meta.on_epoch else None
         if found is not None and self.metric is not None and not isinstance(found, Tensor):
-            raise ValueError(
+            raise Misuse(
                 f"self.log({self.meta.name!r}, metric): metric.compute() returned {type(found).__name__}, expected a "
                 "tensor; log a MetricCollection or the dict it returned with self.log_dict"
             )
@@ -169,7 +171,7 @@ def batch_size_of(batch: Any) -> int:
     sizes = _sizes(batch)
     size = next(sizes, None)
     if size is None:
-        raise ValueError(
+        raise Misuse(
             "We could not infer the batch_size from the batch. Either simplify its structure"
             " or provide the batch_size as `self.log(..., batch_size=batch_size)`."
         )

@@ -14,6 +14,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 
 from .config import parse_config, parse_duration
+from .errors import Misuse
 from .evaluate import evaluate, predict, print_results
 from .lightning import StrategyFace
 from .outcome import Outcome, leave_together, unshare
@@ -39,7 +40,8 @@ class FabricLoop(Parts, TrainerFace):
         **config: the fields of LoopConfig, such as max_epochs=10.
 
     Raises:
-        TypeError, ValueError: for words and values that mean nothing, all at once.
+        TypeError: for words that mean nothing.
+        Misuse, MisuseOfType: for values that do not, all at once.
 
     Example:
         >>> from fabric_template import FabricLoop, TensorLoader
@@ -67,9 +69,9 @@ class FabricLoop(Parts, TrainerFace):
         if fabric is not None:
             defaults = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": 1}
             if both := [word for word, value in words.items() if value != defaults.get(word)]:
-                raise ValueError(f"FabricLoop got a ready fabric and {', '.join(both)}: give these to Fabric itself")
+                raise Misuse(f"FabricLoop got a ready fabric and {', '.join(both)}: give these to Fabric itself")
         if loggers is not None and given.logger is not None:
-            raise ValueError("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
+            raise Misuse("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
         self.fabric = with_safe_files(fabric if fabric is not None else Fabric(**words))
         self.callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
@@ -327,7 +329,10 @@ class FabricLoop(Parts, TrainerFace):
     def _model(self, model: Any, fn: str) -> Any:
         """The model given, or the one of the last run."""
         if model is None and self._run is None:
-            raise TypeError(f"FabricLoop.{fn}() has no model: expected {fn}(model, ...), or a fit before it")
+            raise TypeError(
+                f"`FabricLoop.{fn}()` requires a `LightningModule` or another model: expected {fn}(model, ...), or a fit"
+                " before it"
+            )
         return model if model is not None else self._run.owner
 
     def _datamodule(self, loaders: Any, datamodule: Any) -> Any:

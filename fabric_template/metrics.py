@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .entries import Collection, Entry, Meta, float_type
+from .errors import Misuse
 
 # Where self.log may be called: the hooks where a value can only belong to the epoch, and those where it may be either,
 # with the default (on_step, on_epoch).
@@ -104,7 +105,7 @@ class Metrics:
             return
         if value.dim():
             if value.numel() != 1:
-                raise ValueError(
+                raise Misuse(
                     f"`self.log({name}, {value})` was called, but the tensor must have a single element."
                     f" You can try doing `self.log({name}, {value}.mean())`"
                 )
@@ -275,7 +276,7 @@ class Metrics:
             )
             return
         where = f"inside `{self.fx}`" if self.fx else "outside of the loop's hooks"
-        raise RuntimeError(
+        raise Misuse(
             f"You can't `self.log({name!r})` {where}; log in training_step, validation_step, test_step or the hooks"
             " around them, or write to `self.logger` directly"
         )
@@ -289,12 +290,12 @@ class Metrics:
         on_step, on_epoch = _levels(fx, name, on_step, on_epoch)
         reduce = _REDUCTIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
         if reduce is None:
-            raise ValueError(
+            raise Misuse(
                 f"Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported. If you need a custom reduction,"
                 f" please log a `torchmetrics.Metric` instance instead. Found: {reduce_fx}"
             )
         if suffix and "/dataloader_idx_" in name:
-            raise ValueError(
+            raise Misuse(
                 f"You called `self.log` with the key `{name}` but it should not contain information about"
                 " `dataloader_idx` when `add_dataloader_idx=True`"
             )
@@ -312,7 +313,7 @@ class Metrics:
             entry = collection[(fx, name, index)] = Entry(meta, args, self._all_reduce)
             collection.any_on_step |= on_step
         elif entry.meta != meta:
-            raise ValueError(
+            raise Misuse(
                 f"You called `self.log({name}, ...)` twice in `{fx}` with different arguments. This is not allowed"
             )
         entry.args = args
@@ -321,11 +322,11 @@ class Metrics:
     def _check_attribute(self, name: str, value: Any) -> None:
         if id(value) not in self._metric_names:
             if not self._metric_names:
-                raise ValueError(
+                raise Misuse(
                     "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged."
                     " You can fix this by setting an attribute for the metric in your `LightningModule`."
                 )
-            raise ValueError(
+            raise Misuse(
                 "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged."
                 f" You can fix this by calling `self.log({name}, ..., metric_attribute=name)` where `name` is one"
                 f" of {list(self._metric_names.values())}"
@@ -350,18 +351,18 @@ def _levels(fx: str | None, name: str, on_step: bool | None, on_epoch: bool | No
     """The hook's defaults filled in; refused where the hook has no step or no epoch to log for."""
     if fx in _EPOCH_HOOKS:
         if on_step:
-            raise ValueError(f"You can't `self.log(on_step={on_step})` inside `{fx}`, must be one of (False,).")
+            raise Misuse(f"You can't `self.log(on_step={on_step})` inside `{fx}`, must be one of (False,).")
         if on_epoch is False:
-            raise ValueError(f"You can't `self.log(on_epoch={on_epoch})` inside `{fx}`, must be one of (True,).")
+            raise Misuse(f"You can't `self.log(on_epoch={on_epoch})` inside `{fx}`, must be one of (True,).")
         return False, True
     if fx in _TRAIN_STEP_HOOKS or fx in _EVAL_STEP_HOOKS:
         on_step = fx in _TRAIN_STEP_HOOKS if on_step is None else on_step
         on_epoch = fx in _EVAL_STEP_HOOKS if on_epoch is None else on_epoch
         if not on_step and not on_epoch:
-            raise ValueError("`self.log(on_step=False, on_epoch=False)` is not useful.")
+            raise Misuse("`self.log(on_step=False, on_epoch=False)` is not useful.")
         return on_step, on_epoch
     where = f"inside `{fx}`" if fx else "outside of the loop's hooks"
-    raise RuntimeError(
+    raise Misuse(
         f"You can't `self.log()` {where}. HINT: You can still log directly to the logger by using"
         " `self.logger.experiment`."
     )
@@ -369,11 +370,9 @@ def _levels(fx: str | None, name: str, on_step: bool | None, on_epoch: bool | No
 
 def _check_loggable(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
-        raise ValueError(f"`self.log({name}, {value})` was called, but nested dictionaries cannot be logged")
+        raise Misuse(f"`self.log({name}, {value})` was called, but nested dictionaries cannot be logged")
     if not (isinstance(value, Tensor | numbers.Number) or _is_metric(value)):
-        raise ValueError(
-            f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
-        )
+        raise Misuse(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")
 
 
 def _is_metric(value: Any) -> bool:

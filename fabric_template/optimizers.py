@@ -11,6 +11,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from .errors import Misuse, MisuseOfType
+
 _SHAPES = (
     "None, Optimizer, [Optimizer, ...], ([Optimizer, ...], [scheduler or its dict, ...]),"
     ' {"optimizer": Optimizer, "lr_scheduler": scheduler or its dict, "monitor": name}, or a list of such dicts'
@@ -59,8 +61,8 @@ def parse_optimizers(
         custom_step: whether the owner steps the schedulers in its own ``lr_scheduler_step``, so that any will do.
 
     Raises:
-        TypeError: for any other shape; the message lists them.
-        ValueError: for a scheduler without its monitor, or of an optimizer that was not returned.
+        MisuseOfType: for any other shape; the message lists them.
+        Misuse: for a scheduler without its monitor, or of an optimizer that was not returned.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -71,7 +73,7 @@ def parse_optimizers(
     monitor = None
     schedulers: list[Any] = []
     if returned is None:
-        warnings.warn(f"{where} returned None: this fit runs with no optimizer", stacklevel=2)
+        warnings.warn(f"{where} returned `None`, this fit will run with no optimizer", stacklevel=2)
         optimizers = [NoOptimizer()]
     elif isinstance(returned, Optimizer) or _steps(returned):
         optimizers = [returned]
@@ -96,7 +98,7 @@ def parse_optimizers(
     elif isinstance(returned, tuple) and len(returned) == 2 and _steps(returned[0]) and _is_scheduler(returned[1]):
         optimizers, schedulers = [returned[0]], [returned[1]]
     else:
-        raise TypeError(
+        raise MisuseOfType(
             f"Unknown configuration for model optimizers: {where} returned {_describe(returned)}; expected one of {_SHAPES}"
         )
     configs = [_parse_scheduler(item, monitor, automatic, where) for item in schedulers]
@@ -108,7 +110,7 @@ def parse_optimizers(
         )
     for config in configs:
         if all(getattr(config.scheduler, "optimizer", None) is not optimizer for optimizer in optimizers):
-            raise ValueError(
+            raise Misuse(
                 "Some schedulers are attached with an optimizer that wasn't returned from `configure_optimizers`."
             )
         _check_api(config.scheduler, automatic and not custom_step)
@@ -155,26 +157,30 @@ def _as_dict(scheduler: Any) -> dict:
 
 def _check_keys(item: Mapping, where: str) -> None:
     if not _steps(item.get("optimizer")):
-        raise TypeError(f'{where} returned a dict without an optimizer under "optimizer"; expected one of {_SHAPES}')
-    if extra := sorted(item.keys() - {"optimizer", "lr_scheduler", "monitor"}):
-        warnings.warn(f"Found unsupported keys in the optimizer configuration: {extra}", RuntimeWarning, stacklevel=4)
+        raise MisuseOfType(
+            f"Unknown configuration for model optimizers: {where} returned a dict without an optimizer under"
+            f' "optimizer"; expected one of {_SHAPES}'
+        )
+    _warn_of_keys(item, {"optimizer", "lr_scheduler", "monitor"}, "the optimizer configuration")
+
+
+def _warn_of_keys(item: Mapping, known: set[str], where: str) -> None:
+    if extra := sorted(map(repr, item.keys() - known)):
+        warnings.warn(
+            f"Found unsupported keys in {where}: {{{', '.join(extra)}}}. HINT: remove them from the output of"
+            " `configure_optimizers`.", RuntimeWarning, stacklevel=5,
+        )  # fmt: skip
 
 
 def _parse_scheduler(item: Any, monitor: str | None, automatic: bool, where: str) -> SchedulerConfig:
     words = _as_dict(item)
     if "scheduler" not in words:
-        raise ValueError('The lr scheduler dict must have the key "scheduler" with its item being an lr scheduler')
+        raise Misuse('The lr scheduler dict must have the key "scheduler" with its item being an lr scheduler')
     known = {field.name for field in fields(SchedulerConfig)}
-    if extra := sorted(words.keys() - known):
-        warnings.warn(
-            f"Found unsupported keys in the lr scheduler dict: {extra}."
-            " HINT: remove them from the output of `configure_optimizers`.", RuntimeWarning, stacklevel=4,
-        )  # fmt: skip
+    _warn_of_keys(words, known, "the lr scheduler dict")
     config = SchedulerConfig(**{key: value for key, value in words.items() if key in known})
     if config.interval not in ("step", "epoch"):
-        raise ValueError(
-            f'The "interval" key in lr scheduler dict must be "step" or "epoch" but is "{config.interval}"'
-        )
+        raise Misuse(f'The "interval" key in lr scheduler dict must be "step" or "epoch" but is "{config.interval}"')
     if not automatic:
         return config
     if isinstance(config.scheduler, ReduceLROnPlateau) and "reduce_on_plateau" not in words:
@@ -182,8 +188,9 @@ def _parse_scheduler(item: Any, monitor: str | None, automatic: bool, where: str
     if config.reduce_on_plateau:
         config.monitor = config.monitor or monitor
         if config.monitor is None:
-            raise ValueError(
-                f"{where}: ReduceLROnPlateau must include a monitor, the logged metric that it follows; write"
+            raise Misuse(
+                f"{where} must include a monitor when a `ReduceLROnPlateau` scheduler is used, the logged metric that it"
+                " follows; write"
                 ' {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}'
             )
     if isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch":
@@ -196,12 +203,12 @@ def _parse_scheduler(item: Any, monitor: str | None, automatic: bool, where: str
 
 def _check_api(scheduler: Any, stepped_by_loop: bool) -> None:
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise TypeError(
+        raise MisuseOfType(
             f"The provided lr scheduler `{type(scheduler).__name__}` is invalid."
             " It should have `state_dict` and `load_state_dict` methods defined."
         )
     if stepped_by_loop and not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
-        raise TypeError(
+        raise MisuseOfType(
             f"The provided lr scheduler `{type(scheduler).__name__}` doesn't follow PyTorch's LRScheduler API. You should"
             " override the `LightningModule.lr_scheduler_step` hook with your own logic if you are using a custom LR"
             " scheduler."

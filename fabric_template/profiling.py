@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .errors import Misuse, MisuseOfType
+
 if TYPE_CHECKING:
     from .run import Run
 
@@ -14,18 +16,18 @@ def make_profiler(asked: Any) -> Any:
     """The profiler that was asked for: "simple", "advanced" or an object; None for none.
 
     Raises:
-        ValueError: for another word.
+        Misuse: for another word.
     """
     if asked is None:
         return None
     if isinstance(asked, str):
         if asked not in _WORDS:
-            raise ValueError(f'profiler={asked!r}: expected "simple", "advanced" or a Lightning profiler')
+            raise Misuse(f'profiler={asked!r}: expected "simple", "advanced" or a Lightning profiler')
         from lightning.pytorch import profilers
 
         return profilers.SimpleProfiler() if asked == "simple" else profilers.AdvancedProfiler()
     if not callable(getattr(asked, "profile", None)):
-        raise TypeError(f'profiler={asked!r}: expected "simple", "advanced" or an object with profile(action_name)')
+        raise MisuseOfType(f'profiler={asked!r}: expected "simple", "advanced" or an object with profile(action_name)')
     return None if type(asked).__name__ == "PassThroughProfiler" else asked
 
 

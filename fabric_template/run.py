@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .checkpoint import Saver, rng_state, set_rng_state
 from .config import LoopConfig, parse_duration
 from .data import INFINITE, Loaders, make_transfer
+from .errors import Misuse
 from .history import History, name_outputs
 from .hooks import Hooks, overrides
 from .logs import CSVLogger
@@ -350,13 +351,13 @@ class Run:
         """Refuse a monitor that was never logged, once the epoch is safe on disk.
 
         Raises:
-            ValueError: the message lists what was logged.
+            Misuse: the message lists what was logged.
         """
         monitor = self.config.monitor
         if monitor is None or score is not None or (self.validates and not self.has_validated):
             return
         known = sorted(self.history.rows[-1].keys() - {"epoch", "step", "time"}) if self.history.rows else []
-        raise ValueError(
+        raise Misuse(
             f"monitor={monitor!r} was not logged in epoch {self.current_epoch - 1}; logged were {known}: write monitor= with"
             " one of these; last.ckpt is saved, resume='last' goes on from it"
         )
@@ -460,7 +461,7 @@ def val_check_batch(config: LoopConfig, num_batches: int | float, validates: boo
         return None
     if isinstance(interval, int):
         if interval > num_batches and config.check_val_every_n_epoch is not None and validates:
-            raise ValueError(
+            raise Misuse(
                 f"`val_check_interval` ({interval}) must be less than or equal to the number of the training batches"
                 f" ({num_batches}). If you want to disable validation set `limit_val_batches` to 0.0 instead. If you want"
                 " to validate based on the total training batches, set `check_val_every_n_epoch=None`."
@@ -469,7 +470,7 @@ def val_check_batch(config: LoopConfig, num_batches: int | float, validates: boo
     if num_batches == INFINITE:
         if interval == 1.0:
             return INFINITE
-        raise ValueError(
+        raise Misuse(
             f"val_check_interval={interval}: the train loader has no length, so there is no fraction of it; expected 1.0,"
             " an int (batches) or a time"
         )

@@ -10,6 +10,7 @@ import torch
 
 from . import checkpoint as ckpt
 from . import profiling
+from .errors import Misuse
 from .hooks import overrides
 from .lightning import attach, detach
 from .locks import VersionLock
@@ -108,7 +109,7 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
         ckpt.load_training_state(run, run.checkpoint)
         epochs, _ = run.limits()
         if epochs != -1 and run.epochs_done > epochs:
-            raise ValueError(
+            raise Misuse(
                 f"You restored a checkpoint with current_epoch={run.epochs_done}, but you have set max_epochs={epochs}:"
                 f" write max_epochs={run.epochs_done + 1} or more to go on"
             )

@@ -17,6 +17,8 @@ from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 
+from .errors import MisuseOfType
+
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -52,7 +54,7 @@ def net_of(owner: Any) -> nn.Module:
     """The nn.Module that holds an owner's parameters: itself, or all modules and parameters among its attributes.
 
     Raises:
-        TypeError: when there is none.
+        MisuseOfType: when there is none.
 
     Example:
         >>> class Plain:
@@ -73,7 +75,7 @@ def net_of(owner: Any) -> nn.Module:
         elif isinstance(value, dict) and value and all(isinstance(part, nn.Module) for part in value.values()):
             net.add_module(name, nn.ModuleDict(value))
     if not list(net.children()) and not list(net.parameters()):
-        raise TypeError(
+        raise MisuseOfType(
             f"{type(owner).__name__} holds no torch.nn.Module: expected an nn.Module, or an object with modules among its "
             "attributes; write self.net = ... in its __init__"
         )

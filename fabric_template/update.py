@@ -12,6 +12,7 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from .errors import Misuse, MisuseOfType
 from .hooks import overrides
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class AutomaticUpdate:
         self._batch_idx = 0
         self._outputs: Any = {}
         if self.scaler is not None and isinstance(self.optimizer, LBFGS):
-            raise TypeError(
+            raise MisuseOfType(
                 "AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'"
             )
 
@@ -133,21 +134,21 @@ class AutomaticUpdate:
         if isinstance(output, Mapping):
             loss = output.get("loss")
             if loss is None:
-                raise ValueError(
+                raise Misuse(
                     "In automatic optimization, when `training_step` returns a dict, the 'loss' key needs to be present;"
                     f" found the keys {sorted(map(str, output))}: write return {{'loss': loss, ...}}"
                 )
         elif isinstance(output, tuple) and len(output) == 2 and not self.lenient:
             loss = output[0]
         if not isinstance(loss, Tensor):
-            raise TypeError(
+            raise MisuseOfType(
                 "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step will be"
                 f" skipped); it returned a {type(loss).__name__}: write return loss"
             )
         return loss
 
     def _refuse_detached(self) -> None:
-        raise ValueError(
+        raise Misuse(
             f"training_step returned a loss without gradient at batch {self._batch_idx}: expected a tensor computed"
             " from the model's parameters; is it detached, computed under torch.no_grad, or is everything frozen?"
         )
@@ -165,7 +166,7 @@ class AutomaticUpdate:
 
     def _skip(self) -> None:
         if not self.lenient:
-            raise ValueError("training_step returned None: expected the loss, a tensor; write return loss at its end")
+            raise Misuse("training_step returned None: expected the loss, a tensor; write return loss at its end")
         if self.run.fabric.world_size > 1:
             raise RuntimeError(
                 "Skipping the `training_step` by returning None in distributed training is not supported. It is"
@@ -258,7 +259,7 @@ class ManualUpdate(AutomaticUpdate):
         if output is None:
             return {}
         if not isinstance(output, Tensor | Mapping):
-            raise TypeError(
+            raise MisuseOfType(
                 "In manual optimization, `training_step` must either return a Tensor or have no return; it returned a"
                 f" {type(output).__name__}"
             )
@@ -292,7 +293,7 @@ class LoopOptimizer:
     def step(self, closure: Callable | None = None, **arguments: Any) -> Any:
         """Step the optimizer, with a closure or without."""
         if closure is not None and not callable(closure):
-            raise TypeError("When `optimizer.step(closure)` is called, the closure should be callable")
+            raise MisuseOfType("When `optimizer.step(closure)` is called, the closure should be callable")
         return self._run.update.step_with(self.optimizer, closure, **arguments)
 
     @contextmanager
@@ -350,7 +351,7 @@ def step_scheduler(run: Run, config: Any) -> None:
         if value is None:
             known = sorted(run.known_metrics())
             if config.strict:
-                raise ValueError(
+                raise Misuse(
                     f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available. Available metrics"
                     f" are: {known}. Condition can be set using `monitor` key in lr scheduler dict"
                 )

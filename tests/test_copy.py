@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "fabric_template"
 FILES = sorted(PACKAGE.rglob("*.py"))
-LEAVES = ["config", "logs", "reading", "data", "hooks", "history", "signals", "progress"]
+LEAVES = ["config", "logs", "reading", "data", "hooks", "history", "signals", "progress", "errors"]
 
 BLOCK = """
 import sys

@@ -682,7 +682,10 @@ class NoLaunch(Fabric):
 
 
 WRONG = {
-    "no training_step": (lambda: ((nn.Linear(4, 1), batches()), {}), "has no training_step"),
+    "no training_step": (
+        lambda: ((nn.Linear(4, 1), batches()), {}),
+        r"No `training_step\(\)` method defined in Linear",
+    ),
     "no optimizer": (lambda: ((nn.Linear(4, 1), batches()), {"training_step": linear}), "fit got no optimizer"),
     "no loader": (lambda: ((Net(),), {}), "fit has no train loader"),
     "empty loader": (lambda: ((Net(), []), {}), "fit got an empty train loader"),

@@ -1,0 +1,22 @@
+"""Errors: what a user got wrong, in classes that Trainer's users and Python's both know how to catch."""
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+
+class Misuse(MisconfigurationException, ValueError):
+    """A value, a module or a combination that cannot work; the message is one line that says what to write instead.
+
+    Code written for Trainer catches it as Lightning's MisconfigurationException, everybody else as a ValueError.
+
+    Example:
+        >>> from fabric_template import FabricLoop
+        >>> try:
+        ...     FabricLoop(max_epochs=-7)
+        ... except MisconfigurationException as error:
+        ...     print(isinstance(error, ValueError), error)
+        True max_epochs=-7: expected None, -1 (no limit) or an int >= 0
+    """
+
+
+class MisuseOfType(MisconfigurationException, TypeError):
+    """The same for something of a wrong type: MisconfigurationException and TypeError."""
