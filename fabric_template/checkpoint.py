@@ -122,6 +122,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "epoch": run.epochs_done,
         "total_batches": run.total_batches,
         "batches_that_stepped": run.batches_that_stepped,
+        "steps_in_epoch": run.steps_in_epoch,
         "seconds": time.monotonic() - run.record.began,
         "ranks": gathered,
         "generators": [generator.get_state() for generator in run.generators()],
@@ -241,6 +242,7 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
         return
     run.epochs_done, run.batches_done = ours["epoch"], ours["batch_idx"]
     run.total_batches, run.batches_that_stepped = ours["total_batches"], ours["batches_that_stepped"]
+    run.steps_in_epoch = ours["steps_in_epoch"]
     run.between_epochs = run.batches_done == 0
     run.history.rows = [dict(row) for row in ours["history"]]
     run.metrics.callback = dict(ours["metrics"]["callback"])

@@ -1,0 +1,185 @@
+"""SIGKILL at random instants of a real run: then the same command again, until it ends; its files must be as if nothing was.
+
+    python tests/faults/kills.py --kills 30 --ranks 1 --seed 0
+
+Quick, because each run is forked from a process that has imported everything and started no thread. Each of `ranks`
+processes is one rank (gloo). A round kills once, twice or three times, resumed runs too; then it lets the run end.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from victim import difference, end_of, quiet, train
+
+PATIENCE = 60.0  # seconds until a run that does not end counts as hanging
+
+
+@dataclass
+class Figures:
+    """What a campaign found."""
+
+    seed: int
+    ranks: int
+    rounds: int = 0
+    kills: int = 0
+    left_temporary_files: int = 0  # kills that hit in the middle of a write
+    began_anew: int = 0  # kills before anything was saved
+    seconds: float = 0.0
+    losses: list = field(default_factory=list)
+
+
+def warm_up(root):
+    """Train once in this process, so that a forked one finds everything imported; no thread may be left by it."""
+    quiet()
+    train(root)
+    gc.collect()
+    gc.freeze()  # the children's collector leaves these pages shared
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError("training has started threads: a fork of this process could wait for their locks for ever")
+
+
+def fork(work, *args):
+    """Run the work in a forked child; returns its process id. The child ends with 0, or 1 and its error on stderr."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work(*args)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def start(root, ranks, log):
+    """Fork one process per rank, each typing the same command; their words go to the log."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def rank(number):
+        with open(log, "ab") as words:
+            os.dup2(words.fileno(), 1)
+            os.dup2(words.fileno(), 2)
+        if ranks == 1:
+            return train(root)
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(number)}
+        return train(root, strategy="ddp", devices=ranks, accumulate_grad_batches=1, save_every_n_steps=3)
+
+    return [fork(rank, number) for number in range(ranks)]
+
+
+def end(pids, after=None, skew=0.0):
+    """Wait for all; with `after`, kill them that many seconds from now, `skew` apart. Returns their exit codes.
+
+    A run that does not end within PATIENCE is killed, and its code is "hang".
+    """
+    begin = time.monotonic()
+    limits = [begin + (PATIENCE if after is None else after + skew * i) for i in range(len(pids))]
+    codes = dict.fromkeys(pids)
+    while any(code is None for code in codes.values()):
+        for pid, limit in zip(pids, limits, strict=True):
+            if codes[pid] is not None:
+                continue
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if not done and time.monotonic() >= limit:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                done, status = os.waitpid(pid, 0)
+                if after is None:
+                    status = None
+            if done:
+                codes[pid] = "hang" if status is None else os.waitstatus_to_exitcode(status)
+        time.sleep(0.0002)
+    return list(codes.values())
+
+
+def campaign(kills, ranks, seed, report=lambda figures: None):
+    """Rounds until so many kills have hit; returns the figures."""
+    figures, draw, began = Figures(seed, ranks), random.Random(seed), time.monotonic()
+    home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    log = home / "log"
+    try:
+        warm_up(home / "warm")
+        start_time = time.monotonic()
+        codes = end(start(home / "whole", ranks, log))
+        seconds = time.monotonic() - start_time
+        if any(codes):
+            raise RuntimeError(f"the undisturbed run ended with {codes}:\n{log.read_text()}")
+        whole = end_of(home / "whole")
+        while figures.kills < kills:
+            root = home / "run"
+            instants = [_one_round(figures, root, ranks, log, draw, seconds)]
+            codes = end(start(root, ranks, log))
+            figures.rounds += 1
+            problem = f"the last run ended with {codes}" if any(codes) else _difference(whole, root)
+            if problem:
+                figures.losses.append({"round": figures.rounds, "instants": instants, "problem": problem})
+                kept = Path(tempfile.mkdtemp(prefix="loss-"))
+                shutil.copytree(root, kept / "run")
+                shutil.copy(log, kept / "log")
+                figures.losses[-1]["kept"] = str(kept)
+            shutil.rmtree(root, ignore_errors=True)
+            log.unlink(missing_ok=True)
+            report(figures)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    figures.seconds = time.monotonic() - began
+    return figures
+
+
+def _one_round(figures, root, ranks, log, draw, seconds):
+    """Kill the run, and sometimes those that go on with it; returns when."""
+    instants = []
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        instants.append(draw.uniform(0, seconds))
+        codes = end(start(root, ranks, log), instants[-1], skew=draw.uniform(0, 0.01))
+        if -signal.SIGKILL not in codes:
+            break  # it had ended before
+        figures.kills += 1
+        figures.left_temporary_files += any(root.rglob("*.tmp"))
+        figures.began_anew += not any(root.rglob("last.ckpt"))
+    return instants
+
+
+def _difference(whole, root):
+    try:
+        return difference(whole, end_of(root))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=30, help="how many SIGKILLs must have hit a living run")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a run; more than one talk through gloo")
+    parser.add_argument("--seed", type=int, default=None, help="of the instants; drawn and printed if not given")
+    words = parser.parse_args()
+    seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}", file=sys.stderr)
+    figures = campaign(words.kills, words.ranks, seed)
+    print(json.dumps(asdict(figures)))
+    sys.exit(bool(figures.losses))
+
+
+if __name__ == "__main__":
+    main()

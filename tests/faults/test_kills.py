@@ -1,0 +1,23 @@
+"""SIGKILL at random instants: no run ends other than it would have undisturbed. `make soak` does this a thousand times."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("kills.py")
+
+
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 30), (2, 5)])
+def test_nothing_is_lost(ranks, kills):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--ranks", str(ranks), "--kills", str(kills), "--seed", "0"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    figures = json.loads(done.stdout)
+    assert figures["kills"] >= kills
+    assert figures["losses"] == []

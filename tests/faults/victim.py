@@ -1,0 +1,127 @@
+"""The run that is killed: short, but with everything in it that a resume can lose; and what is left of it, to compare."""
+
+import csv
+import io
+import logging
+import os
+import random
+import sys
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]  # the tests' modules, the package
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.seed import seed_everything
+from modules import make_data
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fabric_template import FabricLoop
+from fabric_template.reading import read_checkpoint
+
+# 3 epochs of 8 batches, two of them a step; saved in the middle of epochs, too
+WORDS = {
+    "accelerator": "cpu",
+    "max_epochs": 3,
+    "accumulate_grad_batches": 2,
+    "log_every_n_steps": 1,
+    "save_every_n_steps": 3,
+    "monitor": "val_loss",
+    "num_sanity_val_steps": 0,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+TIMES = ("time", "seconds")  # what a clock says differs from run to run
+
+
+class Victim(nn.Module):
+    """Draws from every library's random numbers, and logs per step and per epoch; no base class, so that it is quick."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 3))
+
+    def training_step(self, batch):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        noise = 1 + 0.1 * random.random() + 0.1 * np.random.rand()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("noise", noise, on_step=True, on_epoch=True)
+        return loss * noise
+
+    def validation_step(self, batch):
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.net.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=12)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def train(root, **words):
+    """The command that is typed again after each kill: it starts the run, or goes on with it."""
+    seed_everything(1, verbose=False)
+    train_loader = DataLoader(make_data(32), batch_size=4, shuffle=True)
+    val_loader = DataLoader(make_data(8, seed=5), batch_size=4)
+    loop = FabricLoop(default_root_dir=str(root), **{**WORDS, **words})
+    loop.fit(Victim(), train_loader, val_loader, resume="auto")
+
+
+def end_of(root):
+    """What a finished run left, clocks aside: {path in the version: content} of the newest version.
+
+    Checkpoints are read and compared by value, the tables by their bytes; also the names of what should not be there.
+    """
+    found = {}
+    for kind in ("checkpoints", "logs"):
+        versions = sorted(Path(root, kind, "run").glob("version_*"), key=lambda path: int(path.name[8:]))
+        for path in sorted(versions[-1].rglob("*")) if versions else []:
+            if path.name != ".lock":
+                found[f"{kind}/{path.relative_to(versions[-1])}"] = _content(path, str(root))
+    return found
+
+
+def _content(path, root):
+    if path.suffix == ".ckpt":
+        return _without_times(read_checkpoint(path))
+    if path.suffix == ".csv":
+        columns, *rows = csv.reader(io.StringIO(path.read_text(), newline=""))
+        keep = [i for i, name in enumerate(columns) if name not in TIMES]
+        return [",".join(row[i] for i in keep) for row in (columns, *rows)]
+    return path.read_text().replace(root, "ROOT") if path.is_file() else None
+
+
+def _without_times(value):
+    if isinstance(value, dict):
+        return {key: _without_times(part) for key, part in value.items() if key not in TIMES}
+    if isinstance(value, list | tuple):
+        return [_without_times(part) for part in value]
+    return value
+
+
+def difference(expected, found, where=""):
+    """The first place where two ends differ, in words; None if they are equal to the bit."""
+    if isinstance(expected, torch.Tensor) or isinstance(found, torch.Tensor):
+        equal = type(expected) is type(found) and expected.dtype == found.dtype and torch.equal(expected, found)
+        return None if equal else f"{where}: another tensor"
+    if isinstance(expected, dict) and isinstance(found, dict):
+        if expected.keys() != found.keys():
+            return f"{where}: {sorted(map(str, found))} instead of {sorted(map(str, expected))}"
+        parts = ((expected[key], found[key], f"{where}/{key}") for key in expected)
+    elif isinstance(expected, list) and isinstance(found, list):
+        if len(expected) != len(found):
+            return f"{where}: {len(found)} items instead of {len(expected)}"
+        parts = ((a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(expected, found, strict=True)))
+    else:
+        equal = expected == found or (expected != expected and found != found)
+        return None if equal else f"{where}: {found!r} instead of {expected!r}"
+    return next((text for part in parts if (text := difference(*part))), None)
+
+
+def quiet():
+    """Warnings and Lightning's lines off, in a process whose words nobody reads."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
