@@ -15,6 +15,8 @@ from torch import Tensor
 
 from .errors import Misuse
 
+POWERS_OF_TWO = frozenset(2**power for power in range(24))  # the batch sizes by which a float is multiplied exactly
+
 
 @dataclasses.dataclass
 class Meta:
@@ -75,13 +77,17 @@ class Entry:
             if not self._on_epoch:
                 return
         if self._mean:
+            self.weight += batch_size
+            if batch_size in POWERS_OF_TWO and self.total is not None:
+                # scaled exactly, so that one operation rounds as the two below do
+                self.total = torch.add(self.total, value, alpha=batch_size)
+                return
             if batch_size != self._factor_of:  # a factor on the device costs half of a number from Python
                 self._factor_of, self._factor = (
                     batch_size,
                     torch.tensor(batch_size, dtype=value.dtype, device=value.device),
                 )
             value = value * self._factor
-            self.weight += batch_size
         if self.total is None:  # under 64-true a float32 value is summed in float64
             self.total = value.to(torch.promote_types(value.dtype, float_type()), copy=True)
         elif self._mean:

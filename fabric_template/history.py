@@ -17,7 +17,7 @@ LOOK_EVERY = 32  # steps between two looks, on the device, for a loss that is no
 class Returned:
     """The means of what a step returned, weighted by batch size: the history of a module that logs nothing.
 
-    Sums are kept on their device, in place; nothing is read back before the epoch ends.
+    Sums are kept on their device; nothing is read back before the epoch ends.
 
     Example:
         >>> returned = Returned()
@@ -53,9 +53,9 @@ class Returned:
         total = self._sums.get(name)
         if total is None:
             dtype = torch.promote_types(value.dtype, torch.float32)
-            total = self._sums[name] = torch.zeros((), dtype=dtype, device=value.device)
+            total = torch.zeros((), dtype=dtype, device=value.device)
             self._weights[name] = 0
-        total.add_(value, alpha=batch_size)
+        self._sums[name] = torch.add(total, value, alpha=batch_size)  # cheaper than in place
         self._weights[name] += batch_size
 
     def means(self, all_reduce: Callable[..., Tensor] | None = None) -> dict[str, float]:

@@ -195,27 +195,27 @@ class FabricLoop(Parts, TrainerFace):
             run.train.set_epoch(run.current_epoch)
             hooks.call("on_train_epoch_start")
             run.begin_pass()
-        run.validates_now = run.validation_epoch
+        validates = run.validation_epoch
+        train_batch, transfer, bar, num_batches = run.train_batch, run.transfer, run.bar, run.num_batches
+        shows, timed, saves = bar.enabled, run.deadline is not None, run.saver is not None and config.save_every_n_steps
         run.bar.start(f"epoch {run.current_epoch}", run.num_batches, run.batches_done)
 
         for batch in run.batches:
             run.is_last_batch = run.batches.is_last
-            if run.transfer is not None:
-                batch = run.transfer(batch, 0)
+            if transfer is not None:
+                batch = transfer(batch, 0)
             batch_idx = run.batches_done
             run.batches_done += 1
             run.total_batches += 1
             if logs:
                 metrics.batch_starts(batch)
-            if (
-                starts and hooks.call("on_train_batch_start", batch, batch_idx) == -1
-            ):  # the module skips the rest of the epoch
+            if starts and hooks.call("on_train_batch_start", batch, batch_idx) == -1:  # leave out the rest
                 run.is_last_batch = True
                 self._step_schedulers(run)
                 break
-            last = run.is_last_batch or run.batches_done == run.num_batches
-            accumulates = not last and run.batches_done % run.window != 0
-            outputs = run.train_batch(batch, batch_idx, not accumulates)
+            last = run.is_last_batch or batch_idx + 1 == num_batches
+            accumulates = not last and (batch_idx + 1) % run.window != 0
+            outputs = train_batch(batch, batch_idx, not accumulates)
             if run.schedulers and not accumulates:
                 self._step_schedulers(run)
             if ends:
@@ -224,11 +224,11 @@ class FabricLoop(Parts, TrainerFace):
                 metrics.batch_ends()
                 if metrics.train.any_on_step and not accumulates:
                     run.record.step()
-            if run.bar.enabled:
-                run.bar.advance(run.batches_done)
-            if run.deadline is not None and time.monotonic() >= run.deadline:
+            if shows:
+                bar.advance(batch_idx + 1)
+            if timed and time.monotonic() >= run.deadline:
                 run.should_stop = True
-            if run.validates_now and run.validation_due():
+            if validates and run.validation_due():
                 self._validate(run)
             if not accumulates:
                 for scheduler in run.due_schedulers("step", plateau=True) if run.schedulers else ():
@@ -239,7 +239,7 @@ class FabricLoop(Parts, TrainerFace):
             if not accumulates:
                 if signals.received is not None:
                     return
-                if run.saver is not None and config.save_every_n_steps:
+                if saves:
                     run.saver.save_step(run, config.save_every_n_steps)
         self._end_epoch(run)
 

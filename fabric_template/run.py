@@ -72,7 +72,6 @@ class Run:
         self.val: Loaders | None = None
         self.num_batches: int | float = INFINITE  # training batches of an epoch
         self.batches: Any = None  # the pass over the training batches
-        self.validates_now = False  # whether this epoch validates
         self.val_check_batch: int | float | None = None
         self.optimizers: list[Any] = []
         self.loop_optimizers: list[Any] = []
