@@ -68,15 +68,20 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 # ---- a run's state
 
 
-def state_of(run: Run, weights_only: bool = False) -> dict[str, Any]:
+def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> dict[str, Any]:
     """Everything that a run needs to go on, as one flat dict of tensors and plain values.
 
     Called on all ranks (each gives its own random states); only rank zero's result is written.
+
+    Args:
+        run: as it stands now.
+        weights_only: leave out optimizers, callbacks and positions.
+        epoch: what the file calls its epoch; None: the current one.
     """
     from lightning.fabric import __version__ as lightning_version
 
     state: dict[str, Any] = {
-        "epoch": run.current_epoch,
+        "epoch": run.current_epoch if epoch is None else epoch,
         "global_step": run.global_step,
         "pytorch-lightning_version": lightning_version,
         "state_dict": run.net.state_dict() if overrides(run.owner, "state_dict") is None else run.owner.state_dict(),
@@ -102,10 +107,9 @@ def state_of(run: Run, weights_only: bool = False) -> dict[str, Any]:
     if callable(state_of_data := getattr(run.datamodule, "state_dict", None)) and (part := state_of_data()):
         state[type(run.datamodule).__qualname__] = part
     if not weights_only:
-        state[OURS] = _our_state(run)
         run.hooks.call_callbacks("on_save_checkpoint", state)
     run.hooks.call_module("on_save_checkpoint", state)
-    return state
+    return state if weights_only else {**state, OURS: _our_state(run)}  # the hooks see Trainer's keys only
 
 
 def _our_state(run: Run) -> dict[str, Any]:
@@ -132,7 +136,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "history": copy.deepcopy(run.history.rows),
         "returned": dict(run.history.returned),
         "kept": run.saver.state_dict() if run.saver is not None else {},
-        "logs": [logger.position() if hasattr(logger, "position") else None for logger in run.loggers],
+        "logs": [logger.position() if hasattr(type(logger), "position") else None for logger in run.loggers],
     }
 
 
@@ -236,7 +240,7 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=False):
         config.scheduler.load_state_dict(state)
     run.global_step = int(checkpoint.get("global_step", 0))
-    ours = checkpoint.get(OURS)
+    ours = run.restored
     if ours is None:
         _counters_of_trainer(run, checkpoint)
         return
@@ -248,7 +252,6 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     run.metrics.callback = dict(ours["metrics"]["callback"])
     if run.saver is not None:
         run.saver.load_state_dict(ours["kept"])
-    run.restored = ours
 
 
 def _counters_of_trainer(run: Run, checkpoint: Mapping[str, Any]) -> None:
@@ -330,22 +333,22 @@ class Saver:
     def save_epoch(self, run: Run, score: float | None) -> None:
         """The epoch is over: keep its checkpoint if its score is among the best, and as the last."""
         path = None if score is None or self.top_k == 0 else self._path_for(run, score)
-        state = None
+        state, over = None, run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
         if path is not None:
             self._make_room(run, path, score)
-            state = self._write(run, path)
+            state = self._write(run, path, epoch=over)
         if self.save_last:
-            self.write_last(run, state)
+            self.write_last(run, state, epoch=over)
 
     def save_step(self, run: Run, every: int) -> None:
         """In the middle of an epoch: rewrite ``last.ckpt`` every so many optimizer steps."""
         if run.global_step and run.global_step % every == 0:
             self.write_last(run)
 
-    def write_last(self, run: Run, state: dict[str, Any] | None = None) -> None:
+    def write_last(self, run: Run, state: dict[str, Any] | None = None, epoch: int | None = None) -> None:
         """Write ``last.ckpt`` as the run stands now."""
         self.last_model_path = str(self.folder / "last.ckpt")
-        self._write(run, Path(self.last_model_path), state)
+        self._write(run, Path(self.last_model_path), state, epoch)
 
     def _path_for(self, run: Run, score: float) -> Path | None:
         """The file for this score, None if it is not among the best."""
@@ -369,9 +372,13 @@ class Saver:
             self.best = {}
         self.best[str(path)] = score
 
-    def _write(self, run: Run, path: Path, state: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _write(
+        self, run: Run, path: Path, state: dict[str, Any] | None = None, epoch: int | None = None
+    ) -> dict[str, Any]:
         inside(self.folder, path)  # not through a symbolic link to somewhere else
-        state = state_of(run) if state is None else {**state, OURS: {**state[OURS], "kept": self.state_dict()}}
+        state = (
+            state_of(run, epoch=epoch) if state is None else {**state, OURS: {**state[OURS], "kept": self.state_dict()}}
+        )
         run.sync_logs()
         if run.fabric.is_global_zero:
             run.fabric.strategy.checkpoint_io.save_checkpoint(state, path)

@@ -77,9 +77,10 @@ def overrides(owner: Any, name: str) -> Callable | None:
         (True, None)
     """
     method = getattr(owner, name, None)
-    if not callable(method) or getattr(method, "__module__", None) in _EMPTY:
+    if not callable(method):
         return None
-    return method
+    inherited = getattr(method, "__module__", None) in _EMPTY and name not in getattr(owner, "__dict__", ())
+    return None if inherited else method
 
 
 def is_monitor(callback: Any) -> bool:

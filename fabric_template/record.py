@@ -22,8 +22,8 @@ class Record:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.every = run.config.log_every_n_steps
-        self.by_row = [logger for logger in run.loggers if hasattr(logger, "log_epoch")]
-        self.by_value = [logger for logger in run.loggers if not hasattr(logger, "log_epoch")]
+        self.by_row = [logger for logger in run.loggers if hasattr(type(logger), "log_epoch")]
+        self.by_value = [logger for logger in run.loggers if logger not in self.by_row]
         self.began = time.monotonic()
         self._rates: list[float] = []
 
@@ -63,7 +63,7 @@ class Record:
         else:
             scalars.setdefault("epoch", run.current_epoch)
         for logger in self.by_value + (self.by_row if by_row else []):
-            logger.log_metrics(scalars, step=step)
+            logger.log_metrics(metrics=scalars, step=step)
             if callable(save := getattr(logger, "save", None)):
                 save()
 

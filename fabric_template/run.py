@@ -198,9 +198,8 @@ class Run:
 
     def start_pass(self) -> None:
         """Begin a pass over the training batches; the random numbers from before it are what a replay needs."""
-        if self.saver is not None:
-            self.epoch_rng = rng_state()
-            self.epoch_generators = [generator.get_state() for generator in self.train.generators()]
+        self.epoch_rng = rng_state()
+        self.epoch_generators = [generator.get_state() for generator in self.train.generators()]
         self.batches = None  # the workers of the pass before go first
         self.batches = self.train.start()
 
@@ -216,8 +215,7 @@ class Run:
         """Begin the epoch's pass. The first epoch's was begun with the loader, where Trainer begins it."""
         if self.current_epoch > 0:
             self.start_pass()
-        if self.saver is not None:  # hooks may have drawn since the first epoch's was begun
-            self.fetch_rng = rng_state()
+        self.fetch_rng = rng_state()  # hooks may have drawn since the first epoch's was begun
 
     def begin_rest_of_pass(self) -> None:
         """Another trainer's checkpoint from the middle of an epoch: a new pass, of as many batches as were left."""

@@ -68,9 +68,9 @@ def _set_up(loop: FabricLoop, run: Run) -> None:
     fabric, owner, datamodule = run.fabric, run.owner, run.datamodule
     run.record = Record(run)
     profiling.begin(loop.own_profiler, run, loop.log_dir)
+    _add_callbacks_of(owner, loop, run)
     shown = run.config.enable_progress_bar and fabric.is_global_zero and can_show_bar()
     run.bar = Progress(shown and loop.progress_bar_callback is None, lambda: loop.progress_bar_metrics)
-    _add_callbacks_of(owner, loop, run)
     for part in (datamodule, owner):
         if (hook := overrides(part, "prepare_data")) is not None:
             per_node = getattr(part, "prepare_data_per_node", True)
@@ -83,10 +83,12 @@ def _set_up(loop: FabricLoop, run: Run) -> None:
     if (hook := overrides(owner, "configure_model")) is not None:
         hook()
     path = run.resume_path or run.load_path
-    run.checkpoint = read_checkpoint(path) if path is not None else None
-    if run.checkpoint is not None:
+    if path is not None:
+        run.checkpoint = read_checkpoint(path)
+        ours = run.checkpoint.pop(ckpt.OURS, None)  # hooks see Trainer's keys only
         ckpt.load_weights(run, run.checkpoint)
         if run.resume_path is not None:
+            run.restored = ours
             ckpt.load_callbacks(run, run.checkpoint)
     run.steps.setup(training=run.fn == "fit")
 
@@ -117,7 +119,7 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
     if run.fabric.is_global_zero:
         positions = run.restored["logs"] if run.restored else [None] * len(run.loggers)
         for logger, position in zip(run.loggers, positions, strict=False):
-            if run.resume_path is not None and run.restored and hasattr(logger, "rewind"):
+            if run.resume_path is not None and run.restored and hasattr(type(logger), "rewind"):
                 if logger.position():
                     logger.rewind(position)
                 else:  # a new place: the rows came with the checkpoint

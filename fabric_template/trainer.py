@@ -208,7 +208,7 @@ class TrainerFace:
             return self.default_root_dir
         logger = self.loggers[0]
         folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
-        known = hasattr(logger, "claim")  # our own: the version was agreed on when the run began
+        known = hasattr(type(logger), "claim")  # our own: the version was agreed on when the run began
         return folder if known or self.fabric.world_size == 1 or not self._run else self.fabric.broadcast(folder)
 
     @property
