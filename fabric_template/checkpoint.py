@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .history import is_better
-from .hooks import overrides
+from .hooks import is_a, overrides
 from .reading import CheckpointError, explain_mismatch, find_weights, read_checkpoint
 from .storage import inside, safe_name
 
@@ -274,7 +274,8 @@ def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint.get("callbacks") or {}
     known = {getattr(callback, "state_key", type(callback).__qualname__) for callback in run.callbacks}
     missing = sorted(map(str, states.keys() - known))
-    missing = [key for key in missing if not key.startswith("ModelCheckpoint")]  # the loop keeps files itself
+    if not any(is_a(callback, "Checkpoint") for callback in run.callbacks):  # the loop keeps files itself
+        missing = [key for key in missing if not key.startswith("ModelCheckpoint")]
     if missing:
         run.warn_once(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided during"

@@ -194,10 +194,14 @@ class LoopConfig:
             words |= {"max_steps": batches, "max_epochs": 1, "num_sanity_val_steps": 0, "val_check_interval": 1.0,
                       "check_val_every_n_epoch": 1, "enable_checkpointing": False}  # fmt: skip
             words["logger"] = False
-        filled = object.__new__(LoopConfig)  # the checks know what users may write, not what we fill in
-        for field in dataclasses.fields(self):
-            object.__setattr__(filled, field.name, words.get(field.name, getattr(self, field.name)))
-        return filled
+        return self.changed(**words)
+
+    def changed(self, **words: Any) -> LoopConfig:
+        """A copy with other values, taken as they are: the checks know what users may write, not what we fill in."""
+        copy = object.__new__(LoopConfig)
+        for name, value in {**vars(self), **words}.items():
+            object.__setattr__(copy, name, value)
+        return copy
 
 
 def parse_config(words: dict[str, Any]) -> LoopConfig:

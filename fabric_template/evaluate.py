@@ -45,7 +45,7 @@ def evaluate(
     check_dataloader_idx(run, word, step_name, several)
     batch_start, batch_end = f"on_{word}_batch_start", f"on_{word}_batch_end"
     results: list[dict[str, Any]] = []
-    before_stage, run.stage = run.stage, stage
+    before_stage, run.stage, run.evaluated = run.stage, stage, 0
     metrics.start(metrics.val)
 
     def store() -> None:
@@ -64,6 +64,8 @@ def evaluate(
                 if index != current:
                     store()
                     current = index
+                run.evaluated += 1
+                run.evaluated_in_all += 1
                 if transfer is not None:
                     batch = transfer(batch, index)
                 place = (batch_idx, index) if several else (batch_idx,)
@@ -121,7 +123,7 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
     if has_step:
         check_dataloader_idx(run, "predict", "predict_step", several)
     kept: list[list[Any]] = [[] for _ in loaders.loaders]
-    run.stage = "predict"
+    run.stage, run.evaluated = "predict", 0
     with no_grad(inference):
         batches = loaders.start_evaluation()
         modes = Modes(run.net)
@@ -130,6 +132,8 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
             for batch, batch_idx, index, _ in batches:
+                run.evaluated += 1
+                run.evaluated_in_all += 1
                 if transfer is not None:
                     batch = transfer(batch, index)
                 place = (batch_idx, index) if several else (batch_idx,)

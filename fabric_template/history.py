@@ -62,7 +62,8 @@ class Returned:
         """The mean of each name so far, over all ranks when told how to add them. CPU-GPU sync point."""
         found = {}
         for name, total in self._sums.items():
-            pair = torch.stack([total, torch.tensor(self._weights[name], dtype=total.dtype, device=total.device)])
+            weight = torch.tensor(self._weights[name], dtype=total.dtype, device=total.device)
+            pair = torch.stack([total.reshape(()), weight])  # a loss may have shape (1,)
             total, weight = pair if all_reduce is None else all_reduce(pair, reduce_op="sum")
             found[name] = (total / weight).item()
         return found

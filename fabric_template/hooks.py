@@ -83,10 +83,17 @@ def overrides(owner: Any, name: str) -> Callable | None:
     return None if inherited else method
 
 
+def is_a(callback: Any, *kinds: str) -> bool:
+    """Whether a callback's class, or one of those it inherits from, has one of these names.
+
+    By name: Lightning's callbacks come from `lightning.pytorch` or `pytorch_lightning`, and need not be imported.
+    """
+    return not {base.__name__ for base in type(callback).__mro__}.isdisjoint(kinds)
+
+
 def is_monitor(callback: Any) -> bool:
     """Whether a callback watches a metric (EarlyStopping, ModelCheckpoint): at the end of an epoch those come last."""
-    names = {base.__name__ for base in type(callback).__mro__}
-    return bool(names & {"EarlyStopping", "Checkpoint"})
+    return is_a(callback, "EarlyStopping", "Checkpoint")
 
 
 class Hooks:

@@ -5,6 +5,8 @@ Attached for a run, detached after it.
 
 from __future__ import annotations
 
+from copy import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,27 +18,32 @@ _LIGHTNING = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
 
 
 def attach(owner: Any, loop: Any, metrics: Metrics, compiled: bool = False) -> None:
-    """Give the module its trainer and its log.
-
-    ``log`` and ``log_dict`` stand in the module's own ``__dict__``, before Lightning's methods, which are many times
-    slower. A module that overrides them keeps its own; a plain object gets them if it has none.
-    """
+    """Give the module its trainer, which stays after the run so that its results can be read, and its log."""
     if isinstance(getattr(type(owner), "trainer", None), property):
         owner.trainer = loop
+    attach_log(owner, metrics, compiled)
+
+
+def attach_log(part: Any, metrics: Metrics, compiled: bool = False) -> None:
+    """Give a module or callback its log.
+
+    ``log`` and ``log_dict`` stand in the object's own ``__dict__``, before Lightning's methods, which are many times
+    slower. One that overrides them keeps its own; a plain object gets them if it has none.
+    """
     for name in ("log", "log_dict"):
-        own = getattr(type(owner), name, None)
+        own = getattr(type(part), name, None)
         if own is None or getattr(own, "__module__", None) in _LIGHTNING:
             call = getattr(metrics, name)
             # logging is Python's business, not the graph's
-            vars(owner)[name] = torch.compiler.disable(call) if compiled else call
+            vars(part)[name] = torch.compiler.disable(call) if compiled else call
 
 
-def detach(owner: Any, metrics: Metrics) -> None:
-    """Take the log away again; the trainer stays, as with Trainer, so that its results can be read."""
+def detach_log(part: Any, metrics: Metrics) -> None:
+    """Take the log away again."""
     for name in ("log", "log_dict"):
-        own = vars(owner).get(name)
+        own = getattr(part, "__dict__", {}).get(name)
         if own is not None and (own == getattr(metrics, name) or hasattr(own, "_torchdynamo_orig_callable")):
-            del vars(owner)[name]
+            del vars(part)[name]
 
 
 class StrategyFace:
@@ -56,8 +63,11 @@ class StrategyFace:
 
     @property
     def precision_plugin(self) -> Any:
-        """Clips, for LightningModule.clip_gradients."""
-        return _PrecisionFace(self._loop)
+        """Fabric's precision, which clips beside, for LightningModule.clip_gradients."""
+        face = copy(self._loop.fabric.strategy.precision)
+        face.__class__ = _clipping(type(face))
+        face._loop = self._loop
+        return face
 
     @property
     def lightning_module(self) -> Any:
@@ -98,14 +108,14 @@ class StrategyFace:
         return getattr(self._loop.fabric.strategy, name)
 
 
-class _PrecisionFace:
-    def __init__(self, loop: Any) -> None:
-        self._loop = loop
+class _Clips:
+    """What Trainer's precision can do and Fabric's cannot."""
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
+        """Clip, for LightningModule.clip_gradients."""
         clip_gradients(self._loop._run, optimizer, clip_val, gradient_clip_algorithm and str(gradient_clip_algorithm))
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_loop" not in vars(self):  # asked while it is unpickled
-            raise AttributeError(name)
-        return getattr(self._loop.fabric.strategy.precision, name)
+
+@cache
+def _clipping(kind: type) -> type:
+    return type(kind.__name__, (_Clips, kind), {})

@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 
+from .callbacks import parse_callbacks
 from .config import parse_config, parse_duration
 from .errors import Misuse
 from .evaluate import evaluate, predict, print_results
@@ -73,7 +74,7 @@ class FabricLoop(Parts, TrainerFace):
         if loggers is not None and given.logger is not None:
             raise Misuse("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
         self.fabric = with_safe_files(fabric if fabric is not None else Fabric(**words))
-        self.callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
+        self.callbacks = parse_callbacks(callbacks, given)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.loggers, self._own_logger = make_loggers(self.config, loggers, self.fabric)
         self.own_profiler = make_profiler(self.config.profiler)
@@ -155,7 +156,6 @@ class FabricLoop(Parts, TrainerFace):
     def _fit(self, fabric: Fabric, run: Run) -> Any:
         with session(self, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
             start_fit(self, run)
-            run.stage = "train"
             self._sanity_check(run)
             with torch.enable_grad(), Signals() as signals:
                 self._train(run, signals)
@@ -169,8 +169,8 @@ class FabricLoop(Parts, TrainerFace):
             return
         if run.validation_epoch:
             run.set_up_val_data()
-        deadline = parse_duration(run.config.max_time).total_seconds() if run.config.max_time else None
-        run.deadline = None if deadline is None else time.monotonic() + deadline
+        if run.config.max_time and not run.has_timer:
+            run.deadline = time.monotonic() + parse_duration(run.config.max_time).total_seconds()
         run.validated_at = time.monotonic()
         run.metrics.start(run.metrics.train)
         run.hooks.call("on_train_start")
@@ -296,7 +296,7 @@ class FabricLoop(Parts, TrainerFace):
             run.metrics.forget()
             run.metrics.val.clear()
             run.history.val.reset()
-            run.stage = "train"
+            run.stage, run.evaluated = "train", 0
 
     # ---- evaluation
 
@@ -312,7 +312,6 @@ class FabricLoop(Parts, TrainerFace):
 
     def _run_evaluation(self, fabric: Fabric, run: Run, fn: str, stage: str) -> list[dict]:
         with session(self, run):
-            run.stage = fn
             run.metrics.name_metrics(run.owner)
             run.transfer = run.make_transfer()
             run.val = run.loaders(stage)

@@ -218,8 +218,10 @@ class Metrics:
 
     def to_cpu(self) -> None:
         """Move what stays readable after the run off the device."""
-        self.callback = {name: value.cpu() for name, value in self.callback.items()}
-        self.logged = {name: value.cpu() for name, value in self.logged.items()}
+        self.callback, self.logged = (
+            {name: value.cpu() if isinstance(value, Tensor) else value for name, value in view.items()}
+            for view in (self.callback, self.logged)  # callbacks may have put numbers there
+        )
 
     def name_metrics(self, module: Any) -> None:
         """Know the torchmetrics attributes of a module, to refuse those that belong to nobody."""

@@ -26,8 +26,8 @@ class SchedulerConfig:
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
-        >>> SchedulerConfig(scheduler, interval="step").due("step", count=4)
-        True
+        >>> SchedulerConfig(scheduler, interval="step").frequency
+        1
     """
 
     scheduler: Any
@@ -43,10 +43,6 @@ class SchedulerConfig:
     """The logged metric given to a scheduler that reduces on a plateau."""
     strict: bool = True
     """Whether a monitor that was not logged is an error (True) or a warning."""
-
-    def due(self, interval: str, count: int) -> bool:
-        """Whether to step after this many epochs, or batches of the epoch."""
-        return self.interval == interval and count % self.frequency == 0
 
 
 def parse_optimizers(

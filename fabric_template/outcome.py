@@ -60,7 +60,7 @@ class Outcome:
                 {"callback": metrics.callback, "logged": metrics.logged, "progress": metrics.progress}
             )
             outcome.weights = to_cpu(run.net.state_dict())
-            outcome.callbacks = [to_cpu(cb.state_dict()) if hasattr(cb, "state_dict") else None for cb in run.callbacks]
+            outcome.callbacks = [_state_of(callback) for callback in run.callbacks]
             if run.saver is not None:
                 outcome.kept = {"last_model_path": run.saver.last_model_path, "best": run.saver.best}
         return outcome
@@ -106,6 +106,14 @@ class Outcome:
         run.set_up_saver()
         if run.saver is not None:
             vars(run.saver).update(self.kept)
+
+
+def _state_of(callback: Any) -> Any:
+    """What a callback would keep in a checkpoint; None if it cannot say, which is no reason to lose the run."""
+    try:
+        return to_cpu(callback.state_dict())
+    except Exception:  # Lightning's SpikeDetection has a state_dict that raises
+        return None
 
 
 def unshare(run: Run) -> None:

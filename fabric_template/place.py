@@ -31,12 +31,27 @@ def make_loggers(config: LoopConfig, loggers: Any, fabric: Fabric) -> tuple[list
     """The loggers that were asked for, and whether it is the loop's own CSV logger."""
     asked = loggers if loggers is not None else config.logger
     if asked is True and fabric.loggers:
-        return list(fabric.loggers), False
+        asked = fabric.loggers
     if asked is True:
         return [CSVLogger(os.path.join(config.default_root_dir or ".", "logs"), config.name, config.version)], True
     if not asked:
         return [], False
-    return (list(asked) if isinstance(asked, Iterable) else [asked]), False
+    given = list(asked) if isinstance(asked, Iterable) else [asked]
+    for logger in given:
+        _complete(logger)
+    return given, False
+
+
+def _complete(logger: Any) -> None:
+    """Fabric's loggers lack two words that Lightning's ModelCheckpoint asks every logger for."""
+    if not hasattr(logger, "after_save_checkpoint"):
+        logger.after_save_checkpoint = _nothing
+    if not hasattr(logger, "save_dir"):
+        logger.save_dir = getattr(logger, "root_dir", None)
+
+
+def _nothing(checkpoint_callback: Any) -> None:
+    """A file was kept; nothing to do."""
 
 
 def choose_place(loop: FabricLoop, run: Run) -> None:

@@ -48,20 +48,21 @@ class Record:
         run = self.run
         due = self.every and (run.batches_that_stepped + 1) % self.every == 0
         if due or (run.should_stop and self.every):
-            self.values(run.metrics.step_log(), run.batches_that_stepped)
+            self.values(run.metrics.step_log())
             run.history.warn_of_nan(run.total_batches - 1)
 
-    def values(self, metrics: Mapping[str, Any], step: int, by_row: bool = True) -> None:
-        """Values at one step, for all loggers."""
+    def values(self, metrics: Mapping[str, Any], step: int | None = None, by_row: bool = True) -> None:
+        """Values at one step, for all loggers; None: at a logged "step", or where the run stands, beside the epoch."""
         run = self.run
         if not metrics or not (self.by_value or self.by_row):
             return
         run.metrics.logged.update(metrics)
         scalars = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        if "step" in scalars:  # a logged "step" is the x axis
+        if step is None and "step" in scalars:  # a logged "step" is the x axis
             step = int(scalars.pop("step"))
-        else:
+        elif step is None:
             scalars.setdefault("epoch", run.current_epoch)
+            step = run.batches_that_stepped
         for logger in self.by_value + (self.by_row if by_row else []):
             logger.log_metrics(metrics=scalars, step=step)
             if callable(save := getattr(logger, "save", None)):
@@ -70,7 +71,7 @@ class Record:
     def validation(self, metrics: Mapping[str, Any]) -> None:
         """A validation inside fit is over; in the middle of an epoch its values are a row of the steps."""
         run = self.run
-        self.values(metrics, run.batches_that_stepped, by_row=not run.is_last_of_epoch)
+        self.values(metrics, by_row=not run.is_last_of_epoch)
 
     def note_rates(self) -> None:
         """The learning rates of the step just taken, before a scheduler of the epoch changes them."""
@@ -79,7 +80,9 @@ class Record:
     def epoch(self, metrics: Mapping[str, Any]) -> None:
         """The epoch is over: Trainer's values for the others, one whole row for the CSV and the history."""
         run = self.run
-        self.values(metrics, run.batches_that_stepped - 1, by_row=False)
+        run.batches_that_stepped -= 1  # the epoch's values stand at its last step
+        self.values(metrics, by_row=False)
+        run.batches_that_stepped += 1
         seconds, self.began = time.monotonic() - self.began, time.monotonic()
         rates = self._rates or run.learning_rates()
         row = run.history.add(run.current_epoch, run.global_step, run.metrics.take_row(), rates, seconds)

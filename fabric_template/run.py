@@ -18,7 +18,7 @@ from .config import LoopConfig, parse_duration
 from .data import INFINITE, Loaders, make_transfer
 from .errors import Misuse
 from .history import History, name_outputs
-from .hooks import Hooks, overrides
+from .hooks import Hooks, is_a, overrides
 from .logs import CSVLogger
 from .metrics import Metrics
 from .optimizers import SchedulerConfig, parse_optimizers
@@ -83,6 +83,7 @@ class Run:
         self._warned: set[str] = set()
         self.loaders_epoch: dict[str, int] = {}  # the epoch in which each stage's loaders were made
         self._seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
+        self.evaluated = self.evaluated_in_all = 0  # batches of this evaluation; of all since the epoch began
 
     # ---- made in the process that runs
 
@@ -208,7 +209,7 @@ class Run:
         if not self.between_epochs:
             return False
         self.between_epochs, self.is_last_batch = False, False
-        self.batches_done = self.steps_in_epoch = 0
+        self.batches_done = self.steps_in_epoch = self.evaluated_in_all = 0
         return True
 
     def begin_pass(self) -> None:
@@ -267,7 +268,7 @@ class Run:
     @property
     def has_timer(self) -> bool:
         """Whether a Timer callback ends the run."""
-        return any("Timer" in {base.__name__ for base in type(callback).__mro__} for callback in self.callbacks)
+        return any(is_a(callback, "Timer") for callback in self.callbacks)
 
     @property
     def steps_done(self) -> bool:
@@ -324,7 +325,11 @@ class Run:
         if not self.schedulers or not self.is_automatic:
             return []
         count = self.batches_done if interval == "step" else self.current_epoch + 1
-        return [c for c in self.schedulers if c.reduce_on_plateau == plateau and c.due(interval, count)]
+        return [  # SchedulerConfig's words, or those of Lightning's LRSchedulerConfig that a callback has put there
+            config
+            for config in self.schedulers
+            if config.reduce_on_plateau == plateau and config.interval == interval and count % config.frequency == 0
+        ]
 
     def known_metrics(self) -> dict[str, Any]:
         """What can be monitored now: the logged metrics, and what the steps of a module that logs nothing returned."""
@@ -416,7 +421,7 @@ class Run:
     @property
     def has_summary(self) -> bool:
         """Whether a callback prints the model already."""
-        return any("ModelSummary" in {base.__name__ for base in type(callback).__mro__} for callback in self.callbacks)
+        return any(is_a(callback, "ModelSummary") for callback in self.callbacks)
 
     def replace_optimizers(self, optimizers: list[Any]) -> None:
         """A callback brings other optimizers."""

@@ -10,9 +10,10 @@ import torch
 
 from . import checkpoint as ckpt
 from . import profiling
+from .callbacks import add_callbacks_of
 from .errors import Misuse
 from .hooks import overrides
-from .lightning import attach, detach
+from .lightning import attach, attach_log, detach_log
 from .locks import VersionLock
 from .logs import CSVLogger
 from .progress import Progress, can_show_bar, summarize
@@ -33,6 +34,7 @@ def session(loop: FabricLoop, run: Run) -> Iterator[None]:
     """
     grad_enabled, modes = torch.is_grad_enabled(), Modes(run.net)
     settings = _torch_settings(run)
+    run.stage = "train" if run.fn == "fit" else run.fn
     lock = _one_writer(run)
     attach(run.owner, loop, run.metrics, compiled=bool(run.config.compile))
     if run.datamodule is not None and hasattr(run.datamodule, "trainer"):
@@ -54,7 +56,8 @@ def session(loop: FabricLoop, run: Run) -> Iterator[None]:
     finally:
         run.bar.close()
         run.close_loaders()
-        detach(run.owner, run.metrics)
+        for part in (run.owner, *run.callbacks):
+            detach_log(part, run.metrics)
         run.metrics.to_cpu()
         run.metrics.start(None)
         run.stage = None
@@ -171,17 +174,14 @@ def _tear_down(run: Run) -> None:
 
 
 def _add_callbacks_of(owner: Any, loop: FabricLoop, run: Run) -> None:
-    """The module's own callbacks take the place of those of the same class; those that save come last."""
-    if (configure := overrides(owner, "configure_callbacks")) is not None:
-        own = configure()
-        own = list(own) if isinstance(own, list | tuple) else [own]
-        classes = {type(callback) for callback in own}
-        run.callbacks[:] = [callback for callback in run.callbacks if type(callback) not in classes] + own
-    savers = [cb for cb in run.callbacks if "Checkpoint" in {base.__name__ for base in type(cb).__mro__}]
-    run.callbacks[:] = [callback for callback in run.callbacks if callback not in savers] + savers
-    loop.callbacks = run.callbacks
-    run.hooks.callbacks = run.callbacks
+    """The module's own callbacks join the run's; one that saves checkpoints takes over from the loop."""
+    loop.callbacks = run.callbacks = run.hooks.callbacks = add_callbacks_of(owner, run.callbacks)
     run.hooks.refresh()
+    if loop.checkpoint_callbacks:
+        run.saver = None
+    for callback in run.callbacks:
+        if hasattr(callback, "state_key"):  # Lightning's have self.log
+            attach_log(callback, run.metrics)
 
 
 def _one_writer(run: Run) -> VersionLock:

@@ -10,11 +10,20 @@ import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from .hooks import is_a
+from .loops import EvaluationLoopView, FitLoopView, LoggerView
+
 if TYPE_CHECKING:
     from .run import Run
 
-_STAGES = {"train": "training", "validate": "validating", "test": "testing", "predict": "predicting",
-           "sanity_check": "sanity_checking"}  # fmt: skip
+
+class Word(str):
+    """A word that equals the member of Trainer's enum that has it, and has its ``value``."""
+
+    @property
+    def value(self) -> str:
+        """The word itself."""
+        return str(self)
 
 
 class State(SimpleNamespace):
@@ -214,7 +223,7 @@ class TrainerFace:
     @property
     def checkpoint_callbacks(self) -> list[Any]:
         """Callbacks that save checkpoints."""
-        return [cb for cb in self.callbacks if "Checkpoint" in {base.__name__ for base in type(cb).__mro__}]
+        return [callback for callback in self.callbacks if is_a(callback, "Checkpoint")]
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -225,7 +234,7 @@ class TrainerFace:
     @property
     def early_stopping_callbacks(self) -> list[Any]:
         """EarlyStopping callbacks."""
-        return [cb for cb in self.callbacks if "EarlyStopping" in {base.__name__ for base in type(cb).__mro__}]
+        return [callback for callback in self.callbacks if is_a(callback, "EarlyStopping")]
 
     @property
     def early_stopping_callback(self) -> Any:
@@ -236,8 +245,7 @@ class TrainerFace:
     @property
     def progress_bar_callback(self) -> Any:
         """A progress bar among the callbacks, if there is one."""
-        bars = [cb for cb in self.callbacks if "ProgressBar" in {base.__name__ for base in type(cb).__mro__}]
-        return bars[0] if bars else None
+        return next((callback for callback in self.callbacks if is_a(callback, "ProgressBar")), None)
 
     @property
     def profiler(self) -> Any:
@@ -263,8 +271,14 @@ class TrainerFace:
 
     @property
     def accelerator(self) -> Any:
-        """Fabric's accelerator."""
-        return self.fabric.accelerator
+        """The accelerator, as Trainer has it: it can ``get_device_stats``."""
+        from lightning.pytorch import accelerators
+
+        own = self.fabric.accelerator
+        twin = getattr(
+            accelerators, type(own).__name__, None
+        )  # Trainer's of the same name, a Fabric accelerator's peer
+        return own if twin is None else twin()
 
     @property
     def precision(self) -> str:
@@ -327,13 +341,33 @@ class TrainerFace:
         """What a DistributedSampler needs, None for one process."""
         return getattr(self.fabric.strategy, "distributed_sampler_kwargs", None)
 
+    # ---- loops: Lightning's callbacks look into them
+
+    @property
+    def fit_loop(self) -> FitLoopView:
+        """How far training is, in the few words that callbacks ask for."""
+        return FitLoopView(self)
+
+    @property
+    def predict_loop(self) -> EvaluationLoopView:
+        """How far predicting is."""
+        return EvaluationLoopView(self)
+
+    @property
+    def _evaluation_loop(self) -> EvaluationLoopView:
+        return EvaluationLoopView(self)
+
+    @property
+    def _logger_connector(self) -> LoggerView:
+        return LoggerView(self)
+
     # ---- stages
 
     @property
     def state(self) -> State:
         """What runs."""
         run = self._run
-        return State(fn=run and run.fn, stage=run and run.stage, status=self._status)
+        return State(fn=run and Word(run.fn), stage=run and run.stage and Word(run.stage), status=Word(self._status))
 
     @property
     def training(self) -> bool:

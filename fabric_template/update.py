@@ -115,6 +115,26 @@ class AutomaticUpdate:
             self._backward(loss)
         return loss.detach() if self.needs_value else None
 
+    @property
+    def skips_backward(self) -> bool:
+        """Whether only the step runs, as StochasticWeightAveraging wants it for BatchNorm's statistics."""
+        return "closure" in vars(self)
+
+    @skips_backward.setter
+    def skips_backward(self, skips: bool) -> None:
+        vars(self).pop("closure", None)
+        if skips:  # in the place of the usual one, which is spared the question
+            self.closure = self._forward_only
+
+    def _forward_only(self) -> Tensor | None:
+        before, self.metrics.fx = self.metrics.fx, "training_step"
+        output = self.step(*self._batch)
+        self.metrics.fx = before
+        loss = output if isinstance(output, Tensor) else self._loss_in(output)
+        if loss is not None and self.keeps:
+            self._keep(output, loss)
+        return loss
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward with its hooks, scaled when there is a scaler."""
         hooks = self.hooks

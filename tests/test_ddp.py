@@ -251,7 +251,8 @@ def test_each_spawned_rank_has_its_own_copy_of_an_optimizer_given_to_fit():
 def test_callbacks_come_back_with_their_state(tmp_path):
     stopping = pl.callbacks.EarlyStopping("val_loss", patience=0, min_delta=10.0)
     saving = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", filename="best")
-    loop, _ = run_loop(Synced, train, val, max_epochs=4, callbacks=[stopping, saving], **FORK)
+    words = {"callbacks": [stopping, saving], "enable_checkpointing": True, **FORK}
+    loop, _ = run_loop(Synced, train, val, max_epochs=4, **words)
     assert loop.current_epoch == 2
     assert stopping.stopped_epoch == 1
     assert saving.best_model_path == str(tmp_path / "best.ckpt")

@@ -1,0 +1,159 @@
+"""Loops: the few words of Trainer's insides that Lightning's own callbacks read or set; and no more than that.
+
+None of these names is public, yet LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, ModelCheckpoint,
+StochasticWeightAveraging, BasePredictionWriter and the progress bars ask for them. They are views of the run: nothing is
+kept here. tests/test_callbacks_both.py runs each of those callbacks, so that a release which asks for more fails there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+class Count(NamedTuple):
+    """How many batches have been taken from their loader."""
+
+    ready: int
+
+
+class BatchProgress(NamedTuple):
+    """Batches so far: of this epoch or evaluation, in all, and whether the one at hand is the last."""
+
+    current: Count
+    total: Count
+    is_last_batch: bool = False
+
+
+class _View:
+    """A view of the run at hand; a name that is not offered raises, also when it is set."""
+
+    __slots__ = ("_loop",)
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+
+    @property
+    def _run(self) -> Run:
+        return self._loop._required(type(self).__name__)
+
+
+class FitLoopView(_View):
+    """``trainer.fit_loop``: how far training is; a callback may move its limits."""
+
+    __slots__ = ()
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The limit of epochs; set it to train longer or shorter."""
+        return self._loop.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        loop = self._loop
+        loop.config = loop.config.changed(max_epochs=value)
+        if loop._run is not None:
+            loop._run.config = loop.config
+
+    @property
+    def max_batches(self) -> int | float:
+        """Training batches of an epoch."""
+        return self._run.num_batches
+
+    @max_batches.setter
+    def max_batches(self, value: int | float) -> None:
+        self._run.num_batches = value
+
+    @property
+    def batch_idx(self) -> int:
+        """The batch at hand, counted in its epoch."""
+        return self._run.batches_done - 1
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The batch at hand, counted over all epochs."""
+        return self._run.total_batches - 1
+
+    @property
+    def epoch_loop(self) -> EpochLoopView:
+        """The loop over the batches."""
+        return EpochLoopView(self._loop)
+
+    @property
+    def _skip_backward(self) -> bool:
+        return self._run.update.skips_backward
+
+    @_skip_backward.setter
+    def _skip_backward(self, value: bool) -> None:
+        self._run.update.skips_backward = value
+
+    def _should_accumulate(self) -> bool:
+        return self._run.accumulates
+
+
+class EpochLoopView(_View):
+    """``trainer.fit_loop.epoch_loop``."""
+
+    __slots__ = ()
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far."""
+        return self._run.global_step
+
+    @property
+    def batch_progress(self) -> BatchProgress:
+        """Training batches so far."""
+        run = self._run
+        return BatchProgress(Count(run.batches_done), Count(run.total_batches), run.is_last_batch)
+
+    @property
+    def val_loop(self) -> EvaluationLoopView:
+        """The validation inside fit."""
+        return EvaluationLoopView(self._loop)
+
+    @property
+    def _batches_that_stepped(self) -> int:
+        return self._run.batches_that_stepped
+
+    def _should_check_val_epoch(self) -> bool:
+        return self._run.validation_epoch
+
+
+class EvaluationLoopView(_View):
+    """``trainer._evaluation_loop``, ``trainer.predict_loop`` and the validation loop inside fit."""
+
+    __slots__ = ()
+
+    @property
+    def batch_progress(self) -> BatchProgress:
+        """Batches of this evaluation so far, of all its loaders, and in all."""
+        run = self._run
+        return BatchProgress(Count(run.evaluated), Count(run.evaluated_in_all))
+
+    @property
+    def _has_run(self) -> bool:
+        return self._run.evaluated > 0
+
+
+class LoggerView(_View):
+    """``trainer._logger_connector``: whether loggers are due, and how to write to all of them."""
+
+    __slots__ = ()
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Whether the batch at hand is one of every ``log_every_n_steps``."""
+        run = self._run
+        every = run.config.log_every_n_steps
+        if not every or run.stage is None:
+            return every != 0
+        done = run.batches_that_stepped + 1 if run.stage == "train" else run.evaluated
+        return done % every == 0 or run.should_stop
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write values to all loggers; without a step at the one where the run stands, beside the epoch."""
+        self._run.record.values(metrics, step)

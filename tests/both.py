@@ -1,0 +1,120 @@
+"""One set-up run by lightning.Trainer and by FabricLoop, each in a folder of its own: what each did, side by side."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from modules import Classifier, assert_same_weights, make_loader, quiet
+from runs import same, val_loader
+
+from fabric_template import FabricLoop
+
+LOOPS = {"trainer": pl.Trainer, "loop": FabricLoop}
+
+
+class Notes(Logger):
+    """A logger that keeps what it is given: (step, values)."""
+
+    name, version, save_dir = "notes", 0, None
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    @property
+    def experiment(self):
+        return self
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+    @rank_zero_only
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+
+@dataclass
+class Side:
+    """What one of the two left."""
+
+    trainer: Any
+    module: Any
+    callbacks: list
+    root: Path
+    error: BaseException | None = None
+
+    @property
+    def rows(self):
+        return self.trainer.loggers[0].rows
+
+    def files(self):
+        """The checkpoints under the folder, links as what they point to."""
+        paths = sorted(self.root.rglob("*.ckpt"))
+        return {path.relative_to(self.root).as_posix(): torch.load(path, weights_only=False) for path in paths}
+
+    def place(self, path):
+        """A path as seen from the folder."""
+        return Path(path).relative_to(self.root).as_posix() if path else path
+
+
+def run_both(tmp_path, make_callbacks, make_module=Classifier, train=make_loader, val=val_loader, fit=None, **words):
+    """Fit by both with callbacks made anew for each, `make_callbacks(root)`; returns (Trainer's side, ours).
+
+    An error is kept with its side. `fit` are further words of fit, made by `fit(root, side's name)`.
+    """
+    sides = []
+    for name, kind in LOOPS.items():
+        pl.seed_everything(1, verbose=False)
+        root = tmp_path / name
+        root.mkdir(exist_ok=True)
+        module, callbacks = make_module(), make_callbacks(root)
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = {"default_root_dir": str(root), "callbacks": callbacks, "max_epochs": 3, **words}
+            if given.get("logger") is Notes:
+                given["logger"] = Notes()
+            trainer = kind(**quiet(**given))
+            side = Side(trainer, module, callbacks, root)
+            try:
+                trainer.fit(module, train(), val() if val else None, **(fit(root, name) if fit else {}))
+            except Exception as error:
+                side.error = error
+        sides.append(side)
+    expected, ours = sides
+    assert repr(expected.error) == repr(ours.error)
+    assert_same_weights(expected.module, ours.module)
+    assert (expected.trainer.current_epoch, expected.trainer.global_step) == (
+        ours.trainer.current_epoch,
+        ours.trainer.global_step,
+    )
+    return expected, ours
+
+
+def assert_same_files(expected, ours):
+    """The same names, and in each the same weights, optimizers, schedulers, epoch, step and callbacks' states."""
+    first, second = expected.files(), ours.files()
+    assert sorted(first) == sorted(second)
+    for name, theirs in first.items():
+        mine = second[name]
+        for key in ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers"):
+            assert (key in theirs) == (key in mine), (name, key)
+            assert same(plain(theirs.get(key), expected), plain(mine.get(key), ours)), (name, key)
+        states = [plain(file.get("callbacks"), side) for file, side in ((theirs, expected), (mine, ours))]
+        assert same(*states), (name, states)
+
+
+def plain(value, side):
+    """A nest in which paths are seen from the side's own folder and dicts are plain."""
+    if isinstance(value, dict):
+        return {plain(key, side): plain(part, side) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part, side) for part in value]
+    if isinstance(value, str):
+        return value.replace(str(side.root), "ROOT")
+    return value

@@ -1,0 +1,552 @@
+"""Lightning's own callbacks under lightning.Trainer and under FabricLoop: they do the same."""
+
+import json
+import math
+from datetime import timedelta
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from both import Notes, assert_same_files, plain, run_both
+from lightning.fabric.utilities.spike import TrainingSpikeException
+from lightning.pytorch import callbacks as cb
+from lightning.pytorch.callbacks.spike import SpikeDetection
+from modules import Classifier, make_loader, quiet
+from runs import same, val_loader
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, StepLR
+
+from fabric_template import FabricLoop
+
+CKPT = {"enable_checkpointing": True}
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_step(module):
+    optimizer = sgd(module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 3, 0.7), "interval": "step"}}
+
+
+def by_epoch(module):
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    return [optimizer], [CosineAnnealingLR(optimizer, 4)]
+
+
+class Normed(Classifier):
+    """With BatchNorm, whose statistics weight averaging has to treat."""
+
+    def __init__(self, optimizers=None):
+        super().__init__(optimizers)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+# ---- stopping
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"patience": 1, "min_delta": 10.0},
+        {"patience": 0, "min_delta": 10.0, "check_on_train_epoch_end": True},
+        {"stopping_threshold": 100.0},
+        {"mode": "max", "patience": 2},
+        {"divergence_threshold": 0.01},
+        {"monitor": "train_loss", "patience": 1, "min_delta": 10.0},
+    ],
+    ids=str,
+)
+def test_early_stopping(tmp_path, words):
+    words = {"monitor": "val_loss", **words}
+    expected, ours = run_both(tmp_path, lambda root: cb.EarlyStopping(**words), max_epochs=5)
+    first, second = expected.callbacks[0], ours.callbacks[0]
+    assert first.stopped_epoch == second.stopped_epoch
+    assert same(first.state_dict(), second.state_dict())
+    assert expected.trainer.should_stop == ours.trainer.should_stop
+    assert ours.trainer.early_stopping_callback is second
+    assert ours.trainer.early_stopping_callbacks == [second]
+
+
+def test_early_stopping_inside_an_epoch(tmp_path):
+    """Every validation counts; min_steps and min_epochs hold it back."""
+    words = {"val_check_interval": 0.5, "max_epochs": 6, "min_epochs": 2, "min_steps": 23}
+    expected, ours = run_both(tmp_path, lambda root: cb.EarlyStopping("val_loss", min_delta=10.0, patience=1), **words)
+    assert expected.callbacks[0].state_dict().keys() == ours.callbacks[0].state_dict().keys()
+    assert expected.callbacks[0].wait_count == ours.callbacks[0].wait_count
+
+
+def test_early_stopping_refuses_a_missing_metric(tmp_path):
+    expected, ours = run_both(tmp_path, lambda root: cb.EarlyStopping("nothing"))
+    assert "Early stopping conditioned on metric `nothing` which is not available" in str(ours.error)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_timer(tmp_path, interval):
+    expected, ours = run_both(
+        tmp_path, lambda root: cb.Timer(timedelta(microseconds=1), interval=interval), max_epochs=4
+    )
+    for side in (expected, ours):
+        timer = side.callbacks[0]
+        assert timer.time_remaining() < 0 < timer.time_elapsed("train")
+    assert (
+        expected.callbacks[0].state_dict()["time_elapsed"].keys()
+        == ours.callbacks[0].state_dict()["time_elapsed"].keys()
+    )
+
+
+def test_timer_beats_max_time(tmp_path):
+    words = {"max_time": {"microseconds": 1}, "max_epochs": 2}
+    _, ours = run_both(tmp_path, lambda root: cb.Timer(timedelta(hours=1)), **words)
+    assert ours.trainer.current_epoch == 2
+
+
+# ---- files
+
+MODEL_CHECKPOINTS = {
+    "plain": {},
+    "top_2": {"monitor": "val_loss", "save_top_k": 2, "filename": "{epoch}-{step}-{val_loss:.3f}"},
+    "all": {"save_top_k": -1},
+    "none_but_last": {"save_top_k": 0, "save_last": True},
+    "last": {"monitor": "val_acc", "mode": "max", "save_last": True},
+    "link": {"save_last": "link"},
+    "steps": {"every_n_train_steps": 4, "save_top_k": -1},
+    "steps_last": {"every_n_train_steps": 7, "save_last": True},
+    "steps_monitor": {"every_n_train_steps": 5, "monitor": "train_loss", "save_top_k": 2},
+    "steps_val": {"every_n_train_steps": 3, "monitor": "val_loss", "save_top_k": -1},
+    "second_epochs": {"every_n_epochs": 2, "save_top_k": -1},
+    "train_end": {"save_on_train_epoch_end": True, "monitor": "val_loss", "save_top_k": -1},
+    "always": {"train_time_interval": timedelta(0), "save_top_k": 1},
+    "weights": {"save_weights_only": True, "save_top_k": -1},
+}
+
+
+@pytest.mark.parametrize("name", MODEL_CHECKPOINTS)
+def test_model_checkpoint(tmp_path, name):
+    """Its files, its top-k, its last: the same names, and in each the same state."""
+    words = MODEL_CHECKPOINTS[name]
+    expected, ours = run_both(
+        tmp_path, lambda root: cb.ModelCheckpoint(root / "kept", **words), lambda: Classifier(by_step), **CKPT
+    )
+    assert_same_files(expected, ours)
+    first, second = expected.callbacks[0], ours.callbacks[0]
+    for path in ("best_model_path", "last_model_path", "kth_best_model_path"):
+        assert expected.place(getattr(first, path)) == ours.place(getattr(second, path))
+    assert same(plain(first.state_dict(), expected), plain(second.state_dict(), ours))
+    assert ours.trainer.checkpoint_callback is second
+    assert ours.trainer.checkpoint_callbacks == [second]
+
+
+@pytest.mark.parametrize("words", [{"val_check_interval": 0.3}, {"check_val_every_n_epoch": 2}], ids=str)
+def test_model_checkpoint_follows_validation(tmp_path, words):
+    expected, ours = run_both(
+        tmp_path, lambda root: cb.ModelCheckpoint(root, monitor="val_loss", save_top_k=3), **CKPT, **words
+    )
+    assert_same_files(expected, ours)
+
+
+def test_two_model_checkpoints_without_folder(tmp_path):
+    """They write below the first logger's place, or below default_root_dir."""
+
+    def two(root):
+        return [cb.ModelCheckpoint(filename="a-{epoch}"), cb.ModelCheckpoint(monitor="val_loss", filename="b-{epoch}")]
+
+    expected, ours = run_both(tmp_path, two, **CKPT)
+    assert_same_files(expected, ours)
+    assert [name.split("/")[0] for name in ours.files()] == ["checkpoints", "checkpoints"]
+    expected, ours = run_both(tmp_path, two, logger=Notes, **CKPT)
+    assert_same_files(expected, ours)
+    assert "notes/version_0/checkpoints/a-epoch=2.ckpt" in ours.files()
+
+
+@pytest.mark.parametrize("kind", ["CSVLogger", "TensorBoardLogger"])
+def test_model_checkpoint_with_a_logger_of_fabric(tmp_path, kind):
+    """Fabric's loggers lack words that callbacks ask a Trainer's logger for."""
+    from lightning.fabric import loggers
+
+    logger = getattr(loggers, kind)(tmp_path / "logs", name="mine", version=0)
+    saving = cb.ModelCheckpoint(filename="{epoch}")
+    words = {"accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False, "enable_model_summary": False}
+    loop = FabricLoop(logger=logger, callbacks=[saving, cb.LearningRateMonitor()], log_every_n_steps=1, **words)
+    loop.fit(Classifier(), make_loader(), val_loader())
+    assert saving.best_model_path == str(tmp_path / "logs" / "mine" / "version_0" / "checkpoints" / "epoch=0.ckpt")
+
+
+class Fails(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch == 1 and batch_idx == 3:
+            raise RuntimeError("mine")
+        return super().training_step(batch, batch_idx)
+
+
+def test_on_exception_checkpoint(tmp_path):
+    expected, ours = run_both(tmp_path, lambda root: cb.OnExceptionCheckpoint(root, "rescued"), Fails, **CKPT)
+    assert str(ours.error) == "mine"
+    assert_same_files(expected, ours)
+    assert list(ours.files()) == ["rescued.ckpt"]
+
+
+# ---- the update
+
+
+def test_gradient_accumulation_scheduler(tmp_path):
+    class Windows(pl.Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.seen.append((trainer.accumulate_grad_batches, trainer.global_step))
+
+    def make(root):
+        return [cb.GradientAccumulationScheduler({0: 1, 1: 3, 3: 4}), Windows()]
+
+    expected, ours = run_both(tmp_path, make, lambda: Classifier(by_step), max_epochs=4)
+    assert expected.callbacks[1].seen == ours.callbacks[1].seen
+    assert [window for window, _ in ours.callbacks[1].seen] == [1] * 10 + [3] * 20 + [4] * 10
+
+
+@pytest.mark.parametrize("make", [Classifier, Normed], ids=["plain", "batchnorm"])
+@pytest.mark.parametrize("optimizers", [sgd, by_epoch], ids=["sgd", "scheduler"])
+@pytest.mark.parametrize("words", [{"swa_epoch_start": 2}, {"swa_epoch_start": 0.3, "annealing_epochs": 2}], ids=str)
+@pytest.mark.parametrize("validates", [True, False], ids=["val", "no_val"])
+def test_stochastic_weight_averaging(tmp_path, make, optimizers, words, validates):
+    """The average, the scheduler put in the others' place, and the pass that only renews BatchNorm's statistics."""
+    val = {} if validates else {"val": None}
+    swa = {"swa_lrs": 0.05, **words}
+    make_swa = lambda root: cb.StochasticWeightAveraging(**swa)  # noqa: E731
+    expected, ours = run_both(tmp_path, make_swa, lambda: make(optimizers), max_epochs=5, **val)
+    first, second = expected.callbacks[0].state_dict(), ours.callbacks[0].state_dict()
+    assert same(first, second)
+    assert second["n_averaged"] == (4 if words["swa_epoch_start"] == 2 else 5)
+    rates = [[group["lr"] for group in side.trainer.optimizers[0].param_groups] for side in (expected, ours)]
+    assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: cb.EMAWeightAveraging(decay=0.9),
+        lambda: cb.EMAWeightAveraging(decay=0.9, update_every_n_steps=3, update_starting_at_step=5),
+        lambda: cb.EMAWeightAveraging(decay=0.9, update_every_n_steps=0, update_starting_at_epoch=1),
+        lambda: cb.WeightAveraging(use_buffers=False),
+    ],
+    ids=["ema", "ema_steps", "ema_epochs", "mean"],
+)
+def test_weight_averaging(tmp_path, make):
+    """Validated, saved and left with the average."""
+
+    def two(root):
+        return [make(), cb.ModelCheckpoint(root, monitor="val_loss", save_top_k=-1, save_last=True)]
+
+    expected, ours = run_both(tmp_path, two, Normed, accumulate_grad_batches=2, **CKPT)
+    assert_same_files(expected, ours)
+    for key in ("current_model_state", "averaging_state"):
+        assert same(expected.files()["last.ckpt"][key], ours.files()["last.ckpt"][key])
+
+
+class Backbone(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    def forward(self, x):
+        return self.net(self.backbone(x))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+        return [optimizer], [ExponentialLR(optimizer, 0.9)]
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"should_align": False, "train_bn": False, "backbone_initial_lr": 0.002}], ids=str
+)
+def test_backbone_finetuning(tmp_path, words):
+    def make(root):
+        return cb.BackboneFinetuning(2, lambda epoch: 2.0, **words)
+
+    expected, ours = run_both(tmp_path, make, Backbone, max_epochs=5)
+    groups = [
+        [(len(group["params"]), group["lr"]) for group in side.trainer.optimizers[0].param_groups]
+        for side in (expected, ours)
+    ]
+    assert groups[0] == groups[1]
+    assert len(groups[1]) == 2
+    assert [p.requires_grad for p in expected.module.parameters()] == [
+        p.requires_grad for p in ours.module.parameters()
+    ]
+    assert expected.callbacks[0].state_dict() == ours.callbacks[0].state_dict()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"pruning_fn": "l1_unstructured", "amount": 0.3},
+        {"pruning_fn": "random_unstructured", "amount": 0.2, "make_pruning_permanent": False},
+        {"pruning_fn": "ln_structured", "amount": 0.5, "pruning_norm": 2, "pruning_dim": 0, "use_global_unstructured": False},
+        {"pruning_fn": "l1_unstructured", "amount": 0.3, "use_lottery_ticket_hypothesis": False},
+        {"pruning_fn": "l1_unstructured", "amount": 2, "prune_on_train_epoch_end": False},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_model_pruning(tmp_path, words):
+    """The masks, and the files without them."""
+
+    def two(root):
+        return [cb.ModelPruning(parameter_names=["weight"], **words), cb.ModelCheckpoint(root, save_top_k=-1)]
+
+    expected, ours = run_both(tmp_path, two, **CKPT)
+    assert_same_files(expected, ours)
+    assert sorted(expected.module.state_dict()) == sorted(ours.module.state_dict())
+    if words.get("make_pruning_permanent", True):
+        assert any((parameter == 0).any() for parameter in ours.module.parameters())
+
+
+# ---- what is logged
+
+
+@pytest.mark.parametrize("optimizers", [sgd, by_step, by_epoch], ids=["sgd", "step", "epoch"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"logging_interval": "step", "log_momentum": True},
+        {"logging_interval": "epoch", "log_weight_decay": True},
+    ],
+    ids=str,
+)
+def test_learning_rate_monitor(tmp_path, optimizers, words):
+    expected, ours = run_both(
+        tmp_path, lambda root: cb.LearningRateMonitor(**words), lambda: Classifier(optimizers), logger=Notes,
+        log_every_n_steps=3, accumulate_grad_batches=2,
+    )  # fmt: skip
+    assert expected.rows == ours.rows
+    assert expected.callbacks[0].lrs == ours.callbacks[0].lrs
+    metrics = [
+        {name: float(value) for name, value in side.trainer.callback_metrics.items()} for side in (expected, ours)
+    ]
+    assert metrics[0] == metrics[1]
+
+
+def test_learning_rate_monitor_needs_a_logger(tmp_path):
+    _, ours = run_both(tmp_path, lambda root: cb.LearningRateMonitor())
+    assert "that has no logger" in str(ours.error)
+
+
+def test_device_stats_monitor(tmp_path):
+    expected, ours = run_both(
+        tmp_path, lambda root: cb.DeviceStatsMonitor(), logger=Notes, log_every_n_steps=3, accumulate_grad_batches=2
+    )
+    keys = [[(step, sorted(values)) for step, values in side.rows] for side in (expected, ours)]
+    assert keys[0] == keys[1]
+    assert any("DeviceStatsMonitor.on_validation_batch_end" in name for _, names in keys[1] for name in names)
+
+
+class Flops(Classifier):
+    flops_per_batch = 1000
+
+
+@pytest.mark.parametrize("words", [{}, {"accumulate_grad_batches": 3}, {"val_check_interval": 0.5}], ids=str)
+def test_throughput_monitor(tmp_path, words):
+    def make(root):
+        return cb.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), length_fn=lambda batch: 8, window_size=4)
+
+    expected, ours = run_both(tmp_path, make, Flops, logger=Notes, log_every_n_steps=2, **words)
+    keys = [[(step, sorted(values)) for step, values in side.rows] for side in (expected, ours)]
+    assert keys[0] == keys[1]
+    counted = [
+        [values["train/samples"] for _, values in side.rows if "train/samples" in values] for side in (expected, ours)
+    ]
+    assert counted[0] == counted[1]
+    assert counted[1]
+
+
+class Spiking(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1e4 if self.global_step == 13 else 1.0)
+
+
+def test_spike_detection(tmp_path):
+    expected, ours = run_both(tmp_path, lambda root: SpikeDetection(), Spiking)
+    assert isinstance(ours.error, TrainingSpikeException)
+    skipped = [json.loads((side.root / "skip_batches.json").read_text()) for side in (expected, ours)]
+    assert skipped[0] == skipped[1] == [2, 3]
+
+
+# ---- what users write
+
+HOOKS = [name for name in vars(pl.Callback) if name.startswith("on_") and "checkpoint" not in name]
+
+
+def outline(value):
+    """What an argument is, without whose it is."""
+    if isinstance(value, pl.Trainer | FabricLoop):
+        return "trainer", value.current_epoch, value.global_step, value.state.stage.value, value.state.fn.value
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: outline(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [outline(part) for part in value]
+    return (
+        value if isinstance(value, int | float | str | type(None)) else type(value).__name__.removeprefix("Lightning")
+    )
+
+
+@pytest.mark.parametrize("words", [{}, {"accumulate_grad_batches": 3, "val_check_interval": 0.5}], ids=str)
+def test_lambda_callback(tmp_path, words):
+    """Each function is called as often, in the same order and with the same arguments."""
+    calls = []
+
+    def make(root):
+        calls.append([])
+        seen = calls[-1]
+        functions = {
+            name: lambda *args, name=name: seen.append((name, outline(args))) for name in HOOKS if name in LAMBDA
+        }
+        return cb.LambdaCallback(**functions)
+
+    run_both(tmp_path, make, max_epochs=2, **words)
+    assert calls[0] == calls[1]
+    assert len(calls[1]) > 100
+
+
+LAMBDA = cb.LambdaCallback.__init__.__annotations__
+
+
+def test_self_log_in_callbacks(tmp_path):
+    """Callbacks log by themselves, in the same hooks and with the same words as modules."""
+
+    class Logs(pl.Callback):
+        def on_train_start(self, trainer, module):
+            self.log("at_start", 1.0)
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.log("twice", outputs["loss"] * 2, on_step=True, on_epoch=True, prog_bar=True)
+
+        def on_validation_epoch_end(self, trainer, module):
+            self.log_dict({"val_a": 1.0, "val_b": trainer.current_epoch})
+
+    expected, ours = run_both(tmp_path, lambda root: Logs(), logger=Notes, log_every_n_steps=4)
+    assert expected.rows == ours.rows
+    metrics = [
+        {name: float(value) for name, value in side.trainer.callback_metrics.items()} for side in (expected, ours)
+    ]
+    assert metrics[0] == metrics[1]
+    assert "log" not in vars(ours.callbacks[0])  # as it was found
+
+
+def test_order_and_the_modules_own(tmp_path):
+    """Those that save come last; the module's own take the place of those of the same class or its bases."""
+
+    class Stop(cb.EarlyStopping):
+        pass
+
+    class Own(Classifier):
+        def configure_callbacks(self):
+            return [Stop("val_loss", patience=9), cb.ModelCheckpoint(filename="own"), cb.Timer()]
+
+    def make(root):
+        saving = [cb.ModelCheckpoint(filename="mine"), cb.OnExceptionCheckpoint(root)]
+        return [*saving, cb.EarlyStopping("val_loss"), cb.LambdaCallback()]
+
+    expected, ours = run_both(tmp_path, make, Own, max_epochs=1, **CKPT)
+    names = [[type(callback).__name__ for callback in side.trainer.callbacks] for side in (expected, ours)]
+    assert names[0] == names[1] == ["LambdaCallback", "Stop", "Timer", "OnExceptionCheckpoint", "ModelCheckpoint"]
+    assert list(expected.files()) == list(ours.files()) == ["checkpoints/own.ckpt"]
+
+
+def test_state_of_callbacks(tmp_path):
+    """state_key and state_dict, in the file and back from it."""
+
+    class Counts(pl.Callback):
+        def __init__(self, name):
+            self.name, self.batches = name, 0
+
+        @property
+        def state_key(self):
+            return f"Counts[{self.name}]"
+
+        def on_train_batch_end(self, *args):
+            self.batches += 1
+
+        def state_dict(self):
+            return {"batches": self.batches}
+
+        def load_state_dict(self, state):
+            self.batches = state["batches"]
+
+    def make(root):
+        return [Counts("a"), Counts("b"), cb.ModelCheckpoint(root, filename="kept")]
+
+    same_numbers = {"make_module": lambda: Classifier(dropout=0.0), "train": lambda: make_loader(shuffle=False)}
+    expected, ours = run_both(tmp_path, make, **same_numbers, **CKPT, max_epochs=2)
+    assert_same_files(expected, ours)
+    again = {"trainer": "ckpt_path", "loop": "resume"}
+    expected, ours = run_both(
+        tmp_path, make, **same_numbers, **CKPT, fit=lambda root, name: {again[name]: root / "kept.ckpt"}
+    )
+    assert [side.callbacks[0].batches for side in (expected, ours)] == [30, 30]
+
+
+def test_fabrics_way(tmp_path):
+    """A callback that is nobody's subclass is called by keyword, with what it names only."""
+    seen = []
+
+    class Small:
+        log = seen  # its own: not self.log
+
+        def on_train_epoch_end(self, loop, model):
+            seen.append((loop.current_epoch, type(model).__name__))
+
+        def on_train_batch_end(self, batch_idx, outputs):
+            if batch_idx == 9:
+                seen.append(sorted(outputs))
+
+        def on_validation_batch_start(self, batch, dataloader_idx=7):
+            seen.append((len(batch[0]), dataloader_idx))
+
+    loop = FabricLoop(**quiet(max_epochs=1, callbacks=Small(), num_sanity_val_steps=0, limit_val_batches=1))
+    loop.fit(Classifier(), make_loader(), val_loader())
+    assert seen == [["loss"], (4, 7), (0, "Classifier")]
+
+
+# ---- refused at construction, in a line
+
+
+class Keyed(pl.Callback):
+    def state_dict(self):
+        return {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "words", "text"),
+    [
+        (cb.BatchSizeFinder(), {}, "BatchSizeFinder cannot work here: it trains by Trainer's tuner: find the size with"),
+        (cb.LearningRateFinder(), {}, "LearningRateFinder cannot work here: it trains by Trainer's tuner: find the rate"),
+        ([cb.TQDMProgressBar(), cb.RichProgressBar()], {}, "You added multiple progress bar callbacks, TQDMProgressBar"),
+        (cb.TQDMProgressBar(), {"enable_progress_bar": False}, "`enable_progress_bar=False` but found `TQDMProgressBar`"),
+        (cb.ModelCheckpoint(), {"enable_checkpointing": False}, "`enable_checkpointing=False` but found `ModelCheckpoint`"),
+        (cb.ModelCheckpoint(), {"barebones": True}, "`enable_checkpointing=False` but found `ModelCheckpoint`"),
+        ([Keyed(), Keyed()], {}, "Found more than one stateful callback of type `Keyed`"),
+        (cb.EarlyStopping, {}, "this is a class, expected an object of it: write callbacks=[EarlyStopping(...)]"),
+    ],
+)  # fmt: skip
+def test_refused(callbacks, words, text):
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        FabricLoop(accelerator="cpu", callbacks=callbacks, **words)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_what_is_offered():
+    """What callbacks do not need is no attribute, so that a mistaken name is no silence."""
+    loop = FabricLoop(accelerator="cpu", max_epochs=3)
+    loop.fit_loop.max_epochs = 5
+    assert loop.max_epochs == loop.fit_loop.max_epochs == 5
+    with pytest.raises(AttributeError, match="restarting"):
+        loop.fit_loop.restarting = True
+    with pytest.raises(RuntimeError, match="nothing has run yet"):
+        loop.fit_loop.max_batches  # noqa: B018
+    assert math.isinf(loop.num_training_batches)
