@@ -1,4 +1,4 @@
-"""Checkpoint: what a run's state is, in Lightning's layout, and which files are kept of it.
+"""Checkpoint: what a run's state is, in Lightning's layout, and how it comes back.
 
 Keys are Trainer's (``state_dict, optimizer_states, lr_schedulers, epoch, global_step, loops, callbacks, ...``), so that
 ``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` read our files and we read theirs. What
@@ -11,15 +11,12 @@ import copy
 import random
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .history import is_better
 from .hooks import is_a, overrides
-from .reading import CheckpointError, explain_mismatch, find_weights, read_checkpoint
-from .storage import inside, safe_name
+from .reading import CheckpointError, explain_mismatch, find_weights
 
 if TYPE_CHECKING:
     from .run import Run
@@ -290,137 +287,3 @@ def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     part = checkpoint.get(type(run.datamodule).__qualname__) if run.datamodule is not None else None
     if part and callable(getattr(run.datamodule, "load_state_dict", None)):
         run.datamodule.load_state_dict(part)
-
-
-# ---- which files are kept
-
-
-class Saver:
-    """Keeps ``last.ckpt`` and the best checkpoints of a run, in ``checkpoints/<name>/version_<n>``.
-
-    Modules and callbacks that look for Trainer's ModelCheckpoint find its words: ``best_model_path``,
-    ``best_model_score``, ``last_model_path``, ``dirpath``, ``monitor``.
-
-    Args:
-        folder: where the files go.
-        monitor: the metric that says which is best; None keeps only the last.
-        mode: "min" or "max".
-        top_k: how many of the best are kept; -1: all.
-        save_last: whether ``last.ckpt`` is written at the end of each epoch.
-    """
-
-    def __init__(self, folder: Path, monitor: str | None, mode: str, top_k: int, save_last: bool) -> None:
-        self.folder, self.monitor, self.mode, self.top_k, self.save_last = folder, monitor, mode, top_k, save_last
-        self.best: dict[str, float] = {}  # path -> score
-        self.last_model_path = ""
-
-    @property
-    def dirpath(self) -> str:
-        """The folder."""
-        return str(self.folder)
-
-    @property
-    def best_model_path(self) -> str:
-        """The best checkpoint so far; without a monitor, the last."""
-        if not self.best:
-            return self.last_model_path if self.monitor is None else ""
-        return (min if self.mode == "min" else max)(self.best, key=self.best.__getitem__)
-
-    @property
-    def best_model_score(self) -> float | None:
-        """The monitor's best value so far."""
-        return self.best.get(self.best_model_path)
-
-    def save_epoch(self, run: Run, score: float | None) -> None:
-        """The epoch is over: keep its checkpoint if its score is among the best, and as the last."""
-        path = None if score is None or self.top_k == 0 else self._path_for(run, score)
-        state, over = None, run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
-        if path is not None:
-            self._make_room(run, path, score)
-            state = self._write(run, path, epoch=over)
-        if self.save_last:
-            self.write_last(run, state, epoch=over)
-
-    def save_step(self, run: Run, every: int) -> None:
-        """In the middle of an epoch: rewrite ``last.ckpt`` every so many optimizer steps."""
-        if run.global_step and run.global_step % every == 0:
-            self.write_last(run)
-
-    def write_last(self, run: Run, state: dict[str, Any] | None = None, epoch: int | None = None) -> None:
-        """Write ``last.ckpt`` as the run stands now."""
-        self.last_model_path = str(self.folder / "last.ckpt")
-        self._write(run, Path(self.last_model_path), state, epoch)
-
-    def _path_for(self, run: Run, score: float) -> Path | None:
-        """The file for this score, None if it is not among the best."""
-        if self.top_k == 1:
-            if not is_better(score, self.best_model_score, self.mode):
-                return None
-            return self.folder / "best.ckpt"
-        if (
-            self.top_k > 0
-            and len(self.best) >= self.top_k
-            and not is_better(score, self.best[self._worst()], self.mode)
-        ):
-            return None
-        return self.folder / (safe_name(f"epoch={run.current_epoch - 1}-{self.monitor}={score:.4f}") + ".ckpt")
-
-    def _worst(self) -> str:
-        return (max if self.mode == "min" else min)(self.best, key=self.best.__getitem__)
-
-    def _make_room(self, run: Run, path: Path, score: float) -> None:
-        if self.top_k == 1:
-            self.best = {}
-        self.best[str(path)] = score
-
-    def _write(
-        self, run: Run, path: Path, state: dict[str, Any] | None = None, epoch: int | None = None
-    ) -> dict[str, Any]:
-        inside(self.folder, path)  # not through a symbolic link to somewhere else
-        state = (
-            state_of(run, epoch=epoch) if state is None else {**state, OURS: {**state[OURS], "kept": self.state_dict()}}
-        )
-        run.sync_logs()
-        if run.fabric.is_global_zero:
-            run.fabric.strategy.checkpoint_io.save_checkpoint(state, path)
-            while 0 < self.top_k < len(self.best):  # the new one is safe on disk: the worst may go
-                worst = self._worst()
-                del self.best[worst]
-                if worst != str(path):
-                    run.fabric.strategy.checkpoint_io.remove_checkpoint(worst)
-        return state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Scores by file name: the folder may have moved when the run goes on."""
-        return {"best": {Path(path).name: score for path, score in self.best.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Know again which files are the best, as far as they are still there."""
-        self.best = {
-            str(self.folder / name): score
-            for name, score in state.get("best", {}).items()
-            if (self.folder / name).is_file()
-        }
-
-
-def find_checkpoint(word: str, root: Path, name: str, version: int | str | None) -> Path | None:
-    """The file that ``"last"`` or ``"best"`` means: of this version, or of the newest version that has one.
-
-    Example:
-        >>> find_checkpoint("last", Path("nowhere"), "run", None)
-    """
-    folder = root / name
-    if version is not None:
-        folders = [folder / (version if isinstance(version, str) else f"version_{version}")]
-    else:
-        numbered = [(int(path.name[8:]), path) for path in folder.glob("version_*") if path.name[8:].isdigit()]
-        folders = [path for _, path in sorted(numbered, reverse=True)]
-    for candidate in folders:
-        if (candidate / f"{word}.ckpt").is_file():
-            return candidate / f"{word}.ckpt"
-        if word == "best" and (last := candidate / "last.ckpt").is_file():
-            kept = read_checkpoint(last).get(OURS, {}).get("kept", {}).get("best", {})
-            existing = {name: score for name, score in kept.items() if (candidate / name).is_file()}
-            if existing:
-                return candidate / min(existing, key=existing.__getitem__)
-    return None

@@ -117,6 +117,9 @@ class LoopConfig:
     """Keep last.ckpt, rewritten at the end of each epoch."""
     save_every_n_steps: int | None = None
     """Also rewrite last.ckpt every so many optimizer steps, in the middle of epochs."""
+    trusted: bool = False
+    """Also read checkpoints that need arbitrary classes (pickles of old). Such a file can run any program: True only for
+    files whose writer you know."""
     seed: int | None = None
     """Seed Python, NumPy and PyTorch, on every rank and in every worker, when fit starts. None: leave them as they are."""
     compile: bool | dict[str, Any] = False
@@ -291,6 +294,10 @@ def _at_least(least: int) -> Any:
     return lambda value: value is None or value >= least
 
 
+def _is_name(value: str) -> bool:
+    return bool(value) and value not in (".", "..") and not set(value) & set('/\\:*?"<>|\0')
+
+
 def _anything(value: Any) -> bool:
     return True
 
@@ -333,17 +340,14 @@ _CHECKS: dict[str, tuple] = {
     "enable_checkpointing": _SWITCH,
     "enable_progress_bar": _SWITCH,
     "enable_model_summary": _SWITCH,
-    "name": (
-        (str,),
-        lambda v: bool(v) and v not in (".", "..") and not set(v) & set('/\\:*?"<>|\0'),
-        "a folder's name",
-    ),
-    "version": ((int, str, None), lambda v: v is None or v != "", "None, a number or a folder's name"),
+    "name": ((str,), lambda v: _is_name(v), "a folder's name"),
+    "version": ((int, str, None), lambda v: not isinstance(v, str) or _is_name(v), "None, a number or a folder's name"),
     "monitor": ((str, None), _anything, 'None or a metric\'s name such as "val_loss"'),
     "mode": ((str,), lambda v: v in ("min", "max"), '"min" or "max"'),
     "save_top_k": ((int,), _at_least(-1), "-1 (all) or an int >= 0"),
     "save_last": _YES_NO,
     "save_every_n_steps": ((int, None), _at_least(1), "None or an int >= 1"),
+    "trusted": _YES_NO,
     "seed": ((int, None), lambda v: v is None or 0 <= v < 2**32, "None or an int from 0 to 4294967295"),
     "compile": ((bool, dict), _anything, "True, False or torch.compile's keywords as a dict"),
 }

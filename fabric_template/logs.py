@@ -1,19 +1,20 @@
 """The CSV logger, and read_logs: one complete row per epoch, one file per run, nothing ever lost."""
 
-import csv
-import io
 import os
 import re
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from .disk import replace_file
+from .tables import Table, read_table, writing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,7 +54,7 @@ class CSVLogger(FabricCSVLogger):
                 "its file; give a path such as 'logs', or use lightning.fabric.loggers.CSVLogger for remote storage"
             )
         super().__init__(root_dir, name=name, version=version)
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, Table] = {}
         self._hparams: dict[str, Any] = {}
 
     @property
@@ -85,12 +86,12 @@ class CSVLogger(FabricCSVLogger):
             return self._version
         number = -1
         while self._version is None:
-            with _writing(os.path.join(self.root_dir, self.name)):
+            with writing(os.path.join(self.root_dir, self.name)):
                 number = max(self._get_next_version(), number + 1)
                 with suppress(FileExistsError):  # somebody was faster: the next number, then
                     os.makedirs(os.path.join(self.root_dir, self.name, f"version_{number}"))
                     self._version = number
-        with _writing(self.log_dir):
+        with writing(self.log_dir):
             os.makedirs(self.log_dir, exist_ok=True)
         return self._version
 
@@ -105,7 +106,7 @@ class CSVLogger(FabricCSVLogger):
         """
         self.claim()
         probe = os.path.join(self.log_dir, f".writable-{os.getpid()}")
-        with _writing(self.log_dir):
+        with writing(self.log_dir):
             with open(probe, "wb") as file:
                 file.write(b"\n")  # a full disk lets us create the file, but not fill it
             os.remove(probe)
@@ -138,7 +139,7 @@ class CSVLogger(FabricCSVLogger):
             return
         table = self._table("steps.csv")
         if step is None:
-            step = metrics.get("step", table.position()["rows"])
+            step = metrics.get("step", table.num_rows)
         table.append({**metrics, "step": step})
 
     @rank_zero_only
@@ -162,14 +163,16 @@ class CSVLogger(FabricCSVLogger):
             self._hparams.update(plain)
         text = yaml.safe_dump(self._hparams, sort_keys=False, allow_unicode=True)
         self.claim()
-        _replace(os.path.join(self.log_dir, "hparams.yaml"), text.encode("utf-8", "backslashreplace"))
+        path = os.path.join(self.log_dir, "hparams.yaml")
+        with writing(path):
+            replace_file(path, text.encode("utf-8", "backslashreplace"))
 
     def position(self) -> dict[str, dict[str, Any]]:
         """Where each file stands now, as plain values for a checkpoint; for an example see `rewind`."""
         if rank_zero_only.rank != 0 or self._version is None:
             return {}
         tables = {name: self._table(name).position() for name in FILES}
-        return {name: position for name, position in tables.items() if position["columns"]}
+        return {name: place for name, place in tables.items() if place["columns"] or "waiting" in place}
 
     @rank_zero_only
     def rewind(self, position: Mapping[str, Mapping[str, Any]] | None) -> None:
@@ -192,19 +195,18 @@ class CSVLogger(FabricCSVLogger):
         """
         self.claim()
         for name in FILES:
-            there = (position or {}).get(name, {})
-            self._table(name).rewind(there.get("rows", 0), there.get("columns", []))
+            self._table(name).rewind(**(position or {}).get(name, {}))
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Nothing to do: Lightning's ModelCheckpoint tells every logger when it has saved."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Nothing is held back: each row went to the file whole when it was logged."""
+        """Nothing is held back: each row went to the file whole when it was logged (or waits for the disk, see `sync`)."""
 
     @rank_zero_only
     def sync(self) -> None:
-        """Make the rows survive a power cut; at checkpoints, since an fsync per row would cost milliseconds."""
+        """Write the rows that the disk refused, and make all survive a power cut; at checkpoints: an fsync takes long."""
         for table in self._tables.values():
             table.sync()
 
@@ -213,79 +215,12 @@ class CSVLogger(FabricCSVLogger):
         """Sync the files; a later row goes on in them."""
         self.sync()
 
-    def _table(self, name: str) -> "_Table":
+    def _table(self, name: str) -> Table:
         if name not in self._tables:
             self.claim()
             # absolute, so that a change of the working folder does not split a run over two places
-            self._tables[name] = _Table(os.path.abspath(os.path.join(self.log_dir, name)), FILES[name])
+            self._tables[name] = Table(os.path.abspath(os.path.join(self.log_dir, name)), FILES[name])
         return self._tables[name]
-
-
-class _Table:
-    """One CSV file that only grows: appended to row by row, replaced as a whole when a column is new.
-
-    No file is held open: nothing to leak or to pickle, and an append costs some microseconds more.
-    """
-
-    def __init__(self, path: str, first: tuple[str, ...]):
-        self.path, self.first = path, first
-        self._columns: list[str] = []
-        self._num_rows, self._is_whole = 0, True
-        self._stamp: tuple[int, ...] | None = None
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        cells = {_cell(column): _cell(_number(column, value)) for column, value in row.items()}
-        known = self.position()["columns"]
-        new = [column for column in cells if column not in known]
-        if new or not self._is_whole:  # a power cut in mid-row: back to the last whole one
-            rank = {column: i for i, column in enumerate(self.first)}
-            self._rewrite(sorted(known + new, key=lambda c: rank.get(c, len(rank))), [*_read(self.path)[1], cells])
-            return
-        line = _lines(known, [cells])
-        with _writing(self.path):
-            with open(self.path, "ab", buffering=0) as file:  # unbuffered: the row leaves us whole, in one call
-                if file.write(line) != len(line):
-                    raise OSError("the disk is full")
-            self._num_rows += 1
-            self._stamp = self._stamp_now()
-
-    def position(self) -> dict[str, Any]:
-        with _writing(self.path):
-            stamp = self._stamp_now()
-            if stamp is None or stamp != self._stamp:  # new to us, or changed by another hand: read it
-                self._columns, rows, self._is_whole = _read(self.path)
-                self._num_rows, self._stamp = len(rows), stamp
-        return {"rows": self._num_rows, "columns": list(self._columns)}
-
-    def rewind(self, num_rows: int, columns: list[str]) -> None:
-        with _writing(self.path):
-            old, rows, whole = _read(self.path)
-        if len(rows) < num_rows:
-            warnings.warn(
-                f"{self.path} has {len(rows)} rows, the checkpoint was saved after {num_rows}: "
-                "the earlier rows are gone, the log goes on without them",
-                stacklevel=4,
-            )
-        kept = [column for column in columns if column in old]
-        if not kept:
-            with _writing(self.path), suppress(FileNotFoundError):
-                os.remove(self.path)
-        elif kept != old or len(rows) > num_rows or not whole:
-            self._rewrite(kept, rows[:num_rows])
-
-    def sync(self) -> None:
-        with _writing(self.path), suppress(FileNotFoundError), open(self.path, "rb+") as file:
-            os.fsync(file.fileno())
-
-    def _rewrite(self, columns: list[str], rows: list[dict[str, str]]) -> None:
-        _replace(self.path, _lines(columns, [dict(zip(columns, columns, strict=True)), *rows]))
-        self._stamp = None  # read it again
-
-    def _stamp_now(self) -> tuple[int, ...] | None:
-        with suppress(FileNotFoundError):
-            found = os.stat(self.path)
-            return found.st_ino, found.st_size, found.st_mtime_ns
-        return None
 
 
 def read_logs(path: str | os.PathLike, steps: bool = False) -> "pd.DataFrame":
@@ -324,7 +259,7 @@ def read_logs(path: str | os.PathLike, steps: bool = False) -> "pd.DataFrame":
 
     runs = []
     for file in files:
-        columns, rows, whole = _read(file)
+        columns, rows, whole = read_table(file)
         if not whole:
             warnings.warn(f"{file}: the last line is not finished and was left out", stacklevel=2)
         folder, run = file.parent, file.parent.parent
@@ -369,55 +304,6 @@ def _join(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return list(joined.values())
 
 
-def _read(path: str | os.PathLike) -> tuple[list[str], list[dict[str, str]], bool]:
-    """The header, the whole rows, and whether that was everything: a line counts once its newline is there."""
-    try:
-        data = Path(path).read_bytes()
-    except FileNotFoundError:
-        return [], [], True
-    whole = data[: data.rfind(b"\n") + 1]
-    text = io.StringIO(whole.decode("utf-8-sig", "surrogateescape"), newline="")
-    columns, *rows = [row for row in csv.reader(text) if row] or [[]]
-    torn = bool(rows) and len(rows[-1]) != len(columns)
-    rows = [dict(zip(columns, row, strict=False)) for row in (rows[:-1] if torn else rows)]
-    return columns, rows, not torn and len(whole) == len(data)
-
-
-def _lines(columns: list[str], rows: list[dict[str, str]]) -> bytes:
-    text = io.StringIO(newline="")
-    csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
-    return text.getvalue().encode("utf-8", "surrogateescape")
-
-
-def _number(name: str, value: Any) -> Any:
-    if not hasattr(value, "item"):
-        return value
-    try:
-        return value.item()
-    except (RuntimeError, ValueError):
-        shape = tuple(getattr(value, "shape", ()))
-        raise ValueError(
-            f"cannot log {name!r}: it has shape {shape}, a cell holds one number; log {name}.mean(), for example"
-        ) from None
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return float.__repr__(value)  # the shortest text that reads back as the same number
-    if isinstance(value, int) and not isinstance(value, bool):
-        return int.__repr__(value)
-    text = str(value)
-    if text.startswith(("=", "+", "-", "@", "\t", "\r")):
-        try:
-            float(text)
-        except ValueError:
-            text = "'" + text  # a spreadsheet would run it as a formula
-    # One line per row, whatever was logged: so a torn row is found by its missing newline, and tail and grep work.
-    return text.replace("\r", "\\r").replace("\n", "\\n").encode("utf-8", "backslashreplace").decode()
-
-
 def _plain(value: Any) -> Any:
     """The value as YAML can hold it; what YAML has no word for becomes text."""
     if value is None or isinstance(value, bool):
@@ -433,37 +319,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return _plain(value.item())
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # an address is another one in each run
-
-
-@contextmanager
-def _writing(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"cannot write logs to {path!r}: {error.strerror or error}; "
-            "choose a folder that can be written, e.g. CSVLogger(root_dir='/tmp/logs'), or logger=False to log nothing"
-        ) from error
-
-
-def _replace(path: str, data: bytes) -> None:
-    """Put a whole file in place of the old one: a reader sees either, never half of one."""
-    temporary = f"{path}.tmp"
-    with _writing(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.remove(temporary)
-            raise
-        with suppress(OSError):  # the new name is safe once the folder is; not every system can open one
-            folder = os.open(os.path.dirname(path), os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)

@@ -24,6 +24,8 @@ from .place import choose_place, make_loggers, with_safe_files
 from .prepare import prepare
 from .profiling import make_profiler
 from .progress import is_interactive
+from .reading import CheckpointError
+from .resume import agree_on_checkpoint
 from .run import Run
 from .session import restore_position, session, start_fit
 from .signals import Signals
@@ -176,8 +178,8 @@ class FabricLoop(Parts, TrainerFace):
         run.hooks.call("on_train_start")
         while not run.done() and signals.received is None:
             run.hooks.timed(self._train_epoch, "run_training_epoch")(run, signals)
-        if signals.received is not None and run.saver is not None:
-            run.saver.write_last(run)
+        if run.saver is not None:
+            run.saver.finish(run, interrupted=signals.received is not None)
         if signals.received is None or is_interactive():
             run.hooks.call("on_train_end")
 
@@ -357,6 +359,8 @@ class FabricLoop(Parts, TrainerFace):
             outcome = Outcome.from_file(outcome)
         outcome.bring_back(run)
         self._status = "finished"
+        if outcome.complaint:
+            raise CheckpointError(f"training has come to its end, but not everything is on disk: {outcome.complaint}")
         return outcome
 
     def _in_process(self, fabric: Fabric, function: Callable, run: Run, args: tuple, caller: int) -> Any:
@@ -366,6 +370,7 @@ class FabricLoop(Parts, TrainerFace):
             unshare(run)
         if isinstance(fabric.strategy, DDPStrategy):
             reset_seed()  # as Trainer's DDP does and Fabric's does not; its other strategies do
+        agree_on_checkpoint(self, run)
         choose_place(self, run)
         run.set_up(self, fabric)
         results = function(fabric, run, *args)

@@ -38,6 +38,7 @@ class Outcome:
     weights: dict[str, Any] | None = None
     callbacks: list[Any] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
+    complaint: str = ""  # what could not be saved to the end
 
     COUNTERS = (
         "global_step",
@@ -54,6 +55,11 @@ class Outcome:
         """Pack a run's result; with its weights when it ran in another process than its caller's."""
         metrics = run.metrics
         outcome = cls(results=results, rows=run.history.rows)
+        complaints = [
+            run.saver.complaint() if run.fn == "fit" and run.saver is not None else None,
+            run.record.complaint,
+        ]
+        outcome.complaint = " ".join(filter(None, complaints))
         outcome.counters = {name: getattr(run, name) for name in cls.COUNTERS}
         if elsewhere:
             outcome.views = to_cpu(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .checkpoint import check_fits, check_format, find_checkpoint
 from .data import INFINITE, length_of
 from .errors import Misuse, MisuseOfType
 from .hooks import overrides
 from .optimizers import parse_optimizers
 from .place import choose_place
-from .reading import CheckpointError, read_checkpoint
+from .resume import choose_checkpoint
 from .run import Run
 from .steps import FunctionSteps, net_of
 
@@ -144,37 +142,7 @@ def _check_optimizer(run: Run) -> None:
 
 def _find_files(run: Run, loop: FabricLoop, resume: Any, load: Any) -> None:
     """Find and check the checkpoint, choose the version, prove that logs can be written."""
-    config, root = run.config, Path(run.config.default_root_dir or ".")
-    checkpoints = root / "checkpoints"
-
-    def find(word: str, value: Any) -> Path | None:
-        if value in ("last", "best"):
-            own = loop.checkpoint_path(value)
-            found = own or find_checkpoint(value, checkpoints, config.name, config.version)
-            if found is None:
-                raise CheckpointError(
-                    f"{word}={value!r}: there is no {value}.ckpt under '{checkpoints / config.name}'; expected a run with"
-                    f" name={config.name!r} to have saved one: leave {word} out to start anew, or give a path"
-                )
-            return found
-        if value == "auto":
-            return loop.checkpoint_path("last") or find_checkpoint("last", checkpoints, config.name, config.version)
-        return None if value is None else Path(value)
-
-    run.resume_path, run.load_path = find("resume", resume), find("load", load)
-    path = run.resume_path or run.load_path
-    if path is not None:
-        checkpoint = read_checkpoint(path)
-        check_format(checkpoint, path)
-        own_ways = [overrides(run.owner, name) for name in ("configure_model", "on_load_checkpoint")]
-        loads_plainly = type(run.net).load_state_dict is nn.Module.load_state_dict
-        if not any(own_ways) and loads_plainly and getattr(run.owner, "strict_loading", True):
-            check_fits(run.net, checkpoint, path)
-        if run.resume_path is not None and "optimizer_states" not in checkpoint:
-            raise CheckpointError(
-                f"resume={str(path)!r}: the file holds weights only (optimizer_states is missing); use load= to start a new"
-                " run from them"
-            )
+    choose_checkpoint(loop, run, resume, load)
     launcher = loop.fabric.strategy.launcher
     if launcher is None or type(launcher).__name__ == "_MultiProcessingLauncher":
         choose_place(loop, run)  # elsewhere all ranks run this already, and have to agree first

@@ -56,6 +56,10 @@ class CheckpointError(ValueError):
     """
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint file that is not what was written: cut off, altered, empty, or none at all."""
+
+
 def verify_checkpoint(path: str | Path) -> None:
     """Read a file from end to end and raise `CheckpointError` unless it is a whole checkpoint.
 
@@ -107,12 +111,35 @@ def read_checkpoint(path: str | Path, *, trusted: bool = False, map_location: An
         except CheckpointError:
             raise
         except Exception as error:  # bytes that are no pickle make unpicklers raise anything
-            raise CheckpointError(f"'{path}' could not be read: {cause_of(error)}. Use another file.") from error
+            raise DamagedError(f"'{path}' could not be read: {cause_of(error)}. Use another file.") from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
             f"'{path}' holds a {type(checkpoint).__name__}, not a dict: save {{'state_dict': model.state_dict()}}."
         )
     return checkpoint
+
+
+def load_header(path: str | Path) -> dict[str, Any]:
+    """What a file says of itself, its tensors left on the disk; to choose among large files, not to go on from one.
+
+    Raises:
+        CheckpointError: nothing can be made of it. Damage inside a tensor is not seen here, `read_checkpoint` sees it.
+
+    Example:
+        >>> torch.save({"global_step": 3, "state_dict": {"w": torch.ones(2)}}, "demo.ckpt")
+        >>> load_header("demo.ckpt")["global_step"]
+        3
+    """
+    with _opened(local_path(path)) as file:
+        if damage := _zip_damage(file, os.fstat(file.fileno()).st_size, read_all=False):
+            raise DamagedError(f"'{path}' is damaged or no checkpoint: {damage}.")
+        try:
+            content, reason = _load_plain(file, "meta")
+        except Exception as error:
+            raise DamagedError(f"'{path}' could not be read: {cause_of(error)}.") from error
+    if reason is not None:
+        raise CheckpointError(_needs_trust(path, reason))
+    return content if isinstance(content, dict) else {}
 
 
 def find_weights(checkpoint: dict[str, Any], expected: Iterable[str] = ()) -> dict[str, Any]:
@@ -223,7 +250,7 @@ def _nearby(folder: Path) -> str:
 def _verify(file: IO[bytes], path: Path) -> None:
     size = os.fstat(file.fileno()).st_size
     if size == 0:
-        raise CheckpointError(f"'{path}' is empty: use another file.")
+        raise DamagedError(f"'{path}' is empty: use another file.")
     if path.suffix == ".safetensors":
         damage = _safetensors_damage(file, size)
     elif _is_pickle(file):
@@ -232,10 +259,10 @@ def _verify(file: IO[bytes], path: Path) -> None:
         damage = _zip_damage(file, size)
     file.seek(0)
     if damage:
-        raise CheckpointError(f"'{path}' is damaged or no checkpoint: {damage}. Use another file, or save it again.")
+        raise DamagedError(f"'{path}' is damaged or no checkpoint: {damage}. Use another file, or save it again.")
 
 
-def _zip_damage(file: IO[bytes], size: int) -> str | None:
+def _zip_damage(file: IO[bytes], size: int, read_all: bool = True) -> str | None:
     file.seek(0)
     start = file.read(4)
     if start != b"PK\x03\x04":
@@ -255,7 +282,7 @@ def _zip_damage(file: IO[bytes], size: int) -> str | None:
                 return "its directory is not one that torch.save writes"
             if not any(name.endswith("/data.pkl") or name == "data.pkl" for name in names):
                 return "it is a zip file without a data.pkl"
-            if bad := archive.testzip():  # reads everything, 1 MiB at a time
+            if read_all and (bad := archive.testzip()):  # reads everything, 1 MiB at a time
                 return f"the checksum of its part '{bad}' is wrong"
         file.seek(0)
         with contextlib.suppress(pickle.UnpicklingError):  # torch's own reader looks at fields that zipfile ignores

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from .tables import LogsError
 
 if TYPE_CHECKING:
     from .run import Run
@@ -26,6 +28,7 @@ class Record:
         self.by_value = [logger for logger in run.loggers if logger not in self.by_row]
         self.began = time.monotonic()
         self._rates: list[float] = []
+        self.complaint: str | None = None  # what could not be written to the end
 
     def hyperparameters(self) -> None:
         """Write the module's and datamodule's hyperparameters, and for the CSV the loop's configuration."""
@@ -64,7 +67,7 @@ class Record:
             scalars.setdefault("epoch", run.current_epoch)
             step = run.batches_that_stepped
         for logger in self.by_value + (self.by_row if by_row else []):
-            logger.log_metrics(metrics=scalars, step=step)
+            self._try(logger.log_metrics, metrics=scalars, step=step)
             if callable(save := getattr(logger, "save", None)):
                 save()
 
@@ -88,9 +91,24 @@ class Record:
         row = run.history.add(run.current_epoch, run.global_step, run.metrics.take_row(), rates, seconds)
         self._rates = []
         for logger in self.by_row:
-            logger.log_epoch(row)
+            self._try(logger.log_epoch, row)
+
+    def sync(self) -> None:
+        """Make the rows survive a power cut, those that the disk has refused so far as well."""
+        for logger in self.by_row:
+            if callable(sync := getattr(logger, "sync", None)):
+                self._try(sync)
 
     def finalize(self, status: str) -> None:
         """Close the loggers."""
         for logger in self.run.loggers:
-            logger.finalize(status)
+            self.complaint = self._try(logger.finalize, status) or self.complaint
+
+    def _try(self, write: Callable, *args: Any, **words: Any) -> str | None:
+        """Write to a logger. A full disk costs a warning, not the run: our CSVLogger keeps the rows for the next time."""
+        try:
+            write(*args, **words)
+        except LogsError as error:
+            self.run.warn_once(f"{error}; training goes on, the rows are kept and written as soon as that is possible")
+            return f"the logs are not complete: {error}."
+        return None

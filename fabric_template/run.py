@@ -13,7 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from .checkpoint import Saver, rng_state, set_rng_state
+from .checkpoint import rng_state, set_rng_state
 from .config import LoopConfig, parse_duration
 from .data import INFINITE, Loaders, make_transfer
 from .errors import Misuse
@@ -22,6 +22,7 @@ from .hooks import Hooks, is_a, overrides
 from .logs import CSVLogger
 from .metrics import Metrics
 from .optimizers import SchedulerConfig, parse_optimizers
+from .saver import Saver
 from .steps import FunctionSteps, Steps, takes_batch_idx
 from .update import AutomaticUpdate, LoopOptimizer, ManualUpdate
 
@@ -42,8 +43,9 @@ class Run:
         self.callbacks, self.loggers = callbacks, []
         self.given: dict[str, Any] = {}  # loaders by stage, as they were given
         self.given_optimizer: Any = None
-        self.resume_path: Path | None = None
-        self.load_path: Path | None = None
+        self.resume_path: str | Path | None = None
+        self.load_path: str | Path | None = None
+        self.awaits_auto = False  # resume="auto", still to be agreed on by the ranks
         self.folder: Path | None = None  # for checkpoints
         self.is_lightning = is_lightning(owner)
 
@@ -437,12 +439,6 @@ class Run:
         gathered: list[Any] = [None] * self.fabric.world_size
         torch.distributed.all_gather_object(gathered, value)
         return gathered
-
-    def sync_logs(self) -> None:
-        """What a checkpoint says of the logs must be on disk before it."""
-        for logger in self.loggers:
-            if callable(sync := getattr(logger, "sync", None)):
-                sync()
 
     def warn_once(self, text: str) -> None:
         """Warn, the first time."""

@@ -17,8 +17,8 @@ from .lightning import attach, attach_log, detach_log
 from .locks import VersionLock
 from .logs import CSVLogger
 from .progress import Progress, can_show_bar, summarize
-from .reading import read_checkpoint
 from .record import Record
+from .resume import load_file
 from .steps import Modes
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _set_up(loop: FabricLoop, run: Run) -> None:
         hook()
     path = run.resume_path or run.load_path
     if path is not None:
-        run.checkpoint = read_checkpoint(path)
+        run.checkpoint = load_file(fabric, path, run.config.trusted)
         ours = run.checkpoint.pop(ckpt.OURS, None)  # hooks see Trainer's keys only
         ckpt.load_weights(run, run.checkpoint)
         if run.resume_path is not None:

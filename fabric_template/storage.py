@@ -1,32 +1,19 @@
 """Storage: checkpoint files are written whole, or not at all."""
 
 import contextlib
-import errno
 import os
 import re
 import secrets
-import shutil
-import types
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
+from .disk import BINARY, fsync_folder, make_folder, write_all
+from .disk import fs as _fs
 from .locks import try_lock
 from .reading import CheckpointError, cause_of, local_path, read_checkpoint
-
-# Every touch of the disk by a write, in one place: a test replaces these one by one to make the disk fail.
-_fs = types.SimpleNamespace(
-    open=os.open,
-    write=os.write,
-    fsync=os.fsync,
-    close=os.close,
-    replace=os.replace,
-    unlink=os.unlink,
-    mkdir=os.mkdir,
-    free=lambda folder: shutil.disk_usage(folder).free,
-)
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -53,9 +40,9 @@ class AtomicCheckpointIO(CheckpointIO):
         # The process id is for people; what makes a temporary file stale is that nobody holds its lock.
         temp = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         try:
-            _make_folder(target.parent)
+            make_folder(target.parent)
             _check_room(checkpoint, target)
-            fd = _fs.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+            fd = _fs.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
             try:
                 try_lock(fd)
                 stream = _Stream(fd)
@@ -76,7 +63,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 f"could not save '{target}': {cause_of(error)}; {kept}. Mend that, or save to another folder."
             ) from error
         try:
-            _fsync_folder(target.parent)
+            fsync_folder(target.parent)
         except OSError as error:
             raise CheckpointError(
                 f"saved '{target}', but its folder could not be synced: {cause_of(error)}; "
@@ -137,38 +124,15 @@ class _Stream:
         self.error: BaseException | None = None
 
     def write(self, data: memoryview) -> int:
-        rest = memoryview(data)
         try:
-            while self.error is None and len(rest):
-                rest = rest[_fs.write(self.fd, rest) :]  # a write may be short, and is so above 2 GiB
+            if self.error is None:
+                write_all(self.fd, data)
         except BaseException as error:
             self.error = error
         return len(data)
 
     def flush(self) -> None:
         pass
-
-
-def _make_folder(folder: Path) -> None:
-    missing = [p for p in (folder, *folder.parents) if not p.exists()]
-    for new in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another rank was faster
-            _fs.mkdir(new)
-        _fsync_folder(new.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    """Make names in the folder survive a power cut; some network file systems know no such thing (EINVAL)."""
-    if os.name == "nt":
-        return
-    fd = _fs.open(folder, os.O_RDONLY)
-    try:
-        _fs.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        _fs.close(fd)
 
 
 def _check_room(checkpoint: Any, target: Path) -> None:

@@ -1,5 +1,6 @@
 """The CSV logger and read_logs: exact bytes, exact frames, exact words."""
 
+import errno
 import math
 import os
 import pickle
@@ -16,7 +17,9 @@ from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import CSVLogger as LightningCSVLogger
 
+from fabric_template import disk
 from fabric_template.logs import CSVLogger, read_logs
+from fabric_template.tables import LogsError
 
 
 def files(folder) -> dict[str, bytes]:
@@ -213,31 +216,67 @@ def test_a_torn_header_counts_as_no_file(logger, metrics_csv):
     assert metrics_csv.read_bytes() == b"epoch,step\n0,10\n"
 
 
-def test_a_row_that_did_not_fit_on_the_disk_is_repaired(logger, metrics_csv, monkeypatch):
+def full(written):
+    """A write that comes to the disk's end after so many bytes."""
+    left = [written]
+
+    def write(fd, data):
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        size = os.write(fd, memoryview(data)[: left[0]])
+        left[0] -= size
+        return size
+
+    return write
+
+
+@pytest.mark.parametrize("written", [0, 3, 4])
+def test_rows_that_did_not_fit_on_the_disk_are_kept_and_written_whole(logger, metrics_csv, monkeypatch, written):
     logger.log_epoch(epoch(0))
-
-    class FullDisk:
-        def __init__(self, file):
-            self.file = file
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-        def write(self, data):
-            return self.file.write(data[:3])
-
     with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", lambda *args, opened=open, **kwargs: FullDisk(opened(*args, **kwargs)))
-        with pytest.raises(
-            ValueError, match=r"cannot write logs to '.*metrics\.csv': the disk is full; choose a folder"
-        ):
+        patch.setattr(disk.fs, "write", full(written))
+        for i in (1, 2):
+            with pytest.raises(
+                ValueError, match=r"cannot write logs to '.*metrics\.csv': No space left on device; choose a folder"
+            ):
+                logger.log_epoch(epoch(i))
+        place = logger.position()["metrics.csv"]
+        with pytest.raises(LogsError):
+            logger.finalize("success")
+    assert place == {
+        "rows": 1, "columns": ["epoch", "step"],
+        "waiting": [{"epoch": "1", "step": "20"}, {"epoch": "2", "step": "30"}],
+    }  # fmt: skip
+    if written:
+        assert metrics_csv.read_bytes()[:18].startswith(b"epoch,step\n0,10\n1,")
+    logger.log_epoch(epoch(3))
+    assert metrics_csv.read_bytes() == b"epoch,step\n0,10\n1,20\n2,30\n3,40\n"
+    assert files(metrics_csv.parent) == {"metrics.csv": metrics_csv.read_bytes()}
+
+
+def test_a_new_column_that_did_not_fit(logger, metrics_csv, monkeypatch):
+    logger.log_epoch(epoch(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.fs, "fsync", lambda fd: full(0)(fd, b""))
+        with pytest.raises(LogsError):
+            logger.log_epoch(epoch(1, val_loss=0.5))
+        assert files(metrics_csv.parent) == {"metrics.csv": b"epoch,step\n0,10\n"}
+    logger.sync()
+    assert metrics_csv.read_bytes() == b"epoch,step,val_loss\n0,10,\n1,20,0.5\n"
+
+
+def test_rows_that_waited_come_back_with_the_position(tmp_path, logger, metrics_csv, monkeypatch):
+    """A checkpoint taken while the disk refused rows: killed then, the rows are written at resume."""
+    logger.log_epoch(epoch(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.fs, "write", full(3))
+        with pytest.raises(LogsError):
             logger.log_epoch(epoch(1))
-    assert metrics_csv.read_bytes() == b"epoch,step\n0,10\n1,2"
-    logger.log_epoch(epoch(2))
-    assert metrics_csv.read_bytes() == b"epoch,step\n0,10\n2,30\n"
+        place = logger.position()
+    (metrics_csv.parent / "metrics.csv.tmp").write_text("left by a kill")
+    again = CSVLogger(tmp_path / "logs", name="digits", version=0)
+    again.rewind(place)
+    assert files(metrics_csv.parent) == {"metrics.csv": b"epoch,step\n0,10\n1,20\n"}
 
 
 def test_it_survives_a_removed_folder_and_a_change_of_folder(tmp_path, monkeypatch):

@@ -1,0 +1,205 @@
+"""Resume: which file a path, "last", "best" and "auto" mean, and what is done with a damaged one."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import nn
+
+from .checkpoint import OURS, check_fits, check_format
+from .hooks import overrides
+from .reading import CheckpointError, DamagedError, cause_of, load_header, read_checkpoint
+from .storage import AtomicCheckpointIO, inside
+
+if TYPE_CHECKING:
+    from .loop import FabricLoop
+    from .run import Run
+
+
+def choose_checkpoint(loop: FabricLoop, run: Run, resume: Any, load: Any) -> None:
+    """Find the files that ``resume=`` and ``load=`` mean, and check that they can be used.
+
+    Where every rank has come here by itself (torchrun, SLURM, a script that is started once per rank), "auto" waits for
+    `agree_on_checkpoint`: one rank that sets a damaged file aside must not take it from under another.
+    """
+    launcher = loop.fabric.strategy.launcher
+    run.awaits_auto = (
+        resume == "auto" and launcher is not None and type(launcher).__name__ != "_MultiProcessingLauncher"
+    )
+    run.resume_path = None if run.awaits_auto else _path_of("resume", resume, loop)
+    run.load_path = _path_of("load", load, loop)
+    _check(run, loop.fabric)
+
+
+def agree_on_checkpoint(loop: FabricLoop, run: Run) -> None:
+    """Once the ranks can talk to each other: rank zero finds what "auto" means, and tells the others."""
+    if run.awaits_auto:
+        run.awaits_auto = False
+        found = _path_of("resume", "auto", loop) if loop.fabric.is_global_zero else None
+        run.resume_path = loop.fabric.broadcast(found)
+        _check(run, loop.fabric)
+
+
+def load_file(fabric: Fabric, path: str | Path, trusted: bool) -> dict[str, Any]:
+    """Read a checkpoint, by the user's own CheckpointIO where that brings a way to read, otherwise by ours."""
+    io = fabric.strategy.checkpoint_io
+    if type(io).load_checkpoint in (AtomicCheckpointIO.load_checkpoint, TorchCheckpointIO.load_checkpoint):
+        return read_checkpoint(path, trusted=trusted)
+    takes_it = "weights_only" in inspect.signature(io.load_checkpoint).parameters
+    return io.load_checkpoint(path, **({"weights_only": not trusted} if takes_it else {}))
+
+
+def _path_of(argument: str, value: Any, loop: FabricLoop) -> str | Path | None:
+    """The file, None for none."""
+    config = loop.config
+    root = Path(config.default_root_dir or ".") / "checkpoints"
+    if value in ("last", "best"):
+        found = loop.checkpoint_path(value) or find_checkpoint(value, root, config.name, config.version)
+        if found is None:
+            raise CheckpointError(
+                f"{argument}={value!r}: there is no {value}.ckpt under '{root / config.name}'; expected a run with"
+                f" name={config.name!r} to have saved one: leave {argument} out to start anew, or give a path"
+            )
+        return found
+    if value == "auto":
+        last = loop.checkpoint_path("last")
+        folders = [last.parent] if last is not None else _folders(root, config.name, config.version)
+        return newest_good(folders, config.trusted)
+    return value if value is None or "://" in str(value) else Path(value)
+
+
+def _check(run: Run, fabric: Fabric) -> None:
+    """Refuse a file that this run cannot use, before anything is launched or written."""
+    path = run.resume_path or run.load_path
+    if path is None:
+        return
+    try:
+        checkpoint = load_file(fabric, path, run.config.trusted)
+    except DamagedError as error:
+        if run.resume_path is None:
+            raise
+        raise _with_a_better_one(Path(path), error) from error
+    check_format(checkpoint, path)
+    own_ways = [overrides(run.owner, name) for name in ("configure_model", "on_load_checkpoint")]
+    loads_plainly = type(run.net).load_state_dict is nn.Module.load_state_dict
+    if not any(own_ways) and loads_plainly and getattr(run.owner, "strict_loading", True):
+        check_fits(run.net, checkpoint, path)
+    if run.resume_path is not None and "optimizer_states" not in checkpoint:
+        raise CheckpointError(
+            f"resume={str(path)!r}: the file holds weights only (optimizer_states is missing); use load= to start a new"
+            " run from them"
+        )
+
+
+def find_checkpoint(word: str, root: Path, name: str, version: int | str | None) -> Path | None:
+    """The file that ``"last"`` or ``"best"`` means: of this version, or of the newest version that has one.
+
+    Example:
+        >>> find_checkpoint("last", Path("nowhere"), "run", None)
+    """
+    for folder in _folders(root, name, version):
+        if (folder / f"{word}.ckpt").is_file():
+            inside(folder, f"{word}.ckpt")  # not through a symbolic link to somewhere else
+            return folder / f"{word}.ckpt"
+        if word == "best" and (last := folder / "last.ckpt").is_file():
+            kept = read_checkpoint(last).get(OURS, {}).get("kept", {}).get("best", {})
+            existing = {name: score for name, score in kept.items() if (folder / name).is_file()}
+            if existing:
+                return folder / min(existing, key=existing.__getitem__)
+    return None
+
+
+def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
+    """What ``"auto"`` means: the checkpoint that is furthest, in the first folder that has any; None: start anew.
+
+    A damaged one is named in a warning and set aside under another name, never deleted; the one before it is next.
+
+    Example:
+        >>> newest_good([Path("nowhere")])
+    """
+    candidates = next(filter(None, map(by_progress, folders)), [])
+    set_aside = []
+    for path in candidates:
+        try:
+            inside(path.parent, path.name)
+            read_checkpoint(path, trusted=trusted)
+        except DamagedError as error:
+            set_aside.append(f"{error} It is set aside as '{_set_aside(path)}'.")
+        else:
+            _tell(set_aside, f"resume='auto' goes on from '{path}'.")
+            return path
+    _tell(set_aside, "resume='auto' starts anew: there is no other checkpoint in this version.")
+    return None
+
+
+def _with_a_better_one(path: Path, error: DamagedError) -> CheckpointError:
+    """The same error with the newest good checkpoint of the folder, to be typed instead."""
+    older = next((other for other in by_progress(path.parent) if other != path and _is_good(other)), None)
+    if older is None:
+        return CheckpointError(f"{error} There is no other in its folder.")
+    return CheckpointError(
+        f"{error} The newest good one in its folder is '{older}': write resume={str(older)!r}, or resume='auto', which also"
+        " sets the damaged one aside."
+    )
+
+
+def by_progress(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, those of the furthest state first; what cannot be looked into first of all."""
+    places: dict[Path, tuple[Any, ...]] = {}
+    for path in folder.glob("*.ckpt"):
+        try:
+            places[path] = _progress(load_header(path))
+        except CheckpointError:  # taken for the newest, so that whoever reads it says what is wrong with it
+            places[path] = (float("inf"), 0, 0)
+    resumable = [path for path, place in places.items() if place]
+    return sorted(resumable, key=lambda path: (places[path], path.name == "last.ckpt"), reverse=True)
+
+
+def _progress(checkpoint: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Steps, batches, epochs; nothing for a file that holds weights only."""
+    if "optimizer_states" not in checkpoint:
+        return ()
+    ours = checkpoint.get(OURS) or {}
+    return int(checkpoint.get("global_step", 0)), ours.get("total_batches", 0), ours.get("epoch", 0)
+
+
+def _folders(root: Path, name: str, version: int | str | None) -> list[Path]:
+    """The folders of this version, or of all, the newest first."""
+    folder = root / name
+    if version is not None:
+        return [folder / (version if isinstance(version, str) else f"version_{version}")]
+    numbered = [(int(path.name[8:]), path) for path in folder.glob("version_*") if path.name[8:].isdigit()]
+    return [path for _, path in sorted(numbered, reverse=True)]
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        read_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a damaged file another name, one that is free."""
+    number = 0
+    while (target := path.with_name(f"{path.name}.damaged{'' if not number else f'-{number}'}")).exists():
+        number += 1
+    try:
+        path.rename(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"'{path}' is damaged and cannot be set aside: {cause_of(error)}. Move it away."
+        ) from error
+    return target
+
+
+def _tell(set_aside: list[str], what_now: str) -> None:
+    if set_aside:
+        warnings.warn(f"{' '.join(set_aside)} {what_now}", stacklevel=2)

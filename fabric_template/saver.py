@@ -1,0 +1,180 @@
+"""Saver: which checkpoints of a run are kept, and what happens when one cannot be written."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint import OURS, state_of
+from .history import is_better
+from .reading import CheckpointError, cause_of
+from .storage import inside, safe_name
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+class Saver:
+    """Keeps ``last.ckpt`` and the best checkpoints of a run, in ``checkpoints/<name>/version_<n>``.
+
+    A save that fails costs a warning, not the run: the old file stays, the next save tries again, and at the end of the
+    run `complaint` says what was never saved.
+
+    Modules and callbacks that look for Trainer's ModelCheckpoint find its words: ``best_model_path``,
+    ``best_model_score``, ``last_model_path``, ``dirpath``, ``monitor``.
+
+    Args:
+        folder: where the files go.
+        monitor: the metric that says which is best; None keeps only the last.
+        mode: "min" or "max".
+        top_k: how many of the best are kept; -1: all.
+        save_last: whether ``last.ckpt`` is written at the end of each epoch.
+    """
+
+    def __init__(self, folder: Path, monitor: str | None, mode: str, top_k: int, save_last: bool) -> None:
+        self.folder, self.monitor, self.mode, self.top_k, self.save_last = folder, monitor, mode, top_k, save_last
+        self.best: dict[str, float] = {}  # path -> score
+        self.last_model_path = ""
+        self._failures: dict[str, str] = {}  # "last" or "best" -> why its newest save failed
+        self._saved_at: tuple[int, ...] | None = None  # where the run stood when last.ckpt was written
+        self._is_cut_short = False
+
+    @property
+    def dirpath(self) -> str:
+        """The folder."""
+        return str(self.folder)
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint so far; without a monitor, the last."""
+        if not self.best:
+            return self.last_model_path if self.monitor is None else ""
+        return (min if self.mode == "min" else max)(self.best, key=self.best.__getitem__)
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The monitor's best value so far."""
+        return self.best.get(self.best_model_path)
+
+    # ---- when
+
+    def save_epoch(self, run: Run, score: float | None) -> None:
+        """The epoch is over: keep its checkpoint if its score is among the best, and as the last."""
+        path = None if score is None or self.top_k == 0 else self._path_for(run, score)
+        if self.monitor is not None and run.fabric.world_size > 1:
+            path = run.fabric.broadcast(path)  # scores may differ: rank zero's counts
+        state, over = None, run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
+        if path is not None:
+            before = self.best
+            self.best = {**({} if self.top_k == 1 else before), str(path): score}
+            state = state_of(run, epoch=over)
+            if self._write(run, path, state, "best"):
+                self._remove_worst(run)
+            else:
+                self.best = before
+        if self.save_last and not self._is_cut_short:
+            self.write_last(run, state, epoch=over)
+
+    def save_step(self, run: Run, every: int) -> None:
+        """In the middle of an epoch: rewrite ``last.ckpt`` every so many optimizer steps."""
+        if run.global_step and run.global_step % every == 0:
+            self.write_last(run)
+
+    def write_last(self, run: Run, state: dict[str, Any] | None = None, epoch: int | None = None) -> None:
+        """Write ``last.ckpt`` as the run stands now."""
+        if state is None:
+            state = state_of(run, epoch=epoch)
+        else:
+            state = {**state, OURS: {**state[OURS], "kept": self.state_dict()}}
+        path = self.folder / "last.ckpt"
+        if self._write(run, path, state, "last"):
+            self.last_model_path, self._saved_at = str(path), _place(run)
+
+    def cut_short(self, run: Run) -> None:
+        """``max_time`` ends the epoch in its middle: ``last.ckpt`` is from here, so that a resume loses nothing of it."""
+        self.write_last(run)
+        self._is_cut_short = True
+
+    def finish(self, run: Run, interrupted: bool) -> None:
+        """Training is over: save the last state, where it is not yet on disk; try again, where that has failed."""
+        if (interrupted and self._saved_at != _place(run)) or ("last" in self._failures and not self._is_cut_short):
+            self.write_last(run)
+
+    def complaint(self) -> str | None:
+        """What could not be saved to the end, None if all is well."""
+        return " ".join(self._failures.values()) or None
+
+    # ---- how
+
+    def _write(self, run: Run, path: Path, state: dict[str, Any], kind: str) -> bool:
+        """Write one file, on rank zero; every rank learns whether that went well."""
+        run.record.sync()  # what a checkpoint says of the logs must be on disk before it
+        failure = None
+        if run.fabric.is_global_zero:
+            try:
+                inside(self.folder, path)  # not through a symbolic link to somewhere else
+                run.fabric.strategy.checkpoint_io.save_checkpoint(state, path)
+            except CheckpointError as error:
+                failure = str(error)
+            except Exception as error:  # a plugin's own
+                failure = f"could not save '{path}': {cause_of(error)}."
+        if run.fabric.world_size > 1:
+            failure = run.fabric.broadcast(failure)
+        if failure is None:
+            self._failures.pop(kind, None)
+            return True
+        self._failures[kind] = failure
+        if run.fabric.is_global_zero:
+            warnings.warn(f"{failure} Training goes on without this checkpoint.", stacklevel=2)
+        return False
+
+    def _path_for(self, run: Run, score: float) -> Path | None:
+        """The file for this score, None if it is not among the best."""
+        if self.top_k == 1:
+            if not is_better(score, self.best_model_score, self.mode):
+                return None
+            return self.folder / "best.ckpt"
+        if (
+            self.top_k > 0
+            and len(self.best) >= self.top_k
+            and not is_better(score, self.best[self._worst()], self.mode)
+        ):
+            return None
+        return self.folder / (safe_name(f"epoch={run.current_epoch - 1}-{self.monitor}={score:.4f}") + ".ckpt")
+
+    def _worst(self) -> str:
+        return (max if self.mode == "min" else min)(self.best, key=self.best.__getitem__)
+
+    def _remove_worst(self, run: Run) -> None:
+        """The new one is safe on disk: the worst may go."""
+        newest = next(reversed(self.best))
+        while 0 < self.top_k < len(self.best):
+            worst = self._worst()
+            del self.best[worst]
+            if worst != newest and run.fabric.is_global_zero:
+                try:
+                    run.fabric.strategy.checkpoint_io.remove_checkpoint(worst)
+                except Exception as error:
+                    warnings.warn(
+                        f"could not remove '{worst}', which is no longer among the best: {error}", stacklevel=2
+                    )
+
+    # ---- across a restart
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scores by file name: the folder may have moved when the run goes on."""
+        return {"best": {Path(path).name: score for path, score in self.best.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Know again which files are the best, as far as they are still there."""
+        self.best = {
+            str(self.folder / name): score
+            for name, score in state.get("best", {}).items()
+            if (self.folder / name).is_file()
+        }
+
+
+def _place(run: Run) -> tuple[int, ...]:
+    return run.epochs_done, run.total_batches, run.global_step

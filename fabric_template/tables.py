@@ -1,0 +1,208 @@
+"""Tables: one CSV file that only grows; its rows, its cells, and what is done when the disk refuses them."""
+
+import csv
+import io
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from .disk import BINARY, NOT_A_LINK, fs, replace_file, write_all
+
+FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # the last four: full-width ones
+
+
+class LogsError(ValueError):
+    """Logs that cannot be written; the message is one line that says what to do. The rows are kept for the next try."""
+
+
+class Table:
+    r"""One CSV file that only grows: appended to row by row, replaced as a whole when a column is new.
+
+    A row that the disk refuses is kept, and written with the next one or at the next `sync`. No file is held open:
+    nothing to leak or to pickle, and an append costs some microseconds more.
+
+    Args:
+        path: the file; made with its first row.
+        first: the columns that stand first.
+
+    Example:
+        >>> table = Table("demo.csv", ("epoch",))
+        >>> table.append({"loss": 0.5, "epoch": 0})
+        >>> Path("demo.csv").read_text()
+        'epoch,loss\n0,0.5\n'
+    """
+
+    def __init__(self, path: str, first: tuple[str, ...]) -> None:
+        self.path, self.first = path, first
+        self.waiting: list[dict[str, str]] = []  # rows that are not on disk yet
+        self._columns: list[str] = []
+        self._num_rows, self._is_whole = 0, True
+        self._stamp: tuple[int, ...] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """The rows on disk and those that wait."""
+        return self.position()["rows"] + len(self.waiting)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row; it is on disk when this returns.
+
+        Raises:
+            LogsError: the disk refused it; it is kept.
+            ValueError: a value that is more than one number.
+        """
+        self.waiting.append({cell_of(column): cell_of(number_of(column, value)) for column, value in row.items()})
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the rows that wait, all of them or none."""
+        if not self.waiting:
+            return
+        known = self.position()["columns"]
+        new = list(dict.fromkeys(column for row in self.waiting for column in row if column not in known))
+        if new or not self._is_whole:  # a power cut, or a full disk, in mid-row: back to the last good one
+            rank = {column: i for i, column in enumerate(self.first)}
+            rows = [*read_table(self.path)[1][: self._num_rows], *self.waiting]
+            self._rewrite(sorted(known + new, key=lambda c: rank.get(c, len(rank))), rows)
+            self.waiting = []
+            return
+        lines = to_lines(known, self.waiting)
+        with writing(self.path):
+            fd = fs.open(self.path, os.O_WRONLY | os.O_APPEND | NOT_A_LINK | BINARY)
+            try:
+                write_all(fd, lines)  # unbuffered: the rows leave us whole, in one call
+                self._num_rows += len(self.waiting)
+                self.waiting = []
+            except BaseException:
+                self._is_whole = False  # some of it may be there
+                raise
+            finally:
+                self._stamp = self._stamp_now()
+                fs.close(fd)
+
+    def position(self) -> dict[str, Any]:
+        """Rows and columns on disk, and the rows that wait, if there are any: plain values for a checkpoint."""
+        with writing(self.path):
+            stamp = self._stamp_now()
+            if stamp is None or stamp != self._stamp:  # new to us, or changed by another hand: read it
+                self._columns, rows, self._is_whole = read_table(self.path)
+                self._num_rows, self._stamp = len(rows), stamp
+        waiting = {"waiting": [dict(row) for row in self.waiting]} if self.waiting else {}
+        return {"rows": self._num_rows, "columns": list(self._columns), **waiting}
+
+    def rewind(
+        self, rows: int = 0, columns: list[str] | None = None, waiting: list[dict[str, str]] | None = None
+    ) -> None:
+        """Back to what `position` gave: drop what was written since, write what waited then."""
+        with writing(self.path), suppress(FileNotFoundError):
+            fs.unlink(f"{self.path}.tmp")  # what a kill left of a rewrite
+        with writing(self.path):
+            old, found, whole = read_table(self.path)
+        if len(found) < rows:
+            warnings.warn(
+                f"{self.path} has {len(found)} rows, the checkpoint was saved after {rows}: "
+                "the earlier rows are gone, the log goes on without them",
+                stacklevel=4,
+            )
+        kept = [column for column in columns or [] if column in old]
+        if not kept:
+            with writing(self.path), suppress(FileNotFoundError):
+                fs.unlink(self.path)
+        elif kept != old or len(found) > rows or not whole:
+            self._rewrite(kept, found[:rows])
+        self.waiting = [dict(row) for row in waiting or []]
+        self.flush()
+
+    def sync(self) -> None:
+        """Write what waits, and make the rows survive a power cut."""
+        self.flush()
+        with writing(self.path), suppress(FileNotFoundError):
+            fd = fs.open(self.path, os.O_RDWR | BINARY)
+            try:
+                fs.fsync(fd)
+            finally:
+                fs.close(fd)
+
+    def _rewrite(self, columns: list[str], rows: list[dict[str, str]]) -> None:
+        with writing(self.path):
+            os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
+            replace_file(self.path, to_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]))
+        self._stamp = None  # read it again
+
+    def _stamp_now(self) -> tuple[int, ...] | None:
+        with suppress(FileNotFoundError):
+            found = os.stat(self.path)
+            return found.st_ino, found.st_size, found.st_mtime_ns
+        return None
+
+
+def read_table(path: str | os.PathLike) -> tuple[list[str], list[dict[str, str]], bool]:
+    """The header, the whole rows, and whether that was everything: a line counts once its newline is there."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return [], [], True
+    whole = data[: data.rfind(b"\n") + 1]
+    text = io.StringIO(whole.decode("utf-8-sig", "surrogateescape"), newline="")
+    columns, *rows = [row for row in csv.reader(text) if row] or [[]]
+    torn = bool(rows) and len(rows[-1]) != len(columns)
+    rows = [dict(zip(columns, row, strict=False)) for row in (rows[:-1] if torn else rows)]
+    return columns, rows, not torn and len(whole) == len(data)
+
+
+def to_lines(columns: list[str], rows: list[dict[str, str]]) -> bytes:
+    """Rows as they stand in the file; a missing cell is empty."""
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
+    return text.getvalue().encode("utf-8", "surrogateescape")
+
+
+def number_of(name: str, value: Any) -> Any:
+    """A tensor's or array's one number; other values as they are."""
+    if not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, ValueError):
+        shape = tuple(getattr(value, "shape", ()))
+        raise ValueError(
+            f"cannot log {name!r}: it has shape {shape}, a cell holds one number; log {name}.mean(), for example"
+        ) from None
+
+
+def cell_of(value: Any) -> str:
+    """The text of one cell, on one line; what a spreadsheet would run as a formula gets an apostrophe before it.
+
+    Example:
+        >>> cell_of(0.1), cell_of(None), cell_of("=1+1"), cell_of("-0.5")
+        ('0.1', '', "'=1+1", '-0.5')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return float.__repr__(value)  # the shortest text that reads back as the same number
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__repr__(value)
+    text = str(value)
+    if text.startswith(FORMULAS):
+        try:
+            float(text)
+        except ValueError:
+            text = "'" + text
+    # One line per row, whatever was logged: so a torn row is found by its missing newline, and tail and grep work.
+    return text.replace("\r", "\\r").replace("\n", "\\n").encode("utf-8", "backslashreplace").decode()
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """What the disk refuses inside becomes a LogsError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise LogsError(
+            f"cannot write logs to {path!r}: {error.strerror or error}; "
+            "choose a folder that can be written, e.g. CSVLogger(root_dir='/tmp/logs'), or logger=False to log nothing"
+        ) from error
