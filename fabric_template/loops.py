@@ -1,14 +1,17 @@
 """Loops: the few words of Trainer's insides that Lightning's own callbacks read or set; and no more than that.
 
-None of these names is public, yet LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, ModelCheckpoint,
+None of these names is public, yet LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, ModelCheckpoint, ModelSummary,
 StochasticWeightAveraging, BasePredictionWriter and the progress bars ask for them. They are views of the run: nothing is
-kept here. tests/test_callbacks_both.py runs each of those callbacks, so that a release which asks for more fails there.
+kept here. tests/test_callbacks_both.py and tests/test_shown_both.py run each of those callbacks, so that a release which
+asks for more fails there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .hooks import overrides
 
 if TYPE_CHECKING:
     from .run import Run
@@ -137,6 +140,21 @@ class EvaluationLoopView(_View):
     @property
     def _has_run(self) -> bool:
         return self._run.evaluated > 0
+
+
+class DataView(_View):
+    """``trainer._data_connector``: whose transfer hooks bring ``example_input_array`` to the device."""
+
+    __slots__ = ()
+
+    @property
+    def _datahook_selector(self) -> DataView:
+        return self
+
+    def get_instance(self, hook_name: str) -> Any:
+        """The datamodule if it has this hook, otherwise the module."""
+        run = self._run
+        return run.owner if overrides(run.datamodule, hook_name) is None else run.datamodule
 
 
 class LoggerView(_View):

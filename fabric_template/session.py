@@ -75,15 +75,15 @@ def _set_up(loop: FabricLoop, run: Run) -> None:
     shown = run.config.enable_progress_bar and fabric.is_global_zero and can_show_bar()
     run.bar = Progress(shown and loop.progress_bar_callback is None, lambda: loop.progress_bar_metrics)
     for part in (datamodule, owner):
-        if (hook := overrides(part, "prepare_data")) is not None:
+        if (hook := run.hooks.own(part, "prepare_data")) is not None:
             per_node = getattr(part, "prepare_data_per_node", True)
             if fabric.local_rank == 0 and (per_node or fabric.node_rank == 0):
                 hook()
     fabric.barrier("prepare_data")
-    if (hook := overrides(datamodule, "setup")) is not None:
+    if (hook := run.hooks.own(datamodule, "setup")) is not None:
         hook(stage=run.fn)
     run.hooks.call("setup", run.fn)
-    if (hook := overrides(owner, "configure_model")) is not None:
+    if (hook := run.hooks.own(owner, "configure_model")) is not None:
         hook()
     path = run.resume_path or run.load_path
     if path is not None:
@@ -167,7 +167,7 @@ def _tear_down(run: Run) -> None:
     hooks = run.hooks
     if run.fn == "fit":
         hooks.call("on_fit_end")
-    if (hook := overrides(run.datamodule, "teardown")) is not None:
+    if (hook := hooks.own(run.datamodule, "teardown")) is not None:
         hook(stage=run.fn)
     hooks.call("teardown", run.fn)
     run.record.finalize("success")
@@ -175,7 +175,8 @@ def _tear_down(run: Run) -> None:
 
 def _add_callbacks_of(owner: Any, loop: FabricLoop, run: Run) -> None:
     """The module's own callbacks join the run's; one that saves checkpoints takes over from the loop."""
-    loop.callbacks = run.callbacks = run.hooks.callbacks = add_callbacks_of(owner, run.callbacks)
+    callbacks = add_callbacks_of(run.hooks.own(owner, "configure_callbacks"), run.callbacks)
+    loop.callbacks = run.callbacks = run.hooks.callbacks = callbacks
     run.hooks.refresh()
     if loop.checkpoint_callbacks:
         run.saver = None
