@@ -64,6 +64,10 @@ class DamagedError(CheckpointError):
     """A checkpoint file that is not what was written: cut off, altered, empty, or none at all."""
 
 
+class MissingCheckpoint(CheckpointError, FileNotFoundError):
+    """There is no such file."""
+
+
 def verify_checkpoint(path: str | Path) -> None:
     """Read a file from end to end and raise `CheckpointError` unless it is a whole checkpoint.
 
@@ -226,8 +230,10 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be opened: {cause_of(error)}"
-        raise CheckpointError(f"'{path}' {what}; {_nearby(path.parent)}.") from error
+        missing = isinstance(error, FileNotFoundError)
+        what = "does not exist" if missing else f"cannot be opened: {cause_of(error)}"
+        kind = MissingCheckpoint if missing else CheckpointError
+        raise kind(f"'{path}' {what}; {_nearby(path.parent)}.") from error
     if stat.S_ISDIR(mode):
         raise CheckpointError(f"'{path}' is a folder, not a file; {_nearby(path)}.")
     if not stat.S_ISREG(mode):  # opening a pipe would wait for ever

@@ -447,11 +447,11 @@ class Run:
         torch.distributed.all_gather_object(gathered, value)
         return gathered
 
-    def warn_once(self, text: str) -> None:
+    def warn_once(self, text: str, kind: type[Warning] = UserWarning) -> None:
         """Warn, the first time."""
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, kind, stacklevel=3)
 
 
 def is_lightning(owner: Any) -> bool:

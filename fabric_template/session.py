@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from . import checkpoint as ckpt
 from . import profiling
@@ -100,10 +101,11 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
     """What fit adds: optimizers, ``on_fit_start``, hyperparameters, the restored state."""
     if run.config.enable_model_summary and run.fabric.is_global_zero and not run.has_summary:
         print(summarize(run.net))
-    if not any(module.training for module in run.net.modules()):  # left as it is, as Trainer does; but not in silence
+    if sleeping := sum(not module.training for module in run.net.modules()):  # left as they are, as Trainer does
         run.warn_once(
-            f"{type(run.net).__name__} is in eval mode, and is trained so: no dropout, BatchNorm frozen; write"
-            " model.train() before fit unless this is what you want"
+            f"Found {sleeping} module(s) in eval mode at the start of training: no dropout there, BatchNorm frozen; write"
+            " model.train() before fit unless this is what you want",
+            PossibleUserWarning,
         )
     run.metrics.start(None)
     run.set_up_optimizers()
