@@ -28,22 +28,45 @@ def attach_log(part: Any, metrics: Metrics, compiled: bool = False) -> None:
     """Give a module or callback its log.
 
     ``log`` and ``log_dict`` stand in the object's own ``__dict__``, before Lightning's methods, which are many times
-    slower. One that overrides them keeps its own; a plain object gets them if it has none.
+    slower. One that overrides them keeps its own, which may end in ``super().log``; a plain object gets them if it has none.
     """
+    own_log = getattr(type(part), "log", None)
+    is_overridden = own_log is not None and not _is_lightnings(own_log)
     for name in ("log", "log_dict"):
         own = getattr(type(part), name, None)
-        if own is None or getattr(own, "__module__", None) in _LIGHTNING:
+        if own is None or (
+            _is_lightnings(own) and not is_overridden
+        ):  # Lightning's log_dict calls the module's own log
             call = getattr(metrics, name)
             # logging is Python's business, not the graph's
             vars(part)[name] = torch.compiler.disable(call) if compiled else call
+    if is_overridden and any(_is_lightnings(vars(base).get("log")) for base in type(part).__mro__):
+        vars(part)["log"] = OverriddenLog(part, metrics)
 
 
 def detach_log(part: Any, metrics: Metrics) -> None:
     """Take the log away again."""
     for name in ("log", "log_dict"):
         own = getattr(part, "__dict__", {}).get(name)
-        if own is not None and (own == getattr(metrics, name) or hasattr(own, "_torchdynamo_orig_callable")):
+        ours = own == getattr(metrics, name) or isinstance(own, OverriddenLog)
+        if own is not None and (ours or hasattr(own, "_torchdynamo_orig_callable")):
             del vars(part)[name]
+
+
+def _is_lightnings(method: Any) -> bool:
+    return getattr(method, "__module__", None) in _LIGHTNING
+
+
+class OverriddenLog:
+    """A module's own ``log``. Where it goes on to Lightning's, that one asks the module which hook runs (`ResultsView`)."""
+
+    def __init__(self, owner: Any, metrics: Metrics) -> None:
+        self.owner, self.metrics = owner, metrics
+
+    def __call__(self, *args: Any, **words: Any) -> None:
+        """Log, from the hook that runs now."""
+        self.owner._current_fx_name = self.metrics.fx  # private, and the only place where Lightning looks for it
+        type(self.owner).log(self.owner, *args, **words)
 
 
 class StrategyFace:

@@ -1,9 +1,9 @@
-"""Loops: the few words of Trainer's insides that Lightning's own callbacks read or set; and no more than that.
+"""Loops: the few words of Trainer's insides that Lightning's callbacks and modules read or set; and no more than that.
 
-None of these names is public, yet LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, ModelCheckpoint, ModelSummary,
-StochasticWeightAveraging, BasePredictionWriter and the progress bars ask for them. They are views of the run: nothing is
-kept here. tests/test_callbacks_both.py and tests/test_shown_both.py run each of those callbacks, so that a release which
-asks for more fails there.
+None of these names is public, yet LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, ModelCheckpoint,
+StochasticWeightAveraging, BasePredictionWriter and the progress bars ask for them, and LightningModule.log does. They are
+views of the run: nothing is kept here. tests/test_callbacks_both.py runs each of those callbacks and tests/test_packages.py
+that log, so that a release which asks for more fails there.
 """
 
 from __future__ import annotations
@@ -141,20 +141,19 @@ class EvaluationLoopView(_View):
     def _has_run(self) -> bool:
         return self._run.evaluated > 0
 
+    @property
+    def _data_source(self) -> ValSourceView:
+        return ValSourceView(self._loop)
 
-class DataView(_View):
-    """``trainer._data_connector``: whose transfer hooks bring ``example_input_array`` to the device."""
+
+class ValSourceView(_View):
+    """``trainer.fit_loop.epoch_loop.val_loop._data_source``, asked by modules that choose what to monitor."""
 
     __slots__ = ()
 
-    @property
-    def _datahook_selector(self) -> DataView:
-        return self
-
-    def get_instance(self, hook_name: str) -> Any:
-        """The datamodule if it has this hook, otherwise the module."""
-        run = self._run
-        return run.owner if overrides(run.datamodule, hook_name) is None else run.datamodule
+    def is_defined(self) -> bool:
+        """Whether there is a validation loader."""
+        return self._run.has_loader("val")
 
 
 class LoggerView(_View):
@@ -175,3 +174,52 @@ class LoggerView(_View):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write values to all loggers; without a step at the one where the run stands, beside the epoch."""
         self._run.record.values(metrics, step)
+
+    def should_reset_tensors(self, fx: str) -> bool:
+        """No: `Metrics.log` sees to it."""
+        return False
+
+    @property
+    def _current_fx(self) -> str | None:
+        return self._run.metrics.fx
+
+    @_current_fx.setter
+    def _current_fx(self, fx: str) -> None:
+        """Lightning's ``log`` says from which hook it was called; `Metrics.log` knows."""
+
+
+class ResultsView(_View):
+    """``trainer._results``: where Lightning's own ``log`` brings its values, under a module that overrides ``log``."""
+
+    __slots__ = ()
+    DATALOADER_SUFFIX = "/dataloader_idx_{}"
+
+    def log(self, fx: str, name: str, value: Any, sync_dist_fn: Any = None, **words: Any) -> None:
+        """Log a value that Lightning has checked."""
+        self._run.metrics.log(name, value, **words)
+
+
+class AcceleratorView(_View):
+    """``trainer._accelerator_connector``."""
+
+    __slots__ = ()
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are other processes."""
+        return self._loop.world_size > 1
+
+
+class DataView(_View):
+    """``trainer._data_connector``, asked when an ``example_input_array`` goes to the module's device."""
+
+    __slots__ = ()
+
+    @property
+    def _datahook_selector(self) -> DataView:
+        return self
+
+    def get_instance(self, name: str) -> Any:
+        """Whose transfer hook is called: the datamodule's where it has one, or the module's."""
+        run = self._run
+        return run.owner if overrides(run.datamodule, name) is None else run.datamodule

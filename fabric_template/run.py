@@ -22,7 +22,6 @@ from .hooks import Hooks, is_a, overrides
 from .logs import CSVLogger
 from .metrics import Metrics
 from .optimizers import SchedulerConfig, parse_optimizers
-from .profiling import TimedPass
 from .saver import Saver
 from .steps import FunctionSteps, Steps, takes_batch_idx
 from .update import AutomaticUpdate, LoopOptimizer, ManualUpdate
@@ -100,6 +99,12 @@ class Run:
         self.steps = Steps(fabric, self.owner, self.net, config.compile)
         self.set_up_saver()
 
+    def follow(self, last: Run) -> None:
+        """An evaluation comes after another run: what that has saved, and how far it has trained, still counts."""
+        self.saver = last.saver
+        self.epochs_done, self.global_step = last.epochs_done, last.global_step
+        self.total_batches, self.batches_that_stepped = last.total_batches, last.batches_that_stepped
+
     def set_up_saver(self) -> None:
         """Make what keeps the checkpoints, where they are kept."""
         config = self.config
@@ -111,7 +116,7 @@ class Run:
         if self.given_optimizer is not None:
             returned = self.given_optimizer
         else:
-            configure = self.hooks.own(self.owner, "configure_optimizers")
+            configure = overrides(self.owner, "configure_optimizers")
             returned = configure() if configure is not None else None
         custom = overrides(self.owner, "lr_scheduler_step") is not None
         self.optimizers, self.schedulers = parse_optimizers(
@@ -135,11 +140,8 @@ class Run:
     def make_transfer(self) -> Callable[[Any, int], Any] | None:
         """What brings a batch to its device, through the datamodule's or module's hooks; None: it is there."""
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        hooks = [self.hooks.own(self.datamodule, name) or self.hooks.own(self.owner, name) for name in names]
-        transfer = make_transfer(self.fabric, self.steps.convert(), hooks)
-        return transfer and self.hooks.timed(
-            transfer, f"[Strategy]{type(self.fabric.strategy).__name__}.batch_to_device"
-        )
+        hooks = [overrides(self.datamodule, name) or overrides(self.owner, name) for name in names]
+        return make_transfer(self.fabric, self.steps.convert(), hooks)
 
     # ---- what the module is
 
@@ -173,7 +175,7 @@ class Run:
         if self.given.get(stage) is not None:
             return self.given[stage]
         for owner in (self.datamodule, self.owner):
-            if (method := self.hooks.own(owner, f"{stage}_dataloader")) is not None:
+            if (method := overrides(owner, f"{stage}_dataloader")) is not None:
                 return method
         return None
 
@@ -208,7 +210,7 @@ class Run:
         self.epoch_rng = rng_state()
         self.epoch_generators = [generator.get_state() for generator in self.train.generators()]
         self.batches = None  # the workers of the pass before go first
-        self.batches = self._timed(self.train.start())
+        self.batches = self.train.start()
 
     def starts_epoch(self) -> bool:
         """Whether an epoch begins here (False: it goes on from a checkpoint in its middle); counts from its start."""
@@ -227,10 +229,7 @@ class Run:
     def begin_rest_of_pass(self) -> None:
         """Another trainer's checkpoint from the middle of an epoch: a new pass, of as many batches as were left."""
         self.train.set_epoch(self.current_epoch)
-        self.batches = self._timed(self.train.start(self.batches_done))
-
-    def _timed(self, batches: Any) -> Any:
-        return batches if self.hooks.profiler is None else TimedPass(batches, self.hooks.profiler)
+        self.batches = self.train.start(self.batches_done)
 
     def end_epoch(self) -> None:
         """The epoch is over."""
@@ -447,11 +446,11 @@ class Run:
         torch.distributed.all_gather_object(gathered, value)
         return gathered
 
-    def warn_once(self, text: str, kind: type[Warning] = UserWarning) -> None:
+    def warn_once(self, text: str) -> None:
         """Warn, the first time."""
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, kind, stacklevel=3)
+            warnings.warn(text, stacklevel=3)
 
 
 def is_lightning(owner: Any) -> bool:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .hooks import is_a
-from .loops import DataView, EvaluationLoopView, FitLoopView, LoggerView
+from .loops import AcceleratorView, DataView, EvaluationLoopView, FitLoopView, LoggerView, ResultsView
 
 if TYPE_CHECKING:
     from .run import Run
@@ -358,12 +358,20 @@ class TrainerFace:
         return EvaluationLoopView(self)
 
     @property
-    def _data_connector(self) -> DataView:
-        return DataView(self)
-
-    @property
     def _logger_connector(self) -> LoggerView:
         return LoggerView(self)
+
+    @property
+    def _results(self) -> ResultsView | None:
+        return ResultsView(self) if self._run is not None and self._run.fn != "predict" else None
+
+    @property
+    def _accelerator_connector(self) -> AcceleratorView:
+        return AcceleratorView(self)
+
+    @property
+    def _data_connector(self) -> DataView:
+        return DataView(self)
 
     # ---- stages
 
@@ -417,8 +425,7 @@ class TrainerFace:
         run = self._required("save_checkpoint")
         state = state_of(run, weights_only=bool(weights_only))
         if self.fabric.is_global_zero:
-            save = run.hooks.timed(self.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")
-            save(state, filepath, storage_options=storage_options)
+            self.fabric.strategy.checkpoint_io.save_checkpoint(state, filepath, storage_options=storage_options)
         self.fabric.barrier("save_checkpoint")
 
     def print(self, *args: Any, **kwargs: Any) -> None:

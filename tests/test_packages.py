@@ -1,0 +1,155 @@
+"""What LightningModules of public packages do, each in a few lines, under lightning.Trainer and FabricLoop.
+
+The packages themselves (forecasting, chemistry, single cells, reinforcement learning, recommenders and more) are not
+needed: every case is the shape that once made one of them differ.
+"""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from modules import Classifier, assert_same_metrics, assert_same_weights, make_loader, run_loop, run_trainer
+from torchmetrics import MeanMetric
+
+
+def val():
+    return make_loader(18, shuffle=False, seed=5)
+
+
+class Rows(Logger):
+    """Keeps what it is given."""
+
+    name, version = "rows", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+
+def both(make_module, **words):
+    """Train under both; returns (trainer, its module, loop, its module), equal in weights, metrics and logged rows."""
+    rows = Rows(), Rows()
+    trainer, expected = run_trainer(
+        make_module, make_loader, val, max_epochs=2, log_every_n_steps=1, **{"logger": rows[0], **words}
+    )
+    loop, module = run_loop(
+        make_module, make_loader, val, max_epochs=2, log_every_n_steps=1, **{"logger": rows[1], **words}
+    )
+    assert_same_weights(expected, module)
+    assert_same_metrics(trainer, loop)
+    assert rows[0].rows == rows[1].rows
+    return trainer, expected, loop, module
+
+
+class OwnLog(Classifier):
+    """Its own log, which ends in Lightning's; several levels down, with a metric and from every kind of hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def log(self, *args, **words):
+        if not self.trainer.sanity_checking:
+            super().log(*args, **words)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss)
+        self.log_dict({"mean": self.mean, "double": 2 * loss}, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("epoch_end", float(self.current_epoch), reduce_fx="max")
+
+
+class OwnLogAgain(OwnLog):
+    def log(self, name, value, **words):
+        super().log(f"own/{name}", value, **words)
+
+
+@pytest.mark.parametrize("make_module", [OwnLog, OwnLogAgain])
+def test_super_log(make_module):
+    trainer, _, loop, module = both(make_module)
+    assert set(loop.progress_bar_metrics) == set(trainer.progress_bar_metrics)
+    assert "log" not in vars(module)
+
+
+def test_super_log_refuses_as_trainer_does():
+    class Refused(OwnLog):
+        def on_fit_start(self):
+            self.log("a", 1.0)
+
+    words = []
+    for run in (run_trainer, run_loop):
+        with pytest.raises(pl.utilities.exceptions.MisconfigurationException) as error:
+            run(Refused, make_loader, max_epochs=1)
+        words.append(str(error.value))
+    assert words[0] == words[1]
+
+
+class Example(Classifier):
+    """Counts what passes through its transfer hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.ones(2, 8)
+        self.moved = []
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.moved.append(type(batch).__name__)
+        return batch
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")  # TensorBoardLogger's
+def test_an_example_input_is_moved_as_a_batch_is(tmp_path, capsys):
+    def words(name):
+        logger = TensorBoardLogger(tmp_path / name, log_graph=True)
+        return {"logger": logger, "callbacks": [ModelSummary(max_depth=2)], "max_epochs": 1}
+
+    _, expected = run_trainer(Example, make_loader, val, **words("trainer"))
+    printed = capsys.readouterr().out
+    _, module = run_loop(Example, make_loader, val, **words("loop"))
+    assert_same_weights(expected, module)
+    assert module.moved == expected.moved
+    assert capsys.readouterr().out == printed
+
+
+class Chooses(Classifier):
+    """Chooses what its scheduler follows by whether there is a validation, as it stands inside Trainer."""
+
+    def configure_optimizers(self):
+        validates = self.trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        monitor = "val_loss" if validates else "train_loss"
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": monitor}}
+
+
+@pytest.mark.parametrize("make_val", [None, val])
+def test_what_to_monitor(make_val):
+    trainer, expected = run_trainer(Chooses, make_loader, make_val, max_epochs=3)
+    loop, module = run_loop(Chooses, make_loader, make_val, max_epochs=3)
+    assert_same_weights(expected, module)
+    assert loop.lr_scheduler_configs[0].monitor == trainer.lr_scheduler_configs[0].monitor
+
+
+def test_an_evaluation_after_fit_stands_where_fit_ended():
+    class Tested(Classifier):
+        def test_step(self, batch, batch_idx):
+            self.log("seen", self.trainer.current_epoch * 100.0 + self.trainer.global_step, on_step=True, on_epoch=True)
+
+    trainer, expected, loop, module = both(Tested)
+    seen = []
+    for runner, owner in ((trainer, expected), (loop, module)):
+        runner.logger.rows.clear()
+        results = runner.validate(owner, val(), verbose=False), runner.test(owner, val(), verbose=False)
+        seen.append((results, runner.logger.rows, runner.current_epoch, runner.global_step))
+    assert seen[0] == seen[1]
+    assert seen[1][2:] == (2, 20)
