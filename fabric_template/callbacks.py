@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .config import LoopConfig
@@ -63,9 +63,8 @@ def in_order(callbacks: Iterable[Any]) -> list[Any]:
     return sorted(callbacks, key=lambda callback: is_a(callback, "Checkpoint"))
 
 
-def add_callbacks_of(owner: Any, callbacks: list[Any]) -> list[Any]:
+def add_callbacks_of(configure: Callable | None, callbacks: list[Any]) -> list[Any]:
     """The callbacks with those that a module's ``configure_callbacks`` returns in the place of those of their classes."""
-    configure = overrides(owner, "configure_callbacks")
     own = configure() if configure is not None else None
     if not own:
         return callbacks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from .data import INFINITE, Loaders
 from .hooks import overrides
+from .profiling import timed_batches
 from .steps import Modes, no_grad, takes_batch_idx
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def evaluate(
         results.append({} if sanity else dict(metrics.merge()))
 
     with no_grad(inference):
-        batches = loaders.start_evaluation(most)
+        batches = _timed(run, loaders.start_evaluation(most), "_EvaluationLoop", "test" if stage == "test" else "val")
         modes = Modes(run.net)
         try:
             _switch(run, f"on_{word}_model_eval")
@@ -118,14 +120,17 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
         return None
     hooks, transfer, several = run.hooks, run.transfer, len(loaders.loaders) > 1
     has_step = callable(getattr(run.owner, "predict_step", None))
-    step = run.steps.get("predict_step" if has_step else "forward")
+    step = hooks.timed(
+        run.steps.get("predict_step" if has_step else "forward"),
+        f"[Strategy]{type(run.fabric.strategy).__name__}.predict_step",
+    )
     takes_idx = has_step and takes_batch_idx(run.owner.predict_step)
     if has_step:
         check_dataloader_idx(run, "predict", "predict_step", several)
     kept: list[list[Any]] = [[] for _ in loaders.loaders]
     run.stage, run.evaluated = "predict", 0
     with no_grad(inference):
-        batches = loaders.start_evaluation()
+        batches = _timed(run, loaders.start_evaluation(), "_PredictionLoop", "predict")
         modes = Modes(run.net)
         try:
             _switch(run, "on_predict_model_eval")
@@ -151,6 +156,11 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
     if not keep:
         return None
     return kept if several else kept[0]
+
+
+def _timed(run: Run, batches: Iterable, loop: str, stage: str) -> Iterable:
+    """The batches, fetched under the profiler by Trainer's name for that; (batch, batch_idx, dataloader_idx, is_last)."""
+    return timed_batches(run.hooks.profiler, iter(batches), f"[{loop}].{stage}_next", itemgetter(3))
 
 
 def _switch(run: Run, hook: str) -> None:

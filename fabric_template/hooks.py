@@ -117,7 +117,7 @@ class Hooks:
         self, trainer: Any, callbacks: Iterable[Any], module: Any, metrics: Any = None, profiler: Any = None
     ) -> None:
         self._trainer, self.callbacks, self._module = trainer, list(callbacks), module
-        self._metrics, self._profiler = metrics, profiler
+        self._metrics, self.profiler = metrics, profiler
         self._listeners: dict[str, tuple[list[Callable], Callable | None]] = {}
         self._unheard: set[str] = set()
 
@@ -186,14 +186,20 @@ class Hooks:
 
     def timed(self, call: Callable, action: str) -> Callable:
         """The same call under the profiler, if there is one."""
-        if self._profiler is None:
+        if self.profiler is None:
             return call
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with self._profiler.profile(action):
+            with self.profiler.profile(action):
                 return call(*args, **kwargs)
 
         return timed
+
+    def own(self, part: Any, name: str) -> Callable | None:
+        """The module's or a datamodule's own method of this name, timed like a hook; None if it has none."""
+        method = overrides(part, name)
+        kind = "LightningModule" if part is self._module else "LightningDataModule"
+        return method and self.timed(method, f"[{kind}]{type(part).__name__}.{name}")
 
     def _listen(self, name: str) -> tuple[list[Callable], Callable | None]:
         callbacks = [call for callback in self.callbacks if (call := self._of_callback(callback, name))]

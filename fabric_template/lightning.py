@@ -31,12 +31,10 @@ def attach_log(part: Any, metrics: Metrics, compiled: bool = False) -> None:
     slower. One that overrides them keeps its own, which may end in ``super().log``; a plain object gets them if it has none.
     """
     own_log = getattr(type(part), "log", None)
-    is_overridden = own_log is not None and not _is_lightnings(own_log)
+    is_overridden = own_log is not None and not _is_lightnings(own_log)  # then Lightning's log_dict stays: it calls log
     for name in ("log", "log_dict"):
         own = getattr(type(part), name, None)
-        if own is None or (
-            _is_lightnings(own) and not is_overridden
-        ):  # Lightning's log_dict calls the module's own log
+        if own is None or (_is_lightnings(own) and not is_overridden):
             call = getattr(metrics, name)
             # logging is Python's business, not the graph's
             vars(part)[name] = torch.compiler.disable(call) if compiled else call

@@ -149,8 +149,7 @@ class FabricLoop(Parts, TrainerFace):
         load: str | Path | None = None,
     ) -> list[Any] | None:  # fmt: skip
         """Run predict_step (or forward) over the loaders; returns the outputs by batch, on the CPU."""
-        datamodule = self._datamodule(dataloaders, datamodule)
-        run = prepare(self, "predict", self._model(model, "predict"), {"predict": dataloaders}, datamodule, load=load)
+        run = prepare(self, "predict", model, {"predict": dataloaders}, datamodule, load=load)
         return self._launch(self._predict, run, return_predictions is not False).results
 
     # ---- training
@@ -305,8 +304,7 @@ class FabricLoop(Parts, TrainerFace):
     def _evaluate(
         self, fn: str, stage: str, model: Any, loaders: Any, datamodule: Any, load: Any, verbose: bool
     ) -> list:
-        datamodule = self._datamodule(loaders, datamodule)
-        run = prepare(self, fn, self._model(model, fn), {stage: loaders}, datamodule, load=load)
+        run = prepare(self, fn, model, {stage: loaders}, datamodule, load=load)
         results = self._launch(self._run_evaluation, run, fn, stage).results
         if verbose and self.fabric.is_global_zero:
             print_results(results, fn)
@@ -326,20 +324,6 @@ class FabricLoop(Parts, TrainerFace):
             run.val = run.loaders("predict")
             run.bar.start("predict", sum(run.val.limits))
             return predict(run, run.val, keep, run.inference())
-
-    def _model(self, model: Any, fn: str) -> Any:
-        """The model given, or the one of the last run."""
-        if model is None and self._run is None:
-            raise TypeError(
-                f"`FabricLoop.{fn}()` requires a `LightningModule` or another model: expected {fn}(model, ...), or a fit"
-                " before it"
-            )
-        return model if model is not None else self._run.owner
-
-    def _datamodule(self, loaders: Any, datamodule: Any) -> Any:
-        """The datamodule given; without loaders either, the one of the last run, as Trainer does."""
-        is_missing = loaders is None and datamodule is None and self._run is not None
-        return self._run.datamodule if is_missing else datamodule
 
     # ---- processes
 

@@ -1,9 +1,9 @@
 """Loops: the few words of Trainer's insides that Lightning's callbacks and modules read or set; and no more than that.
 
-None of these names is public, yet LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, ModelCheckpoint,
+None of these names is public, yet LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, ModelCheckpoint, ModelSummary,
 StochasticWeightAveraging, BasePredictionWriter and the progress bars ask for them, and LightningModule.log does. They are
-views of the run: nothing is kept here. tests/test_callbacks_both.py runs each of those callbacks and tests/test_packages.py
-that log, so that a release which asks for more fails there.
+views of the run: nothing is kept here. tests/test_callbacks_both.py and tests/test_shown_both.py run each of those
+callbacks, and tests/test_packages.py that log, so that a release which asks for more fails there.
 """
 
 from __future__ import annotations
@@ -156,6 +156,21 @@ class ValSourceView(_View):
         return self._run.has_loader("val")
 
 
+class DataView(_View):
+    """``trainer._data_connector``: whose transfer hooks bring ``example_input_array`` to the device."""
+
+    __slots__ = ()
+
+    @property
+    def _datahook_selector(self) -> DataView:
+        return self
+
+    def get_instance(self, hook_name: str) -> Any:
+        """The datamodule if it has this hook, otherwise the module."""
+        run = self._run
+        return run.owner if overrides(run.datamodule, hook_name) is None else run.datamodule
+
+
 class LoggerView(_View):
     """``trainer._logger_connector``: whether loggers are due, and how to write to all of them."""
 
@@ -208,18 +223,3 @@ class AcceleratorView(_View):
     def is_distributed(self) -> bool:
         """Whether there are other processes."""
         return self._loop.world_size > 1
-
-
-class DataView(_View):
-    """``trainer._data_connector``, asked when an ``example_input_array`` goes to the module's device."""
-
-    __slots__ = ()
-
-    @property
-    def _datahook_selector(self) -> DataView:
-        return self
-
-    def get_instance(self, name: str) -> Any:
-        """Whose transfer hook is called: the datamodule's where it has one, or the module's."""
-        run = self._run
-        return run.owner if overrides(run.datamodule, name) is None else run.datamodule

@@ -178,6 +178,12 @@ def _parse_scheduler(item: Any, monitor: str | None, automatic: bool, where: str
     if config.interval not in ("step", "epoch"):
         raise Misuse(f'The "interval" key in lr scheduler dict must be "step" or "epoch" but is "{config.interval}"')
     if not automatic:
+        ignored = [key for key in ("reduce_on_plateau", "monitor", "strict") if words.get(key) is not None]
+        if ignored:
+            warnings.warn(
+                f"The lr scheduler dict contains the key(s) {ignored}, but the keys will be ignored. You need to call"
+                " `lr_scheduler.step()` manually in manual optimization.", RuntimeWarning, stacklevel=4,
+            )  # fmt: skip
         return config
     if isinstance(config.scheduler, ReduceLROnPlateau) and "reduce_on_plateau" not in words:
         config.reduce_on_plateau = True
@@ -185,8 +191,8 @@ def _parse_scheduler(item: Any, monitor: str | None, automatic: bool, where: str
         config.monitor = config.monitor or monitor
         if config.monitor is None:
             raise Misuse(
-                f"{where} must include a monitor when a `ReduceLROnPlateau` scheduler is used, the logged metric that it"
-                " follows; write"
+                f"{where}: `configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used, the"
+                " logged metric that it follows; write"
                 ' {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}'
             )
     if isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch":

@@ -118,8 +118,8 @@ def _read_config(words: dict[str, str]) -> dict[str, Any]:
         config = yaml.safe_load(Path(path).read_text("utf-8")) or {}
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}; --print_config writes such a file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path}: this is no YAML: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"--config {path}: this is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
         raise UsageError(f"--config {path}: expected 'word: value' lines; --print_config writes such a file")
     for part in ("model", "data"):

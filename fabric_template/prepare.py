@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import nn
 
 from .data import INFINITE, length_of
@@ -20,6 +23,11 @@ if TYPE_CHECKING:
     from .loop import FabricLoop
 
 STEP_OF = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+_GONE = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+}
 LOADER_OF = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 
 
@@ -32,6 +40,8 @@ def prepare(
     Raises:
         Misuse, MisuseOfType: one line that says what is wrong, where, and what to write instead.
     """
+    if fn != "fit":
+        model, datamodule, load = _from_last_run(loop, fn, model, loaders, datamodule, load)
     first = LOADER_OF[fn]
     if hasattr(loaders.get(first), f"{first}_dataloader"):  # a datamodule in the loaders' place
         if datamodule is not None:
@@ -53,6 +63,31 @@ def prepare(
         _check_optimizer(run)
     _find_files(run, loop, resume, load)
     return run
+
+
+def _from_last_run(loop: FabricLoop, fn: str, model: Any, loaders: dict, datamodule: Any, load: Any) -> tuple:
+    """What the run before has, for what was not given: (model, datamodule, load), as Trainer takes them."""
+    last = loop._run
+    if last is None:
+        if model is None:
+            raise TypeError(
+                f"`FabricLoop.{fn}()` requires a `LightningModule` or another model: expected {fn}(model, ...), or a fit"
+                " before it"
+            )
+        return model, datamodule, load
+    if datamodule is None and all(given is None for given in loaders.values()):
+        datamodule = last.datamodule
+    if model is not None:
+        return model, datamodule, load
+    best, chooses = loop.checkpoint_path("best"), loop.checkpoint_callbacks or loop.config.monitor
+    if load is None and best is not None and chooses:
+        warnings.warn(
+            f"`.{fn}()` was called without a model. The best model of the previous `fit` call will be used ('{best}');"
+            f" write {fn}(load='best') to say so, load='last' for the last, or {fn}(model) for the model as it is",
+            stacklevel=5,
+        )
+        load = best
+    return last.owner, datamodule, load
 
 
 def _owner_of(model: Any, functions: dict[str, Callable | None]) -> tuple[Any, nn.Module]:
@@ -86,10 +121,35 @@ def _check_steps(run: Run, fn: str) -> None:
                 else f"; {fn} needs it"
             )
         )
-    if fn == "fit" and run.given.get("val") is not None and overrides(run.owner, "validation_step") is None:
+    if fn == "fit":
+        _check_validation(run, name)
+    if "optimizer_idx" in inspect.signature(getattr(run.owner, step)).parameters:
+        raise RuntimeError(
+            f"Training with several optimizers is manual. Remove the `optimizer_idx` argument from `{step}` in {name}: set"
+            " `self.automatic_optimization = False`, and step each of `self.optimizers()` yourself"
+        )
+    for old, new in _GONE.items():
+        if run.is_lightning and callable(getattr(run.owner, old, None)):
+            raise NotImplementedError(
+                f"Support for `{old}` has been removed in v2.0.0 of Lightning, and {name} has it: write `{new}`, with what"
+                " the steps returned kept in a list of your own"
+            )
+
+
+def _check_validation(run: Run, name: str) -> None:
+    """A step and its loader come together; a LightningModule that has one of them trains without validation."""
+    has_step, has_loader = overrides(run.owner, "validation_step") is not None, run.has_loader("val")
+    if has_loader and not has_step and not run.is_lightning and run.given.get("val") is not None:
         raise Misuse(
             f"fit got val_dataloaders but {name} has no validation_step: expected a method validation_step(batch,"
             " batch_idx) (or validation_step=fn); leave val_dataloaders out to train without validation"
+        )
+    if has_loader and not has_step and run.is_lightning:
+        run.warn_once(f"You passed in a `val_dataloader` but have no `validation_step` in {name}. Skipping val loop.")
+    if has_step and not has_loader and run.is_lightning:
+        run.warn_once(
+            f"You defined a `validation_step` in {name} but have no `val_dataloader`. Skipping val loop.",
+            PossibleUserWarning,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .errors import Misuse, MisuseOfType
@@ -9,11 +10,12 @@ from .errors import Misuse, MisuseOfType
 if TYPE_CHECKING:
     from .run import Run
 
-_WORDS = ("simple", "advanced")
+_WORDS = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
+_EXPECTED = ", ".join(f'"{word}"' for word in _WORDS)
 
 
 def make_profiler(asked: Any) -> Any:
-    """The profiler that was asked for: "simple", "advanced" or an object; None for none.
+    """The profiler that was asked for, by its word or as an object; None for none.
 
     Raises:
         Misuse: for another word.
@@ -21,13 +23,13 @@ def make_profiler(asked: Any) -> Any:
     if asked is None:
         return None
     if isinstance(asked, str):
-        if asked not in _WORDS:
-            raise Misuse(f'profiler={asked!r}: expected "simple", "advanced" or a Lightning profiler')
+        if asked.lower() not in _WORDS:
+            raise Misuse(f"profiler={asked!r}: expected {_EXPECTED} or a Lightning profiler")
         from lightning.pytorch import profilers
 
-        return profilers.SimpleProfiler() if asked == "simple" else profilers.AdvancedProfiler()
+        return getattr(profilers, _WORDS[asked.lower()])()
     if not callable(getattr(asked, "profile", None)):
-        raise MisuseOfType(f'profiler={asked!r}: expected "simple", "advanced" or an object with profile(action_name)')
+        raise MisuseOfType(f"profiler={asked!r}: expected {_EXPECTED} or an object with profile(action_name)")
     return None if type(asked).__name__ == "PassThroughProfiler" else asked
 
 
@@ -35,6 +37,8 @@ def begin(profiler: Any, run: Run, log_dir: str | None) -> None:
     """Tell the profiler what runs and where its files go."""
     if profiler is not None and callable(setup := getattr(profiler, "setup", None)):
         rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
+        if hasattr(profiler, "_lightning_module"):  # PyTorchProfiler names its modules; Trainer sets it, too
+            profiler._lightning_module = run.owner
         setup(stage=run.fn, local_rank=rank, log_dir=log_dir)
 
 
@@ -42,3 +46,41 @@ def end(profiler: Any) -> None:
     """Print or write the profiler's report."""
     if profiler is not None and callable(describe := getattr(profiler, "describe", None)):
         describe()
+
+
+def timed_batches(profiler: Any, batches: Iterator, action: str, is_last: Callable[[Any], bool]) -> Iterator:
+    """The same batches, each fetched under the profiler, if there is one."""
+    if profiler is None:
+        return batches
+    return _timed(profiler, batches, action, is_last)
+
+
+def _timed(profiler: Any, batches: Iterator, action: str, is_last: Callable[[Any], bool]) -> Iterator:
+    over = False
+    while not over:
+        profiler.start(action)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            profiler.stop(action)
+        over = is_last(batch)
+        yield batch
+
+
+class TimedPass:
+    """A pass over the training batches whose batches are fetched under the profiler."""
+
+    def __init__(self, batches: Any, profiler: Any) -> None:
+        self._batches, self._profiler = batches, profiler
+
+    def __iter__(self) -> Iterator:
+        action = "[_TrainingEpochLoop].train_dataloader_next"  # Trainer's name for it
+        return timed_batches(self._profiler, iter(self._batches), action, lambda batch: self._batches.is_last)
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)

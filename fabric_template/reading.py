@@ -41,7 +41,11 @@ _PLAIN_CLASSES = [(argparse.Namespace, "argparse.Namespace")] + [
 
 
 # torch calls these even with weights_only=True, and each allocates as many bytes as the file likes to say.
-_ALLOCATORS = re.compile(r"(builtins|__builtin__) bytearray|torch(\.\w+)* \w*Tensor")
+_ALLOCATORS = re.compile(
+    r"(builtins|__builtin__) bytearray|torch(\.\w+)* \w*Tensor|torch\._utils _rebuild_qtensor|torch\.storage TypedStorage"
+)
+# One more that does: but its name also stands in honest files, before the key of a part, where it is not called.
+_STORAGE = re.compile(r"torch(\.storage)? UntypedStorage")
 
 
 class CheckpointError(ValueError):
@@ -58,6 +62,10 @@ class CheckpointError(ValueError):
 
 class DamagedError(CheckpointError):
     """A checkpoint file that is not what was written: cut off, altered, empty, or none at all."""
+
+
+class MissingCheckpoint(CheckpointError, FileNotFoundError):
+    """There is no such file."""
 
 
 def verify_checkpoint(path: str | Path) -> None:
@@ -222,8 +230,10 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be opened: {cause_of(error)}"
-        raise CheckpointError(f"'{path}' {what}; {_nearby(path.parent)}.") from error
+        missing = isinstance(error, FileNotFoundError)
+        what = "does not exist" if missing else f"cannot be opened: {cause_of(error)}"
+        kind = MissingCheckpoint if missing else CheckpointError
+        raise kind(f"'{path}' {what}; {_nearby(path.parent)}.") from error
     if stat.S_ISDIR(mode):
         raise CheckpointError(f"'{path}' is a folder, not a file; {_nearby(path)}.")
     if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
@@ -299,7 +309,7 @@ def _safetensors_damage(file: IO[bytes], size: int) -> str | None:
         return f"its header claims {length} bytes, the file has {size}"
     try:
         header = json.loads(file.read(length))
-        end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+        end = max((int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__"), default=0)
     except Exception as error:
         return f"its header cannot be read ({cause_of(error)})"
     return None if 8 + length + end == size else f"its tensors need {8 + length + end} bytes, the file has {size}"
@@ -347,13 +357,32 @@ def _needs_trust(path: Path, reason: str) -> str:
     return f"'{path}' {reason}; refused. If you know who wrote it, give trusted=True, and save it again from there."
 
 
+def _allocator_in(data: bytes) -> str | None:
+    """The first name in a pickle that could be called for any amount of memory."""
+    top: Any = None  # what was pushed last: a name, the class `str` for a text, None for all else
+    memo: dict[int, Any] = {}
+    for op, arg, _ in pickletools.genops(data):
+        if op.name in ("BINPUT", "LONG_BINPUT"):
+            memo[arg] = top
+            continue
+        below, top = top, None
+        if op.name == "GLOBAL":
+            top = arg
+        elif op.name == "BINUNICODE":
+            top = str
+        elif op.name in ("BINGET", "LONG_BINGET"):
+            top = memo.get(arg)
+        if isinstance(below, str) and (_ALLOCATORS.fullmatch(below) or (_STORAGE.fullmatch(below) and top is not str)):
+            return below.replace(" ", ".")
+    return None
+
+
 def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
     """Return the content, or the reason why it takes more than plain values to load it."""
     with zipfile.ZipFile(file) as archive:
         data = archive.read(next(n for n in archive.namelist() if n.endswith("/data.pkl") or n == "data.pkl"))
-    for op, arg, _ in pickletools.genops(data):
-        if op.name == "GLOBAL" and _ALLOCATORS.fullmatch(arg):
-            return None, f"wants to call {arg.replace(' ', '.')}, which can take any amount of memory"
+    if (name := _allocator_in(data)) is not None:
+        return None, f"wants to call {name}, which can take any amount of memory"
     del data
     file.seek(0)
     # The context would also take away, at its end, what the user had allowed before.

@@ -61,9 +61,12 @@ def _path_of(argument: str, value: Any, loop: FabricLoop) -> str | Path | None:
     root = Path(config.default_root_dir or ".") / "checkpoints"
     if value in ("last", "best"):
         found = loop.checkpoint_path(value) or find_checkpoint(value, root, config.name, config.version)
+        if found is None and value == "last":
+            found = _last_of_callbacks(loop)
         if found is None:
+            reason = _why_no_best(loop) if value == "best" else ""
             raise CheckpointError(
-                f"{argument}={value!r}: there is no {value}.ckpt under '{root / config.name}'; expected a run with"
+                f"{argument}={value!r}{reason}: there is no {value}.ckpt under '{root / config.name}'; expected a run with"
                 f" name={config.name!r} to have saved one: leave {argument} out to start anew, or give a path"
             )
         return found
@@ -72,6 +75,28 @@ def _path_of(argument: str, value: Any, loop: FabricLoop) -> str | Path | None:
         folders = [last.parent] if last is not None else _folders(root, config.name, config.version)
         return newest_good(folders, config.trusted)
     return value if value is None or "://" in str(value) else Path(value)
+
+
+def _last_of_callbacks(loop: FabricLoop) -> Path | None:
+    """The newest ``last.ckpt`` of a ModelCheckpoint, of an earlier process too, where its folder is known beforehand."""
+    found: list[Path] = []
+    for callback in loop.checkpoint_callbacks:
+        name = getattr(callback, "CHECKPOINT_NAME_LAST", None)
+        default = None if loop.loggers else Path(loop.default_root_dir, "checkpoints")
+        if name and (folder := getattr(callback, "dirpath", None) or default):
+            found += Path(folder).glob(f"{name}*{callback.FILE_EXTENSION}")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _why_no_best(loop: FabricLoop) -> str:
+    """Why this loop has no best checkpoint, where that is known."""
+    if loop.checkpoint_callbacks:
+        return (
+            " is set but `ModelCheckpoint` is not configured to save the best model (expected save_top_k other than 0)"
+        )
+    if not loop.config.enable_checkpointing:
+        return " is set but `ModelCheckpoint` is not configured. (enable_checkpointing=False, fast_dev_run: no files)"
+    return ""
 
 
 def _check(run: Run, fabric: Fabric) -> None:

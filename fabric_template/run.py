@@ -22,6 +22,7 @@ from .hooks import Hooks, is_a, overrides
 from .logs import CSVLogger
 from .metrics import Metrics
 from .optimizers import SchedulerConfig, parse_optimizers
+from .profiling import TimedPass
 from .saver import Saver
 from .steps import FunctionSteps, Steps, takes_batch_idx
 from .update import AutomaticUpdate, LoopOptimizer, ManualUpdate
@@ -116,7 +117,7 @@ class Run:
         if self.given_optimizer is not None:
             returned = self.given_optimizer
         else:
-            configure = overrides(self.owner, "configure_optimizers")
+            configure = self.hooks.own(self.owner, "configure_optimizers")
             returned = configure() if configure is not None else None
         custom = overrides(self.owner, "lr_scheduler_step") is not None
         self.optimizers, self.schedulers = parse_optimizers(
@@ -140,8 +141,11 @@ class Run:
     def make_transfer(self) -> Callable[[Any, int], Any] | None:
         """What brings a batch to its device, through the datamodule's or module's hooks; None: it is there."""
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        hooks = [overrides(self.datamodule, name) or overrides(self.owner, name) for name in names]
-        return make_transfer(self.fabric, self.steps.convert(), hooks)
+        hooks = [self.hooks.own(self.datamodule, name) or self.hooks.own(self.owner, name) for name in names]
+        transfer = make_transfer(self.fabric, self.steps.convert(), hooks)
+        return transfer and self.hooks.timed(
+            transfer, f"[Strategy]{type(self.fabric.strategy).__name__}.batch_to_device"
+        )
 
     # ---- what the module is
 
@@ -175,7 +179,7 @@ class Run:
         if self.given.get(stage) is not None:
             return self.given[stage]
         for owner in (self.datamodule, self.owner):
-            if (method := overrides(owner, f"{stage}_dataloader")) is not None:
+            if (method := self.hooks.own(owner, f"{stage}_dataloader")) is not None:
                 return method
         return None
 
@@ -210,7 +214,7 @@ class Run:
         self.epoch_rng = rng_state()
         self.epoch_generators = [generator.get_state() for generator in self.train.generators()]
         self.batches = None  # the workers of the pass before go first
-        self.batches = self.train.start()
+        self.batches = self._timed(self.train.start())
 
     def starts_epoch(self) -> bool:
         """Whether an epoch begins here (False: it goes on from a checkpoint in its middle); counts from its start."""
@@ -229,7 +233,10 @@ class Run:
     def begin_rest_of_pass(self) -> None:
         """Another trainer's checkpoint from the middle of an epoch: a new pass, of as many batches as were left."""
         self.train.set_epoch(self.current_epoch)
-        self.batches = self.train.start(self.batches_done)
+        self.batches = self._timed(self.train.start(self.batches_done))
+
+    def _timed(self, batches: Any) -> Any:
+        return batches if self.hooks.profiler is None else TimedPass(batches, self.hooks.profiler)
 
     def end_epoch(self) -> None:
         """The epoch is over."""
@@ -446,11 +453,11 @@ class Run:
         torch.distributed.all_gather_object(gathered, value)
         return gathered
 
-    def warn_once(self, text: str) -> None:
+    def warn_once(self, text: str, kind: type[Warning] = UserWarning) -> None:
         """Warn, the first time."""
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, kind, stacklevel=3)
 
 
 def is_lightning(owner: Any) -> bool:

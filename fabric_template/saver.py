@@ -115,7 +115,7 @@ class Saver:
         if run.fabric.is_global_zero:
             try:
                 inside(self.folder, path)  # not through a symbolic link to somewhere else
-                run.fabric.strategy.checkpoint_io.save_checkpoint(state, path)
+                run.hooks.timed(run.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")(state, path)
             except CheckpointError as error:
                 failure = str(error)
             except Exception as error:  # a plugin's own

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from . import checkpoint as ckpt
 from . import profiling
@@ -75,15 +76,15 @@ def _set_up(loop: FabricLoop, run: Run) -> None:
     shown = run.config.enable_progress_bar and fabric.is_global_zero and can_show_bar()
     run.bar = Progress(shown and loop.progress_bar_callback is None, lambda: loop.progress_bar_metrics)
     for part in (datamodule, owner):
-        if (hook := overrides(part, "prepare_data")) is not None:
+        if (hook := run.hooks.own(part, "prepare_data")) is not None:
             per_node = getattr(part, "prepare_data_per_node", True)
             if fabric.local_rank == 0 and (per_node or fabric.node_rank == 0):
                 hook()
     fabric.barrier("prepare_data")
-    if (hook := overrides(datamodule, "setup")) is not None:
+    if (hook := run.hooks.own(datamodule, "setup")) is not None:
         hook(stage=run.fn)
     run.hooks.call("setup", run.fn)
-    if (hook := overrides(owner, "configure_model")) is not None:
+    if (hook := run.hooks.own(owner, "configure_model")) is not None:
         hook()
     path = run.resume_path or run.load_path
     if path is not None:
@@ -100,10 +101,11 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
     """What fit adds: optimizers, ``on_fit_start``, hyperparameters, the restored state."""
     if run.config.enable_model_summary and run.fabric.is_global_zero and not run.has_summary:
         print(summarize(run.net))
-    if not any(module.training for module in run.net.modules()):  # left as it is, as Trainer does; but not in silence
+    if sleeping := sum(not module.training for module in run.net.modules()):  # left as they are, as Trainer does
         run.warn_once(
-            f"{type(run.net).__name__} is in eval mode, and is trained so: no dropout, BatchNorm frozen; write"
-            " model.train() before fit unless this is what you want"
+            f"Found {sleeping} module(s) in eval mode at the start of training: no dropout there, BatchNorm frozen; write"
+            " model.train() before fit unless this is what you want",
+            PossibleUserWarning,
         )
     run.metrics.start(None)
     run.set_up_optimizers()
@@ -167,7 +169,7 @@ def _tear_down(run: Run) -> None:
     hooks = run.hooks
     if run.fn == "fit":
         hooks.call("on_fit_end")
-    if (hook := overrides(run.datamodule, "teardown")) is not None:
+    if (hook := hooks.own(run.datamodule, "teardown")) is not None:
         hook(stage=run.fn)
     hooks.call("teardown", run.fn)
     run.record.finalize("success")
@@ -175,7 +177,8 @@ def _tear_down(run: Run) -> None:
 
 def _add_callbacks_of(owner: Any, loop: FabricLoop, run: Run) -> None:
     """The module's own callbacks join the run's; one that saves checkpoints takes over from the loop."""
-    loop.callbacks = run.callbacks = run.hooks.callbacks = add_callbacks_of(owner, run.callbacks)
+    callbacks = add_callbacks_of(run.hooks.own(owner, "configure_callbacks"), run.callbacks)
+    loop.callbacks = run.callbacks = run.hooks.callbacks = callbacks
     run.hooks.refresh()
     if loop.checkpoint_callbacks:
         run.saver = None

@@ -13,6 +13,8 @@ from .disk import BINARY, NOT_A_LINK, fs, replace_file, write_all
 
 FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # the last four: full-width ones
 
+_END = "\0end"  # read behind the last row; no cell of ours, and not seen if a quote was left open
+
 
 class LogsError(ValueError):
     """Logs that cannot be written; the message is one line that says what to do. The rows are kept for the next try."""
@@ -146,10 +148,18 @@ def read_table(path: str | os.PathLike) -> tuple[list[str], list[dict[str, str]]
     except FileNotFoundError:
         return [], [], True
     whole = data[: data.rfind(b"\n") + 1]
-    text = io.StringIO(whole.decode("utf-8-sig", "surrogateescape"), newline="")
-    columns, *rows = [row for row in csv.reader(text) if row] or [[]]
-    torn = bool(rows) and len(rows[-1]) != len(columns)
-    rows = [dict(zip(columns, row, strict=False)) for row in (rows[:-1] if torn else rows)]
+    text = io.TextIOWrapper(io.BytesIO(whole + _END.encode()), "utf-8-sig", "surrogateescape", newline="")
+    limit = csv.field_size_limit(len(data) + len(_END))  # a long text was logged: no reason not to read it
+    try:
+        columns, *rows = [row for row in csv.reader(text) if row]
+    finally:
+        csv.field_size_limit(limit)
+    if columns == [_END]:
+        return [], [], len(whole) == len(data)
+    closed = bool(rows) and rows.pop() == [_END]  # otherwise a quote is open, and has swallowed all that follows it
+    torn = not closed or (bool(rows) and len(rows[-1]) != len(columns))
+    columns = [column.lstrip("\ufeff") for column in columns]
+    rows = [dict(zip(columns, row, strict=False)) for row in (rows[:-1] if torn and closed else rows)]
     return columns, rows, not torn and len(whole) == len(data)
 
 

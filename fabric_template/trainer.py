@@ -358,6 +358,10 @@ class TrainerFace:
         return EvaluationLoopView(self)
 
     @property
+    def _data_connector(self) -> DataView:
+        return DataView(self)
+
+    @property
     def _logger_connector(self) -> LoggerView:
         return LoggerView(self)
 
@@ -368,10 +372,6 @@ class TrainerFace:
     @property
     def _accelerator_connector(self) -> AcceleratorView:
         return AcceleratorView(self)
-
-    @property
-    def _data_connector(self) -> DataView:
-        return DataView(self)
 
     # ---- stages
 
@@ -425,7 +425,8 @@ class TrainerFace:
         run = self._required("save_checkpoint")
         state = state_of(run, weights_only=bool(weights_only))
         if self.fabric.is_global_zero:
-            self.fabric.strategy.checkpoint_io.save_checkpoint(state, filepath, storage_options=storage_options)
+            save = run.hooks.timed(self.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")
+            save(state, filepath, storage_options=storage_options)
         self.fabric.barrier("save_checkpoint")
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -48,11 +48,14 @@ class AutomaticUpdate:
         self.own_step = overrides(owner, "optimizer_step")
         self.own_zero = overrides(owner, "optimizer_zero_grad")
         self.own_backward = overrides(owner, "backward")
-        self.own_clip = overrides(owner, "configure_gradient_clipping")
+        self.own_clip = run.hooks.own(owner, "configure_gradient_clipping")
         self.wrapped_optimizers = run.loop_optimizers
         self.is_plain = run.steps.is_plain
         self.keeps = not config.barebones or run.hooks.heard("on_train_batch_end")
-        self._backward = Tensor.backward if self.is_plain else fabric.backward
+        self._backward = run.hooks.timed(
+            Tensor.backward if self.is_plain else fabric.backward,
+            f"[Strategy]{type(fabric.strategy).__name__}.backward",
+        )
         self.heard = any(run.hooks.heard(name) for name in UPDATE_HOOKS)
         self.lenient = run.is_lightning
         # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
@@ -67,6 +70,16 @@ class AutomaticUpdate:
             raise MisuseOfType(
                 "AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'"
             )
+
+        if run.hooks.profiler is not None:
+            self._be_timed()
+
+    def _be_timed(self) -> None:
+        """Let the profiler see the optimizer's part by Trainer's names."""
+        name = f"[LightningModule]{type(self.owner).__name__}"
+        self._optimizer_step = self.hooks.timed(self._optimizer_step, f"{name}.optimizer_step")
+        zero_grad = self.own_zero or (lambda epoch, batch_idx, optimizer: optimizer.zero_grad())
+        self.own_zero = self.hooks.timed(zero_grad, f"{name}.optimizer_zero_grad")
 
     def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
         """Train on one batch; returns what ``on_train_batch_end`` gets as outputs."""

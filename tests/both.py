@@ -87,7 +87,7 @@ def run_both(tmp_path, make_callbacks, make_module=Classifier, train=make_loader
                 side.error = error
         sides.append(side)
     expected, ours = sides
-    assert repr(expected.error) == repr(ours.error)
+    assert repr(expected.error) == repr(ours.error), (expected.error, ours.error)
     assert_same_weights(expected.module, ours.module)
     assert (expected.trainer.current_epoch, expected.trainer.global_step) == (
         ours.trainer.current_epoch,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from modules import Classifier, make_data, make_loader
 from runs import Plain, fit, loud, tree, val_loader
 from torch import nn
@@ -443,6 +444,60 @@ def test_tensor_loader():
     words = "TensorLoader: expected tensors of one length, got lengths [10, 9]"
     refused(ValueError, words, lambda: TensorLoader(x, y[:9]))
     refused(ValueError, "TensorLoader: batch_size=0: expected an int >= 1", lambda: TensorLoader(x, batch_size=0))
+
+
+# ---- what is said, and nothing stopped
+
+
+def test_a_lightning_module_with_half_of_a_validation_trains_without_it(tmp_path):
+    words = "You defined a `validation_step` in Classifier but have no `val_dataloader`. Skipping val loop."
+    with pytest.warns(PossibleUserWarning, match=f"^{re.escape(words)}$"):
+        fitting(tmp_path, Classifier(), make_loader())()
+
+    class Half(Classifier):
+        validation_step = None
+
+    words = "You passed in a `val_dataloader` but have no `validation_step` in Half. Skipping val loop."
+    with pytest.warns(UserWarning, match=f"^{re.escape(words)}$"):
+        fitting(tmp_path, Half(), make_loader(), make_loader())()
+
+
+def test_keys_that_manual_optimization_ignores(tmp_path):
+    class Manual(Classifier):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            pass
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [{"scheduler": scheduler, "monitor": "train_loss", "interval": "step"}]
+
+    with pytest.warns(RuntimeWarning, match=r"contains the key\(s\) \['monitor'\], but the keys will be ignored"):
+        fitting(tmp_path, Manual(), make_loader())()
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "words"),
+    [
+        (
+            "training_epoch_end",
+            NotImplementedError,
+            "Support for `training_epoch_end` has been removed in v2.0.0 of Lightning, and Old has it: write"
+            " `on_train_epoch_end`, with what the steps returned kept in a list of your own",
+        ),
+        (
+            "training_step",
+            RuntimeError,
+            "Training with several optimizers is manual. Remove the `optimizer_idx` argument from `training_step` in Old:"
+            " set `self.automatic_optimization = False`, and step each of `self.optimizers()` yourself",
+        ),
+    ],
+)
+def test_what_lightning_2_has_dropped(tmp_path, method, kind, words):
+    Old = type("Old", (Classifier,), {method: lambda self, batch, batch_idx, optimizer_idx: None})
+    refused(kind, words, fitting(tmp_path, Old(), make_loader()), tmp_path)
 
 
 # ---- the classes

@@ -17,6 +17,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from modules import Classifier, assert_same_weights, make_loader, quiet
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -350,7 +351,8 @@ def test_fault_18_modes_are_the_users_and_eval_is_not_silent():
     assert set(seen) == {("train", True, False), ("val", False, False)}
     assert seen[-2:] == [("train", True, False), ("val", False, False)]  # after the first validation, too
 
-    with pytest.warns(UserWarning, match=r"Net is in eval mode, and is trained so.*write model\.train\(\) before fit"):
+    words = r"Found 3 module\(s\) in eval mode at the start of training.*write model\.train\(\) before fit"
+    with pytest.warns(PossibleUserWarning, match=words):
         fit(Net().eval())
 
 

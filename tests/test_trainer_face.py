@@ -1,5 +1,9 @@
 """What was written for Trainer finds its words here: hooks, checkpoints and attributes as under Trainer."""
 
+import re
+import warnings
+
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Classifier, assert_same_weights, make_loader, run_loop, run_trainer
@@ -70,3 +74,65 @@ def test_resume_from_a_model_checkpoint_in_the_middle_of_an_epoch(tmp_path):
         torch.manual_seed(99)
         _, module = run_loop(Classifier, make_loader, val_loader, max_epochs=3, fit={"resume": path})
         assert_same_weights(straight, module)
+
+
+# ---- which weights an evaluation takes
+
+
+class Scored(Classifier):
+    """A val_loss that is known beforehand: the second epoch is the best."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", (3.0, 1.0, 2.0, 2.5)[self.current_epoch])
+
+    def test_step(self, batch, batch_idx):
+        self.log("sum", sum(parameter.sum() for parameter in self.parameters()))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_without_a_model_the_best_weights_are_tested(tmp_path, own):
+    """... those of the fit before, as Trainer does, and it is said; a model that is given is taken as it is."""
+    callback = ModelCheckpoint(dirpath=tmp_path / "trainer", monitor="val_loss")
+    trainer, _ = run_trainer(
+        Scored, plain_loader, val_loader, max_epochs=3, enable_checkpointing=True, callbacks=[callback]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        best, last = trainer.test(None, val_loader(), verbose=False), trainer.test(None, val_loader(), "last")
+    words = {"monitor": "val_loss"} if own else {"callbacks": [ModelCheckpoint(tmp_path / "ours", monitor="val_loss")]}
+    loop, module, _ = fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=3, **words)
+    last = loop.test(module, val_loader(), verbose=False)
+    path = re.escape(loop.checkpoint_callback.best_model_path)
+    with pytest.warns(UserWarning, match=rf"The best model of the previous `fit` call will be used \('{path}'\)"):
+        found = loop.test(dataloaders=val_loader(), verbose=False)
+    assert found == best != last
+    assert loop.ckpt_path == loop.checkpoint_callback.best_model_path
+    assert loop.test(load="best", dataloaders=val_loader(), verbose=False) == best
+
+
+def test_best_where_nothing_keeps_it(tmp_path):
+    words = "load='best' is set but `ModelCheckpoint` is not configured"
+    loop, _, _ = fit(tmp_path, Scored, plain_loader, max_epochs=1, callbacks=[ModelCheckpoint(tmp_path, save_top_k=0)])
+    with pytest.raises(
+        ValueError, match=rf"{words} to save the best model \(expected save_top_k other than 0\): there is"
+    ):
+        loop.test(load="best", dataloaders=val_loader())
+    loop, _, _ = fit(tmp_path, Scored, plain_loader, max_epochs=1, enable_checkpointing=False)
+    with pytest.raises(
+        ValueError, match=rf"{words}\. \(enable_checkpointing=False, fast_dev_run: no files\): there is"
+    ):
+        loop.test(load="best", dataloaders=val_loader())
+
+
+def test_last_of_a_model_checkpoint_of_another_process(tmp_path):
+    words = {"train": plain_loader, "logger": False}
+    fit(tmp_path, Scored, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)], **words)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+        loop, _, _ = fit(tmp_path, Scored, max_epochs=2, callbacks=[ModelCheckpoint()], resume="last", **words)
+    assert loop.ckpt_path == str(tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_a_checkpoint_that_is_not_there_is_a_file_not_found(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        fit(tmp_path, Scored, plain_loader, max_epochs=1, resume=tmp_path / "none.ckpt")

@@ -11,9 +11,11 @@ import io
 import os
 import signal
 
-from fabric_template import storage
+from fabric_template import disk
 
-OPERATIONS = ("open", "write", "pwrite", "fsync", "ftruncate", "replace", "rename", "unlink", "remove", "mkdir", "rmdir")  # fmt: skip
+OPERATIONS = (
+    "open", "write", "pwrite", "fsync", "ftruncate", "replace", "rename", "unlink", "remove", "mkdir", "rmdir",
+)  # fmt: skip
 KINDS = {
     "ENOSPC": errno.ENOSPC,
     "EIO": errno.EIO,
@@ -43,12 +45,12 @@ class Layer:
     def __enter__(self):
         self._real = {name: getattr(os, name) for name in OPERATIONS}
         self._opens = builtins.open, io.open
-        self._seam = dict(vars(storage._fs))
+        self._seam = dict(vars(disk.fs))
         for name in OPERATIONS:
             setattr(os, name, self._wrap(name))
         for name, function in self._seam.items():
             if function in self._real.values():
-                setattr(storage._fs, name, getattr(os, function.__name__))
+                setattr(disk.fs, name, getattr(os, function.__name__))
         builtins.open = io.open = self._open
         return self
 
@@ -56,7 +58,7 @@ class Layer:
         for name, function in self._real.items():
             setattr(os, name, function)
         builtins.open, io.open = self._opens
-        vars(storage._fs).update(self._seam)
+        vars(disk.fs).update(self._seam)
 
     def _wrap(self, name):
         real = self._real[name]

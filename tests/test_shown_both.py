@@ -1,0 +1,288 @@
+"""What is shown under lightning.Trainer and under FabricLoop: tables of layers, progress bars, profilers' reports."""
+
+import io
+import json
+import logging
+import re
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from both import LOOPS, run_both
+from lightning.pytorch import callbacks as cb
+from lightning.pytorch import profilers
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from modules import Classifier, make_loader, quiet
+from runs import val_loader
+
+from fabric_template import FabricLoop
+
+BAR = {"enable_progress_bar": True}
+
+
+# ---- the table of layers
+
+
+class Shown(Classifier):
+    example_input_array = torch.ones(2, 8)
+
+
+@pytest.mark.parametrize("depth", [1, -1])
+def test_model_summary(tmp_path, caplog, depth):
+    logger = "lightning.pytorch.callbacks.model_summary"
+    with caplog.at_level(logging.INFO, logger=logger):
+        logging.getLogger(logger).addHandler(caplog.handler)
+        run_both(tmp_path, lambda root: cb.ModelSummary(max_depth=depth), Shown, max_epochs=1)
+        logging.getLogger(logger).removeHandler(caplog.handler)
+    tables = list(dict.fromkeys(record.getMessage() for record in caplog.records if "net" in record.getMessage()))
+    assert len(tables) == 1, tables  # both printed the same
+    assert "Trainable params" in tables[0]
+
+
+@pytest.mark.parametrize("make", [cb.RichModelSummary, None], ids=["rich", "none"])
+def test_rich_model_summary(tmp_path, capsys, make):
+    """One table: the callback's in the place of the loop's own."""
+    tables = []
+    for name, kind in LOOPS.items():
+        words = {"max_epochs": 1, "enable_model_summary": True, "callbacks": [make()] if make else []}
+        pl.seed_everything(1, verbose=False)
+        loop = kind(**quiet(default_root_dir=str(tmp_path / name), limit_train_batches=1, log_every_n_steps=1, **words))
+        loop.fit(Shown(), make_loader(), val_loader())
+        tables.append(capsys.readouterr().out)
+    if make:
+        assert tables[0] == tables[1]
+        assert "Total params" in tables[1]
+    assert tables[1].count("195") >= 1
+    assert ("total" in tables[1]) == (make is None)  # ours
+
+
+# ---- bars
+
+
+class NotedTqdm(cb.TQDMProgressBar):
+    """Notes its bars as they stand after each hook that draws them; draws to nowhere."""
+
+    def __init__(self, **words):
+        super().__init__(**words)
+        self.seen = []
+
+    def _quiet(self):
+        return Tqdm(file=io.StringIO(), leave=True, disable=self.is_disabled)
+
+    init_sanity_tqdm = init_train_tqdm = init_validation_tqdm = init_test_tqdm = init_predict_tqdm = _quiet
+
+    def note(self, hook, bar, trainer, module):
+        metrics = {name: float(value) for name, value in self.get_metrics(trainer, module).items()}
+        self.seen.append((hook, bar.desc, bar.total, bar.n, metrics))
+
+
+class NotedRich(cb.RichProgressBar):
+    def __init__(self, **words):
+        super().__init__(console_kwargs={"file": io.StringIO()}, **words)
+        self.seen = []
+
+    def note(self, hook, bar, trainer, module):
+        metrics = {name: float(value) for name, value in self.get_metrics(trainer, module).items()}
+        tasks = [(task.description, task.total, task.completed, task.visible) for task in self.progress.tasks]
+        self.seen.append((hook, tasks, metrics))
+
+
+def noting(kind, hook, bar):
+    """The class with a hook after which the bar is noted."""
+    drawn = getattr(kind, hook)
+
+    def noted(self, trainer, module, *args):
+        drawn(self, trainer, module, *args)
+        self.note(hook, getattr(self, bar) if isinstance(self, NotedTqdm) else None, trainer, module)
+
+    setattr(kind, hook, noted)
+
+
+for _kind in (NotedTqdm, NotedRich):
+    for _hook, _bar in {
+        "on_train_epoch_start": "train_progress_bar",
+        "on_train_batch_end": "train_progress_bar",
+        "on_train_epoch_end": "train_progress_bar",
+        "on_validation_batch_start": "val_progress_bar",
+        "on_validation_batch_end": "val_progress_bar",
+        "on_test_batch_end": "test_progress_bar",
+        "on_predict_batch_end": "predict_progress_bar",
+    }.items():
+        noting(_kind, _hook, _bar)
+
+
+class Barred(Classifier):
+    """Shows a value per step and per epoch; tests and predicts."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("shown", loss, prog_bar=True, on_step=True, on_epoch=True)
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self(batch[0]).mean(), prog_bar=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+@pytest.fixture
+def rich_as_found():
+    import rich
+
+    yield
+    rich.reconfigure()
+
+
+@pytest.mark.parametrize("kind", [NotedTqdm, NotedRich])
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"val_check_interval": 0.5}, {"max_epochs": -1, "max_steps": 13}, {"check_val_every_n_epoch": 2}],
+    ids=str,
+)
+@pytest.mark.usefixtures("rich_as_found")
+def test_progress_bar(tmp_path, kind, words):
+    """Totals, positions, titles and the numbers beside, after each batch of fit, test and predict."""
+    words = {"max_epochs": 2, "num_sanity_val_steps": 1, **words}
+    sides = run_both(tmp_path, lambda root: kind(refresh_rate=3), Barred, **BAR, **words)
+    for side in sides:
+        side.trainer.test(side.module, val_loader(), verbose=False)
+        side.trainer.predict(side.module, val_loader())
+    expected, ours = (side.callbacks[0].seen for side in sides)
+    assert expected == ours
+    assert {row[0] for row in ours} >= {"on_train_batch_end", "on_validation_batch_end", "on_predict_batch_end"}
+    assert sides[1].trainer.progress_bar_callback is sides[1].callbacks[0]
+
+
+# ---- profilers
+
+
+class Data(pl.LightningDataModule):
+    def prepare_data(self):
+        pass
+
+    def setup(self, stage):
+        pass
+
+    def train_dataloader(self):
+        return make_loader()
+
+    def val_dataloader(self):
+        return val_loader()
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+    def teardown(self, stage):
+        pass
+
+
+class Hooked(Barred):
+    def setup(self, stage):
+        pass
+
+    def on_train_epoch_start(self):
+        pass
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+    def configure_callbacks(self):
+        return []
+
+    def on_save_checkpoint(self, checkpoint):
+        pass
+
+
+class Mine(pl.Callback):
+    def on_train_batch_end(self, *args):
+        pass
+
+
+def profile_both(tmp_path, make):
+    """fit, test and predict under a profiler; returns both of them."""
+    found = []
+    for name, kind in LOOPS.items():
+        root = tmp_path / name
+        profiler = make(root)
+        saving = cb.ModelCheckpoint(root, save_last=True)
+        words = {"profiler": profiler, "callbacks": [Mine(), saving], "enable_checkpointing": True, "max_epochs": 2}
+        pl.seed_everything(1, verbose=False)
+        loop = kind(**quiet(default_root_dir=str(root), **words))
+        module, data = Hooked(), Data()
+        loop.fit(module, datamodule=data)
+        loop.test(module, datamodule=data, verbose=False)
+        loop.predict(module, datamodule=data)
+        found.append(profiler)
+    return found
+
+
+# what Trainer times though there is nothing in it: hooks that nobody wrote, and its strategy's
+EMPTY = re.compile(r"\.(on_\w+|setup|teardown|configure_gradient_clipping|state_dict|transfer_batch_to_device)$")
+
+
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|has no logger|`logger=True` but)")
+def test_simple_profiler(tmp_path):
+    """The report users know: every action in which something happens, by Trainer's name and as often."""
+    theirs, ours = profile_both(tmp_path, lambda root: profilers.SimpleProfiler(dirpath=root, filename="report"))
+    expected, found = ({name: len(took) for name, took in p.recorded_durations.items()} for p in (theirs, ours))
+    assert {name: expected.get(name) for name in found} == found
+    missing = {name for name in expected if name not in found}
+    assert {name for name in missing if not EMPTY.search(name)} == set()
+    wrote = [name for name in missing if name.endswith(("Hooked.setup", "Hooked.on_train_epoch_start", "Data.setup"))]
+    assert wrote == []
+    assert "[_TrainingEpochLoop].train_dataloader_next" in found
+    assert "[LightningDataModule]Data.on_after_batch_transfer" in found
+    for word in ("fit", "test", "predict"):
+        assert (tmp_path / "loop" / f"{word}-report.txt").read_text().startswith(f"{word.upper()} Profiler Report\n")
+    assert re.search(r"\|  run_training_epoch\s+\|", (tmp_path / "loop" / "fit-report.txt").read_text())
+
+
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|has no logger|`logger=True` but)")
+def test_advanced_profiler(tmp_path):
+    theirs, ours = profile_both(tmp_path, lambda root: profilers.AdvancedProfiler(dirpath=root, filename="report"))
+    for word in ("fit", "test", "predict"):
+        names = [
+            re.findall(
+                r"^Profile stats for: (.*?)(?: rank.*)?$", (tmp_path / name / f"{word}-report.txt").read_text(), re.M
+            )
+            for name in LOOPS
+        ]
+        assert set(names[1]) <= set(names[0])
+        assert any(name.endswith(("_step", "run_training_batch")) for name in names[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|has no logger|`logger=True` but|Profiler)")
+def test_pytorch_profiler(tmp_path):
+    """Its schedule counts the steps, its trace has the modules' names."""
+
+    def make(root):
+        schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
+        return profilers.PyTorchProfiler(dirpath=root, filename="report", schedule=schedule, record_module_names=True)
+
+    profile_both(tmp_path, make)
+    events = []
+    for name in LOOPS:
+        traces = sorted((tmp_path / name).glob("*training_step*.json"))
+        assert len(traces) == 1
+        names = {event.get("name", "") for event in json.loads(traces[0].read_text())["traceEvents"]}
+        events.append({name for name in names if name.startswith(("[pl]", "ProfilerStep"))})
+        assert (tmp_path / name / "fit-report.txt").exists()
+    assert {name for name in events[0] ^ events[1] if not EMPTY.search(name) and "batch_to_device" not in name} == set()
+    assert any("[pl][module]" in name and "net.0" in name for name in events[1])
+    assert {"ProfilerStep#2", "ProfilerStep#3"} <= events[1]
+
+
+@pytest.mark.parametrize(("word", "kind"), [("simple", "Simple"), ("Advanced", "Advanced"), ("pytorch", "PyTorch")])
+def test_words(word, kind):
+    assert type(FabricLoop(accelerator="cpu", profiler=word).profiler).__name__ == f"{kind}Profiler"
+
+
+def test_no_profiler_wraps_nothing():
+    loop = FabricLoop(accelerator="cpu")
+    assert type(loop.profiler).__name__ == "PassThroughProfiler"
+    assert loop.own_profiler is None
+    with pytest.raises(ValueError, match='profiler=\'fast\': expected "simple", "advanced", "pytorch" or a Lightning'):
+        FabricLoop(accelerator="cpu", profiler="fast")
