@@ -115,6 +115,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "epoch_rng": run.epoch_rng,
         "fetch_rng": run.fetch_rng,
         "returned": run.history.train.state_dict(),
+        "metrics": run.metrics.state_dict(),
     }
     gathered = run.gather(ranks)
     return {
@@ -129,12 +130,16 @@ def _our_state(run: Run) -> dict[str, Any]:
         "generators": [generator.get_state() for generator in run.generators()],
         "epoch_generators": run.epoch_generators,
         "loaders_epoch": dict(run.loaders_epoch),
-        "metrics": run.metrics.state_dict(),
         "history": copy.deepcopy(run.history.rows),
         "returned": dict(run.history.returned),
         "kept": run.saver.state_dict() if run.saver is not None else {},
         "logs": [logger.position() if hasattr(type(logger), "position") else None for logger in run.loggers],
     }
+
+
+def of_this_rank(run: Run, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank gave to the checkpoint; for a rank that was not there, what the last one gave."""
+    return ours["ranks"][min(run.fabric.global_rank, len(ours["ranks"]) - 1)]
 
 
 def loops_state(run: Run) -> dict[str, Any]:
@@ -246,7 +251,7 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     run.steps_in_epoch = ours["steps_in_epoch"]
     run.between_epochs = run.batches_done == 0
     run.history.rows = [dict(row) for row in ours["history"]]
-    run.metrics.callback = dict(ours["metrics"]["callback"])
+    run.metrics.callback = dict(of_this_rank(run, ours)["metrics"]["callback"])
     if run.saver is not None:
         run.saver.load_state_dict(ours["kept"])
 

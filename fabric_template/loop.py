@@ -10,25 +10,21 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.utilities.seed import reset_seed
 
 from .callbacks import parse_callbacks
 from .config import parse_config, parse_duration
 from .errors import Misuse
 from .evaluate import evaluate, predict, print_results
+from .launch import launch
 from .lightning import StrategyFace
-from .outcome import Outcome, leave_together, unshare
 from .parts import Parts
-from .place import choose_place, make_loggers, with_safe_files
+from .place import make_loggers, with_safe_files
 from .prepare import prepare
 from .profiling import make_profiler
 from .progress import is_interactive
-from .reading import CheckpointError
-from .resume import agree_on_checkpoint
 from .run import Run
-from .session import restore_position, session, start_fit
-from .signals import Signals
+from .session import restore_position, session, start_fit, stop_for
+from .signals import Signals, is_launched
 from .trainer import TrainerFace
 from .update import step_scheduler
 
@@ -114,7 +110,7 @@ class FabricLoop(Parts, TrainerFace):
             train_dataloaders: an iterable of batches; a list or dict of them; or a datamodule.
             val_dataloaders: an iterable of batches, or several.
             datamodule: in the loaders' place.
-            resume: a checkpoint to go on from, exactly: a path, "last", "best", or "auto" (last if there is one).
+            resume: a checkpoint to go on from, exactly: a path, "last", "best", or "auto" (the newest good one, if any).
             load: a checkpoint to take the weights from.
             optimizer: whatever configure_optimizers may return, for modules that have none.
             training_step: ``fn(model, batch)`` or ``fn(model, batch, batch_idx)``, returns the loss.
@@ -127,7 +123,7 @@ class FabricLoop(Parts, TrainerFace):
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         run = prepare(self, "fit", model, loaders, datamodule, resume=resume, load=load, optimizer=optimizer,
                       functions=functions)  # fmt: skip
-        self._launch(self._fit, run)
+        launch(self, self._fit, run)
         return run.history.frame()
 
     def validate(
@@ -150,7 +146,7 @@ class FabricLoop(Parts, TrainerFace):
     ) -> list[Any] | None:  # fmt: skip
         """Run predict_step (or forward) over the loaders; returns the outputs by batch, on the CPU."""
         run = prepare(self, "predict", model, {"predict": dataloaders}, datamodule, load=load)
-        return self._launch(self._predict, run, return_predictions is not False).results
+        return launch(self, self._predict, run, return_predictions is not False).results
 
     # ---- training
 
@@ -158,10 +154,10 @@ class FabricLoop(Parts, TrainerFace):
         with session(self, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
             start_fit(self, run)
             self._sanity_check(run)
-            with torch.enable_grad(), Signals() as signals:
+            together = fabric.world_size > 1 and torch.distributed.is_initialized()
+            with torch.enable_grad(), Signals(together, patience=1.0 if is_launched(fabric) else 0.0) as signals:
                 self._train(run, signals)
-            if signals.received is not None and not is_interactive():
-                raise signals.exception()
+            stop_for(run, signals.agreed)
 
     def _train(self, run: Run, signals: Signals) -> None:
         """Epoch after epoch, until there is a reason to stop."""
@@ -171,15 +167,17 @@ class FabricLoop(Parts, TrainerFace):
         if run.validation_epoch:
             run.set_up_val_data()
         if run.config.max_time and not run.has_timer:
-            run.deadline = time.monotonic() + parse_duration(run.config.max_time).total_seconds()
+            signals.deadline = time.monotonic() + parse_duration(run.config.max_time).total_seconds()
         run.validated_at = time.monotonic()
         run.metrics.start(run.metrics.train)
         run.hooks.call("on_train_start")
-        while not run.done() and signals.received is None:
+        while not run.done() and signals.agreed is None:
             run.hooks.timed(self._train_epoch, "run_training_epoch")(run, signals)
+            if signals.check(run.total_batches, now=True) and run.may_stop:
+                run.should_stop = True
         if run.saver is not None:
-            run.saver.finish(run, interrupted=signals.received is not None)
-        if signals.received is None or is_interactive():
+            run.saver.finish(run, interrupted=signals.agreed is not None)
+        if signals.agreed is None or is_interactive():
             run.hooks.call("on_train_end")
 
     def _train_epoch(self, run: Run, signals: Signals) -> None:
@@ -198,7 +196,7 @@ class FabricLoop(Parts, TrainerFace):
             run.begin_pass()
         validates = run.validation_epoch
         train_batch, transfer, bar, num_batches = run.train_batch, run.transfer, run.bar, run.num_batches
-        shows, timed, saves = bar.enabled, run.deadline is not None, run.saver is not None and config.save_every_n_steps
+        shows, checks, saves = bar.enabled, signals.checks, run.saver is not None and config.save_every_n_steps
         run.bar.start(f"epoch {run.current_epoch}", run.num_batches, run.batches_done)
 
         for batch in run.batches:
@@ -227,22 +225,31 @@ class FabricLoop(Parts, TrainerFace):
                     run.record.step()
             if shows:
                 bar.advance(batch_idx + 1)
-            if timed and time.monotonic() >= run.deadline:
-                run.should_stop = True
-            if validates and run.validation_due():
+            validated = validates and run.validation_due()
+            if validated:
                 self._validate(run)
             if not accumulates:
                 for scheduler in run.due_schedulers("step", plateau=True) if run.schedulers else ():
                     step_scheduler(run, scheduler)
                 run.batches_that_stepped += 1
+                if checks and not last and signals.check(run.total_batches) and run.may_stop:
+                    self._cut_short(run, validates and not validated)
             if last or (limited and run.steps_done) or (run.should_stop and run.may_stop):
                 break
             if not accumulates:
-                if signals.received is not None:
+                if signals.agreed is not None:
                     return
                 if saves:
                     run.saver.save_step(run, config.save_every_n_steps)
         self._end_epoch(run)
+
+    def _cut_short(self, run: Run, validates: bool) -> None:
+        """Time is over (max_time): saved here, to go on exactly; then the epoch ends as a whole one does."""
+        if run.saver is not None:
+            run.saver.cut_short(run)
+        run.should_stop = True
+        if validates:
+            self._validate(run)
 
     def _step_schedulers(self, run: Run) -> None:
         """After an update: schedulers by step; after the epoch's last batch, those by epoch."""
@@ -305,7 +312,7 @@ class FabricLoop(Parts, TrainerFace):
         self, fn: str, stage: str, model: Any, loaders: Any, datamodule: Any, load: Any, verbose: bool
     ) -> list:
         run = prepare(self, fn, model, {stage: loaders}, datamodule, load=load)
-        results = self._launch(self._run_evaluation, run, fn, stage).results
+        results = launch(self, self._run_evaluation, run, fn, stage).results
         if verbose and self.fabric.is_global_zero:
             print_results(results, fn)
         return results
@@ -324,46 +331,6 @@ class FabricLoop(Parts, TrainerFace):
             run.val = run.loaders("predict")
             run.bar.start("predict", sum(run.val.limits))
             return predict(run, run.val, keep, run.inference())
-
-    # ---- processes
-
-    def _launch(self, function: Callable, run: Run, *args: Any) -> Outcome:
-        """Run the function in the strategy's processes; what it learned is back here afterwards."""
-        if run.fn != "fit" and self._run is not None:
-            run.follow(self._run)
-        self._run, self._status = run, "running"
-        if run.config.seed is not None:
-            Fabric.seed_everything(run.config.seed, workers=True, verbose=False)
-        caller = os.getpid()
-        if os.environ.get("LT_CLI_USED") == "1":  # fabric run has launched already
-            outcome = self._in_process(self.fabric, function, run, args, caller)
-        else:
-            outcome = self.fabric.launch(self._in_process, function, run, args, caller)
-        if isinstance(outcome, str):
-            outcome = Outcome.from_file(outcome)
-        outcome.bring_back(run)
-        self._status = "finished"
-        if outcome.complaint:
-            raise CheckpointError(f"training has come to its end, but not everything is on disk: {outcome.complaint}")
-        return outcome
-
-    def _in_process(self, fabric: Fabric, function: Callable, run: Run, args: tuple, caller: int) -> Any:
-        self.fabric, self._run = fabric, run
-        elsewhere = os.getpid() != caller
-        if elsewhere:
-            unshare(run)
-        if isinstance(fabric.strategy, DDPStrategy):
-            reset_seed()  # as Trainer's DDP does and Fabric's does not; its other strategies do
-        agree_on_checkpoint(self, run)
-        choose_place(self, run)
-        run.set_up(self, fabric)
-        results = function(fabric, run, *args)
-        outcome = Outcome.of(run, results, elsewhere)
-        if not elsewhere:
-            return outcome
-        path = outcome.to_file() if fabric.local_rank == 0 else None
-        leave_together(fabric)
-        return path
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the last run: its parts belong to this process."""

@@ -48,6 +48,7 @@ class Outcome:
         "batches_that_stepped",
         "should_stop",
         "resume_path",
+        "stopped_by",
     )
 
     @classmethod
@@ -90,9 +91,14 @@ class Outcome:
         finally:
             os.remove(path)
 
+    @property
+    def is_from_elsewhere(self) -> bool:
+        """Whether another process made it."""
+        return self.pid != os.getpid()
+
     def bring_back(self, run: Run) -> None:
         """Give the caller's objects what another process learned; nothing to do in the same one."""
-        if self.pid == os.getpid():
+        if not self.is_from_elsewhere:
             return
         for name, value in self.counters.items():
             setattr(run, name, value)

@@ -17,6 +17,7 @@ from .optimizers import parse_optimizers
 from .place import choose_place
 from .resume import choose_checkpoint
 from .run import Run
+from .signals import starts_processes
 from .steps import FunctionSteps, net_of
 
 if TYPE_CHECKING:
@@ -203,7 +204,6 @@ def _check_optimizer(run: Run) -> None:
 def _find_files(run: Run, loop: FabricLoop, resume: Any, load: Any) -> None:
     """Find and check the checkpoint, choose the version, prove that logs can be written."""
     choose_checkpoint(loop, run, resume, load)
-    launcher = loop.fabric.strategy.launcher
-    if launcher is None or type(launcher).__name__ == "_MultiProcessingLauncher":
+    if loop.fabric.strategy.launcher is None or starts_processes(loop.fabric):
         choose_place(loop, run)  # elsewhere all ranks run this already, and have to agree first
     run.loggers = loop.loggers

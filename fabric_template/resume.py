@@ -15,6 +15,7 @@ from torch import nn
 from .checkpoint import OURS, check_fits, check_format
 from .hooks import overrides
 from .reading import CheckpointError, DamagedError, cause_of, load_header, read_checkpoint
+from .signals import starts_processes
 from .storage import AtomicCheckpointIO, inside
 
 if TYPE_CHECKING:
@@ -28,10 +29,8 @@ def choose_checkpoint(loop: FabricLoop, run: Run, resume: Any, load: Any) -> Non
     Where every rank has come here by itself (torchrun, SLURM, a script that is started once per rank), "auto" waits for
     `agree_on_checkpoint`: one rank that sets a damaged file aside must not take it from under another.
     """
-    launcher = loop.fabric.strategy.launcher
-    run.awaits_auto = (
-        resume == "auto" and launcher is not None and type(launcher).__name__ != "_MultiProcessingLauncher"
-    )
+    is_one = loop.fabric.strategy.launcher is None or starts_processes(loop.fabric)
+    run.awaits_auto = resume == "auto" and not is_one
     run.resume_path = None if run.awaits_auto else _path_of("resume", resume, loop)
     run.load_path = _path_of("load", load, loop)
     _check(run, loop.fabric)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from .checkpoint import rng_state, set_rng_state
@@ -64,7 +65,7 @@ class Run:
         self.window = config.accumulate_grad_batches
         self.placed = False  # whether name and version are chosen
         self.checkpoint: dict[str, Any] | None = None  # until it is restored
-        self.deadline: float | None = None
+        self.stopped_by: int | None = None  # the signal that ended training
         self.validated_at = 0.0
         self.restored: dict[str, Any] | None = None  # our part of the checkpoint, until the first epoch has begun
         self.epoch_rng: Any = None  # as the epoch's pass was begun
@@ -450,7 +451,7 @@ class Run:
         if self.fabric.world_size == 1:
             return [value]
         gathered: list[Any] = [None] * self.fabric.world_size
-        torch.distributed.all_gather_object(gathered, value)
+        torch.distributed.all_gather_object(gathered, move_data_to_device(value, "cpu"))
         return gathered
 
     def warn_once(self, text: str, kind: type[Warning] = UserWarning) -> None:

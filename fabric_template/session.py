@@ -17,9 +17,10 @@ from .hooks import overrides
 from .lightning import attach, attach_log, detach_log
 from .locks import VersionLock
 from .logs import CSVLogger
-from .progress import Progress, can_show_bar, summarize
+from .progress import Progress, can_show_bar, is_interactive, summarize
 from .record import Record
 from .resume import load_file
+from .signals import ending, requeue
 from .steps import Modes
 
 if TYPE_CHECKING:
@@ -134,6 +135,21 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
     run.net.zero_grad()
 
 
+def stop_for(run: Run, number: int | None) -> None:
+    """After a signal: requeue the job where SLURM asks for it, and end as the signal would; a notebook goes on."""
+    run.stopped_by = number
+    if number is None:
+        return
+    if run.fabric.is_global_zero:
+        requeue(number, saved=run.saver is not None and run.saver.complaint() is None)
+    if is_interactive():
+        return
+    environment = getattr(run.fabric.strategy, "cluster_environment", None)
+    if run.fabric.local_rank > 0 and type(environment).__name__ == "LightningEnvironment":
+        raise SystemExit(0)  # Lightning kills the first process, which may still be busy, for the exit code of another
+    raise ending(number)
+
+
 def restore_position(run: Run) -> None:
     """Put random numbers, loaders and running sums where the checkpoint left them; called as the first epoch begins.
 
@@ -142,8 +158,7 @@ def restore_position(run: Run) -> None:
     """
     ours, run.restored = run.restored, None
     run.loaders_epoch |= ours["loaders_epoch"]
-    rank = min(run.fabric.global_rank, len(ours["ranks"]) - 1)
-    mine, generators = ours["ranks"][rank], run.generators()
+    mine, generators = ckpt.of_this_rank(run, ours), run.generators()
     if run.batches_done:
         ckpt.set_rng_state(mine["epoch_rng"])
         for generator, state in zip(run.train.generators(), ours["epoch_generators"], strict=False):
@@ -157,7 +172,7 @@ def restore_position(run: Run) -> None:
         for _ in range(run.batches_done):
             next(run.batches)
         run.history.train.load_state_dict(mine["returned"], run.fabric.device)
-    run.metrics.load_state_dict(ours["metrics"], run.fabric.device)
+    run.metrics.load_state_dict(mine["metrics"], run.fabric.device)
     run.history.returned = dict(ours["returned"])
     ckpt.set_rng_state(mine["rng"])
     for generator, state in zip(generators, ours["generators"], strict=False):

@@ -1,49 +1,203 @@
-"""Signals: Ctrl-C and SIGTERM end a run after the step at hand; a second one ends it at once."""
+"""Signals: Ctrl-C, SIGTERM and SIGUSR1 end a run after the step at hand, saved; a second one ends it at once."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+import warnings
 from types import FrameType, TracebackType
 
+import torch
+from lightning.fabric import Fabric
 
-class Signals:
-    """While inside, notes the first SIGINT or SIGTERM in `received` and gives way to the second.
+CAUGHT = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
-    Handlers can only be set in the main thread; elsewhere nothing changes. On leaving, the handlers are as found.
+AGREE_EVERY = 1.0  # seconds
+
+
+class Handlers:
+    """Sets a handler for the signals that end a run; on leaving, the handlers are as found.
+
+    Handlers can only be set in the main thread; elsewhere nothing changes. Somebody's own handler stays; only Python's
+    and the system's defaults are replaced.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, object] = {}
+        self._pid = os.getpid()
+
+    def __enter__(self):  # noqa: ANN204
+        if threading.current_thread() is threading.main_thread():
+            for number in CAUGHT:
+                handler = signal.getsignal(number)
+                if isinstance(other := getattr(handler, "__self__", None), Forward):  # a forked child's, of its parent
+                    handler = other._found[number]
+                if handler in (signal.default_int_handler, signal.SIG_DFL):
+                    self._found[number] = handler
+                    signal.signal(number, self.handle)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        found, self._found = self._found, {}
+        for number, handler in found.items():
+            signal.signal(number, handler)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """What is done when a signal comes."""
+
+    def at_once(self, number: int) -> None:
+        """Give way: the signal does what it does by default."""
+        for caught, handler in self._found.items():
+            signal.signal(caught, handler)
+        signal.raise_signal(number)
+
+
+class Signals(Handlers):
+    """While inside, notes the first signal in `received`, and gives way to the second.
+
+    Several ranks have to stop at the same step. They agree on it when `check` is called, with one small collective on the
+    CPU about once a second, at a batch that all of them know beforehand: a step costs them a comparison of two numbers.
+    In one process there is nothing to agree on.
+
+    Args:
+        together: whether other ranks have to stop at the same step.
+        patience: seconds in which a second signal counts as the first: launchers pass on what a terminal has already sent.
 
     Example:
         >>> with Signals() as signals:
         ...     signal.raise_signal(signal.SIGINT)
-        >>> signals.received == signal.SIGINT
+        >>> signals.received == signals.agreed == signal.SIGINT
         True
     """
 
-    caught = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._found: dict[int, object] = {}
+    def __init__(self, together: bool = False, patience: float = 0.0) -> None:
+        super().__init__()
+        self.together, self.patience = together, patience
+        self.received: int | None = None  # by this process
+        self.agreed: int | None = None  # by all
+        self.deadline: float | None = None  # in time.monotonic's seconds, for max_time
+        self._received_at = 0.0
+        self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), 0, 0
 
     def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in self.caught:
-                handler = signal.getsignal(number)
-                # somebody's own handler stays; only Python's and the system's defaults are replaced
-                if handler in (signal.default_int_handler, signal.SIG_DFL):
-                    self._found[number] = handler
-                    signal.signal(number, self._note)
-        return self
+        self._group = None
+        if self.together:
+            is_gloo = torch.distributed.get_backend() == "gloo"
+            self._group = torch.distributed.group.WORLD if is_gloo else torch.distributed.new_group(backend="gloo")
+        return super().__enter__()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._found.items():
-            signal.signal(number, handler)
-        self._found = {}
+        super().__exit__(kind, error, trace)
+        if self.together and error is None and self._group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(self._group)
 
-    def exception(self) -> BaseException:
-        """What ends the program as the signal would have: KeyboardInterrupt, or SystemExit with 128 + its number."""
-        return KeyboardInterrupt() if self.received == signal.SIGINT else SystemExit(128 + int(self.received or 0))
+    @property
+    def checks(self) -> bool:
+        """Whether `check` has anything to find."""
+        return self.together or self.deadline is not None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        signal.signal(number, self._found[number])
+    def check(self, batches: int, now: bool = False) -> bool:
+        """Whether the time is over; among several ranks, agree on that and on a signal.
+
+        Args:
+            batches: how many have been trained on; the same on all ranks.
+            now: agree at once, not only when a second has passed.
+        """
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        if not self.together:
+            return late
+        if batches < self._next_batch and not now:
+            return False
+        seconds = time.monotonic() - self._checked_at
+        every = 0  # batches until the next time; rank zero's clock counts
+        if torch.distributed.get_rank() == 0:
+            every = max(1, int((batches - self._checked_batch) * AGREE_EVERY / max(seconds, 1e-6)))
+        values = torch.tensor([self.received or 0, int(late), every])
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self._group)
+        number, late, every = values.tolist()
+        self.agreed = self.agreed or number or None
+        self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), batches, batches + every
+        return bool(late)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Note the first, give way to the second."""
+        if self.received is None:
+            self.received, self._received_at = number, time.monotonic()
+            if not self.together:
+                self.agreed = number
+        elif time.monotonic() - self._received_at >= self.patience:
+            self.at_once(number)
+
+
+class Forward(Handlers):
+    """While processes that we started train, passes the first signal on to them, and waits: they save, and end.
+
+    Example:
+        >>> with Forward():
+        ...     pass  # launch
+    """
+
+    def __enter__(self) -> Forward:
+        self._others = {child.pid for child in multiprocessing.active_children()}
+        self._is_second = False
+        return super().__enter__()
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Pass it on."""
+        if self._is_second or os.getpid() != self._pid:  # a forked child has its own handlers, or dies as by default
+            self.at_once(number)
+            return
+        self._is_second = True
+        for child in multiprocessing.active_children():
+            if child.pid not in self._others:
+                os.kill(child.pid, number)
+
+
+def starts_processes(fabric: Fabric) -> bool:
+    """Whether the strategy forks or spawns the ranks, and this process waits for them."""
+    return type(fabric.strategy.launcher).__name__ == "_MultiProcessingLauncher"
+
+
+def is_launched(fabric: Fabric) -> bool:
+    """Whether there is a launcher that may pass on to this process what it has already been sent."""
+    return fabric.world_size > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def ending(number: int) -> BaseException:
+    """What ends the program as the signal would have: KeyboardInterrupt, or SystemExit with 128 + its number.
+
+    Example:
+        >>> ending(signal.SIGTERM)
+        SystemExit(143)
+    """
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def requeue(number: int, saved: bool) -> None:
+    """SLURM's SIGUSR1, sent ahead of a time limit: put the job back into the queue, if its state is saved.
+
+    Outside of SLURM's batch jobs, and for other signals, nothing is done.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    if (
+        number != getattr(signal, "SIGUSR1", None)
+        or not job
+        or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    ):
+        return
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    if not saved:
+        warnings.warn(f"job {job} is not requeued: it has no checkpoint to go on from", stacklevel=2)
+        return
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
+        print(f"requeued job {job}; resume='auto' goes on from here", file=sys.stderr)
+    except (OSError, subprocess.SubprocessError) as error:
+        why = (getattr(error, "stderr", None) or str(error)).strip()
+        warnings.warn(f"job {job} could not be requeued ({why}): submit it again, with resume='auto'", stacklevel=2)

@@ -56,6 +56,11 @@ def failing():
         yield lambda operation, code, word, epochs: FailAt(patch, operation, code, word, epochs)
 
 
+def told(warned):
+    """The warnings' words, but for the one of Trainer's about a step that has no loader."""
+    return [str(warning.message) for warning in warned if "val_dataloader" not in str(warning.message)]
+
+
 def last_of(root):
     return Path(root, "checkpoints/run/version_0/last.ckpt")
 
@@ -69,7 +74,7 @@ def test_a_save_that_fails_costs_a_warning(tmp_path, failing, operation, code):
     callback = failing(operation, code, "last.ckpt", [1])
     with pytest.warns(UserWarning, match="could not save") as warned:
         loop, module, history = fit(tmp_path / "a", max_epochs=3, callbacks=[callback])
-    assert [str(warning.message) for warning in warned] == [
+    assert told(warned) == [
         f"could not save '{last_of(tmp_path / 'a')}': {CAUSES[code]}; the old file is unchanged. Mend that, or save to"
         " another folder. Training goes on without this checkpoint."
     ]
@@ -170,7 +175,7 @@ def test_a_plugin_that_raises(tmp_path):
     io = Bucket()
     with pytest.warns(UserWarning, match="the bucket is gone") as warned:
         fit(tmp_path, max_epochs=3, plugins=[io])
-    assert [str(warning.message) for warning in warned] == [
+    assert told(warned) == [
         f"could not save '{last_of(tmp_path)}': RuntimeError: the bucket is gone. Training goes on without this checkpoint."
     ]
     assert io.calls == ["save last.ckpt"] * 3
@@ -195,7 +200,7 @@ def test_rows_that_cannot_be_written_are_written_later(tmp_path, failing, operat
     with pytest.warns(UserWarning, match="cannot write logs to") as warned:
         parts = fit(tmp_path / "a", make, callbacks=[failing(operation, errno.EIO, word, [1, 2])], **words)
     folder = tmp_path / "a/logs/run/version_0"
-    assert sorted({str(warning.message) for warning in warned}) == [
+    assert sorted(set(told(warned))) == [
         f"cannot write logs to '{folder / name}': Input/output error; choose a folder that can be written, e.g."
         " CSVLogger(root_dir='/tmp/logs'), or logger=False to log nothing; training goes on, the rows are kept and written"
         " as soon as that is possible"

@@ -1,8 +1,10 @@
 """Ctrl-C and SIGTERM: the step at hand is finished, the run saved; a notebook gets its history, a script ends."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from modules import Classifier, make_loader
 from runs import assert_same_end, fit, logs_of, source_of, val_loader
 from torch import nn
 
+import fabric_template.launch
 import fabric_template.loop
+import fabric_template.session
+import fabric_template.signals
 
 DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 
@@ -45,7 +50,8 @@ class Interrupt(Callback):
 
 @pytest.fixture
 def notebook(monkeypatch):
-    monkeypatch.setattr(fabric_template.loop, "is_interactive", lambda: True)
+    for room in (fabric_template.loop, fabric_template.session, fabric_template.launch):
+        monkeypatch.setattr(room, "is_interactive", lambda: True)
 
 
 def train():
@@ -193,7 +199,7 @@ print("went on")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
-@pytest.mark.parametrize(("number", "codes"), [("SIGINT", (130, -2)), ("SIGTERM", (143,))])
+@pytest.mark.parametrize(("number", "codes"), [("SIGINT", (130, -2)), ("SIGTERM", (143,)), ("SIGUSR1", (138,))])
 def test_script(tmp_path, number, codes):
     """The program ends as the signal would end it, after the save; then it is resumed."""
     whole = fit(tmp_path / "whole", train=train, max_epochs=3)
@@ -205,3 +211,202 @@ def test_script(tmp_path, number, codes):
     found = torch.load(tmp_path / "cut/checkpoints/run/version_0/last.ckpt", weights_only=True)
     assert found["global_step"] == 8
     assert_same_end(whole, fit(tmp_path / "cut", train=train, seed=9, resume="last", max_epochs=3))
+
+
+# ---- SLURM
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A scontrol that notes what it is asked, with an exit code to be chosen."""
+    (tmp_path / "bin").mkdir()
+
+    def make(code=0):
+        path = tmp_path / "bin/scontrol"
+        path.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho "Invalid job id" >&2\nexit {code}\n')
+        path.chmod(0o755)
+        return tmp_path / "asked"
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    return make
+
+
+def interrupted(root, number, **words):
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as stopped:
+        fit(root, train=train, max_epochs=3, callbacks=[Interrupt(8, number)], **words)
+    return getattr(stopped.value, "code", 130)
+
+
+def test_slurm_requeues_on_its_signal(tmp_path, scontrol, monkeypatch, capsys):
+    asked = scontrol()
+    # before Lightning asks about SLURM for itself, the job is one of an array
+    assert interrupted(tmp_path / "a", signal.SIGUSR1) == 138
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    assert interrupted(tmp_path / "b", signal.SIGUSR1) == 138
+    assert asked.read_text() == "requeue 17\nrequeue 16_2\n"
+    assert "requeued job 17; resume='auto' goes on from here" in capsys.readouterr().err
+    for name in ("a", "b"):
+        found = torch.load(tmp_path / name / "checkpoints/run/version_0/last.ckpt", weights_only=True)
+        assert found["global_step"] == 8
+
+
+def test_slurm_does_not_requeue(tmp_path, scontrol, monkeypatch):
+    """Not for SIGTERM, not from an interactive shell, not without a checkpoint."""
+    asked = scontrol()
+    assert interrupted(tmp_path / "a", signal.SIGTERM) == 143
+    with pytest.warns(UserWarning, match="^job 17 is not requeued: it has no checkpoint to go on from$"):
+        assert interrupted(tmp_path / "b", signal.SIGUSR1, enable_checkpointing=False) == 138
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert interrupted(tmp_path / "c", signal.SIGUSR1) == 138
+    assert not asked.exists()
+
+
+def test_slurm_refuses(tmp_path, scontrol):
+    scontrol(1)
+    text = r"^job 17 could not be requeued \(Invalid job id\): submit it again, with resume='auto'$"
+    with pytest.warns(UserWarning, match=text):
+        assert interrupted(tmp_path, signal.SIGUSR1) == 138
+
+
+# ---- several ranks
+
+FORK = {"strategy": "ddp_fork", "devices": 2}
+
+
+class InterruptRank(Interrupt):
+    """One rank alone gets the signal."""
+
+    def __init__(self, rank, *args, **words):
+        super().__init__(*args, **words)
+        self.rank = rank
+
+    def _maybe(self, hook):
+        if torch.distributed.get_rank() == self.rank:
+            super()._maybe(hook)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_ranks_agree_on_the_step(tmp_path, monkeypatch, rank, number, code):
+    """The signal reaches one of two ranks: both stop at the same step, in the middle of an epoch, saved once."""
+    monkeypatch.setattr(fabric_template.signals, "AGREE_EVERY", 0.0)  # at every batch
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    whole = fit(tmp_path / "whole", train=train, max_epochs=4, **FORK)
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as stopped:
+        fit(tmp_path / "cut", train=train, max_epochs=4, callbacks=[InterruptRank(rank, 8, number)], **FORK)
+    assert getattr(stopped.value, "code", 130) == code
+    found = torch.load(tmp_path / "cut/checkpoints/run/version_0/last.ckpt", weights_only=True)
+    assert (found["global_step"], found["fabric_template"]["batch_idx"]) == (8, 2)
+    resumed = fit(tmp_path / "cut", train=train, resume="auto", max_epochs=4, **FORK)
+    assert_same_end(whole, resumed)
+    assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
+
+
+def test_ranks_agree_about_once_a_second(tmp_path, monkeypatch):
+    """Not at every step: of 48 quick ones, at the first, and at each epoch's end."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    class Count(Callback):
+        def on_fit_start(self, trainer, module):
+            self.count, reduce = 0, torch.distributed.all_reduce
+
+            def counted(tensor, *args, **words):
+                self.count += tensor.dtype == torch.int64 and tensor.shape == (3,)
+                return reduce(tensor, *args, **words)
+
+            torch.distributed.all_reduce = counted
+
+        def on_fit_end(self, trainer, module):
+            (tmp_path / f"rank{trainer.global_rank}").write_text(str(self.count))
+
+    fit(tmp_path, train=lambda: make_loader(192), max_epochs=2, callbacks=[Count()], **FORK)
+    counts = [int((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+    assert counts[0] == counts[1]
+    assert 2 <= counts[0] < 20
+
+
+PARENT = """
+import os, signal, sys, threading, time
+from runs import fit
+from modules import Classifier, make_loader
+
+class Slow(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 3 and self.global_rank == 0:
+            os.kill({parent}, signal.{number})
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+fit({root!r}, Slow, train=lambda: make_loader(400), max_epochs=3, strategy={strategy!r}, devices=2)
+print("went on")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
+@pytest.mark.parametrize(
+    ("strategy", "parent", "number", "codes"),
+    [("ddp_fork", "os.getppid()", "SIGTERM", (143,)), ("ddp_fork", "os.getppid()", "SIGINT", (130, -2)),
+     ("ddp", "os.getpid()", "SIGTERM", (143,))],
+)  # fmt: skip
+def test_a_script_with_two_ranks(tmp_path, strategy, parent, number, codes):
+    """The process that was started gets the signal: its ranks save, and it ends as the signal would end it."""
+    script = tmp_path / "script.py"  # Lightning's launcher starts the same file again
+    head = source_of("")[-1]
+    words = {"root": str(tmp_path / "cut"), "strategy": strategy, "parent": parent, "number": number}
+    script.write_text(head + PARENT.format(**words))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode in codes, done.stderr
+    assert "went on" not in done.stdout
+    found = torch.load(tmp_path / "cut/checkpoints/run/version_0/last.ckpt", weights_only=True)
+    assert 3 < found["global_step"] < 100
+    assert found["fabric_template"]["batch_idx"] == found["global_step"]
+
+
+# ---- max_time
+
+
+class OutOfTime(Callback):
+    """Lets the time be over at one batch."""
+
+    def __init__(self, monkeypatch, at):
+        self.patch, self.at, self.batches = monkeypatch, at, 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.batches += 1
+        if self.batches == self.at:
+            now = time.monotonic
+            self.patch.setattr(fabric_template.signals.time, "monotonic", lambda: now() + 7200)
+
+    def on_train_end(self, trainer, module):
+        self.patch.undo()
+
+
+@pytest.mark.parametrize("words", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}, FORK], ids=str)
+@pytest.mark.parametrize("at", [2, 8, 12])
+def test_max_time(tmp_path, monkeypatch, at, words):
+    """Over in the middle of an epoch: the epoch ends as Trainer's does, with its row; a resume goes on in its middle."""
+    monkeypatch.setattr(fabric_template.signals, "AGREE_EVERY", 0.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    ranks = words.get("devices", 1)
+    loader = lambda: make_loader(24 * ranks)  # noqa: E731
+    words = {"max_epochs": 3, "log_every_n_steps": 2, **words}
+    make = lambda: Classifier(on_step=True, sync_dist=ranks > 1)  # noqa: E731
+    whole = fit(tmp_path / "whole", make, loader, val_loader, **words)
+    with pytest.MonkeyPatch.context() as patch:
+        callbacks = [OutOfTime(patch, at)]
+        _, _, history = fit(
+            tmp_path / "cut", make, loader, val_loader, callbacks=callbacks, max_time="00:01:00:00", **words
+        )
+    window = words.get("accumulate_grad_batches", 1)
+    assert history["epoch"].tolist() == list(range((at + 5) // 6))
+    assert history["step"].tolist()[-1] == -(-at // window)
+    assert history["val_loss"].notna().all()
+    found = torch.load(tmp_path / "cut/checkpoints/run/version_0/last.ckpt", weights_only=True)
+    assert found["global_step"] == -(-at // window)
+    assert found["fabric_template"]["batch_idx"] == at % 6
+    resumed = fit(tmp_path / "cut", make, loader, val_loader, seed=9 if ranks == 1 else 1, resume="last", **words)
+    assert_same_end(whole, resumed)
+    assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")

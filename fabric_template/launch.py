@@ -1,0 +1,80 @@
+"""Launch: from the caller's process to those that run, and back with what they learned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities.seed import reset_seed
+
+from .outcome import Outcome, leave_together, unshare
+from .place import choose_place
+from .progress import is_interactive
+from .reading import CheckpointError
+from .resume import agree_on_checkpoint
+from .run import Run
+from .signals import Forward, ending, starts_processes
+
+if TYPE_CHECKING:
+    from .loop import FabricLoop
+
+
+def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcome:
+    """Run the function in the strategy's processes; what it learned is back here afterwards.
+
+    Raises:
+        CheckpointError: training came to its end, but its last state or rows could not be written.
+    """
+    if run.fn != "fit" and loop._run is not None:
+        run.follow(loop._run)
+    loop._run, loop._status = run, "running"
+    if run.config.seed is not None:
+        Fabric.seed_everything(run.config.seed, workers=True, verbose=False)
+    fabric, rest = loop.fabric, (loop, function, run, args, os.getpid())
+    if os.environ.get("LT_CLI_USED") == "1":  # fabric run has launched already
+        outcome = _in_process(fabric, *rest)
+    else:
+        with Forward() if starts_processes(fabric) else nullcontext():
+            outcome = fabric.launch(_in_process, *rest)
+    if isinstance(outcome, str):
+        outcome = Outcome.from_file(outcome)
+    outcome.bring_back(run)
+    loop._status = "finished"
+    if outcome.is_from_elsewhere and run.stopped_by is not None and not is_interactive():
+        raise ending(run.stopped_by)
+    if outcome.complaint:
+        raise CheckpointError(f"training has come to its end, but not everything is on disk: {outcome.complaint}")
+    return outcome
+
+
+def _in_process(fabric: Fabric, loop: FabricLoop, function: Callable, run: Run, args: tuple, caller: int) -> Any:
+    """What each process does: its own set-up, the function, and the way back."""
+    loop.fabric, loop._run = fabric, run
+    elsewhere = os.getpid() != caller
+    if elsewhere:
+        unshare(run)
+    if isinstance(fabric.strategy, DDPStrategy):
+        reset_seed()  # as Trainer's DDP does and Fabric's does not; its other strategies do
+    try:
+        agree_on_checkpoint(loop, run)
+        choose_place(loop, run)
+        run.set_up(loop, fabric)
+        results = function(fabric, run, *args)
+    except (KeyboardInterrupt, SystemExit):
+        if not elsewhere or run.stopped_by is None:
+            raise
+        results = None  # the state is saved; the caller's process ends as the signal says
+    except Exception:
+        for process in getattr(fabric.strategy.launcher, "procs", ()):  # else they would wait for this one, for ever
+            process.kill()
+        raise
+    outcome = Outcome.of(run, results, elsewhere)
+    if not elsewhere:
+        return outcome
+    path = outcome.to_file() if fabric.local_rank == 0 else None
+    leave_together(fabric)
+    return path
