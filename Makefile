@@ -1,5 +1,5 @@
 # Each target stands on a stamp file, so that the set-up happens once and again only when what it reads has changed.
-# The bench extras alone are on no stamp of `run` or `test`: nobody needs them to train.
+# The bench and soak extras are on no stamp of `run` or `test`: nobody needs them to train.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: run test lint bench clean
+.PHONY: run test lint bench soak clean
 
 run: $(VENV)/.installed
 	$(VENV)/bin/fabric-template fit
@@ -23,6 +23,10 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python benchmarks/import_time.py
 	$(VENV)/bin/python benchmarks/overhead.py
 
+# about half an hour on two free cores; a part or a smaller number: $(VENV)/bin/python soak/run.py --help
+soak: $(VENV)/.installed-soak
+	$(VENV)/bin/python soak/run.py
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -37,6 +41,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-soak: $(VENV)/.installed-dev
+	@$(INSTALL) --editable '.[dev,soak]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev

@@ -46,8 +46,9 @@ class VersionLock:
                 f"'{self.folder}' is being written by another run{who}: give this one another name=... or version=..., "
                 "or stop the other."
             )
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)  # for the message above only
+        with contextlib.suppress(OSError):  # for the message above only: a full disk is no reason not to train
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
         self._fd = fd
         VersionLock._held.add(self)
         return self

@@ -163,6 +163,8 @@ class FabricLoop(Parts, TrainerFace):
         """Epoch after epoch, until there is a reason to stop."""
         run.set_up_train_data()
         if run.done() or run.config.limit_train_batches == 0:
+            if run.saver is not None:
+                run.saver.nothing_to_do(run)
             return
         if run.validation_epoch:
             run.set_up_val_data()

@@ -30,7 +30,8 @@ def choose_checkpoint(loop: FabricLoop, run: Run, resume: Any, load: Any) -> Non
     `agree_on_checkpoint`: one rank that sets a damaged file aside must not take it from under another.
     """
     is_one = loop.fabric.strategy.launcher is None or starts_processes(loop.fabric)
-    run.awaits_auto = resume == "auto" and not is_one
+    run.is_auto = resume == "auto"
+    run.awaits_auto = run.is_auto and not is_one
     run.resume_path = None if run.awaits_auto else _path_of("resume", resume, loop)
     run.load_path = _path_of("load", load, loop)
     _check(run, loop.fabric)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoint import OURS, state_of
 from .history import is_better
-from .reading import CheckpointError, cause_of
-from .storage import inside, safe_name
+from .reading import CheckpointError, cause_of, read_checkpoint
+from .storage import UnsyncedError, inside, safe_name
 
 if TYPE_CHECKING:
     from .run import Run
@@ -100,7 +100,13 @@ class Saver:
     def finish(self, run: Run, interrupted: bool) -> None:
         """Training is over: save the last state, where it is not yet on disk; try again, where that has failed."""
         if (interrupted and self._saved_at != _place(run)) or ("last" in self._failures and not self._is_cut_short):
-            self.write_last(run)
+            self.write_last(run, epoch=run.epochs_done - 1 if run.between_epochs else None)
+
+    def nothing_to_do(self, run: Run) -> None:
+        """A finished run was resumed; a kill between its last two files may have left ``last.ckpt`` behind the best."""
+        path = Path(run.resume_path) if run.is_auto and run.resume_path is not None else None
+        if path is not None and path.name != "last.ckpt" and self.save_last:
+            self._write(run, self.folder / "last.ckpt", read_checkpoint(path, trusted=run.config.trusted), "last")
 
     def complaint(self) -> str | None:
         """What could not be saved to the end, None if all is well."""
@@ -116,6 +122,8 @@ class Saver:
             try:
                 inside(self.folder, path)  # not through a symbolic link to somewhere else
                 run.hooks.timed(run.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")(state, path)
+            except UnsyncedError as error:  # it is there, and what we know of it must be of this file
+                warnings.warn(str(error), stacklevel=2)
             except CheckpointError as error:
                 failure = str(error)
             except Exception as error:  # a plugin's own

@@ -16,6 +16,10 @@ from .locks import try_lock
 from .reading import CheckpointError, cause_of, local_path, read_checkpoint
 
 
+class UnsyncedError(CheckpointError):
+    """The file is complete under its name, but the name may not survive a power cut."""
+
+
 class AtomicCheckpointIO(CheckpointIO):
     """Fabric's door to files: a save is either complete under its name, or has not happened.
 
@@ -65,7 +69,7 @@ class AtomicCheckpointIO(CheckpointIO):
         try:
             fsync_folder(target.parent)
         except OSError as error:
-            raise CheckpointError(
+            raise UnsyncedError(
                 f"saved '{target}', but its folder could not be synced: {cause_of(error)}; "
                 "the file may not survive a power cut. Save again, or to another disk."
             ) from error

@@ -67,7 +67,8 @@ class Table:
         new = list(dict.fromkeys(column for row in self.waiting for column in row if column not in known))
         if new or not self._is_whole:  # a power cut, or a full disk, in mid-row: back to the last good one
             rank = {column: i for i, column in enumerate(self.first)}
-            rows = [*read_table(self.path)[1][: self._num_rows], *self.waiting]
+            with writing(self.path):
+                rows = [*read_table(self.path)[1][: self._num_rows], *self.waiting]
             self._rewrite(sorted(known + new, key=lambda c: rank.get(c, len(rank))), rows)
             self.waiting = []
             return

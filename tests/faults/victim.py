@@ -35,6 +35,7 @@ WORDS = {
     "enable_model_summary": False,
 }
 TIMES = ("time", "seconds")  # what a clock says differs from run to run
+BEST = ("checkpoints/best.ckpt", "kept", "callbacks")  # what a best file that could not be saved changes
 
 
 class Victim(nn.Module):
@@ -69,7 +70,7 @@ def train(root, **words):
     loop.fit(Victim(), train_loader, val_loader, resume="auto")
 
 
-def end_of(root):
+def end_of(root, without=()):
     """What a finished run left, clocks aside: {path in the version: content} of the newest version.
 
     Checkpoints are read and compared by value, the tables by their bytes; also the names of what should not be there.
@@ -80,12 +81,12 @@ def end_of(root):
         for path in sorted(versions[-1].rglob("*")) if versions else []:
             if path.name != ".lock":
                 found[f"{kind}/{path.relative_to(versions[-1])}"] = _content(path, str(root))
-    return found
+    return without_names(found, (*TIMES, *without))
 
 
 def _content(path, root):
     if path.suffix == ".ckpt":
-        return _without_times(read_checkpoint(path))
+        return read_checkpoint(path)
     if path.suffix == ".csv":
         columns, *rows = csv.reader(io.StringIO(path.read_text(), newline=""))
         keep = [i for i, name in enumerate(columns) if name not in TIMES]
@@ -93,11 +94,16 @@ def _content(path, root):
     return path.read_text().replace(root, "ROOT") if path.is_file() else None
 
 
-def _without_times(value):
+def without_names(value, names):
+    """The nest without what stands under these names; rows that the disk refused count as written in a log's position."""
     if isinstance(value, dict):
-        return {key: _without_times(part) for key, part in value.items() if key not in TIMES}
+        if "waiting" in value:
+            waiting = value["waiting"]
+            columns = [*value["columns"], *(c for row in waiting for c in row if c not in value["columns"])]
+            value = {"rows": value["rows"] + len(waiting), "columns": list(dict.fromkeys(columns))}
+        return {key: without_names(part, names) for key, part in value.items() if key not in names}
     if isinstance(value, list | tuple):
-        return [_without_times(part) for part in value]
+        return [without_names(part, names) for part in value]
     return value
 
 

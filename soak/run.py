@@ -1,0 +1,105 @@
+"""The long checks: a thousand SIGKILLs, two hundred of two-process runs, a million fuzzed files; prints a table.
+
+    make soak                                        all of it, about half an hour on two free cores
+    python soak/run.py --part kills --kills 100      one part, smaller
+    python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
+
+Parts: `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sweep` is tests/faults/sweep.py (every
+operation on the disk fails once in each way), `fuzz` is soak/fuzz.py (needs atheris: the extra `soak`). A seed is printed, and
+gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FAULTS = ROOT / "tests" / "faults"
+
+
+def command_of(part, words, seed):
+    """What is typed for a part by itself."""
+    python = [sys.executable]
+    return {
+        "kills": [*python, FAULTS / "kills.py", "--kills", words.kills, "--seed", seed],
+        "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
+        "sweep": [*python, FAULTS / "sweep.py", "--every", words.every],
+        "fuzz": [*python, ROOT / "soak" / "fuzz.py", "--inputs", words.inputs, "--seed", seed],
+    }[part]
+
+
+def run(part, words, seed):
+    """Run one part in a process of its own; returns (seconds, figures), the figures None if it broke down."""
+    command = [str(word) for word in command_of(part, words, seed)]
+    print(f"{part}: {' '.join(command)}", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    lines = [line for line in done.stdout.splitlines() if line[:1] in "{["]
+    print(f"{part}: ended after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return time.monotonic() - began, json.loads(lines[-1]) if lines else None
+
+
+def rows_of(part, seconds, figures):
+    """Lines of the table: what was done, how often, what was lost, seconds, remarks."""
+    if figures is None:
+        return [(part, 0, "it broke down", seconds, "")]
+    if part in ("kills", "ranks"):
+        what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}"
+        remark = (
+            f"{figures['rounds']} runs; {figures['left_temporary_files']} kills in mid-write, {figures['began_anew']} before "
+            f"the first save; seed {figures['seed']}"
+        )
+        return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
+    if part == "sweep":
+        kinds = ", ".join(f"{kind} {count}" for kind, count in figures["faults"].items())
+        remark = f"{kinds}; {figures['operations']} operations in a run"
+        return [("injected faults", sum(figures["faults"].values()), len(figures["losses"]), seconds, remark)]
+    return [
+        (
+            f"fuzzed: {one['reader']}", one["inputs"], sum(one["failures"].values()), one.get("seconds", 0.0),
+            f"{one.get('read', 0)} were read; slowest {1000 * one.get('slowest', 0):.0f} ms",
+        )
+        for one in figures
+    ]  # fmt: skip
+
+
+def table(rows):
+    """Markdown, ready for benchmarks/RESULTS.md."""
+    lines = ["| what | how many | lost or broken | minutes | remarks |", "|---|---|---|---|---|"]
+    for what, count, lost, seconds, remark in rows:
+        lines.append(f"| {what} | {count:,} | {lost} | {seconds / 60:.1f} | {remark} |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--part", action="append", choices=("kills", "ranks", "sweep", "fuzz"), help="may be repeated; all"
+    )
+    parser.add_argument("--kills", type=int, default=1000, help="SIGKILLs of a run in one process (1000)")
+    parser.add_argument("--rank-kills", type=int, default=200, help="SIGKILLs of a run in two processes (200)")
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="fuzzed files (1000000)")
+    parser.add_argument(
+        "--every", type=int, default=1, help="of the writes inside a checkpoint file, fail every so many (1)"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="parts that run side by side (2)")
+    parser.add_argument("--seed", type=int, help="drawn and printed if not given")
+    words = parser.parse_args()
+    seed = words.seed if words.seed is not None else random.SystemRandom().randrange(1, 10**6)
+    print(f"seed {seed}", file=sys.stderr)
+    parts = words.part or ["fuzz", "kills", "ranks", "sweep"]  # the longest first
+    with ThreadPoolExecutor(words.jobs) as pool:
+        found = list(pool.map(lambda part: (part, *run(part, words, seed)), parts))
+    rows = [row for part, seconds, figures in found for row in rows_of(part, seconds, figures)]
+    print(f"\n{date.today():%d %B %Y}, seed {seed}\n\n{table(rows)}")
+    sys.exit(any(lost != 0 for _, _, lost, _, _ in rows))
+
+
+if __name__ == "__main__":
+    main()
