@@ -8,7 +8,6 @@ Trainer does not keep (random states, the position in the epoch, running sums, t
 from __future__ import annotations
 
 import copy
-import random
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .hooks import is_a, overrides
+from .randomness import rng_state
 from .reading import CheckpointError, explain_mismatch, find_weights
 
 if TYPE_CHECKING:
@@ -23,43 +23,6 @@ if TYPE_CHECKING:
 
 OURS = "fabric_template"
 FORMAT = 1
-
-
-# ---- random numbers
-
-
-def rng_state() -> dict[str, Any]:
-    """The state of every library's random numbers on this rank, as tensors and plain values.
-
-    Example:
-        >>> state = rng_state(); first = torch.rand(1); set_rng_state(state); bool(torch.rand(1) == first)
-        True
-    """
-    import numpy
-
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state()
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(words), gauss],
-        "numpy": [name, torch.tensor(keys.astype("int64")), int(position), int(has_gauss), float(cached)],
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put every library's random numbers back where `rng_state` found them."""
-    import numpy
-
-    torch.set_rng_state(state["torch"].cpu())
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
-    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([part.cpu() for part in state["cuda"]])
 
 
 # ---- a run's state
@@ -112,8 +75,8 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
 def _our_state(run: Run) -> dict[str, Any]:
     ranks = {
         "rng": rng_state(),
-        "epoch_rng": run.epoch_rng,
-        "fetch_rng": run.fetch_rng,
+        "train": run.train.state(run.batches_in_pass) if run.train is not None else None,
+        "val": run.val.state(None) if run.val is not None else None,
         "returned": run.history.train.state_dict(),
         "metrics": run.metrics.state_dict(),
     }
@@ -127,8 +90,6 @@ def _our_state(run: Run) -> dict[str, Any]:
         "steps_in_epoch": run.steps_in_epoch,
         "seconds": time.monotonic() - run.record.began,
         "ranks": gathered,
-        "generators": [generator.get_state() for generator in run.generators()],
-        "epoch_generators": run.epoch_generators,
         "loaders_epoch": dict(run.loaders_epoch),
         "history": copy.deepcopy(run.history.rows),
         "returned": dict(run.history.returned),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -97,7 +97,7 @@ class TensorLoader:
 class Pass:
     """One pass over batches that knows, when it hands out a batch, whether it is the last.
 
-    Without a length it looks one batch ahead, as Trainer does.
+    Without a length it looks one batch ahead, as Trainer does; `note` is called before each look.
 
     Example:
         >>> batches = Pass(iter("ab"), length=INFINITE)
@@ -105,8 +105,10 @@ class Pass:
         [('a', False), ('b', True)]
     """
 
-    def __init__(self, iterator: Iterator, length: int | float, start: int = 0) -> None:
-        self._iterator, self._length, self._fetched = iterator, length, start
+    def __init__(
+        self, iterator: Iterator, length: int | float, start: int = 0, note: Callable[[], None] | None = None
+    ) -> None:
+        self._iterator, self._length, self._fetched, self._note = iterator, length, start, note
         self.is_last = False
         self._ahead: list[Any] = []
         if length == INFINITE:
@@ -146,6 +148,8 @@ class Pass:
         self._iterator, self._ahead = iter(()), []
 
     def _look_ahead(self) -> None:
+        if self._note is not None:
+            self._note()
         for batch in self._iterator:
             self._ahead.append(batch)
             break
@@ -162,9 +166,14 @@ class Loaders:
         limit: batches (int) or a fraction of them (float) of each.
         fabric: the ranks to share the samples.
         overfit: take the same first batches each time, unshuffled.
+        records: whether checkpoints hold where a pass stands.
     """
 
-    def __init__(self, source: Any, stage: str, limit: int | float, fabric: Fabric, overfit: bool = False) -> None:
+    def __init__(
+        self, source: Any, stage: str, limit: int | float, fabric: Fabric, overfit: bool = False, records: bool = False
+    ) -> None:
+        from .position import Sources  # here, so that TensorLoader can be copied without it
+
         self.source, self.stage = source, stage
         self.combined: Any = None  # Lightning's CombinedLoader, where several loaders give one batch
         training = stage == "train"
@@ -185,9 +194,17 @@ class Loaders:
             _check_iterable(loader, stage)
         self.loaders = [_ready(loader, fabric, training, overfit) for loader in self.loaders]
         self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
+        cheap = [isinstance(loader, TensorLoader | Sequence) for loader in self.loaders]
+        self.sources = Sources(self.loaders, cheap, self.combined is not None, training, records)
         if self.combined is not None:
-            self.combined.flattened = self.loaders
             self.combined.limits = self.limits
+            self._combine([_Sized(loader) for loader in self.loaders])
+
+    def _combine(self, iterables: list[Any]) -> None:
+        """Begin a pass over these in the loaders' place; who looks at the CombinedLoader finds the loaders."""
+        self.combined.flattened = iterables
+        iter(self.combined)
+        self.combined.flattened = self.loaders
 
     @property
     def num_batches(self) -> int | float:
@@ -212,26 +229,33 @@ class Loaders:
             set_epoch(loader, epoch)
 
     def start(self, done: int = 0) -> Pass:
-        """Begin a training pass, of which so many batches count as done.
+        """Begin a training pass, of which so many batches count as done: after `resume` they are not loaded.
 
         This draws the pass's random numbers, so it is called where Trainer calls it.
         """
+        is_resumed = self.sources.begin()
         if self.combined is None:
-            return Pass(iter(self.loaders[0]), self.num_batches, done)
-        return Pass(map(itemgetter(0), self.combined), self.num_batches, done)
+            iterator = iter(self.sources.each[0])
+        else:
+            self._combine(self.sources.each)
+            iterator = map(itemgetter(0), iter(self.combined.__next__, None))
+            for _ in range(done if is_resumed else 0):  # the loaders stand behind these, and give nothing for them
+                next(iterator)
+        return Pass(iterator, self.num_batches, done, self.sources.note)
 
     def start_evaluation(self, most: int | float = INFINITE) -> Iterator[tuple[Any, int, int, bool]]:
         """Begin an evaluation pass of (batch, batch_idx, dataloader_idx, is_last), at most so many batches of each."""
         if self.combined is not None:
-            return ((batch, idx, 0, False) for batch, idx, _ in self.combined if idx < most)
+            self._combine(self.sources.each)
+            return ((batch, idx, 0, False) for batch, idx, _ in iter(self.combined.__next__, None) if idx < most)
         limits = [min(limit, most) for limit in self.limits]
-        first = iter(self.loaders[0]) if self.loaders else iter(())  # drawn here, as Trainer does
+        first = iter(self.sources.each[0]) if self.loaders else iter(())  # drawn here, as Trainer does
         return self._sequence(first, limits)
 
     def _sequence(self, first: Iterator, limits: list) -> Iterator[tuple[Any, int, int, bool]]:
         final = max((index for index, limit in enumerate(limits) if limit), default=0)
         for index, limit in enumerate(limits):
-            batches = Pass(first if index == 0 else iter(self.loaders[index]), limit)
+            batches = Pass(first if index == 0 else iter(self.sources.each[index]), limit)
             for batch_idx, batch in enumerate(batches):
                 yield batch, batch_idx, index, batches.is_last and index == final
 
@@ -245,17 +269,34 @@ class Loaders:
                 shut_down()
                 loader._iterator = None
 
-    def generators(self) -> list[torch.Generator]:
-        """The random generators that loaders and samplers own; they are part of a checkpoint."""
-        found: list[torch.Generator] = []
-        for loader in self.loaders:
-            sampler = getattr(loader, "sampler", None)
-            batch_sampler = getattr(loader, "batch_sampler", None)
-            for owner in (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
-                generator = getattr(owner, "generator", None)
-                if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-                    found.append(generator)
-        return found
+    def generators(self) -> list[Any]:
+        """The random generators that loaders, samplers and datasets own; their states are part of a checkpoint."""
+        return self.sources.generators()
+
+    def state(self, done: int | None) -> dict[str, Any] | None:
+        """Where the training pass stands after so many batches, for `resume`; None: between two passes."""
+        return self.sources.state(done)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Let the next pass begin there."""
+        self.sources.resume(state)
+
+    def put_back_generators(self, state: dict[str, Any]) -> None:
+        """Put the random generators of the loaders where they were."""
+        self.sources.put_back_generators(state)
+
+
+class _Sized:
+    """A loader's length alone, to ask how many batches several loaders give."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator:
+        return iter(())
 
 
 def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
@@ -299,6 +340,8 @@ def length_of(loader: Any) -> int | float:
         and not hasattr(loader.dataset, "__len__")
     ):
         return INFINITE
+    if _is_combined(loader):  # it knows its own length in a pass only
+        return max(map(length_of, loader.flattened), default=0)
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

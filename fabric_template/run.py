@@ -14,7 +14,6 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from .checkpoint import rng_state, set_rng_state
 from .config import LoopConfig, parse_duration
 from .data import INFINITE, Loaders, make_transfer
 from .errors import Misuse
@@ -24,6 +23,7 @@ from .logs import CSVLogger
 from .metrics import Metrics
 from .optimizers import SchedulerConfig, parse_optimizers
 from .profiling import TimedPass
+from .randomness import rng_state, set_rng_state
 from .saver import Saver
 from .steps import FunctionSteps, Steps, takes_batch_idx
 from .update import AutomaticUpdate, LoopOptimizer, ManualUpdate
@@ -69,9 +69,6 @@ class Run:
         self.stopped_by: int | None = None  # the signal that ended training
         self.validated_at = 0.0
         self.restored: dict[str, Any] | None = None  # our part of the checkpoint, until the first epoch has begun
-        self.epoch_rng: Any = None  # as the epoch's pass was begun
-        self.fetch_rng: Any = None  # as its first batch was fetched
-        self.epoch_generators: list[Tensor] = []
 
         self.train: Loaders | None = None
         self.val: Loaders | None = None
@@ -192,16 +189,21 @@ class Run:
             source = source()
         config = self.config
         overfit = bool(config.overfit_batches) and stage in ("train", "val")
-        return Loaders(source, stage, getattr(config, f"limit_{stage}_batches"), self.fabric, overfit)
+        limit, records = getattr(config, f"limit_{stage}_batches"), self.fn == "fit" and config.enable_checkpointing
+        return Loaders(source, stage, limit, self.fabric, overfit, records)
 
     def set_up_train_data(self) -> None:
-        """Make the training loader when there is none yet or it is due to be made again, and begin a pass over it."""
+        """Make the training loader when there is none yet or it is due to be made again, and begin a pass over it.
+
+        A run that is resumed begins none: `restore_position` does, if the checkpoint is from the middle of one.
+        """
         if self.train is not None and not self._reload_due("train"):
             return
         self.train = self.loaders("train")
         self.loaders_epoch["train"] = self.current_epoch
-        self.start_pass()
-        self.num_batches = self.train.num_batches  # several loaders know it once their pass has begun
+        if self.restored is None:
+            self.start_pass()
+        self.num_batches = self.train.num_batches
         self.val_check_batch = val_check_batch(self.config, self.train.num_batches, self.validates)
         few = self.config.log_every_n_steps > self.train.num_batches and not self.config.fast_dev_run
         if few and self.loggers and any(not isinstance(logger, CSVLogger) for logger in self.loggers):
@@ -212,11 +214,12 @@ class Run:
             )
 
     def start_pass(self) -> None:
-        """Begin a pass over the training batches; the random numbers from before it are what a replay needs."""
-        self.epoch_rng = rng_state()
-        self.epoch_generators = [generator.get_state() for generator in self.train.generators()]
+        """Begin a pass over the training batches, or go on with the one that a checkpoint was in."""
         self.batches = None  # the workers of the pass before go first
-        self.batches = self._timed(self.train.start())
+        self.batches = self._timed(self.train.start(self.batches_done))
+
+    def _timed(self, batches: Any) -> Any:
+        return batches if self.hooks.profiler is None else TimedPass(batches, self.hooks.profiler)
 
     def starts_epoch(self) -> bool:
         """Whether an epoch begins here (False: it goes on from a checkpoint in its middle); counts from its start."""
@@ -230,15 +233,18 @@ class Run:
         """Begin the epoch's pass. The first epoch's was begun with the loader, where Trainer begins it."""
         if self.current_epoch > 0:
             self.start_pass()
-        self.fetch_rng = rng_state()  # hooks may have drawn since the first epoch's was begun
+
+    @property
+    def batches_in_pass(self) -> int | None:
+        """Batches done of the pass that was begun; None between two passes (the first one begins before its epoch)."""
+        if self.between_epochs:
+            return None if self.epochs_done else 0
+        return self.batches_done
 
     def begin_rest_of_pass(self) -> None:
         """Another trainer's checkpoint from the middle of an epoch: a new pass, of as many batches as were left."""
         self.train.set_epoch(self.current_epoch)
-        self.batches = self._timed(self.train.start(self.batches_done))
-
-    def _timed(self, batches: Any) -> Any:
-        return batches if self.hooks.profiler is None else TimedPass(batches, self.hooks.profiler)
+        self.start_pass()
 
     def end_epoch(self) -> None:
         """The epoch is over."""
@@ -261,10 +267,6 @@ class Run:
     def _reload_due(self, stage: str) -> bool:
         every = self.config.reload_dataloaders_every_n_epochs
         return bool(every) and self.current_epoch - self.loaders_epoch[stage] >= every
-
-    def generators(self) -> list[torch.Generator]:
-        """The random generators of all loaders."""
-        return [g for loaders in (self.train, self.val) if loaders is not None for g in loaders.generators()]
 
     # ---- where the run stands
 

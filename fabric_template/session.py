@@ -18,6 +18,7 @@ from .lightning import attach, attach_log, detach_log
 from .locks import VersionLock
 from .logs import CSVLogger
 from .progress import Progress, can_show_bar, is_interactive, summarize
+from .randomness import set_rng_state
 from .record import Record
 from .resume import load_file
 from .signals import ending, requeue
@@ -151,32 +152,30 @@ def stop_for(run: Run, number: int | None) -> None:
 
 
 def restore_position(run: Run) -> None:
-    """Put random numbers, loaders and running sums where the checkpoint left them; called as the first epoch begins.
-
-    In the middle of an epoch the pass is begun again from the random numbers of its beginning, the batches that were
-    trained are taken from it and dropped, and then the random numbers of the checkpoint are set.
-    """
+    """Put random numbers, loaders and running sums where the checkpoint left them; called as the first epoch begins."""
     ours, run.restored = run.restored, None
+    mine = ckpt.of_this_rank(run, ours)
+    if mine["val"] is not None:
+        run.set_up_val_data()
     run.loaders_epoch |= ours["loaders_epoch"]
-    mine, generators = ckpt.of_this_rank(run, ours), run.generators()
-    if run.batches_done:
-        ckpt.set_rng_state(mine["epoch_rng"])
-        for generator, state in zip(run.train.generators(), ours["epoch_generators"], strict=False):
-            generator.set_state(state)
+    loaders = [(run.train, mine["train"]), (run.val, mine["val"])]
+    loaders = [(stage, state) for stage, state in loaders if state is not None]
+    for stage, state in loaders:
+        stage.resume(state)
+    if run.batches_in_pass is not None:
+        if mine["train"] is None:
+            run.warn_once(
+                "resume: the checkpoint does not say which batches of its epoch are done (it is of a run with"
+                " enable_checkpointing=False): the rest of the epoch trains on batches of a new pass"
+            )
         run.train.set_epoch(run.current_epoch)
-        if run.current_epoch == 0:  # persistent workers draw a seed in their first pass only
-            run.train.close()
         run.start_pass()
-        run.fetch_rng = mine["fetch_rng"]
-        ckpt.set_rng_state(run.fetch_rng)
-        for _ in range(run.batches_done):
-            next(run.batches)
         run.history.train.load_state_dict(mine["returned"], run.fabric.device)
     run.metrics.load_state_dict(mine["metrics"], run.fabric.device)
     run.history.returned = dict(ours["returned"])
-    ckpt.set_rng_state(mine["rng"])
-    for generator, state in zip(generators, ours["generators"], strict=False):
-        generator.set_state(state)
+    set_rng_state(mine["rng"])
+    for stage, state in loaders:
+        stage.put_back_generators(state)
 
 
 def _tear_down(run: Run) -> None:

@@ -1,0 +1,344 @@
+"""Position: a run goes on in the middle of a pass with the batches, and the random numbers, of one that never stopped."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from modules import Classifier, make_data
+from runs import Snapshots, assert_same_end, fit, logs_of, tree
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+
+class Counted(Dataset):
+    """Samples with noise from the random numbers named; counts how often each was loaded, across processes."""
+
+    def __init__(self, num=48, noise=()):
+        self.data, self.noise = make_data(num), noise
+        self.loaded = torch.zeros(num, dtype=torch.int64).share_memory_()
+        self.own = {name: GENERATORS[name]() for name in noise if name in GENERATORS}
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        self.loaded[index] += 1
+        x, y = self.data[index]
+        return x + 0.1 * sum(self.draw(name) for name in self.noise), y
+
+    def draw(self, name):
+        if name == "python":
+            return random.gauss(0, 1)
+        if name == "numpy":
+            return np.random.randn()
+        if name == "torch":
+            return torch.randn(()).item()
+        if name == "torch_generator":
+            return torch.rand((), generator=self.own[name]).item()
+        return self.own[name].random() if name != "numpy_state" else self.own[name].rand()
+
+
+LIBRARIES = ("python", "numpy", "torch")
+GENERATORS = {
+    "numpy_generator": lambda: np.random.default_rng(3),
+    "torch_generator": lambda: torch.Generator().manual_seed(3),
+    "python_generator": lambda: random.Random(3),
+    "numpy_state": lambda: np.random.RandomState(3),
+}
+
+
+def loader_of(num=48, noise=(), batch_size=4, shuffle=True, **words):
+    return DataLoader(Counted(num, noise), batch_size=batch_size, shuffle=shuffle, **words)
+
+
+def one_cycle(module):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    scheduler = OneCycleLR(optimizer, 0.2, total_steps=200)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def by_step():
+    return Classifier(one_cycle, on_step=True)
+
+
+class Kept:
+    """Makes loaders, and keeps the last."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __call__(self):
+        self.last = self.make()
+        return self.last
+
+
+def killed(tmp_path, make, where, module=by_step, val=None, **words):
+    """A whole run; runs resumed from what a kill would leave before some of its batches, each as good as the whole one.
+
+    Yields (batch, the loaders of the resumed run) for each.
+    """
+    words = {"max_epochs": 2, "log_every_n_steps": 1, "save_every_n_steps": 1, **words}
+    whole = fit(
+        tmp_path / "whole", module, make, val, callbacks=[Snapshots(tmp_path / "whole", tmp_path / "at")], **words
+    )
+    for batch in where:
+        root, train = tmp_path / "at" / str(batch), Kept(make)
+        resumed = fit(root, module, train, val, seed=99, resume="last", **words)
+        assert_same_end(whole, resumed)
+        assert logs_of(root) == logs_of(tmp_path / "whole"), f"killed before batch {batch}"
+        assert tree(root) == tree(tmp_path / "whole")
+        yield batch, train.last
+
+
+def loaded(loader):
+    return int(loader.dataset.loaded.sum())
+
+
+def test_every_step(tmp_path):
+    """3 epochs of 8 steps of 2 batches each, dropout, 2 workers that draw random numbers, shuffled: every step's kill."""
+    make = lambda: loader_of(32, LIBRARIES, 2, num_workers=2)  # noqa: E731
+    words = {"max_epochs": 3, "accumulate_grad_batches": 2}
+    for batch, loader in killed(tmp_path, make, range(2, 48, 2), **words):
+        assert loaded(loader) == 2 * (48 - batch)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True},
+        {"num_workers": 3, "prefetch_factor": 1, "persistent_workers": True, "generator": 5},
+        {"generator": 5},
+    ],
+    ids=["here", "workers", "persistent", "three", "generator"],
+)
+def test_random_items(tmp_path, words):
+    """What items drew before the kill counts after it, wherever they were drawn; nothing is loaded twice."""
+
+    def make():
+        own = {"generator": torch.Generator().manual_seed(words["generator"])} if "generator" in words else {}
+        return loader_of(noise=(*LIBRARIES, *GENERATORS), **{**words, **own})
+
+    for batch, loader in killed(tmp_path, make, (1, 7, 12, 18)):
+        assert loaded(loader) == 4 * (24 - batch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_that_is_cut_short(tmp_path, workers):
+    """Batches that workers loaded ahead and nobody asked for have drawn random numbers, too."""
+    words = {"num_workers": 2, "persistent_workers": True} if workers else {}
+    make = lambda: loader_of(noise=LIBRARIES, **words)  # noqa: E731
+    for _ in killed(tmp_path, make, (2, 5, 14), limit_train_batches=5, max_epochs=3):
+        pass
+
+
+def seed_by_worker(worker_id):
+    info = torch.utils.data.get_worker_info()
+    info.dataset.own["numpy_generator"] = np.random.default_rng([worker_id, info.seed])
+    random.seed(torch.initial_seed() + 7)
+
+
+class AtOnce(Counted):
+    def __getitems__(self, indices):
+        if not indices:
+            raise ValueError("nothing to load")
+        return [self[index] for index in indices]
+
+
+class Lazily(torch.utils.data.Sampler):
+    """Draws each index when it is asked for, without end."""
+
+    def __init__(self, num):
+        self.num, self.generator = num, torch.Generator().manual_seed(4)
+
+    def __iter__(self):
+        while True:
+            yield int(torch.randint(self.num, (), generator=self.generator))
+
+
+class Finitely(Lazily):
+    """No length, but an end."""
+
+    def __iter__(self):
+        yield from torch.randperm(self.num, generator=self.generator).tolist()
+
+
+def lazily(kind=Lazily, **words):
+    data = Counted(noise=LIBRARIES)
+    return DataLoader(data, batch_size=4, sampler=kind(48), **words)
+
+
+def batches_of_indices(**words):
+    data = Counted(noise=LIBRARIES)
+    return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, True), **words)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: loader_of(
+                noise=("python", "torch", "numpy_generator"), num_workers=2, worker_init_fn=seed_by_worker
+            ),
+            {},
+        ),
+        (lambda: DataLoader(AtOnce(48, LIBRARIES), 4, shuffle=True, num_workers=2), {}),
+        (lambda: loader_of(noise=LIBRARIES, num_workers=1, multiprocessing_context="spawn"), {"max_epochs": 1}),
+        (lambda: lazily(), {"limit_train_batches": 8}),
+        (lambda: lazily(num_workers=2), {"limit_train_batches": 8}),
+        (lambda: lazily(Finitely), {}),
+        (lambda: lazily(Finitely, num_workers=2), {}),
+        (batches_of_indices, {}),
+        (lambda: batches_of_indices(num_workers=2), {}),
+    ],
+    ids=[
+        "worker_init_fn",
+        "getitems",
+        "spawn",
+        "lazily",
+        "lazily+workers",
+        "no_length",
+        "no_length+workers",
+        "batches",
+        "batches+workers",
+    ],
+)
+def test_loaders(tmp_path, make, words):
+    in_pass = words.get("limit_train_batches", 12)
+    where = (1,) if "spawn" in str(tmp_path) else (2, 5, in_pass + 1)
+    for batch, loader in killed(tmp_path, make, where, **words):
+        if loader.num_workers and words:  # what workers load ahead at the end of a pass is thrown away
+            continue
+        assert loaded(loader) == 4 * (in_pass * words.get("max_epochs", 2) - batch)
+
+
+# ---- several loaders
+
+
+class Summed(Classifier):
+    """Trains on whatever the loaders give together."""
+
+    def training_step(self, batch, batch_idx):
+        if isinstance(batch[0], torch.Tensor):
+            return super().training_step(batch, batch_idx)
+        return sum(super(Summed, self).training_step(part, batch_idx) for part in batch if part is not None)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size", "sequential"])
+def test_several_loaders(tmp_path, mode, workers):
+    """The shorter one begins again in the middle of the pass, with random numbers of that moment."""
+    both = []
+
+    def make():
+        both[:] = [loader_of(24, LIBRARIES, num_workers=workers), loader_of(16, LIBRARIES)]
+        return CombinedLoader(both, mode)
+
+    in_pass = {"max_size_cycle": 6, "min_size": 4, "max_size": 6, "sequential": 10}[mode]
+    for batch, _ in killed(tmp_path, make, (1, 5, in_pass, in_pass + 3), lambda: Summed(one_cycle)):
+        left = [index for epoch in range(2) for index in range(in_pass)][batch:]
+        expected = {
+            "max_size_cycle": (len(left), len(left)),
+            "min_size": (len(left), len(left)),
+            "max_size": (len(left), sum(index < 4 for index in left)),
+            "sequential": (sum(index < 6 for index in left), sum(index >= 6 for index in left)),
+        }[mode]
+        got = tuple(loaded(loader) // 4 for loader in both)
+        assert got[1] == expected[1]
+        assert got[0] == expected[0] or workers and mode == "min_size"  # it had loaded ahead
+
+
+# ---- loaders that look after themselves, and those that cannot
+
+
+class Stream(IterableDataset):
+    """Counts what it gives, in batches' rows; can be asked where it is."""
+
+    def __init__(self, num=48, noise=()):
+        self.data = Counted(num, noise)
+        self.loaded = self.data.loaded
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < len(self.data):
+            self.at += 1
+            yield self.data[self.at - 1]
+        self.at = 0
+
+
+class StatefulStream(Stream):
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class OwnState:
+    """A loader of one's own that knows where it is."""
+
+    def __init__(self):
+        self.dataset, self.at, self.order = Counted(), 0, None
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        if self.at in (0, 12):
+            self.at, self.order = 0, torch.randperm(48).tolist()
+        while self.at < 12:
+            self.at += 1
+            items = [self.dataset[i] for i in self.order[4 * self.at - 4 : 4 * self.at]]
+            yield torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+
+    def state_dict(self):
+        return {"at": self.at, "order": self.order}
+
+    def load_state_dict(self, state):
+        self.at, self.order = state["at"], state["order"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: StatefulDataLoader(Counted(), 4, shuffle=True), {}),
+        (lambda: StatefulDataLoader(Counted(), 4, shuffle=True, num_workers=2), {}),
+        (lambda: StatefulDataLoader(Counted(), 4, shuffle=True), {"limit_train_batches": 7}),
+        (lambda: StatefulDataLoader(StatefulStream(), 4), {}),
+        (lambda: StatefulDataLoader(StatefulStream(), 4, num_workers=1), {}),
+        (OwnState, {}),
+    ],
+    ids=["map", "map+workers", "cut_short", "stream", "stream+workers", "own"],
+)
+def test_loaders_with_state(tmp_path, make, words):
+    """They are asked where they are, also one batch behind where the loop looks ahead, and go on by themselves."""
+    in_pass = words.get("limit_train_batches", 12)
+    for batch, loader in killed(tmp_path, make, (1, 5, in_pass, in_pass + 3), **words):
+        again = loaded(loader) - 4 * (in_pass * 2 - batch)
+        assert again == 0 or batch == in_pass and again == 8  # between epochs its workers may load ahead for nothing
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_without_state(tmp_path, workers):
+    """They are asked for everything again, and it is said what that costs."""
+    make = lambda: DataLoader(Stream(noise=LIBRARIES), 4, num_workers=workers)  # noqa: E731
+    runs = killed(tmp_path, make, (5, 12))
+    told = r"DataLoader is asked again for the 5 batches of this epoch .* \(torchdata's StatefulDataLoader\) goes on by itself"
+    with pytest.warns(UserWarning, match=told):
+        batch, loader = next(runs)
+    assert loaded(loader) == 4 * 24
+    batch, loader = next(runs)  # between two epochs: nothing to ask for, and no warning
+    assert loaded(loader) == 4 * 12
+
+
+def test_validation_with_workers_that_stay(tmp_path):
+    """Theirs is a seed drawn once, as they began: a resumed run draws none in the middle of training."""
+    val = lambda: loader_of(16, LIBRARIES, num_workers=2, persistent_workers=True)  # noqa: E731
+    for _ in killed(tmp_path, loader_of, (5, 12, 17), val=val):
+        pass
