@@ -189,8 +189,9 @@ class Run:
             source = source()
         config = self.config
         overfit = bool(config.overfit_batches) and stage in ("train", "val")
-        limit, records = getattr(config, f"limit_{stage}_batches"), self.fn == "fit" and config.enable_checkpointing
-        return Loaders(source, stage, limit, self.fabric, overfit, records)
+        limit = getattr(config, f"limit_{stage}_batches")
+        keeps_position = self.fn == "fit" and (config.enable_checkpointing or self.resume_path is not None)
+        return Loaders(source, stage, limit, self.fabric, overfit, bool(keeps_position))
 
     def set_up_train_data(self) -> None:
         """Make the training loader when there is none yet or it is due to be made again, and begin a pass over it.
