@@ -180,8 +180,9 @@ class Source:
 
     def position(self) -> dict[str, Any]:
         """Where the pass stands now."""
-        position = {"num_workers": self.workers, "began": self.began, "first": self.first, "born": self.born, "is_born": self.is_born,
-                    "taken": self.taken, "earlier": list(self.earlier)}  # fmt: skip
+        names = ("began", "first", "born", "is_born", "taken")
+        position = {name: getattr(self, name) for name in names}
+        position |= {"num_workers": self.workers, "earlier": list(self.earlier)}
         return position | ({"loader": self.loader.state_dict()} if self.is_stateful else {})
 
     def state(self, position: dict[str, Any] | None) -> dict[str, Any] | None:
