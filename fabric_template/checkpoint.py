@@ -63,7 +63,11 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
         if hparams := getattr(owner, "hparams", None):  # under the names by which Lightning's classes read them back
             if hasattr(owner, "_hparams_name"):
                 state[getattr(owner, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name")] = owner._hparams_name
-            state[getattr(owner, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")] = dict(hparams)
+            key, kind = getattr(owner, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters"), type(hparams)
+            is_omegaconf = kind.__module__.startswith("omegaconf.")  # Hydra's configurations keep their kind
+            state[key] = hparams if is_omegaconf else dict(hparams)
+            if is_omegaconf:
+                state[getattr(owner, "CHECKPOINT_HYPER_PARAMS_TYPE", "hparams_type")] = kind
     if callable(state_of_data := getattr(run.datamodule, "state_dict", None)) and (part := state_of_data()):
         state[type(run.datamodule).__qualname__] = part
     if not weights_only:

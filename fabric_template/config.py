@@ -196,7 +196,6 @@ class LoopConfig:
             words |= {f"limit_{stage}_batches": batches for stage in ("train", "val", "test", "predict")}
             words |= {"max_steps": batches, "max_epochs": 1, "num_sanity_val_steps": 0, "val_check_interval": 1.0,
                       "check_val_every_n_epoch": 1, "enable_checkpointing": False}  # fmt: skip
-            words["logger"] = False
         return self.changed(**words)
 
     def changed(self, **words: Any) -> LoopConfig:

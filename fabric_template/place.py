@@ -32,6 +32,10 @@ def make_loggers(config: LoopConfig, loggers: Any, fabric: Fabric) -> tuple[list
     asked = loggers if loggers is not None else config.logger
     if asked is True and fabric.loggers:
         asked = fabric.loggers
+    if config.fast_dev_run and asked:
+        from lightning.pytorch.loggers.logger import DummyLogger
+
+        return [DummyLogger()], False  # code that asks self.logger for its experiment runs, and nothing is written
     if asked is True:
         return [CSVLogger(os.path.join(config.default_root_dir or ".", "logs"), config.name, config.version)], True
     if not asked:

@@ -13,8 +13,10 @@ import pickletools
 import re
 import stat
 import struct
+import sys
 import warnings
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -34,10 +36,22 @@ _CAUSES = {  # the rest is told in the system's own words
 
 
 # What `save_hyperparameters()` commonly puts into Trainer's files beyond plain values. Building these runs no code of
-# the file's choice: a path holds text, a Namespace attributes. All else (omegaconf, numpy, ...) needs `trusted=True`.
+# the file's choice: a path holds text, a Namespace attributes. All else (numpy, ...) needs `trusted=True`.
 _PLAIN_CLASSES = [(argparse.Namespace, "argparse.Namespace")] + [
     (type(Path()), f"pathlib{module}.{flavour}Path") for module in ("", "._local") for flavour in ("Posix", "Windows")
 ]
+
+
+def _omegaconf_classes() -> list:
+    """What a DictConfig of plain values is made of (Hydra's hyperparameters), where omegaconf is in use already."""
+    if "omegaconf" not in sys.modules:
+        return []
+    from omegaconf import DictConfig, ListConfig, base, nodes
+
+    types = [
+        (kind, f"builtins.{kind.__name__}") for kind in (dict, list, int, float, str, bool)
+    ]  # that it notes of keys
+    return [DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, nodes.AnyNode, Any, defaultdict, *types]
 
 
 # torch calls these even with weights_only=True, and each allocates as many bytes as the file likes to say.
@@ -386,7 +400,9 @@ def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
     del data
     file.seek(0)
     # The context would also take away, at its end, what the user had allowed before.
-    mine = [entry for entry in _PLAIN_CLASSES if entry not in torch.serialization.get_safe_globals()]
+    mine = [
+        entry for entry in _PLAIN_CLASSES + _omegaconf_classes() if entry not in torch.serialization.get_safe_globals()
+    ]
     try:
         with torch.serialization.safe_globals(mine), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch warns of here (a newer pickle protocol) ends as our complaint

@@ -78,6 +78,12 @@ class TrainerFace:
             self._run.should_stop = value
 
     @property
+    def gradient_clip_algorithm(self) -> Word | None:
+        """What gradient_clip_val limits."""
+        algorithm = self.config.gradient_clip_algorithm
+        return algorithm and Word(algorithm)
+
+    @property
     def accumulate_grad_batches(self) -> int:
         """Batches per optimizer step; a callback may change it between epochs."""
         return self._run.window if self._run else self.config.accumulate_grad_batches

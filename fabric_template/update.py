@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -316,18 +317,26 @@ class ManualUpdate(AutomaticUpdate):
 class LoopOptimizer:
     """An optimizer as a module sees it: itself, but ``step`` goes through the run's precision, hooks and counter.
 
-    It passes ``isinstance`` checks for the optimizer's own class.
+    It passes ``isinstance`` checks for the optimizer's own class, and for Lightning's class of wrapped optimizers.
     """
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
-        self.optimizer, self._run = optimizer, run
-        self.__class__ = type(f"Loop{type(optimizer).__name__}", (LoopOptimizer, type(optimizer)), {})
+        self._optimizer, self._run = optimizer, run
+        rooms = [sys.modules.get(f"{package}.core.optimizer") for package in ("lightning.pytorch", "pytorch_lightning")]
+        wrappers = [room.LightningOptimizer for room in rooms if room is not None]
+        bases = (LoopOptimizer, type(optimizer), *dict.fromkeys(wrappers))
+        self.__class__ = type(f"Lightning{type(optimizer).__name__}", bases, {})
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer itself."""
+        return self._optimizer
 
     def step(self, closure: Callable | None = None, **arguments: Any) -> Any:
         """Step the optimizer, with a closure or without."""
         if closure is not None and not callable(closure):
             raise MisuseOfType("When `optimizer.step(closure)` is called, the closure should be callable")
-        return self._run.update.step_with(self.optimizer, closure, **arguments)
+        return self._run.update.step_with(self._optimizer, closure, **arguments)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
@@ -341,21 +350,21 @@ class LoopOptimizer:
 
     def state_dict(self) -> dict:
         """The optimizer's own."""
-        return self.optimizer.state_dict()
+        return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
         """The optimizer's own."""
-        self.optimizer.load_state_dict(state)
+        self._optimizer.load_state_dict(state)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own."""
-        self.optimizer.zero_grad(*args, **kwargs)
+        self._optimizer.zero_grad(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
+        return getattr(self.__dict__["_optimizer"], name)
 
     def __repr__(self) -> str:
-        return f"Loop{self.optimizer!r}"
+        return f"Lightning{self._optimizer!r}"
 
 
 def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:

@@ -5,9 +5,11 @@ import warnings
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from modules import Classifier, assert_same_weights, make_loader, run_loop, run_trainer
-from runs import fit, val_loader
+from runs import fit, tree, val_loader
 
 
 def plain_loader():
@@ -136,3 +138,67 @@ def test_last_of_a_model_checkpoint_of_another_process(tmp_path):
 def test_a_checkpoint_that_is_not_there_is_a_file_not_found(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         fit(tmp_path, Scored, plain_loader, max_epochs=1, resume=tmp_path / "none.ckpt")
+
+
+# ---- what a module finds around it
+
+
+@pytest.mark.parametrize("run", [run_trainer, run_loop])
+def test_clipping_that_contradicts_the_configuration(run):
+    """``LightningModule.clip_gradients`` asks the trainer for the algorithm and its ``value``."""
+
+    class Contrary(Classifier):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+            self.clip_gradients(optimizer, gradient_clip_algorithm="foo")
+
+    with pytest.raises(
+        MisconfigurationException, match="gradient_clip_algorithm='norm'.*gradient_clip_algorithm='foo'"
+    ):
+        run(Contrary, plain_loader, max_epochs=1, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+
+
+def test_optimizers_are_lightnings_too():
+    loop, module = run_loop(Classifier, plain_loader, max_epochs=1)
+    optimizer = module.optimizers()
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert isinstance(optimizer, LightningOptimizer)
+    assert optimizer.optimizer is loop.optimizers[0]
+    assert str(optimizer) == f"Lightning{loop.optimizers[0]}"
+
+
+@pytest.mark.parametrize("logger", [True, [], False])
+def test_a_fast_dev_run_has_a_logger_that_writes_nothing(tmp_path, logger):
+    """Code that draws on ``self.logger.experiment`` runs, as under Trainer."""
+
+    class Drawing(Classifier):
+        def on_train_start(self):
+            seen.append(self.logger and type(self.logger).__name__)
+            if self.logger:
+                self.logger.experiment.add_histogram("weights", 1)
+
+    seen = []
+    for run in (run_trainer, run_loop):
+        run(Drawing, plain_loader, fast_dev_run=True, logger=logger, default_root_dir=str(tmp_path))
+    assert seen == (["DummyLogger"] if logger else [None]) * 2
+    assert tree(tmp_path) == []
+
+
+class Configured(Classifier):
+    """Hydra's way: the whole configuration is the hyperparameter."""
+
+    def __init__(self, config):
+        super().__init__(hidden=config.net.hidden)
+        self.save_hyperparameters(config)
+
+
+def test_hyperparameters_of_hydra_go_through_a_checkpoint(tmp_path):
+    """... as under Trainer, their kind included; and the run goes on from its own file."""
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create({"net": {"hidden": 5}, "rates": [0.1, {"x": None}]})
+    fit(tmp_path, lambda: Configured(config), plain_loader, max_epochs=1)
+    path = tmp_path / "checkpoints/run/version_0/last.ckpt"
+    loaded = Configured.load_from_checkpoint(path, weights_only=False)
+    assert isinstance(loaded.hparams, omegaconf.DictConfig)
+    assert loaded.hparams == config
+    loop, _, _ = fit(tmp_path, lambda: Configured(config), plain_loader, max_epochs=2, resume="last")
+    assert loop.current_epoch == 2
