@@ -210,10 +210,12 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     ours = run.restored
     if ours is None:
         _counters_of_trainer(run, checkpoint)
+        run.stepped_before = run.batches_that_stepped - run.batches_done // run.window
         return
     run.epochs_done, run.batches_done = ours["epoch"], ours["batch_idx"]
     run.total_batches, run.batches_that_stepped = ours["total_batches"], ours["batches_that_stepped"]
     run.steps_in_epoch = ours["steps_in_epoch"]
+    run.stepped_before = run.batches_that_stepped - run.batches_done // run.window
     run.between_epochs = run.batches_done == 0
     run.history.rows = [dict(row) for row in ours["history"]]
     run.metrics.callback = dict(of_this_rank(run, ours)["metrics"]["callback"])

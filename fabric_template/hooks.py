@@ -57,6 +57,8 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "on_load_checkpoint": ("checkpoint",),
 }
 
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
 _BY_KEYWORD = ("setup", "teardown")  # Trainer gives these their stage by name
 
 # Lightning's base classes define every hook, empty; a method that comes from one of these is not somebody's own.

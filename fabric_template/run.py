@@ -59,6 +59,7 @@ class Run:
         self.total_batches = 0
         self.batches_that_stepped = 0  # the step that loggers see
         self.steps_in_epoch = 0
+        self.stepped_before = 0  # batches_that_stepped, of the epochs before
         self.is_last_batch = False
         self.between_epochs = True
         self.should_stop = False

@@ -58,6 +58,11 @@ class Saver:
         """The monitor's best value so far."""
         return self.best.get(self.best_model_path)
 
+    @property
+    def saved_step(self) -> int | None:
+        """The optimizer steps in ``last.ckpt``, as this run has written it or gone on from it."""
+        return self._saved_at and self._saved_at[2]
+
     # ---- when
 
     def save_epoch(self, run: Run, score: float | None) -> None:

@@ -12,13 +12,15 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from . import checkpoint as ckpt
 from . import profiling
 from .callbacks import add_callbacks_of
+from .data import TensorLoader
 from .errors import Misuse
-from .hooks import overrides
+from .hooks import TRANSFER_HOOKS, overrides
 from .lightning import attach, attach_log, detach_log
 from .locks import VersionLock
 from .logs import CSVLogger
 from .progress import Progress, can_show_bar, is_interactive, summarize
 from .randomness import set_rng_state
+from .reading import cause_of
 from .record import Record
 from .resume import load_file
 from .signals import ending, requeue
@@ -50,6 +52,8 @@ def session(loop: FabricLoop, run: Run) -> Iterator[None]:
     except BaseException as error:
         loop._status = "interrupted"
         run.metrics.fx = None
+        if run.fn == "fit" and run.total_batches and isinstance(error, Exception):
+            _tell_where(run, error)
         run.hooks.call_callbacks("on_exception", error)
         if (hook := overrides(run.datamodule, "on_exception")) is not None:
             hook(error)
@@ -149,6 +153,42 @@ def stop_for(run: Run, number: int | None) -> None:
     if run.fabric.local_rank > 0 and type(environment).__name__ == "LightningEnvironment":
         raise SystemExit(0)  # Lightning kills the first process, which may still be busy, for the exit code of another
     raise ending(number)
+
+
+def _tell_where(run: Run, error: Exception) -> None:
+    """Save the state if the run stands between two steps, and add to the error where it came and what goes on from where.
+
+    In the middle of a step no exact state is left: dropout has drawn, BatchNorm has counted, a gradient is half summed.
+    Nothing is saved then, and ``last.ckpt`` stays what it was. With several processes, the others cannot be asked.
+    """
+    saver = run.saver
+    if saver is not None and run.fabric.world_size == 1 and _is_between_steps(run):
+        try:
+            saver.write_last(run)
+        except Exception as another:  # a hook of the user's; the first error is the one to be told
+            run.warn_once(f"after {type(error).__name__}, the state could not be saved: {cause_of(another)}")
+    if hasattr(error, "add_note"):  # Python 3.11
+        where = f"in epoch {run.current_epoch}, at batch {run.batches_done}, after step {run.global_step}"
+        what = "nothing was saved before"
+        if saver is not None and saver.saved_step is not None:
+            what = f"resume='last' goes on after step {saver.saved_step}"
+        elif run.resume_path is not None:
+            what = f"resume={str(run.resume_path)!r} goes on from where this run began"
+        error.add_note(f"fabric_template: {where}{'' if saver is None else f'; {what}'}")
+
+
+def _is_between_steps(run: Run) -> bool:
+    """Whether all batches so far are done with, hooks and all, and nothing of the next has left a trace.
+
+    So it is while the next batch is fetched, unless that may have drawn random numbers in this process.
+    """
+    if run.train is None or run.between_epochs:
+        return False
+    quiet = all(isinstance(loader, TensorLoader) or getattr(loader, "num_workers", 0) for loader in run.train.loaders)
+    if not quiet or any(overrides(part, name) for part in (run.owner, run.datamodule) for name in TRANSFER_HOOKS):
+        return False
+    windows, rest = divmod(run.batches_done, run.window)
+    return rest == 0 and run.batches_that_stepped - run.stepped_before == windows
 
 
 def restore_position(run: Run) -> None:

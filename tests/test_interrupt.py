@@ -175,7 +175,7 @@ def test_an_exception_leaves_everything_as_found(tmp_path, where):
         modules[0].net[1].eval()
         return modules[0]
 
-    with pytest.raises(RuntimeError, match="^mine$"):
+    with pytest.raises(RuntimeError, match="^mine"):
         fit(tmp_path, make, train, val_loader, max_epochs=1, num_sanity_val_steps=0)
     assert [part.training for part in modules[0].net] == [True, False, True, True]
     assert modules[0].training
