@@ -46,6 +46,7 @@ class Sources:
         self._resumed: dict[str, Any] | None = None
         self._ahead: Any = None  # positions and random numbers as the batch was fetched that was looked at ahead
         self.note = self._note if records and trains else None
+        self._fetches_here = not any(source.workers for source in self.each)
 
     def begin(self) -> bool:
         """A pass begins; returns whether it is the rest of one that was resumed."""
@@ -54,6 +55,7 @@ class Sources:
         resumed, self._resumed = self._resumed, None
         self._before_ahead = resumed["ahead"] if resumed else None
         self._ahead = None
+        self._drawing = self.generators()
         return resumed is not None
 
     def generators(self) -> list[Any]:
@@ -102,10 +104,10 @@ class Sources:
     def _note(self) -> None:
         """Called before a batch is fetched that is not to be trained yet: a checkpoint before that fetches it again."""
         if self._before_ahead is not None:
-            set_rng_state(self._before_ahead, self.generators())
+            set_rng_state(self._before_ahead, self._drawing)
             self._before_ahead = None
-        here = not any(source.workers for source in self.each)
-        self._ahead = [source.position() for source in self.each], pack_rng_state(self.generators()) if here else None
+        packed = pack_rng_state(self._drawing) if self._fetches_here else None
+        self._ahead = [source.position() for source in self.each], packed
 
 
 class Source:
@@ -113,6 +115,9 @@ class Source:
 
     How depends on the loader. One with ``state_dict`` and ``load_state_dict`` does it itself. A map-style DataLoader
     draws the indices of the batches that are done and loads none of them. Any other is asked for its batches again.
+
+    Nothing is lost by not loading if an item depends on its index and on random numbers: the libraries' own, or those of
+    generators that the dataset or collate_fn holds. Of other traces that loading leaves in a dataset nothing is known.
 
     Args:
         loader: an iterable of batches.

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import CombinedLoader
 from modules import Classifier, make_data
 from runs import Snapshots, assert_same_end, fit, logs_of, tree
@@ -32,6 +33,8 @@ class Counted(Dataset):
     def draw(self, name):
         if name == "python":
             return random.gauss(0, 1)
+        if name == "seed":
+            return torch.initial_seed() % 1000 / 1000
         if name == "numpy":
             return np.random.randn()
         if name == "torch":
@@ -337,8 +340,54 @@ def test_loaders_without_state(tmp_path, workers):
     assert loaded(loader) == 4 * 12
 
 
-def test_validation_with_workers_that_stay(tmp_path):
+@pytest.mark.parametrize("noise", [LIBRARIES, ("seed",)], ids=["libraries", "seed"])
+def test_validation_with_workers_that_stay(tmp_path, noise):
     """Theirs is a seed drawn once, as they began: a resumed run draws none in the middle of training."""
-    val = lambda: loader_of(16, LIBRARIES, num_workers=2, persistent_workers=True)  # noqa: E731
-    for _ in killed(tmp_path, loader_of, (5, 12, 17), val=val):
+    val = lambda: loader_of(16, noise, num_workers=2, persistent_workers=True)  # noqa: E731
+    for _ in killed(tmp_path, loader_of, (5, 12), val=val):
         pass
+
+
+# ---- a run that goes on with other loaders
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (2, 1)])
+def test_another_number_of_workers(tmp_path, before, after):
+    """The batches are the same; it is said that random numbers drawn in loading are not."""
+    workers = [before, after]
+    runs = killed(tmp_path, lambda: loader_of(num_workers=workers.pop(0)), (7,))
+    with pytest.warns(
+        UserWarning, match=f"num_workers={after} was {before} in the run that goes on: the batches are the same"
+    ):
+        _, loader = next(runs)
+    assert loaded(loader) == 4 * (24 - 7)
+
+
+def test_another_number_of_loaders(tmp_path):
+    fit(tmp_path, lambda: Summed(), lambda: [loader_of(), loader_of()], max_epochs=1)
+    with pytest.raises(
+        ValueError, match=r"of a run with 2 loaders, this one has 1: give the same loaders, or use load="
+    ):
+        fit(tmp_path, lambda: Summed(), loader_of, resume="last", max_epochs=2)
+
+
+def test_a_run_that_kept_no_position(tmp_path):
+    """Saved by hand in a run that keeps no checkpoints: the rest of the epoch is of a new pass, and it is said so."""
+
+    class ByHand(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "hand.ckpt")
+
+    words = {"max_epochs": 1, "enable_checkpointing": False, "callbacks": [ByHand()]}
+    fit(tmp_path, train=loader_of, **words)
+    with pytest.warns(UserWarning, match="does not say which batches of its epoch are done"):
+        loop, _, _ = fit(tmp_path, train=loader_of, resume=tmp_path / "hand.ckpt", max_epochs=1)
+    assert (loop.current_epoch, loop.global_step) == (1, 12)
+
+
+def test_the_private_name_that_counts_what_workers_were_sent():
+    iterator = iter(DataLoader(range(8), batch_size=2, num_workers=1, prefetch_factor=2))
+    assert iterator._send_idx == 2
+    next(iterator)
+    assert iterator._send_idx == 3
