@@ -58,12 +58,19 @@ def replace_file(path: str | Path, data: bytes) -> None:
         fsync_folder(Path(path).parent)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, their names safe from a power cut."""
+def make_folder(folder: Path, is_new: bool = False) -> None:
+    """Make a folder and its parents, their names safe from a power cut.
+
+    Raises:
+        FileExistsError: with ``is_new``, if the folder is there already, or somebody else was faster.
+    """
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
-    for new in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another rank was faster
+    for new in reversed(missing or [folder] * is_new):
+        try:
             fs.mkdir(new)
+        except FileExistsError:  # another rank was faster
+            if is_new and new == folder:
+                raise
         fsync_folder(new.parent)
 
 

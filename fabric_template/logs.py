@@ -13,7 +13,7 @@ from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from .disk import replace_file
+from .disk import make_folder, replace_file
 from .tables import Table, read_table, writing
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ class CSVLogger(FabricCSVLogger):
             with writing(os.path.join(self.root_dir, self.name)):
                 number = max(self._get_next_version(), number + 1)
                 with suppress(FileExistsError):  # somebody was faster: the next number, then
-                    os.makedirs(os.path.join(self.root_dir, self.name, f"version_{number}"))
+                    make_folder(Path(self.root_dir, self.name, f"version_{number}"), is_new=True)
                     self._version = number
         with writing(self.log_dir):
-            os.makedirs(self.log_dir, exist_ok=True)
+            make_folder(Path(self.log_dir))
         return self._version
 
     @rank_zero_only

@@ -12,6 +12,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from .config import LoopConfig
+from .disk import make_folder
 from .logs import CSVLogger
 from .storage import AtomicCheckpointIO
 
@@ -108,7 +109,7 @@ def _claim(root: Path, name: str, csv: CSVLogger | None, keeps: bool, fabric: Fa
         number = max(taken, default=-1) + 1
         while True:
             try:
-                (homes[0] / f"version_{number}").mkdir(parents=True)
+                make_folder(homes[0] / f"version_{number}", is_new=True)
                 break
             except FileExistsError:
                 number += 1

@@ -94,7 +94,12 @@ def main():
     parser.add_argument("--inputs", type=int, default=10_000, help="how many files, over all readers")
     parser.add_argument("--seed", type=int, default=None, help="of atheris; drawn and printed if not given")
     parser.add_argument("--reader", choices=SHARES, help="only this one, in this process")
-    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir(), "fuzz-failures"), help="where inputs that fail are kept")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=Path(tempfile.gettempdir(), "fuzz-failures"),
+        help="where inputs that fail are kept",
+    )
     words = parser.parse_args()
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(1, 10**6)
     print(f"seed {seed}", file=sys.stderr)

@@ -11,6 +11,8 @@ import io
 import os
 import signal
 
+import victim  # noqa: F401  says where the package is
+
 from fabric_template import disk
 
 OPERATIONS = (

@@ -89,8 +89,8 @@ def _content(path, root):
         return read_checkpoint(path)
     if path.suffix == ".csv":
         columns, *rows = csv.reader(io.StringIO(path.read_text(), newline=""))
-        keep = [i for i, name in enumerate(columns) if name not in TIMES]
-        return [",".join(row[i] for i in keep) for row in (columns, *rows)]
+        times = [i for i, name in enumerate(columns) if name in TIMES]
+        return [",".join(cell for i, cell in enumerate(row) if i not in times) for row in (columns, *rows)]
     return path.read_text().replace(root, "ROOT") if path.is_file() else None
 
 
