@@ -89,6 +89,8 @@ def _our_state(run: Run) -> dict[str, Any]:
         "format": FORMAT,
         "batch_idx": run.batches_done if not run.between_epochs else 0,
         "epoch": run.epochs_done,
+        "saved_in": run.metrics.fx,  # the hook whose callback saves, with the rest of its batch or epoch still to come
+        "is_last_batch": run.is_last_batch,
         "total_batches": run.total_batches,
         "batches_that_stepped": run.batches_that_stepped,
         "steps_in_epoch": run.steps_in_epoch,
@@ -97,6 +99,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "loaders_epoch": dict(run.loaders_epoch),
         "history": copy.deepcopy(run.history.rows),
         "returned": dict(run.history.returned),
+        "rates": list(run.record.rates),
         "kept": run.saver.state_dict() if run.saver is not None else {},
         "logs": [logger.position() if hasattr(type(logger), "position") else None for logger in run.loggers],
     }
@@ -119,12 +122,16 @@ def loops_state(run: Run) -> dict[str, Any]:
         return {"total": counts(total, names), "current": counts(current, names)}
 
     two, three = ("ready", "completed"), ("ready", "started", "completed")
-    in_epoch = run.batches_done
-    epoch = progress(run.epochs_done, run.epochs_done)
-    if not run.between_epochs:
+    saved_in = run.metrics.fx
+    epoch, batches = progress(run.epochs_done, run.epochs_done), progress(run.total_batches, run.batches_done)
+    validated = run.evaluated if saved_in == "on_validation_end" else 0
+    if not run.between_epochs:  # Trainer counts what it begins, what it has done, and what it has quite finished
         for part in epoch.values():
             part["ready"] += 1
             part["started"] += 1
+            part["processed"] += saved_in == "on_train_epoch_end"
+        for part in batches.values():
+            part["completed"] -= saved_in == "on_train_batch_end"
     steps = run.global_step if run.is_automatic else 0
     manual = 0 if run.is_automatic else run.global_step
     schedulers = sum(getattr(config.scheduler, "last_epoch", 0) or 0 for config in run.schedulers)
@@ -132,7 +139,7 @@ def loops_state(run: Run) -> dict[str, Any]:
         "state_dict": {},
         "epoch_progress": epoch,
         "epoch_loop.state_dict": {"_batches_that_stepped": run.batches_that_stepped},
-        "epoch_loop.batch_progress": progress(run.total_batches, in_epoch) | {"is_last_batch": run.is_last_batch},
+        "epoch_loop.batch_progress": batches | {"is_last_batch": run.is_last_batch},
         "epoch_loop.scheduler_progress": progress(schedulers, 0, two),
         "epoch_loop.automatic_optimization.state_dict": {},
         "epoch_loop.automatic_optimization.optim_progress": {
@@ -141,7 +148,7 @@ def loops_state(run: Run) -> dict[str, Any]:
         "epoch_loop.manual_optimization.state_dict": {},
         "epoch_loop.manual_optimization.optim_step_progress": progress(manual, 0, two),
         "epoch_loop.val_loop.state_dict": {},
-        "epoch_loop.val_loop.batch_progress": progress(0, 0) | {"is_last_batch": False},
+        "epoch_loop.val_loop.batch_progress": progress(validated, validated) | {"is_last_batch": validated > 0},
     }
     evaluation = {"state_dict": {}, "batch_progress": progress(0, 0) | {"is_last_batch": False}}
     return {
@@ -214,10 +221,11 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
         return
     run.epochs_done, run.batches_done = ours["epoch"], ours["batch_idx"]
     run.total_batches, run.batches_that_stepped = ours["total_batches"], ours["batches_that_stepped"]
-    run.steps_in_epoch = ours["steps_in_epoch"]
+    run.steps_in_epoch, run.saved_in = ours["steps_in_epoch"], ours["saved_in"]
+    run.is_last_batch = ours["is_last_batch"]
     run.stepped_before = run.batches_that_stepped - run.batches_done // run.window
     run.between_epochs = run.batches_done == 0
-    run.history.rows = [dict(row) for row in ours["history"]]
+    run.history.rows, run.record.rates = [dict(row) for row in ours["history"]], list(ours["rates"])
     run.metrics.callback = dict(of_this_rank(run, ours)["metrics"]["callback"])
     if run.saver is not None:
         run.saver.load_state_dict(ours["kept"])
@@ -236,6 +244,8 @@ def _counters_of_trainer(run: Run, checkpoint: Mapping[str, Any]) -> None:
     run.between_epochs = run.batches_done == 0
     run.total_batches = batches.get("total", {}).get("ready", 0)
     run.batches_that_stepped = fit.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", run.global_step)
+    if started_and_open and not run.accumulates:  # it counts a step after the hooks that save
+        run.batches_that_stepped += 1
 
 
 def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:

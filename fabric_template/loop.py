@@ -23,7 +23,7 @@ from .prepare import prepare
 from .profiling import make_profiler
 from .progress import is_interactive
 from .run import Run
-from .session import restore_position, session, start_fit, stop_for
+from .session import finish_batch, restore_position, session, start_fit, stop_for
 from .signals import Signals, is_launched
 from .trainer import TrainerFace
 from .update import step_scheduler
@@ -189,6 +189,7 @@ class FabricLoop(Parts, TrainerFace):
         starts, ends = hooks.heard("on_train_batch_start"), hooks.heard("on_train_batch_end")
         if run.restored is not None:
             restore_position(run)
+            finish_batch(run, self._validate)
         elif not run.between_epochs:
             run.begin_rest_of_pass()
         if run.starts_epoch():
@@ -267,7 +268,9 @@ class FabricLoop(Parts, TrainerFace):
         """Hooks, metrics, schedulers that follow them, the row, the checkpoint."""
         run.metrics.batches_end()
         run.history.end_train(run.total_batches - 1, run.all_reduce)
-        run.hooks.call_epoch_end("on_train_epoch_end")
+        if run.saved_in != "on_train_epoch_end":  # resumed from a file that a callback saved there: they were called
+            run.hooks.call_epoch_end("on_train_epoch_end")
+        run.saved_in = None
         run.metrics.merge()
         if run.is_last_of_epoch:
             for scheduler in run.due_schedulers("epoch", plateau=True):

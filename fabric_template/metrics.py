@@ -54,6 +54,7 @@ class Metrics:
         self.enabled = True  # False: barebones
         self.has_logger = True
         self._last_fx: str | None = None
+        self._paused: tuple | None = None  # where training stood, while it is validated
         self._in_batches: bool | None = None  # None: outside of the batches; True: in the first one; False: after it
         self.callback: dict[str, Tensor] = {}
         self.logged: dict[str, Tensor] = {}
@@ -210,11 +211,13 @@ class Metrics:
     def pause(self) -> tuple:
         """Validation runs inside the training epoch: keep where its batches stood."""
         self.merge()
-        return self.active, self._in_batches, self._last_fx
+        self._paused = self.active, self._in_batches, self._last_fx
+        return self._paused
 
     def resume(self, kept: tuple) -> None:
         """Go on after `pause`."""
         self.active, self._in_batches, self._last_fx = kept
+        self._paused = None
 
     def to_cpu(self) -> None:
         """Move what stays readable after the run off the device."""
@@ -242,7 +245,8 @@ class Metrics:
         ]  # fmt: skip
         # torchmetrics leaves its sums out of state_dict, and has no public name for the count
         objects = {name: [dict(part.metric_state), part._update_count] for name, part in self._objects.items()}
-        place = {"objects": objects, "in_batches": self._in_batches, "last_fx": self._last_fx}
+        _, in_batches, last_fx = self._paused or (None, self._in_batches, self._last_fx)
+        place = {"objects": objects, "in_batches": in_batches, "last_fx": last_fx}
         return {"train": entries, "callback": dict(self.callback), "row": dict(self.row), **place}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:

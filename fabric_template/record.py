@@ -27,7 +27,7 @@ class Record:
         self.by_row = [logger for logger in run.loggers if hasattr(type(logger), "log_epoch")]
         self.by_value = [logger for logger in run.loggers if logger not in self.by_row]
         self.began = time.monotonic()
-        self._rates: list[float] = []
+        self.rates: list[float] = []
         self.complaint: str | None = None  # what could not be written to the end
 
     def hyperparameters(self) -> None:
@@ -78,7 +78,7 @@ class Record:
 
     def note_rates(self) -> None:
         """The learning rates of the step just taken, before a scheduler of the epoch changes them."""
-        self._rates = self.run.learning_rates()
+        self.rates = self.run.learning_rates()
 
     def epoch(self, metrics: Mapping[str, Any]) -> None:
         """The epoch is over: Trainer's values for the others, one whole row for the CSV and the history."""
@@ -87,9 +87,9 @@ class Record:
         self.values(metrics, by_row=False)
         run.batches_that_stepped += 1
         seconds, self.began = time.monotonic() - self.began, time.monotonic()
-        rates = self._rates or run.learning_rates()
+        rates = self.rates or run.learning_rates()
         row = run.history.add(run.current_epoch, run.global_step, run.metrics.take_row(), rates, seconds)
-        self._rates = []
+        self.rates = []
         for logger in self.by_row:
             self._try(logger.log_epoch, row)
 

@@ -69,6 +69,7 @@ class Run:
         self.checkpoint: dict[str, Any] | None = None  # until it is restored
         self.stopped_by: int | None = None  # the signal that ended training
         self.validated_at = 0.0
+        self.saved_in: str | None = None  # the hook in which a callback saved the checkpoint that is resumed
         self.restored: dict[str, Any] | None = None  # our part of the checkpoint, until the first epoch has begun
 
         self.train: Loaders | None = None
@@ -229,6 +230,7 @@ class Run:
             return False
         self.between_epochs, self.is_last_batch = False, False
         self.batches_done = self.steps_in_epoch = self.evaluated_in_all = 0
+        self.stepped_before = self.batches_that_stepped
         return True
 
     def begin_pass(self) -> None:

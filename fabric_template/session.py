@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from .record import Record
 from .resume import load_file
 from .signals import ending, requeue
 from .steps import Modes
+from .update import step_scheduler
 
 if TYPE_CHECKING:
     from .loop import FabricLoop
@@ -216,6 +217,24 @@ def restore_position(run: Run) -> None:
     set_rng_state(mine["rng"])
     for stage, state in loaders:
         stage.put_back_generators(state)
+
+
+def finish_batch(run: Run, validate: Callable[[Run], None]) -> None:
+    """What was left of the batch when a callback saved the checkpoint, as it stands in the loop after that hook."""
+    if run.saved_in is None or run.saved_in == "on_train_epoch_end":
+        return
+    if run.saved_in != "on_validation_end":
+        if run.metrics.enabled and run.metrics.train.any_on_step and not run.accumulates:
+            run.record.step()
+        if run.validation_epoch and run.validation_due():
+            validate(run)
+    if not run.accumulates:
+        for scheduler in run.due_schedulers("step", plateau=True):
+            step_scheduler(run, scheduler)
+        run.batches_that_stepped += 1
+        run.stepped_before += 1  # was counted without this batch
+    if run.steps_done or (run.should_stop and run.may_stop):
+        run.batches.close()  # there is no next one
 
 
 def _tear_down(run: Run) -> None:

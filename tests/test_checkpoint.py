@@ -153,17 +153,37 @@ def test_there_and_back_again(tmp_path):
     assert same(dict(whole.state_dict()), dict(module.state_dict()))
 
 
-@pytest.mark.parametrize("layout", ["state_dict", "model", "bare", "module."])
+def _save_plainly(layout, weights, path):
+    """Write the weights as others do."""
+    if layout == "fabric.save":
+        fabric = Fabric(accelerator="cpu")
+        net = nn.Linear(8, 3)
+        net.load_state_dict(weights)
+        net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+        fabric.save(path, {"model": net, "optimizer": optimizer, "step": 7})
+    elif layout == "safetensors":
+        from safetensors.torch import save_file
+
+        save_file(weights, path)
+    elif "_orig_mod." in layout:  # torch.compile's, and DDP around it
+        torch.save({"state_dict": {f"{layout}{key}": value for key, value in weights.items()}}, path)
+    else:
+        content = {"state_dict": {"state_dict": weights}, "model": {"model": weights}, "bare": weights,
+                   "module.": {f"module.{key}": value for key, value in weights.items()}}  # fmt: skip
+        torch.save(content[layout], path)
+
+
+LAYOUTS = ["state_dict", "model", "bare", "module.", "fabric.save", "safetensors", "_orig_mod.", "module._orig_mod."]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_load_reads_plain_files(tmp_path, layout):
     net = nn.Linear(8, 3)
     weights = {key: torch.full_like(value, 0.5) for key, value in net.state_dict().items()}
-    content = {
-        "state_dict": {"state_dict": weights}, "model": {"model": weights}, "bare": weights,
-        "module.": {f"module.{key}": value for key, value in weights.items()},
-    }[layout]  # fmt: skip
-    torch.save(content, tmp_path / "w.pt")
+    path = tmp_path / ("w.safetensors" if layout == "safetensors" else "w.pt")
+    _save_plainly(layout, weights, path)
     loop = FabricLoop(**loud(max_epochs=0, logger=False, enable_checkpointing=False))
-    loop.fit(net, make_loader(), load=tmp_path / "w.pt", optimizer=torch.optim.SGD(net.parameters(), 0.1),
+    loop.fit(net, make_loader(), load=path, optimizer=torch.optim.SGD(net.parameters(), 0.1),
              training_step=lambda net, batch: net(batch[0]).sum())  # fmt: skip
     assert same(dict(net.state_dict()), weights)
 

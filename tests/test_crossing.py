@@ -1,0 +1,268 @@
+"""Checkpoints cross over: from FabricLoop to lightning.Trainer and back, at an epoch's end and in its middle."""
+
+import csv
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from both import LOOPS
+from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+from lightning.pytorch import callbacks as cb
+from lightning.pytorch.plugins.precision import MixedPrecision
+from modules import Classifier, make_loader, quiet
+from runs import logs_of, same, val_loader
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from fabric_template import FabricLoop
+
+WORD = {"trainer": "ckpt_path", "loop": "resume"}
+CKPT = {"enable_checkpointing": True}
+
+
+def in_order():
+    """Nothing is drawn while training: what goes on is the same wherever it goes on."""
+    return make_loader(shuffle=False)
+
+
+def by_step(module):
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 3, 0.8), "interval": "step"}}
+
+
+def by_epoch(module):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return [optimizer], [StepLR(optimizer, 1, 0.7)]
+
+
+def plateau(module):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+    return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
+
+
+class Two(Classifier):
+    """Two optimizers by manual optimization, a scheduler by the step for one of them."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        first, second = self.optimizers()
+        for optimizer in (first, second) if batch_idx % 2 else (first,):
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        if batch_idx % 2:
+            second.step()
+            self.lr_schedulers().step()
+        self.log("train_loss", loss)
+
+    def configure_optimizers(self):
+        first = torch.optim.Adam(self.net[0].parameters(), lr=0.02)
+        second = torch.optim.SGD(self.net[3].parameters(), lr=0.1, momentum=0.9)
+        return [first, second], [StepLR(second, 2, 0.8)]
+
+
+def scaled(kind):
+    """16-mixed where there is no GPU: a scaler that grows every third step, so that its state matters."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    return {"plugins": (MixedPrecision if kind == "trainer" else FabricMixedPrecision)("16-mixed", "cpu", scaler)}
+
+
+def automatic(optimizers):
+    return lambda: Classifier(optimizers, dropout=0.0)
+
+
+CASES = {
+    "step_scheduler": (automatic(by_step), {}),
+    "epoch_scheduler": (automatic(by_epoch), {}),
+    "plateau": (automatic(plateau), {}),
+    "accumulate": (automatic(by_step), {"accumulate_grad_batches": 3}),
+    "two_optimizers": (Two, {}),
+    "scaler": (automatic(by_step), {"scaler": True}),
+    "no_validation": (automatic(by_epoch), {"limit_val_batches": 0}),
+}
+
+
+class Watch(pl.Callback):
+    """Where training stands at each batch, and with which rate."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers]
+        self.seen.append((trainer.current_epoch, trainer.global_step, batch_idx, rates))
+
+
+def run(kind, root, case, make_saver=None, path=None, stops="train", **words):
+    """One of the two, from the beginning or from a file; returns (trainer, module, callbacks).
+
+    `stops`: whether EarlyStopping looks at the end of the training epoch ("train") or of the validation ("val").
+    """
+    make_module, more = CASES[case]
+    words = {"max_epochs": 4, **more, **words}
+    if words.pop("scaler", False):
+        words |= scaled(kind)
+    root.mkdir(parents=True, exist_ok=True)
+    callbacks = [Watch()]
+    if "limit_val_batches" not in words:
+        look = {"check_on_train_epoch_end": stops == "train"}
+        callbacks.append(cb.EarlyStopping("val_loss", patience=2, min_delta=-1.0, **look))
+    if make_saver:
+        callbacks.append(make_saver(root))
+    pl.seed_everything(1, verbose=False)
+    module = make_module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = {"default_root_dir": str(root), "callbacks": callbacks, **words}
+        if make_saver:
+            given |= CKPT
+        trainer = LOOPS[kind](**quiet(**given))
+        trainer.fit(module, in_order(), val_loader(), **({WORD[kind]: path} if path else {}))
+    return trainer, module, callbacks
+
+
+def end(trainer, module, callbacks):
+    """All that a run ends with and that does not depend on who ran it."""
+    scaler = trainer.scaler if isinstance(trainer, FabricLoop) else getattr(trainer.precision_plugin, "scaler", None)
+    states = {type(callback).__name__: callback.state_dict() for callback in callbacks[1:2]}
+    return {
+        "weights": dict(module.state_dict()),
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "scaler": scaler and scaler.state_dict(),
+        "stands at": (trainer.current_epoch, trainer.global_step),
+        "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
+        "stopping": states.get("EarlyStopping"),
+    }
+
+
+def assert_same_end(one, other):
+    first, second = end(*one), end(*other)
+    different = [key for key in first if not same(plain_dict(first[key]), plain_dict(second[key]))]
+    assert not different, {key: (first[key], second[key]) for key in different}
+
+
+def plain_dict(value):
+    """Schedulers' states have plateaus' partial functions and the like: what compares, compared."""
+    if isinstance(value, dict):
+        return {key: plain_dict(part) for key, part in value.items() if not callable(part)}
+    return [plain_dict(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+SAVERS = {
+    "train_epoch_end": lambda root: cb.ModelCheckpoint(root, filename="file", save_on_train_epoch_end=True),
+    "validation_end": lambda root: cb.ModelCheckpoint(root, filename="file", save_on_train_epoch_end=False),
+}
+
+
+@pytest.mark.parametrize("where", SAVERS)
+@pytest.mark.parametrize("case", CASES)
+def test_at_the_end_of_an_epoch(tmp_path, case, where):
+    """2 + 2 epochs by any two of them are Trainer's 4, bit for bit: weights, optimizers, schedulers, scaler, callbacks.
+
+    But for a scheduler that follows a metric: its step comes after these hooks, and Trainer, which does not keep the
+    metric, leaves it out when it goes on. So do we with its files; with our own it is made up for.
+    """
+    if case == "no_validation" and where == "validation_end":
+        pytest.skip("nothing is validated")
+    stops = {"stops": "val" if where == "validation_end" else "train"}
+    crossed = {}
+    for first in LOOPS:
+        saving = run(first, tmp_path / first, case, SAVERS[where], max_epochs=2, **stops)[2][-1]
+        for second in LOOPS:
+            root = tmp_path / f"{first}_{second}"
+            crossed[first, second] = run(second, root, case, path=saving.best_model_path, **stops)
+    whole = run("trainer", tmp_path / "whole", case, **stops)
+    for pair, found in crossed.items():
+        loses_a_step = case == "plateau" and "trainer" in pair
+        expected = crossed["trainer", "trainer"] if loses_a_step else whole
+        assert found[2][0].seen == expected[2][0].seen[-20:], pair
+        assert_same_end(expected, found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_written_without_a_callback(tmp_path, case):
+    """The loop's last.ckpt, and save_checkpoint of a Trainer whose fit is over."""
+    whole = run("trainer", tmp_path / "whole", case)
+    trainer, *_ = run("trainer", tmp_path / "trainer", case, max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "trainer.ckpt")
+    loop, *_ = run("loop", tmp_path / "loop", case, max_epochs=2, **CKPT)
+    last = loop.checkpoint_path("last")
+    for second, path in (("trainer", last), ("loop", tmp_path / "trainer.ckpt"), ("loop", last)):
+        crossed = run(second, tmp_path / "crossed" / second / path.stem, case, path=path)
+        assert crossed[2][0].seen == whole[2][0].seen[20:], (second, path)
+        assert_same_end(whole, crossed)
+
+
+EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
+
+
+@pytest.mark.parametrize("step", [4, 9, 10, 12])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "accumulate"])
+def test_in_the_middle_of_an_epoch(tmp_path, case, step):
+    """Epoch, step, learning rate and callbacks go on where they were, whoever saved and whoever goes on.
+
+    Trainer begins the loader anew, takes as many batches as were left, and leaves out what it would have done after the
+    last of them. Ours does so with Trainer's file (but steps a scheduler that follows a metric); with its own it goes on
+    with the very batches that were left, as if it had never stopped.
+    """
+    words = {"stops": "val", "max_epochs": 4}
+    for kind in LOOPS:
+        run(kind, tmp_path / kind, case, lambda root: cb.ModelCheckpoint(root, **EVERY_STEP), stops="val", max_epochs=2)
+    ends = {}
+    for first in LOOPS:
+        for second in LOOPS:
+            path = tmp_path / first / f"step={step}.ckpt"
+            ends[first, second] = run(second, tmp_path / f"{first}_{second}", case, path=path, **words)
+    expected = ends["trainer", "trainer"]
+    places = [place[:3] for place in expected[2][0].seen]
+    for pair in (("trainer", "loop"), ("loop", "trainer")):
+        assert [place[:3] for place in ends[pair][2][0].seen] == places, pair
+        if case != "plateau":
+            assert ends[pair][2][0].seen == expected[2][0].seen, pair
+            assert_same_end(expected, ends[pair])
+    whole = run("trainer", tmp_path / "whole", case, **words)
+    assert ends["loop", "loop"][2][0].seen == whole[2][0].seen[-len(places) :]
+    assert_same_end(whole, ends["loop", "loop"])
+
+
+@pytest.mark.parametrize("when", ["steps", "validations", "epochs"])
+def test_our_own_goes_on_exactly_from_a_callbacks_file(tmp_path, when):
+    """What was left of the batch, of the validation or of the epoch when a callback saved is made up for: the same CSV."""
+    words = {"val_check_interval": 0.5, "log_every_n_steps": 1, "max_epochs": 2, "logger": None}
+
+    class Forked(Classifier):
+        def __init__(self):
+            super().__init__(plateau, on_step=True)  # with dropout: the random numbers go on, too
+
+    def go(root, path=None, save=None):
+        pl.seed_everything(1, verbose=False)
+        module = Forked()
+        loop = FabricLoop(
+            **quiet(default_root_dir=str(root), callbacks=save or [], **{**words, **(CKPT if save else {})})
+        )
+        loop.fit(module, make_loader(), val_loader(), resume=path)
+        rows, steps = logs_of(root)
+        found = csv.DictReader((steps or "").splitlines())
+        return module, rows, [{name: cell for name, cell in row.items() if cell} for row in found]
+
+    saver = {
+        "steps": {**EVERY_STEP, "filename": "{step}"},
+        "validations": {"monitor": "val_loss", "save_top_k": -1, "save_on_train_epoch_end": False},
+        "epochs": {"save_top_k": -1, "save_on_train_epoch_end": True},
+    }[when]
+    whole, rows, steps = go(tmp_path / "whole", save=[cb.ModelCheckpoint(tmp_path / "kept", **saver)])
+    files = sorted((tmp_path / "kept").glob("*.ckpt"))
+    assert len(files) == {"steps": 20, "validations": 4, "epochs": 2}[when]
+    for path in files[:: 3 if when == "steps" else 1]:
+        module, *found = go(tmp_path / path.stem, path)
+        assert same(dict(module.state_dict()), dict(whole.state_dict())), path
+        assert found[0] == rows, path
+        assert found[1] == steps[len(steps) - len(found[1]) :], path
