@@ -10,13 +10,8 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-
-# DataLoader cannot change its sampler; Lightning's own way to make it again with another one, subclasses included, has
-# no public name. tests/test_data.py fails clearly if it goes.
-from lightning.fabric.utilities.data import _update_dataloader
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 INFINITE = float("inf")
 
@@ -59,10 +54,12 @@ class TensorLoader:
         other.tensors = tuple(tensor.to(device) for tensor in self.tensors)
         return other
 
-    def distribute(self, world_size: int, rank: int, shuffle: bool) -> None:
-        """Give this process its share of the samples."""
-        indices = range(len(self.tensors[0]))
-        self._sampler = DistributedSampler(indices, world_size, rank, shuffle=shuffle, seed=_global_seed())
+    def distribute(self, world_size: int, rank: int, shuffle: bool, repeat: bool = True) -> None:
+        """Give this process its share of the samples; all shares are equally long, or (``repeat=False``) none comes twice."""
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        self._sampler = DistributedSampler(range(len(self.tensors[0])), world_size, rank, shuffle=shuffle, seed=seed)
+        if not (repeat or self.drop_last):
+            without_repeats(self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle for this epoch, the same on all ranks."""
@@ -74,8 +71,11 @@ class TensorLoader:
         return len(self.tensors[0]) if self._sampler is None else len(self._sampler)
 
     def __len__(self) -> int:
-        whole, rest = divmod(self._num_samples, self.batch_size)
-        return whole + bool(rest and not self.drop_last)
+        return self._num_samples // self.batch_size if self.drop_last else len(self._cuts())
+
+    def _cuts(self) -> list[slice]:
+        most = self._num_samples if self._sampler is None else longest_share(self._sampler)
+        return cuts(self._num_samples, self.batch_size, most)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         order = None
@@ -89,9 +89,37 @@ class TensorLoader:
         tensors = self.tensors
         if order is not None:
             order = order.to(tensors[0].device)
-        for index in range(len(self)):
-            cut = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        for cut in self._cuts()[: len(self)]:
             yield tuple(tensor[cut] if order is None else tensor[order[cut]] for tensor in tensors)
+
+
+def without_repeats(sampler: DistributedSampler) -> DistributedSampler:
+    """Each sample once: the ranks' parts may differ by one sample. Fewer samples than ranks are repeated all the same."""
+    total = len(sampler.dataset)
+    if total >= sampler.num_replicas:
+        sampler.num_samples, sampler.total_size = len(range(sampler.rank, total, sampler.num_replicas)), total
+    return sampler
+
+
+def longest_share(sampler: DistributedSampler) -> int:
+    """Samples of the rank that has the most."""
+    return -(-sampler.total_size // sampler.num_replicas)
+
+
+def cuts(samples: int, batch_size: int, most: int) -> list[slice]:
+    """Where to cut batches, the last one shorter; as many batches as a rank has that has ``most`` samples.
+
+    Where that one has a batch of a single sample more, the last batch here is split: a step that talks to the other ranks
+    would wait for ever.
+
+    Example:
+        >>> cuts(4, 2, most=5)
+        [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
+    """
+    starts = list(range(0, samples, batch_size))
+    if batch_size > 1 and len(starts) < -(-most // batch_size):
+        starts.append(samples - 1)
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], samples], strict=True)]
 
 
 class Pass:
@@ -156,46 +184,43 @@ class Pass:
 
 
 class Loaders:
-    """The loaders of one stage: made ready for the strategy, counted and limited.
+    """The loaders of one stage: made ready, counted and limited.
 
     Args:
         source: what fit was given, or what the datamodule or module returned: an iterable of batches; for training also
-            a list or dict of them (the shorter start again) or Lightning's CombinedLoader; for evaluation a list of
-            them, one after another.
+            a list or dict of them (the shorter start again) or Lightning's CombinedLoader; for evaluation a list or
+            dict of them, one after another.
         stage: "train", "val", "test" or "predict".
         limit: batches (int) or a fraction of them (float) of each.
-        fabric: the ranks to share the samples.
-        overfit: take the same first batches each time, unshuffled.
+        ready: makes each loader what this rank is to use.
+        origin: where the source comes from, for errors.
         records: whether checkpoints hold where a pass stands.
     """
 
     def __init__(
-        self, source: Any, stage: str, limit: int | float, fabric: Fabric, overfit: bool = False, records: bool = False
-    ) -> None:
+        self, source: Any, stage: str, limit: int | float, ready: Callable[[Any], Any] | None = None,
+        origin: str = "given", records: bool = False,
+    ) -> None:  # fmt: skip
         from .position import Sources  # here, so that TensorLoader can be copied without it
 
         self.source, self.stage = source, stage
         self.combined: Any = None  # Lightning's CombinedLoader, where several loaders give one batch
-        training = stage == "train"
+        found = loaders_in(source)
+        for loader in found:
+            check_iterable(loader, origin)
+        self.loaders = found if ready is None else [ready(loader) for loader in found]
+        self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
         if _is_combined(source):
-            self.combined, self.loaders = source, list(source.flattened)
-        elif training and (isinstance(source, Mapping) or isinstance(source, list | tuple) and _holds_loaders(source)):
+            if stage == "train" or source._mode != "sequential":
+                self.combined = source
+            source.flattened = self.loaders
+        elif stage == "train" and found != [source]:
             from lightning.pytorch.utilities import CombinedLoader
 
             self.combined = CombinedLoader(source, "max_size_cycle")
-            self.loaders = list(self.combined.flattened)
-        elif isinstance(source, Mapping):
-            self.loaders = list(source.values())
-        else:
-            self.loaders = list(source) if isinstance(source, list | tuple) and _holds_loaders(source) else [source]
-        if self.combined is not None and not training and self.combined._mode == "sequential":
-            self.combined = None
-        for loader in self.loaders:
-            _check_iterable(loader, stage)
-        self.loaders = [_ready(loader, fabric, training, overfit) for loader in self.loaders]
-        self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
+            self.combined.flattened = self.loaders
         cheap = [isinstance(loader, TensorLoader | Sequence) for loader in self.loaders]
-        self.sources = Sources(self.loaders, cheap, self.combined is not None, training, records)
+        self.sources = Sources(self.loaders, cheap, self.combined is not None, stage == "train", records)
         if self.combined is not None:
             self.combined.limits = self.limits
             self._combine([_Sized(loader) for loader in self.loaders])
@@ -216,12 +241,35 @@ class Loaders:
         except (TypeError, NotImplementedError):
             return INFINITE
 
+    def check_mode(self) -> None:
+        """Train on loaders together, predict from one after another.
+
+        Raises:
+            Misuse: for a CombinedLoader of another mode.
+        """
+        if self.combined is None or (self.combined._mode == "sequential") == (self.stage == "predict"):
+            return
+        from .errors import Misuse
+
+        if self.stage == "train":
+            raise Misuse(
+                '`FitLoop` does not support the `CombinedLoader(mode="sequential")` mode: expected "max_size_cycle",'
+                ' "min_size" or "max_size"'
+            )
+        if self.stage == "predict":
+            raise Misuse('`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.')
+
     @property
     def as_given(self) -> Any:
         """The loaders in the shape in which they came."""
-        if self.combined is not None:
-            return self.combined.iterables
-        return self.loaders[0] if not isinstance(self.source, list | tuple) or len(self.loaders) == 1 else self.loaders
+        ready = iter(self.loaders)
+
+        def fill(part: Any) -> Any:
+            if isinstance(part, Mapping) and _is_loader(part):
+                return {name: fill(value) for name, value in part.items()}
+            return [fill(item) for item in part] if _holds_loaders(part) else next(ready)
+
+        return self.source.iterables if _is_combined(self.source) else fill(self.source)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell every sampler the epoch, so that it shuffles anew and alike on all ranks."""
@@ -246,8 +294,10 @@ class Loaders:
     def start_evaluation(self, most: int | float = INFINITE) -> Iterator[tuple[Any, int, int, bool]]:
         """Begin an evaluation pass of (batch, batch_idx, dataloader_idx, is_last), at most so many batches of each."""
         if self.combined is not None:
+            self.combined.limits = [min(limit, most) for limit in self.limits]
             self._combine(self.sources.each)
-            return ((batch, idx, 0, False) for batch, idx, _ in iter(self.combined.__next__, None) if idx < most)
+            batches = iter(self.combined.__next__, None)
+            return ((batch, idx, 0, False) for batch, idx, _ in Pass(batches, self.num_batches))
         limits = [min(limit, most) for limit in self.limits]
         first = iter(self.sources.each[0]) if self.loaders else iter(())  # drawn here, as Trainer does
         return self._sequence(first, limits)
@@ -319,17 +369,24 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
     if length == INFINITE:
         if limit == 1.0:
             return length
-        raise Misuse(
-            f"limit_{stage}_batches={limit}: the {stage} loader ({type(loader).__name__}) has no length, so there is no"
-            f" fraction of it; expected 1.0 or an int, write limit_{stage}_batches=100"
-        )
+        raise Misuse(no_fraction(loader, limit, stage))
     batches = int(length * limit)
     if batches == 0 and limit > 0:
         raise Misuse(
-            f"limit_{stage}_batches={limit}: {limit} * {length} batches < 1; expected at least {1 / length:.4g},"
-            f" or an int: write limit_{stage}_batches=1"
+            f"You requested to check {limit} of the `{stage}_dataloader` but {limit} * {length} < 1. Please increase the"
+            f" `limit_{stage}_batches` argument. Try at least `limit_{stage}_batches={1.0 / length}`, or a number of"
+            f" batches: limit_{stage}_batches=1"
         )
     return batches
+
+
+def no_fraction(loader: Any, limit: float, stage: str) -> str:
+    """What is wrong with a fraction of a loader without length; Trainer's reason, and what to write."""
+    return (
+        f"limit_{stage}_batches={limit}: the {stage} loader ({type(loader).__name__}) has no length, so there is no fraction"
+        f" of it. When using an `IterableDataset`, `Trainer(limit_{stage}_batches)` must be `1.0` or an int: write"
+        f" limit_{stage}_batches=100"
+    )
 
 
 def length_of(loader: Any) -> int | float:
@@ -390,38 +447,42 @@ def make_transfer(fabric: Fabric, convert: Callable | None, hooks: list[Callable
     return None if needless else transfer
 
 
-def _ready(loader: Any, fabric: Fabric, training: bool, overfit: bool) -> Any:
-    """The loader with its samples shared among the ranks; unshuffled when overfitting."""
-    if isinstance(loader, DataLoader):
-        can_sample = not isinstance(loader.dataset, IterableDataset)
-        if overfit and can_sample and not isinstance(loader.sampler, SequentialSampler):
-            loader = _update_dataloader(loader, SequentialSampler(loader.dataset))
-        if fabric.world_size > 1 and can_sample:
-            loader = _share(loader, fabric, shuffle=not overfit and (training or _is_shuffled(loader)))
-    elif isinstance(loader, TensorLoader) and fabric.world_size > 1:
-        loader.distribute(fabric.world_size, fabric.global_rank, shuffle=loader.shuffle and not overfit)
-    if isinstance(loader, DataLoader) and loader.worker_init_fn is None and os.environ.get("PL_SEED_WORKERS") == "1":
-        # what seed_everything(workers=True) asks for; setup_dataloaders sets it on the loader itself
-        fabric.setup_dataloaders(loader, use_distributed_sampler=False, move_to_device=False)
-    return loader
+def loaders_in(source: Any) -> list[Any]:
+    """The loaders in a source, one after another: lists and dicts of loaders are opened, lists of batches are loaders.
+
+    Example:
+        >>> one, other = range(3), TensorLoader(torch.zeros(2))
+        >>> loaders_in({"a": one, "b": [other, one]}) == [one, other, one]
+        True
+        >>> batches = [torch.zeros(2), torch.ones(2)]
+        >>> loaders_in(batches) == [batches]
+        True
+    """
+    if _is_combined(source):
+        return list(source.flattened)
+    parts = source.values() if isinstance(source, Mapping) else source if _holds_loaders(source) else None
+    return [source] if parts is None else [loader for part in parts for loader in loaders_in(part)]
 
 
-def _share(loader: DataLoader, fabric: Fabric, shuffle: bool) -> DataLoader:
-    sampler = loader.sampler
-    if isinstance(sampler, DistributedSampler):
-        return loader
-    words = {"num_replicas": fabric.world_size, "rank": fabric.global_rank, "shuffle": shuffle, "seed": _global_seed()}
-    if isinstance(sampler, RandomSampler | SequentialSampler):
-        return _update_dataloader(loader, DistributedSampler(loader.dataset, **words))
-    return _update_dataloader(loader, DistributedSamplerWrapper(sampler, **words))
+def check_iterable(loader: Any, origin: str) -> None:
+    """Refuse what is no loader.
 
+    Raises:
+        MisuseOfType: for something that has no batches, and for a list that holds neither loaders nor batches of one kind.
+    """
+    holds = {type(item) for item in loader} if isinstance(loader, list | tuple) else set()
+    if len(holds) > 1 and not all(issubclass(kind, int | float | str) for kind in holds):
+        why = "holds neither loaders nor batches of one kind"
+    elif isinstance(loader, Iterable) or hasattr(loader, "__getitem__"):
+        return
+    else:
+        why = "cannot be iterated over"
+    from .errors import MisuseOfType
 
-def _global_seed() -> int:
-    return int(os.environ.get("PL_GLOBAL_SEED", 0))
-
-
-def _is_shuffled(loader: DataLoader) -> bool:
-    return not isinstance(loader.sampler, SequentialSampler)
+    raise MisuseOfType(
+        f"An invalid dataloader was {origin}. Found {loader}: a {type(loader).__name__}, which {why}; expected a DataLoader,"
+        " a TensorLoader or any iterable of batches"
+    )
 
 
 def _is_combined(source: Any) -> bool:
@@ -429,25 +490,14 @@ def _is_combined(source: Any) -> bool:
     return hasattr(source, "flattened") and hasattr(source, "limits")
 
 
-def _holds_loaders(source: list | tuple) -> bool:
+def _holds_loaders(source: Any) -> bool:
     """Whether a list holds loaders, and not batches: lists of tensors and the like are themselves loaders of batches."""
-    return bool(source) and all(
-        hasattr(item, "__iter__")
-        and not isinstance(item, Tensor | str | bytes | list | tuple | Mapping)
-        or _nested(item)
-        for item in source
-    )
+    return isinstance(source, list | tuple) and bool(source) and all(_is_loader(item) for item in source)
 
 
-def _nested(item: Any) -> bool:
-    return isinstance(item, list | tuple) and bool(item) and all(isinstance(part, DataLoader) for part in item)
-
-
-def _check_iterable(loader: Any, stage: str) -> None:
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        from .errors import MisuseOfType
-
-        raise MisuseOfType(
-            f"The {stage} loader is a {type(loader).__name__}, which cannot be iterated over: expected a DataLoader, a"
-            " TensorLoader or any iterable of batches"
-        )
+def _is_loader(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        return bool(item) and all(_is_loader(value) for value in item.values())
+    if isinstance(item, list | tuple):  # a list of numbers or strings is a loader for Trainer, too
+        return _holds_loaders(item) or bool(item) and all(isinstance(part, int | float | str) for part in item)
+    return hasattr(item, "__iter__") and not isinstance(item, Tensor | str | bytes)

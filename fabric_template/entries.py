@@ -111,7 +111,8 @@ class Entry:
             elif self.total is not None:
                 total = self._sync(self.total.clone())
                 if self.meta.reduce == "mean":
-                    weight = torch.tensor(self.weight, device=total.device)
+                    # no integer: the mean of two ranks' 4 and 3 is 3.5
+                    weight = torch.tensor(self.weight, dtype=total.dtype, device=total.device)
                     total = total / self._sync(weight)
                 self._epoch_value = total
         return self._epoch_value

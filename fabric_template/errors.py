@@ -20,3 +20,7 @@ class Misuse(MisconfigurationException, ValueError):
 
 class MisuseOfType(MisconfigurationException, TypeError):
     """The same for something of a wrong type: MisconfigurationException and TypeError."""
+
+
+class MissingLoader(MisuseOfType, Misuse):
+    """A verb without loader: a TypeError for Trainer's users, as for any missing argument, and a ValueError."""

@@ -39,7 +39,9 @@ def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcom
         outcome = _in_process(fabric, *rest)
     else:
         with Forward() if starts_processes(fabric) else nullcontext():
-            outcome = fabric.launch(_in_process, *rest)
+            outcome = fabric.launch(_caught, *rest)
+    if isinstance(outcome, Exception):
+        raise outcome
     if isinstance(outcome, str):
         outcome = Outcome.from_file(outcome)
     outcome.bring_back(run)
@@ -49,6 +51,16 @@ def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcom
     if outcome.complaint:
         raise CheckpointError(f"training has come to its end, but not everything is on disk: {outcome.complaint}")
     return outcome
+
+
+def _caught(fabric: Fabric, *rest: Any) -> Any:
+    """In the caller's process an error is handed back: Fabric's launch leaves DataLoader patched if it passes through."""
+    try:
+        return _in_process(fabric, *rest)
+    except Exception as error:
+        if os.getpid() != rest[-1]:
+            raise
+        return error
 
 
 def _in_process(fabric: Fabric, loop: FabricLoop, function: Callable, run: Run, args: tuple, caller: int) -> Any:

@@ -326,14 +326,14 @@ class FabricLoop(Parts, TrainerFace):
         with session(self, run):
             run.metrics.name_metrics(run.owner)
             run.transfer = run.make_transfer()
-            run.val = run.loaders(stage)
+            run.set_up_evaluation(stage)
             run.bar.start(fn, sum(run.val.limits))
             return evaluate(run, run.val, fn, inference=run.inference())
 
     def _predict(self, fabric: Fabric, run: Run, keep: bool) -> Any:
         with session(self, run):
             run.transfer = run.make_transfer()
-            run.val = run.loaders("predict")
+            run.set_up_evaluation("predict")
             run.bar.start("predict", sum(run.val.limits))
             return predict(run, run.val, keep, run.inference())
 

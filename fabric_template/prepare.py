@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import nn
 
-from .data import INFINITE, length_of
-from .errors import Misuse, MisuseOfType
+from .data import INFINITE, check_iterable, length_of, loaders_in, no_fraction
+from .errors import MissingLoader, Misuse, MisuseOfType
 from .hooks import overrides
 from .optimizers import parse_optimizers
 from .place import choose_place
 from .resume import choose_checkpoint
-from .run import Run
+from .run import Run, loader_argument
 from .signals import starts_processes
 from .steps import FunctionSteps, net_of
 
@@ -157,26 +157,21 @@ def _check_validation(run: Run, name: str) -> None:
 def _check_loaders(run: Run, fn: str) -> None:
     stage = LOADER_OF[fn]
     if not run.has_loader(stage):
-        raise Misuse(
-            f"{fn} has no {stage} loader: give it as {fn}(model, loader), as datamodule=, or write a method"
-            f" {stage}_dataloader in {run.name}"
+        home = run.name if run.datamodule is None else type(run.datamodule).__name__
+        raise MissingLoader(
+            f"An invalid dataloader was passed to `Trainer.{fn}({loader_argument(fn, stage)}=...)`. Found None: {fn} has no"
+            f" {stage} loader; give it as {fn}(model, loader), as datamodule=, or write a method {stage}_dataloader in {home}"
         )
     given = run.given.get(stage)
-    if fn == "fit" and given is not None and length_of(given) == 0:
+    if fn == "fit" and given is not None and all(length_of(loader) == 0 for loader in loaders_in(given)):
         raise Misuse(f"fit got an empty train loader ({type(given).__name__} of length 0): expected at least one batch")
     for name in ("train", "val") if fn == "fit" else (stage,):
         limit = getattr(run.config, f"limit_{name}_batches")
-        loader = run.given.get(name)
-        if (
-            loader is not None
-            and isinstance(limit, float)
-            and limit not in (0.0, 1.0)
-            and length_of(loader) == INFINITE
-        ):
-            raise Misuse(
-                f"limit_{name}_batches={limit}: the {name} loader ({type(loader).__name__}) has no length, so there is no"
-                f" fraction of it; expected 1.0 or an int, write limit_{name}_batches=100"
-            )
+        needs_length = isinstance(limit, float) and limit not in (0.0, 1.0)
+        for loader in loaders_in(run.given[name]) if run.given.get(name) is not None else ():
+            check_iterable(loader, f"passed to `Trainer.{fn}({loader_argument(fn, name)}=...)`")
+            if needs_length and length_of(loader) == INFINITE:
+                raise Misuse(no_fraction(loader, limit, name))
 
 
 def _check_optimizer(run: Run) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from .optimizers import SchedulerConfig, parse_optimizers
 from .profiling import TimedPass
 from .randomness import rng_state, set_rng_state
 from .saver import Saver
+from .sharing import ready
 from .steps import FunctionSteps, Steps, takes_batch_idx
 from .update import AutomaticUpdate, LoopOptimizer, ManualUpdate
 
@@ -177,23 +180,29 @@ class Run:
         return self._loader_source(stage) is not None
 
     def _loader_source(self, stage: str) -> Any:
+        """The loader given, or the method that makes it: the datamodule's, without a datamodule the module's."""
         if self.given.get(stage) is not None:
             return self.given[stage]
-        for owner in (self.datamodule, self.owner):
-            if (method := self.hooks.own(owner, f"{stage}_dataloader")) is not None:
-                return method
-        return None
+        owner = self.owner if self.datamodule is None else self.datamodule
+        return self.hooks.own(owner, f"{stage}_dataloader")
 
     def loaders(self, stage: str) -> Loaders:
         """The stage's loaders, made ready; asked of the datamodule or module anew each time."""
         source = self._loader_source(stage)
+        origin = f"passed to `Trainer.{self.fn}({loader_argument(self.fn, stage)}=...)`"
         if self.given.get(stage) is None:
+            origin = f"returned from `{type(self.datamodule or self.owner).__name__}.{stage}_dataloader()`"
             source = source()
         config = self.config
-        overfit = bool(config.overfit_batches) and stage in ("train", "val")
+        overfit = bool(config.overfit_batches) and self.fn == "fit"
+        may_be_empty = any(
+            getattr(part, "allow_zero_length_dataloader_with_multiple_devices", False)
+            for part in (self.owner, self.datamodule)
+        )
+        make_ready = partial(ready, fabric=self.fabric, stage=stage, overfit=overfit, may_be_empty=may_be_empty)
         limit = getattr(config, f"limit_{stage}_batches")
         keeps_position = self.fn == "fit" and (config.enable_checkpointing or self.resume_path is not None)
-        return Loaders(source, stage, limit, self.fabric, overfit, bool(keeps_position))
+        return Loaders(source, stage, limit, make_ready, origin, bool(keeps_position))
 
     def set_up_train_data(self) -> None:
         """Make the training loader when there is none yet or it is due to be made again, and begin a pass over it.
@@ -207,6 +216,7 @@ class Run:
         if self.restored is None:
             self.start_pass()
         self.num_batches = self.train.num_batches
+        self.train.check_mode()
         self.val_check_batch = val_check_batch(self.config, self.train.num_batches, self.validates)
         few = self.config.log_every_n_steps > self.train.num_batches and not self.config.fast_dev_run
         if few and self.loggers and any(not isinstance(logger, CSVLogger) for logger in self.loggers):
@@ -263,14 +273,24 @@ class Run:
         self.batches = None
 
     def set_up_val_data(self) -> None:
-        """Make the validation loaders when there are none yet or they are due to be made again."""
+        """Make the validation loaders when there are none yet or they are due to be made again.
+
+        Those of the sanity check serve the first epoch, too; if that does not validate, they are due at once.
+        """
         if self.val is None or self._reload_due("val"):
             self.val = self.loaders("val")
-            self.loaders_epoch["val"] = self.current_epoch
+            if self.stage != "sanity_check" or self.validation_epoch:
+                self.loaders_epoch["val"] = self.current_epoch
+
+    def set_up_evaluation(self, stage: str) -> None:
+        """Make the loaders of validate, test or predict; a sampler that shuffles by epoch does it by the last one."""
+        self.val = self.loaders(stage)
+        self.val.check_mode()
+        self.val.set_epoch(self.current_epoch)
 
     def _reload_due(self, stage: str) -> bool:
         every = self.config.reload_dataloaders_every_n_epochs
-        return bool(every) and self.current_epoch - self.loaders_epoch[stage] >= every
+        return bool(every) and self.current_epoch - self.loaders_epoch.get(stage, -math.inf) >= every
 
     # ---- where the run stands
 
@@ -466,6 +486,11 @@ class Run:
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, kind, stacklevel=3)
+
+
+def loader_argument(fn: str, stage: str) -> str:
+    """By what name a verb takes the loaders of a stage."""
+    return f"{stage}_dataloaders" if fn == "fit" else "dataloaders"
 
 
 def is_lightning(owner: Any) -> bool:

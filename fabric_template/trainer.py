@@ -100,22 +100,22 @@ class TrainerFace:
     @property
     def num_val_batches(self) -> list[int | float]:
         """Batches of each validation loader."""
-        return list(self._run.val.limits) if self._run and self._run.val else []
+        return self._evaluated("limits", "fit", "validate") or []
 
     @property
     def num_test_batches(self) -> list[int | float]:
         """Batches of each test loader."""
-        return self.num_val_batches if self._run and self._run.fn == "test" else []
+        return self._evaluated("limits", "test") or []
 
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Batches of each loader to predict."""
-        return self.num_val_batches if self._run and self._run.fn == "predict" else []
+        return self._evaluated("limits", "predict") or []
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader in the sanity check."""
-        return [min(self.config.num_sanity_val_steps, limit) for limit in self.num_val_batches]
+        """Batches of each validation loader in the sanity check; none outside fit."""
+        return [min(self.num_sanity_val_steps, limit) for limit in self._evaluated("limits", "fit") or []]
 
     @property
     def val_check_batch(self) -> int | float | None:
@@ -208,8 +208,23 @@ class TrainerFace:
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loaders."""
-        return self._run.val.as_given if self._run and self._run.val else None
+        """The validation loaders, in the shape in which they were given."""
+        return self._evaluated("as_given", "fit", "validate")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loaders, in the shape in which they were given."""
+        return self._evaluated("as_given", "test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The loaders to predict, in the shape in which they were given."""
+        return self._evaluated("as_given", "predict")
+
+    def _evaluated(self, what: str, *verbs: str) -> Any:
+        """Something of the evaluation's loaders, if the last run was one of these verbs."""
+        run = self._run
+        return getattr(run.val, what) if run and run.val and run.fn in verbs else None
 
     @property
     def logger(self) -> Any:

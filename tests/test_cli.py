@@ -315,8 +315,8 @@ def test_an_object_as_an_argument(capsys):
         ),
         (
             FIT[:3],
-            "fit has no train loader: give it as fit(model, loader), as datamodule=, or write a method "
-            "train_dataloader in Lit",
+            "An invalid dataloader was passed to `Trainer.fit(train_dataloaders=...)`. Found None: fit has no train loader;"
+            " give it as fit(model, loader), as datamodule=, or write a method train_dataloader in Lit",
         ),
         (["fit", "--data.batch_size", "0"], "DigitsData: batch_size=0 must be at least 1"),
         (

@@ -94,10 +94,10 @@ def test_validation_loader_without_step(tmp_path):
 
 def test_no_loader(tmp_path):
     words = (
-        "fit has no train loader: give it as fit(model, loader), as datamodule=, or write a method"
-        " train_dataloader in Plain"
+        "An invalid dataloader was passed to `Trainer.fit(train_dataloaders=...)`. Found None: fit has no train loader;"
+        " give it as fit(model, loader), as datamodule=, or write a method train_dataloader in Plain"
     )
-    refused(ValueError, words, fitting(tmp_path, Plain()), tmp_path)
+    refused(TypeError, words, fitting(tmp_path, Plain()), tmp_path)
 
 
 def test_empty_loader(tmp_path):
@@ -108,9 +108,8 @@ def test_empty_loader(tmp_path):
 @pytest.mark.parametrize("stage", ["train", "val"])
 def test_fraction_of_a_loader_without_length(tmp_path, stage):
     words = (
-        f"limit_{stage}_batches=0.5: the {stage} loader (Endless) has no length, so there is no fraction of"
-        f" it; expected"
-        f" 1.0 or an int, write limit_{stage}_batches=100"
+        f"limit_{stage}_batches=0.5: the {stage} loader (Endless) has no length, so there is no fraction of it. When using"
+        f" an `IterableDataset`, `Trainer(limit_{stage}_batches)` must be `1.0` or an int: write limit_{stage}_batches=100"
     )
     loaders = {"train": make_loader(), "val": make_loader()} | {stage: Endless()}
     call = fitting(tmp_path, Plain(), loaders["train"], loaders["val"], words={f"limit_{stage}_batches": 0.5})

@@ -750,7 +750,7 @@ def test_fault_39_a_second_module_is_alone():
 
 
 # what has no public name, with the reason beside its import
-PRIVATE = {("lightning.fabric.utilities.data", "_update_dataloader")}
+PRIVATE = {("lightning.fabric.utilities.data", "_dataloader_init_kwargs_resolve_sampler")}
 
 
 def test_fault_40_public_imports_and_no_trainer():

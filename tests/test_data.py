@@ -1,0 +1,404 @@
+"""What loaders may be and where they come from: each case is run by Trainer and by FabricLoop, and what is seen compared."""
+
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from modules import quiet
+from pandas import DataFrame
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from fabric_template import FabricLoop, TensorLoader
+from fabric_template.sharing import NotedBatches
+
+VERBS = ("fit", "validate", "test", "predict")
+STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+
+
+class Sees(pl.LightningModule):
+    """Notes what it is given, by verb."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen = []
+
+    def note(self, *what):
+        self.seen.append(what)
+
+    def training_step(self, batch, batch_idx):
+        self.note("train", batch, batch_idx)
+        return self.layer(torch.ones(1)).sum()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.note("sanity" if self.trainer.sanity_checking else "val", batch, batch_idx, dataloader_idx)
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.note("test", batch, batch_idx, dataloader_idx)
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        self.note("predict", batch, batch_idx, dataloader_idx)
+        return batch, batch_idx, dataloader_idx
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def both(act, make=Sees, **words):
+    """What `act(loop, module)` returns and what the module saw, under Trainer and under FabricLoop."""
+    found = []
+    for kind in (pl.Trainer, FabricLoop):
+        pl.seed_everything(1, verbose=False)
+        module, loop = make(), kind(**quiet(**{"max_epochs": 1, **words}))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = act(loop, module)
+        found.append((None if isinstance(result, DataFrame) else result, module.seen))
+    return found
+
+
+def assert_both_see(act, make=Sees, **words):
+    trainer, loop = both(act, make, **words)
+    assert str(trainer) == str(loop)
+    return loop
+
+
+def ones(num, start=0, **words):
+    return DataLoader(range(start, start + num), batch_size=2, **words)
+
+
+# ---- the shapes in which loaders come
+
+SHAPES = {
+    "one": lambda: ones(4),
+    "list of one": lambda: [ones(4)],
+    "list": lambda: [ones(4), ones(6, 10)],
+    "tuple": lambda: (ones(4), ones(6, 10)),
+    "dict": lambda: {"a": ones(4), "b": ones(6, 10)},
+    "nested": lambda: {"a": [ones(4), ones(2, 5)], "b": ones(6, 10)},
+    "numbers": lambda: [0, 1, 2],
+    "lists of numbers": lambda: [[0, 1], [2, 3, 4]],
+    "dict of lists": lambda: {"a": [0, 1], "b": [2, 3, 4]},
+    "range": lambda: range(3),
+    "no loader of torch": lambda: {"a": {0, 1}, "b": range(2, 5)},
+}
+MODES = ("max_size_cycle", "min_size", "max_size")
+
+
+def structure(loaders):
+    """Its shape, and what kind of loader is at each place."""
+    if isinstance(loaders, dict):
+        return {name: structure(value) for name, value in loaders.items()}
+    if isinstance(loaders, list | tuple) and not isinstance(loaders[0], int):
+        return [structure(value) for value in loaders]
+    return type(loaders).__name__
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(verb, shape):
+    """The same batches in the same places, the same counts, and the same shape to be read back."""
+
+    def act(loop, module):
+        result = getattr(loop, verb)(module, SHAPES[shape]())
+        read = [loop.train_dataloader, loop.val_dataloaders, loop.test_dataloaders, loop.predict_dataloaders]
+        counts = loop.num_training_batches, loop.num_val_batches, loop.num_test_batches, loop.num_predict_batches
+        shapes = [structure(loaders) if loaders is not None else None for loaders in read]
+        return result if verb == "predict" else None, shapes, counts if verb != "predict" else counts[-1]
+
+    (_, shapes, _), seen = assert_both_see(act)
+    assert seen
+    assert [loaders is not None for loaders in shapes] == [verb == other for other in VERBS]
+
+
+@pytest.mark.parametrize("verb", ["fit", "validate", "test"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("limit", [1.0, 2])
+def test_combined_loaders_of_every_mode(verb, mode, limit):
+    def act(loop, module):
+        getattr(loop, verb)(module, CombinedLoader({"a": ones(6), "b": [ones(4, 10), range(4)]}, mode))
+        return loop.num_sanity_val_batches, loop.num_val_batches, loop.num_test_batches
+
+    words = {f"limit_{STAGES[verb]}_batches": limit}
+    _, seen = assert_both_see(act, **words)
+    assert len(seen) == (2 if mode == "min_size" or limit == 2 else 4)
+
+
+@pytest.mark.parametrize("verb", VERBS[1:])
+def test_one_after_another_by_a_combined_loader(verb):
+    loaders = {"a": ones(4), "b": ones(6, 10)}
+    _, seen = assert_both_see(lambda loop, module: getattr(loop, verb)(module, CombinedLoader(loaders, "sequential")))
+    assert [place[2:] for place in seen] == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)]
+
+
+def test_modes_that_a_verb_does_not_have():
+    loop = FabricLoop(**quiet(max_epochs=1))
+    with pytest.raises(ValueError, match=r'does not support the `CombinedLoader\(mode="sequential"\)` mode'):
+        loop.fit(Sees(), CombinedLoader([ones(4), ones(6)], "sequential"))
+    assert loop.num_training_batches == 5
+    with pytest.raises(ValueError, match=r'only supports the `CombinedLoader\(mode="sequential"\)` mode'):
+        loop.predict(Sees(), CombinedLoader([ones(4), ones(6)], "min_size"))
+
+
+def test_a_sanity_check_of_combined_loaders_ends_after_its_steps():
+    def act(loop, module):
+        loop.fit(module, ones(4), CombinedLoader([ones(8), ones(8)], "min_size"))
+        return loop.num_sanity_val_batches, loop.num_val_batches
+
+    _, seen = assert_both_see(act)
+    assert [place[0] for place in seen] == ["sanity"] * 2 + ["train"] * 2 + ["val"] * 4
+
+
+# ---- what is no loader
+
+NO_LOADERS = {"None": None, "object": object(), "a list of this and that": [1, object()], "a loader": [range(2), None]}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("name", NO_LOADERS)
+def test_no_loader(verb, name):
+    argument = "train_dataloaders" if verb == "fit" else "dataloaders"
+    with pytest.raises(TypeError, match=rf"An invalid dataloader was passed to `Trainer.{verb}\({argument}="):
+        getattr(FabricLoop(**quiet(max_epochs=1)), verb)(Sees(), NO_LOADERS[name])
+    module, method = Sees(), f"{STAGES[verb]}_dataloader"
+    setattr(module, method, lambda: NO_LOADERS[name])
+    with pytest.raises(TypeError, match=f"An invalid dataloader was returned from `Sees.{method}"):
+        getattr(FabricLoop(**quiet(max_epochs=1)), verb)(module)
+
+
+def test_a_loader_of_validation_is_refused_before_anything_is_trained():
+    module = Sees()
+    with pytest.raises(TypeError, match=r"An invalid dataloader was passed to `Trainer.fit\(val_dataloaders="):
+        FabricLoop(**quiet(max_epochs=1)).fit(module, ones(4), object())
+    assert module.seen == []
+
+
+def test_a_datamodule_stands_alone():
+    """What it lacks is not taken from the module: Trainer does not validate then, and so we draw the same numbers."""
+
+    class Module(Sees):
+        def train_dataloader(self):
+            return ones(2, 100)
+
+        val_dataloader = test_dataloader = train_dataloader
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            return ones(4)
+
+    _, seen = assert_both_see(lambda loop, module: loop.fit(module, datamodule=Data()), Module)
+    assert [place[0] for place in seen] == ["train", "train"]
+    with pytest.raises(TypeError, match="write a method test_dataloader in Data"):
+        FabricLoop(**quiet()).test(Module(), datamodule=Data())
+
+
+# ---- lengths and limits
+
+
+class Stream(IterableDataset):
+    def __init__(self, num):
+        self.num = num
+
+    def __iter__(self):
+        return iter(range(self.num))
+
+
+class Sized(Stream):
+    def __len__(self):
+        return self.num
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_streams(verb):
+    _, seen = assert_both_see(lambda loop, module: getattr(loop, verb)(module, ones_of(Stream(5))))
+    assert [len(place[1]) for place in seen] == [2, 2, 1]
+    _, seen = assert_both_see(
+        lambda loop, module: getattr(loop, verb)(module, [ones_of(Stream(9)), ones_of(Stream(3))]),
+        **{f"limit_{STAGES[verb]}_batches": 3},
+    )
+    assert len(seen) == (3 if verb == "fit" else 5)
+
+
+def ones_of(stream):
+    return DataLoader(stream, batch_size=2)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_fraction_of_a_stream(verb):
+    words = {f"limit_{STAGES[verb]}_batches": 0.5}
+    for make in (pl.Trainer, FabricLoop):
+        with pytest.raises(Exception, match=r"When using an `IterableDataset`, .* must be `1.0` or an int"):
+            getattr(make(**quiet(max_epochs=1, **words)), verb)(Sees(), ones_of(Stream(5)))
+        with pytest.raises(Exception, match="Please increase the `limit_.*_batches` argument. Try at least"):
+            getattr(make(**quiet(max_epochs=1, **dict.fromkeys(words, 0.1))), verb)(Sees(), ones(4))
+
+
+@pytest.mark.parametrize("empty", [[], range(0)])
+def test_an_empty_loader_trains_nothing(empty):
+    """Given by the module; fit refuses one that it can see before."""
+
+    class Empty(Sees):
+        def train_dataloader(self):
+            return empty
+
+        def on_train_start(self):
+            raise AssertionError("nothing to train on")
+
+    def act(loop, module):
+        loop.fit(module)
+        return loop.num_training_batches, loop.current_epoch, loop.global_step
+
+    assert assert_both_see(act, Empty) == ((0, 0, 0), [])
+    with pytest.warns(UserWarning, match="across ranks is zero. Please make sure this was your intention"):
+        FabricLoop(**quiet(max_epochs=1)).fit(Empty())
+
+
+# ---- when loaders are made
+
+
+@pytest.mark.parametrize("sanity", [0, 2])
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("reload", [0, 1, 2, 3])
+def test_loaders_are_made_again_when_trainer_makes_them_again(sanity, every, reload):
+    class Makes(Sees):
+        def train_dataloader(self):
+            self.note("make train", self.current_epoch)
+            return ones(2)
+
+        def val_dataloader(self):
+            self.note("make val", self.current_epoch)
+            return ones(2)
+
+    words = {
+        "num_sanity_val_steps": sanity,
+        "check_val_every_n_epoch": every,
+        "reload_dataloaders_every_n_epochs": reload,
+    }
+    _, seen = assert_both_see(lambda loop, module: loop.fit(module), Makes, max_epochs=6, **words)
+    assert ("make train", 1) not in seen or reload == 1
+
+
+class Told(RandomSampler):
+    """A sampler that is told the epoch."""
+
+    epochs: list
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_samplers_are_told_the_epoch(in_batches):
+    def make():
+        sampler = Told(range(4))
+        sampler.epochs = []
+        words = {"batch_sampler": BatchSampler(sampler, 2, True)} if in_batches else {"sampler": sampler}
+        return DataLoader(range(4), **words), sampler.epochs
+
+    def act(loop, module):
+        loaders = [make() for _ in range(5)]
+        loop.fit(module, loaders[0][0], loaders[1][0])
+        loop.validate(module, loaders[2][0])
+        loop.test(module, loaders[3][0])
+        loop.predict(module, loaders[4][0])
+        return [epochs for _, epochs in loaders]
+
+    (expected, _), (epochs, _) = both(act)
+    assert expected == epochs == [[0], [0, 0], [1], [1], [] if in_batches else [1]]  # predict goes in order
+
+
+def test_epoch_and_step_are_those_of_the_fit_before():
+    def act(loop, module):
+        loop.fit(module, ones(6))
+        module.on_validation_start = lambda: module.note("stands at", loop.current_epoch, loop.global_step)
+        loop.validate(module, ones(2))
+        return loop.current_epoch, loop.global_step
+
+    assert assert_both_see(act)[0] == (1, 3)
+
+
+# ---- advice
+
+
+def advice(verb="validate", loader=None, **words):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        getattr(FabricLoop(**quiet(max_epochs=1, **words)), verb)(Sees(), loader)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_shuffled_evaluation(verb):
+    found = advice(verb, ones(4, shuffle=True))
+    text = f"Your `{STAGES[verb]}_dataloader`'s sampler has shuffling enabled"
+    assert sum(line.startswith(text) for line in found) == (verb != "fit")
+
+
+def test_workers(monkeypatch):
+    assert advice(loader=ones(4)) == []
+    monkeypatch.setattr("lightning.fabric.utilities.data._num_cpus_available", lambda: 8)
+    (few,) = advice(loader=ones(4))
+    assert few.startswith("The 'val_dataloader' does not have many workers which may be a bottleneck")
+    assert "`num_workers=7`" in few
+    assert advice(loader=ones(4, num_workers=2)) == []
+    (slow,) = advice(loader=ones(4, num_workers=2, multiprocessing_context="spawn"))
+    assert slow.startswith("Consider setting `persistent_workers=True` in 'val_dataloader'")
+
+
+def test_a_stream_that_claims_a_length():
+    (text,) = advice(loader=ones_of(Sized(4)))
+    assert text.startswith("Your `IterableDataset` has `__len__` defined")
+
+
+def test_overfitting_is_unshuffled_in_fit_only():
+    class Both(Sees):
+        def val_dataloader(self):
+            return ones(8, shuffle=True)
+
+        def train_dataloader(self):
+            return ones(8, shuffle=True)
+
+    loop, module = FabricLoop(**quiet(max_epochs=2, overfit_batches=2)), Both()
+    with pytest.warns(UserWarning, match="You requested to overfit but enabled (train|val) dataloader shuffling"):
+        loop.fit(module)
+    assert [batch.tolist() for what, batch, *_ in module.seen if what == "train"] == [[0, 1], [2, 3]] * 2
+    assert isinstance(loop.val_dataloaders.sampler, SequentialSampler)
+    with pytest.warns(UserWarning, match="shuffling enabled"):
+        loop.validate(module)
+    assert isinstance(loop.val_dataloaders.sampler, RandomSampler)
+
+
+# ---- what is handed back as it was
+
+
+def test_a_failed_run_leaves_dataloader_as_it_was():
+    """Fabric's launch patches DataLoader for the time of the run, and forgets to undo it when an error passes through."""
+
+    class Broken(Sees):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError
+
+    before = [vars(kind).get(name) for kind in (DataLoader, BatchSampler) for name in ("__init__", "__setattr__")]
+    with pytest.raises(ZeroDivisionError):
+        FabricLoop(**quiet(max_epochs=1)).fit(Broken(), ones(4))
+    after = [vars(kind).get(name) for kind in (DataLoader, BatchSampler) for name in ("__init__", "__setattr__")]
+    assert before == after
+
+
+def test_the_loader_that_was_given_stays_as_it_is():
+    loader = ones(5, drop_last=True)
+    given = dict(vars(loader))
+    loop = FabricLoop(**quiet())
+    assert [batch.tolist() for batch, *_ in loop.predict(Sees(), loader)] == [[0, 1], [2, 3], [4]]
+    assert vars(loader) == given
+    assert isinstance(loop.predict_dataloaders.batch_sampler, NotedBatches)
+    assert loop.predict_dataloaders.batch_sampler.seen_batch_indices == [[0, 1], [2, 3], [4]]
+
+
+def test_tensor_loader_among_others():
+    x = torch.arange(5.0)
+    _, seen = both(lambda loop, module: loop.fit(module, {"a": TensorLoader(x, batch_size=2), "b": ones(2)}))[1]
+    assert [place[1]["a"][0].tolist() for place in seen] == [[0, 1], [2, 3], [4]]

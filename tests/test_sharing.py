@@ -1,0 +1,224 @@
+"""Loaders under two processes: whose samples are whose, in training, in evaluation and in prediction."""
+
+import json
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from modules import quiet
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
+
+from fabric_template import FabricLoop, TensorLoader
+from fabric_template.data import cuts
+
+FORK = {"strategy": "ddp_fork", "devices": 2}
+
+
+# on the ranks of Trainer; the second is what we don't do
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated", "ignore:Using `DistributedSampler` with the dataloaders"
+)
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks_are_quiet(monkeypatch):
+    """Set, so that Lightning gives each rank no more threads than this process has."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+class Sees(pl.LightningModule):
+    """Each rank writes down the samples it was given; what is logged is their mean."""
+
+    def __init__(self, folder, on_step=False):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.folder, self.on_step = folder, on_step
+
+    def note(self, verb, batch):
+        batch = batch[0] if isinstance(batch, list | tuple) else batch
+        with open(f"{self.folder}/{verb}{self.global_rank}.jsonl", "a") as file:
+            print(json.dumps(batch.flatten().tolist()), file=file)
+        return batch
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(self.note("fit", batch)).sum()
+
+    def validation_step(self, batch, batch_idx):
+        batch = self.note("validate", batch)
+        self.log("mean", batch.mean(), sync_dist=True, on_epoch=True, on_step=self.on_step)
+        self.log("sum", batch.sum(), sync_dist=True, on_epoch=True, reduce_fx="sum")
+
+    def test_step(self, batch, batch_idx):
+        self.log("mean", self.note("test", batch).mean(), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self.note("predict", batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def numbers(num):
+    return TensorDataset(torch.arange(float(num))[:, None])
+
+
+def seen(folder, verb):
+    texts = [(folder / f"{verb}{rank}.jsonl").read_text() for rank in range(2)]
+    return [[json.loads(line) for line in text.splitlines()] for text in texts]
+
+
+LOADERS = {
+    "DataLoader": lambda num, size: DataLoader(numbers(num), batch_size=size),
+    "TensorLoader": lambda num, size: TensorLoader(torch.arange(float(num))[:, None], batch_size=size),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_evaluation_sees_each_sample_once_where_trainer_repeats_some(tmp_path, kind):
+    """7 samples: Trainer's DistributedSampler gives sample 0 to both, and the mean is 21/8. Here it is that of the seven."""
+    loop = FabricLoop(**quiet(**FORK))
+    (result,) = loop.validate(Sees(tmp_path), LOADERS[kind](7, 3), verbose=False)
+    assert seen(tmp_path, "validate") == [[[0, 2, 4], [6]], [[1, 3], [5]]]  # as many batches on both ranks
+    assert result == {"mean": 3.0, "sum": 21.0}
+    (result,) = loop.test(Sees(tmp_path), LOADERS[kind](7, 2), verbose=False)
+    assert seen(tmp_path, "test") == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    assert result == {"mean": 3.0}
+
+
+def test_the_padding_that_this_replaces(tmp_path):
+    """What Trainer does; a DistributedSampler of one's own asks for it here, too."""
+    trainer = pl.Trainer(**quiet(**FORK))
+    (expected,) = trainer.validate(Sees(tmp_path), LOADERS["DataLoader"](7, 3), verbose=False)
+    assert expected == {"mean": 21 / 8, "sum": 21.0}
+
+    class Own(pl.LightningDataModule):
+        def val_dataloader(self):
+            return DataLoader(numbers(7), batch_size=3, sampler=DistributedSampler(numbers(7), shuffle=False))
+
+    assert FabricLoop(**quiet(**FORK)).validate(Sees(tmp_path), datamodule=Own(), verbose=False) == [expected]
+
+
+def test_the_validation_of_fit_too_and_steps_that_synchronize_do_not_wait_for_ever(tmp_path):
+    """9 samples in batches of 4: one rank has 4 + 1, the other 4, cut into 3 + 1. Every step of both reduces its value."""
+    loop = FabricLoop(**quiet(max_epochs=1, num_sanity_val_steps=0, **FORK))
+    loop.fit(Sees(tmp_path, on_step=True), LOADERS["DataLoader"](6, 2), LOADERS["DataLoader"](9, 4))
+    assert seen(tmp_path, "validate") == [[[0, 2, 4, 6], [8]], [[1, 3, 5], [7]]]
+    assert loop.callback_metrics["mean_epoch"] == 4.0
+    assert loop.callback_metrics["sum"] == 36.0
+
+
+def test_fewer_samples_than_processes_are_repeated(tmp_path):
+    (result,) = FabricLoop(**quiet(**FORK)).validate(Sees(tmp_path), LOADERS["DataLoader"](1, 3), verbose=False)
+    assert seen(tmp_path, "validate") == [[[0]], [[0]]]
+    assert result["mean"] == 0.0
+
+
+def test_who_drops_the_last_batch_has_as_many_on_both(tmp_path):
+    for loader in (
+        DataLoader(numbers(7), batch_size=4, drop_last=True),
+        TensorLoader(torch.arange(7.0)[:, None], batch_size=4, drop_last=True),
+    ):
+        FabricLoop(**quiet(**FORK)).validate(Sees(tmp_path), loader, verbose=False)
+    assert seen(tmp_path, "validate") == [[[0, 2, 4, 6]] * 2, [[1, 3, 5, 0]] * 2]
+
+
+def test_predict_sees_each_sample_once_the_last_batch_included(tmp_path):
+    """As Trainer: no sample twice, drop_last overruled."""
+    loader = DataLoader(numbers(7), batch_size=2, drop_last=True)
+    trainer = pl.Trainer(**quiet(**FORK))
+    trainer.predict(Sees(tmp_path), loader, return_predictions=False)
+    expected = seen(tmp_path, "predict")
+    assert expected == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    for rank in range(2):
+        (tmp_path / f"predict{rank}.jsonl").unlink()
+    FabricLoop(**quiet(**FORK)).predict(Sees(tmp_path), loader, return_predictions=False)
+    assert seen(tmp_path, "predict") == expected
+
+
+def test_batches_are_cut_alike():
+    """As many as the rank with most samples has, none empty, every sample in one."""
+    for most in range(1, 30):
+        for samples in (most, most - 1):
+            for size in range(2, 9):
+                if samples:
+                    parts = [list(range(samples))[cut] for cut in cuts(samples, size, most)]
+                    assert len(parts) == -(-most // size)
+                    assert [i for part in parts for i in part] == list(range(samples))
+                    assert 1 <= min(map(len, parts)) <= max(map(len, parts)) <= size
+
+
+class Backwards(Sampler):
+    """A sampler of one's own."""
+
+    def __init__(self, num):
+        self.num = num
+
+    def __iter__(self):
+        return iter(range(self.num - 1, -1, -1))
+
+    def __len__(self):
+        return self.num
+
+
+class Pairs(BatchSampler):
+    """A batch sampler of one's own, made like PyTorch's."""
+
+
+class Stubborn:
+    """One that nobody can make again."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class NeedsMore(DataLoader):
+    """A DataLoader that could not be made again from what it keeps."""
+
+    def __init__(self, secret, dataset, **words):
+        super().__init__(dataset, **words)
+
+
+def test_samplers_and_batch_samplers_of_ones_own_are_shared(tmp_path):
+    data = numbers(8)
+    loaders = [
+        DataLoader(data, batch_size=2, sampler=Backwards(8)),
+        DataLoader(data, batch_sampler=Pairs(Backwards(8), 2, False)),
+        NeedsMore("what", data, batch_size=2, sampler=Backwards(8)),
+    ]
+    for loader in loaders:
+        FabricLoop(**quiet(**FORK)).validate(Sees(tmp_path), loader, verbose=False)
+    one, other = [[7, 5], [3, 1]], [[6, 4], [2, 0]]
+    found = seen(tmp_path, "validate")
+    # a batch sampler gets the samples in their order, because that is what its DataLoader's own sampler says: as Trainer
+    assert found == [[*one, [0, 2], [4, 6], *one], [*other, [1, 3], [5, 7], *other]]
+    pl.Trainer(**quiet(**FORK)).validate(Sees(tmp_path), loaders[1], verbose=False)
+    assert [rank[6:] for rank in seen(tmp_path, "validate")] == [rank[2:4] for rank in found]
+
+
+def test_a_batch_sampler_that_cannot_be_made_again_is_refused(tmp_path):
+    loader = DataLoader(numbers(4), batch_sampler=Stubborn([[0, 1], [2, 3]]))
+    with pytest.raises(Exception, match="can't inject a .distributed. sampler into your batch sampler"):
+        FabricLoop(**quiet(**FORK)).validate(Sees(tmp_path), loader, verbose=False)
+    with pytest.raises(Exception, match="can't inject a .distributed. sampler into your batch sampler"):
+        pl.Trainer(**quiet(**FORK)).validate(Sees(tmp_path), loader, verbose=False)
+
+
+class Stream(IterableDataset):
+    """Rank zero's stream is empty."""
+
+    def __iter__(self):
+        return iter([torch.ones(1)] * len(self))
+
+    def __len__(self):
+        return torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
+
+
+def test_a_loader_empty_on_one_rank_only_is_refused(tmp_path):
+    with pytest.raises(Exception, match="`DataLoader` within local rank has zero length"):
+        FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Sees(tmp_path), DataLoader(Stream(), batch_size=None))
