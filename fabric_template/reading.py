@@ -58,8 +58,10 @@ def _omegaconf_classes() -> list:
 _ALLOCATORS = re.compile(
     r"(builtins|__builtin__) bytearray|torch(\.\w+)* \w*Tensor|torch\._utils _rebuild_qtensor|torch\.storage TypedStorage"
 )
-# One more that does: but its name also stands in honest files, before the key of a part, where it is not called.
+# Two more that do, but whose names stand in honest files, too: of a storage, before the key of its part, where it is not
+# called; and of the function that makes bytes of a text by "latin1", and by any other codec something larger.
 _STORAGE = re.compile(r"torch(\.storage)? UntypedStorage")
+_ENCODE = ("name", "_codecs encode")
 
 
 class CheckpointError(ValueError):
@@ -373,21 +375,23 @@ def _needs_trust(path: Path, reason: str) -> str:
 
 def _allocator_in(data: bytes) -> str | None:
     """The first name in a pickle that could be called for any amount of memory."""
-    top: Any = None  # what was pushed last: a name, the class `str` for a text, None for all else
+    under = below = top = None  # what was pushed last: ("name", ...), ("text", ...), None for all else
     memo: dict[int, Any] = {}
     for op, arg, _ in pickletools.genops(data):
         if op.name in ("BINPUT", "LONG_BINPUT"):
             memo[arg] = top
             continue
-        below, top = top, None
-        if op.name == "GLOBAL":
-            top = arg
-        elif op.name == "BINUNICODE":
-            top = str
+        under, below, top = below, top, None
+        if op.name in ("GLOBAL", "BINUNICODE"):
+            top = ("name" if op.name == "GLOBAL" else "text", arg)
         elif op.name in ("BINGET", "LONG_BINGET"):
             top = memo.get(arg)
-        if isinstance(below, str) and (_ALLOCATORS.fullmatch(below) or (_STORAGE.fullmatch(below) and top is not str)):
-            return below.replace(" ", ".")
+        kind, name = below or (None, "")
+        follows_text = top is not None and top[0] == "text"
+        if kind == "name" and (_ALLOCATORS.fullmatch(name) or (_STORAGE.fullmatch(name) and not follows_text)):
+            return name.replace(" ", ".")
+        if (below == _ENCODE and not follows_text) or (under == _ENCODE and top != ("text", "latin1")):
+            return "_codecs.encode"
     return None
 
 

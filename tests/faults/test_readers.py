@@ -3,6 +3,7 @@
 `make soak` reads a million such files, chosen by atheris.
 """
 
+import codecs
 import collections
 import os
 import time
@@ -57,13 +58,14 @@ def storage():
     [
         ("torch.storage.UntypedStorage", Call(torch.UntypedStorage, 2**31)),
         ("torch.storage.TypedStorage", Call(torch.storage.TypedStorage, 2**31)),
+        ("_codecs.encode", Call(codecs.encode, Call(codecs.encode, "ab", "hex"), "hex")),  # each doubles it
         (
             "torch._utils._rebuild_qtensor",
             Call(torch._utils._rebuild_qtensor, storage(), 0, (2**31,), (1,), (torch.per_tensor_affine, 0.1, 0), False,
                  collections.OrderedDict()),
         ),
     ],
-    ids=["UntypedStorage", "TypedStorage", "quantized"],
+    ids=["UntypedStorage", "TypedStorage", "codec", "quantized"],
 )  # fmt: skip
 def test_a_call_that_takes_any_amount_of_memory_is_refused(tmp_path, name, call):
     path = tmp_path / "a.ckpt"
@@ -79,6 +81,12 @@ def test_storages_of_every_type_are_still_read(tmp_path):
     assert {name: value.dtype for name, value in read_checkpoint(path).items()} == {
         k: v.dtype for k, v in saved.items()
     }
+
+
+def test_bytes_are_still_read(tmp_path):
+    saved = {"a": b"\x00\xff", "b": [b"\x00\xff", b"other"], "c": bytes(range(256))}
+    torch.save(saved, tmp_path / "a.ckpt")
+    assert read_checkpoint(tmp_path / "a.ckpt") == saved
 
 
 def test_sizes_in_words_in_a_safetensors_header(tmp_path):

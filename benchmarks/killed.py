@@ -1,0 +1,291 @@
+"""Killed at a random instant, then the same command again: who ends with the weights and the CSV of an undisturbed run?
+
+    python benchmarks/killed.py --runs 30 --example PATH/TO/pytorch-lightning/examples/fabric/build_your_own_trainer
+
+How it is measured:
+
+- Each contestant is one command that starts a run or goes on with it, as its documentation says to resume. It is forked,
+  killed by SIGKILL at an instant drawn evenly over the length of its own undisturbed run, and forked again until it ends.
+- The problem is the same for all: a small net with dropout, Adam, shuffled data, 3 epochs of 8 batches, one loss per batch in
+  a CSV. The seed is set at the start of each command, so that a run that begins anew is an undisturbed one.
+- "same weights": equal to the bit to those of the contestant's own undisturbed run. "complete CSV": each batch of that run
+  has its row, with the same loss. This is read generously: all CSV files that a contestant left are joined, in order, and
+  of two rows for one batch the later one counts.
+- "ended": the second command ended at all, without an error.
+
+The contestants:
+
+- ours: `resume="auto"`, `save_every_n_steps=3`.
+- Trainer, each epoch: `ckpt_path="last"`, ModelCheckpoint(save_last=True), which saves at the end of each epoch; CSVLogger.
+- Trainer, every 3 steps: the same with ModelCheckpoint(save_last=True, every_n_train_steps=3).
+- Accelerate: save_state every 3 steps into step_<n>, load_state of the newest folder, skip_first_batches, as its page on
+  checkpointing shows, with its seedable sampler; the CSV is written by hand, a row at a time, flushed.
+- Lightning's example: its Fabric trainer "to build your own", from the folder given with --example; fit(ckpt_path=folder). It
+  writes no CSV. As it stands it cannot be imported with Lightning 2.6 (a name it uses is gone); so it is also run with
+  that name put back.
+"""
+
+import argparse
+import contextlib
+import csv
+import importlib
+import json
+import logging
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "faults")]
+
+import torch
+from kills import end, fork
+from modules import make_data
+from torch import nn
+from torch.utils.data import DataLoader
+
+EPOCHS, EVERY = 3, 3
+OURS, TRAINER_EPOCH, TRAINER_STEPS = "ours", "Trainer, each epoch", "Trainer, every 3 steps"
+ACCELERATE, EXAMPLE, EXAMPLE_MENDED = "Accelerate", "Lightning's example", "the same, its import mended"
+
+
+def net():
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 3))
+
+
+def loader():
+    return DataLoader(make_data(32), batch_size=4, shuffle=True)
+
+
+def module(log=True):
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch, batch_idx):
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            if log:
+                self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.net.parameters(), lr=0.02)
+
+    return Module()
+
+
+# ---- the contestants: each is a command that starts a run in a folder, or goes on with it; returns the net -------------
+
+
+def ours(root):
+    from fabric_template import FabricLoop
+
+    torch.manual_seed(1)
+    model = module()
+    loop = FabricLoop(accelerator="cpu", max_epochs=EPOCHS, log_every_n_steps=1, save_every_n_steps=EVERY,
+                      default_root_dir=str(root), enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    loop.fit(model, loader(), resume="auto")
+    return model.net
+
+
+def trainer(root, **when):
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    pl.seed_everything(1, verbose=False)
+    model = module()
+    saves = ModelCheckpoint(dirpath=root / "checkpoints", save_last=True, **when)
+    loop = pl.Trainer(accelerator="cpu", max_epochs=EPOCHS, log_every_n_steps=1, callbacks=[saves],
+                      logger=CSVLogger(root, flush_logs_every_n_steps=1), default_root_dir=root,
+                      enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    loop.fit(model, loader(), ckpt_path="last")
+    return model.net
+
+
+def trainer_steps(root):
+    return trainer(root, every_n_train_steps=EVERY)
+
+
+def accelerate(root):
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration, set_seed
+
+    set_seed(1)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    model = net()
+    model, optimizer, batches = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.02), loader())
+    first_epoch, skipped, done = 0, 0, 0
+    folders = sorted(root.glob("step_*"), key=os.path.getctime)
+    if folders:
+        accelerator.load_state(str(folders[-1]))
+        done = int(folders[-1].name[5:])
+        first_epoch, skipped = divmod(done, len(batches))
+    root.mkdir(exist_ok=True)
+    with open(root / "metrics.csv", "a", newline="") as file:
+        rows = csv.writer(file)
+        if file.tell() == 0:
+            rows.writerow(["step", "loss"])
+        for epoch in range(first_epoch, EPOCHS):
+            model.train()
+            batches.set_epoch(epoch)
+            rest = accelerator.skip_first_batches(batches, skipped) if epoch == first_epoch and skipped else batches
+            for x, y in rest:
+                loss = nn.functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                rows.writerow([done, loss.item()])
+                file.flush()
+                done += 1
+                if done % EVERY == 0:
+                    accelerator.save_state(str(root / f"step_{done}"))
+    return accelerator.unwrap_model(model)
+
+
+def example(root):
+    found = importlib.import_module("trainer")
+    torch.manual_seed(1)
+    model = module(log=False)
+    folder = str(root / "checkpoints")
+    found.MyCustomTrainer(accelerator="cpu", devices=1, max_epochs=EPOCHS, checkpoint_dir=folder).fit(
+        model, loader(), None, ckpt_path=folder
+    )
+    return model.net
+
+
+def example_mended(root):
+    import lightning as L
+
+    L.fabric.utilities.types.LRScheduler = torch.optim.lr_scheduler.LRScheduler
+    return example(root)
+
+
+CONTESTANTS = {
+    OURS: ours,
+    TRAINER_EPOCH: trainer,
+    TRAINER_STEPS: trainer_steps,
+    ACCELERATE: accelerate,
+    EXAMPLE: example,
+    EXAMPLE_MENDED: example_mended,
+}
+
+
+# ---- the campaign -----------------------------------------------------------------------------------------------------
+
+
+def command(name, root, log):
+    """One command: train, then put the final weights beside what the contestant left."""
+    with open(log, "ab") as words:
+        os.dup2(words.fileno(), 1)
+        os.dup2(words.fileno(), 2)
+    trained = CONTESTANTS[name](root)
+    torch.save(trained.state_dict(), root / "final.pt")
+
+
+def weights_of(root):
+    path = root / "final.pt"
+    return torch.load(path, weights_only=True) if path.exists() else None
+
+
+def losses_of(root):
+    """{step: loss} of all tables under the folder, the older first; a later row for a step takes an earlier one's place."""
+    losses = {}
+    for path in sorted([*root.rglob("metrics.csv"), *root.rglob("steps.csv")], key=lambda path: path.parent.name):
+        with open(path, newline="") as file, contextlib.suppress(csv.Error):
+            for row in csv.DictReader(file):
+                loss = row.get("loss") or row.get("loss_step")
+                if loss and path.name in ("steps.csv", "metrics.csv") and not row.get("lr"):
+                    losses[row["step"]] = loss
+    return losses
+
+
+def same(one, other):
+    return other is not None and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def warm_up(name, home):
+    """Run it once in this process, so that a forked command finds everything imported and begins to train at once."""
+    CONTESTANTS[name](home / "warm")
+    if name == ACCELERATE:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def compete(name, runs, draw, home):
+    """Kill and resume so many runs, and write down (ended, same weights, complete CSV or None), or why it cannot start."""
+    log, result = home / "log", home / "result.json"
+    try:
+        with open(log, "ab") as words:
+            sys.stdout.flush()
+            os.dup2(words.fileno(), 1)
+            os.dup2(words.fileno(), 2)
+        warm_up(name, home)
+    except Exception as error:
+        return result.write_text(json.dumps(f"{type(error).__name__}: {error}"))
+    began = time.monotonic()
+    end([fork(command, name, home / "whole", log)])
+    seconds = time.monotonic() - began
+    weights, losses = weights_of(home / "whole"), losses_of(home / "whole")
+    killed = ended = equal = complete = 0
+    while killed < runs:
+        root = home / "run"
+        (code,) = end([fork(command, name, root, log)], after=draw.uniform(0, seconds))
+        if code < 0:  # otherwise it had ended before
+            killed += 1
+            (code,) = end([fork(command, name, root, log)])
+            ended += code == 0
+            equal += code == 0 and same(weights, weights_of(root))
+            complete += code == 0 and bool(losses) and losses_of(root) == losses
+        shutil.rmtree(root, ignore_errors=True)
+    return result.write_text(json.dumps([ended, equal, complete if losses else None]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=30, help="killed runs of each contestant (30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the instants (0)")
+    parser.add_argument("--example", type=Path, help="the folder build_your_own_trainer of Lightning's examples")
+    parser.add_argument("--only", action="append", choices=CONTESTANTS, help="may be repeated")
+    words = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for name in ("lightning.pytorch", "lightning.pytorch.loggers", "accelerate", "pandas", "fabric_template.loop"):
+        importlib.import_module(name)  # once, here: the forked commands find it there
+    if words.example:
+        sys.path.insert(0, str(words.example.resolve()))
+    print("| contestant | killed | ended | same weights | complete CSV |\n|---|---|---|---|---|")
+    for name in words.only or CONTESTANTS:
+        if "example" in CONTESTANTS[name].__name__ and not words.example:
+            print(f"| {name} | | not run: give --example | | |")
+            continue
+        home = Path(tempfile.mkdtemp())
+        try:
+            pid = fork(compete, name, words.runs, random.Random(words.seed), home)
+            os.waitpid(pid, 0)
+            found = json.loads((home / "result.json").read_text())
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+        if isinstance(found, str):
+            print(f"| {name} | | cannot be run: `{found}` | | |", flush=True)
+            continue
+        ended, equal, complete = found
+        print(
+            f"| {name} | {words.runs} | {ended} | {equal} | {'writes none' if complete is None else complete} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
