@@ -58,6 +58,21 @@ def replace_file(path: str | Path, data: bytes) -> None:
         fsync_folder(Path(path).parent)
 
 
+def set_aside(path: str | Path, word: str) -> Path:
+    """Give a file another name, one that is free: nothing is deleted.
+
+    Example:
+        >>> _ = Path("demo.csv").write_text("a")
+        >>> set_aside("demo.csv", "before").name
+        'demo.csv.before'
+    """
+    number = 0
+    while (target := Path(f"{path}.{word}{'' if not number else f'-{number}'}")).exists():
+        number += 1
+    fs.replace(path, target)
+    return target
+
+
 def make_folder(folder: Path, is_new: bool = False) -> None:
     """Make a folder and its parents, their names safe from a power cut.
 

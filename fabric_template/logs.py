@@ -13,7 +13,7 @@ from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from .disk import make_folder, replace_file
+from .disk import make_folder, replace_file, set_aside
 from .tables import Table, read_table, writing
 
 if TYPE_CHECKING:
@@ -196,6 +196,23 @@ class CSVLogger(FabricCSVLogger):
         self.claim()
         for name in FILES:
             self._table(name).rewind(**(position or {}).get(name, {}))
+
+    @rank_zero_only
+    def set_aside(self) -> None:
+        """Begin anew in this version; what is there is kept, as `metrics.csv.before` and `steps.csv.before`.
+
+        Example:
+            >>> from tempfile import mkdtemp
+            >>> logger = CSVLogger(mkdtemp())
+            >>> logger.log_epoch({"epoch": 0, "step": 10})
+            >>> logger.set_aside()
+            >>> logger.position()
+            {}
+
+        """
+        for name in self.position():
+            with writing(self._table(name).path):
+                set_aside(self._table(name).path, "before")
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Nothing to do: Lightning's ModelCheckpoint tells every logger when it has saved."""

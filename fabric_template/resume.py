@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 
 from .checkpoint import OURS, check_fits, check_format
+from .disk import set_aside
 from .hooks import overrides
 from .reading import CheckpointError, DamagedError, cause_of, load_header, read_checkpoint
 from .signals import starts_processes
@@ -149,17 +150,17 @@ def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
         >>> newest_good([Path("nowhere")])
     """
     candidates = next(filter(None, map(by_progress, folders)), [])
-    set_aside = []
+    aside = []
     for path in candidates:
         try:
             inside(path.parent, path.name)
             read_checkpoint(path, trusted=trusted)
         except DamagedError as error:
-            set_aside.append(f"{error} It is set aside as '{_set_aside(path)}'.")
+            aside.append(f"{error} It is set aside as '{_set_aside(path)}'.")
         else:
-            _tell(set_aside, f"resume='auto' goes on from '{path}'.")
+            _tell(aside, f"resume='auto' goes on from '{path}'.")
             return path
-    _tell(set_aside, "resume='auto' starts anew: there is no other checkpoint in this version.")
+    _tell(aside, "resume='auto' starts anew: there is no other checkpoint in this version.")
     return None
 
 
@@ -212,19 +213,14 @@ def _is_good(path: Path) -> bool:
 
 
 def _set_aside(path: Path) -> Path:
-    """Give a damaged file another name, one that is free."""
-    number = 0
-    while (target := path.with_name(f"{path.name}.damaged{'' if not number else f'-{number}'}")).exists():
-        number += 1
     try:
-        path.rename(target)
+        return set_aside(path, "damaged")
     except OSError as error:
         raise CheckpointError(
             f"'{path}' is damaged and cannot be set aside: {cause_of(error)}. Move it away."
         ) from error
-    return target
 
 
-def _tell(set_aside: list[str], what_now: str) -> None:
-    if set_aside:
-        warnings.warn(f"{' '.join(set_aside)} {what_now}", stacklevel=2)
+def _tell(aside: list[str], what_now: str) -> None:
+    if aside:
+        warnings.warn(f"{' '.join(aside)} {what_now}", stacklevel=2)

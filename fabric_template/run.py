@@ -51,7 +51,7 @@ class Run:
         self.resume_path: str | Path | None = None
         self.load_path: str | Path | None = None
         self.is_auto = False  # resume="auto"
-        self.awaits_auto = False  # resume="auto", still to be agreed on by the ranks
+        self.is_auto = self.awaits_auto = False  # resume="auto"; still to be agreed on by the ranks
         self.folder: Path | None = None  # for checkpoints
         self.is_lightning = is_lightning(owner)
 

@@ -137,6 +137,8 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
                 else:  # a new place: the rows came with the checkpoint
                     for row in run.history.rows:
                         logger.log_epoch(row)
+            elif run.is_auto and run.resume_path is None and hasattr(type(logger), "set_aside"):
+                logger.set_aside()  # of a run that was killed before its first checkpoint, in a version given by name
     run.set_up_update()
     run.net.zero_grad()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from modules import Classifier
-from runs import assert_same_end, fit, logs_of, source_of, tree, val_loader
+from runs import assert_same_end, fit, logs_of, source_of, tree, val_loader, without_time
 
 from fabric_template.reading import CheckpointError, read_checkpoint
 
@@ -125,6 +125,27 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path):
     for word in ("auto", "last"):
         with pytest.raises(CheckpointError, match=r"'.*last\.ckpt' leads out of '.*version_0' to '.*elsewhere\.ckpt'"):
             fit(tmp_path, resume=word, max_epochs=2)
+
+
+def test_killed_before_the_first_checkpoint(tmp_path):
+    """In a version given by name, the rows of the attempt that cannot be continued are set aside."""
+
+    class Killed(Classifier):
+        def on_train_epoch_end(self):
+            if self.current_epoch == 0:
+                raise KeyboardInterrupt
+
+    words = {"version": "mine", "log_every_n_steps": 2, "max_epochs": 2}
+    whole = fit(tmp_path / "whole", lambda: Classifier(on_step=True), **words)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            fit(tmp_path / "a", lambda: Killed(on_step=True), resume="auto", **words)
+    assert_same_end(whole, fit(tmp_path / "a", lambda: Classifier(on_step=True), resume="auto", **words))
+    extra = ["logs/run/mine/steps.csv.before", "logs/run/mine/steps.csv.before-1"]
+    assert tree(tmp_path / "a") == sorted([*tree(tmp_path / "whole"), *extra])
+    for name in ("metrics.csv", "steps.csv"):
+        texts = [without_time(tmp_path / run / "logs/run/mine" / name) for run in ("a", "whole")]
+        assert texts[0] == texts[1]
 
 
 class Own:
