@@ -75,6 +75,9 @@ class CheckpointError(ValueError):
         's3://bucket/last.ckpt' is a URL; only local files are opened here: download it first and give the path.
     """
 
+    def __init__(self, message: object = "") -> None:
+        super().__init__(" ".join(str(message).splitlines()))  # also where a name in the file has several
+
 
 class DamagedError(CheckpointError):
     """A checkpoint file that is not what was written: cut off, altered, empty, or none at all."""

@@ -49,6 +49,10 @@ class Call:
         return self.function, self.arguments
 
 
+def parse(text):
+    raise ValueError(f"no number: {text}")
+
+
 def storage():
     return torch.storage.TypedStorage(wrap_storage=torch.UntypedStorage(8), dtype=torch.qint8, _internal=True)
 
@@ -89,6 +93,13 @@ def test_bytes_are_still_read(tmp_path):
     assert read_checkpoint(tmp_path / "a.ckpt") == saved
 
 
+def test_a_name_in_the_file_with_several_lines(tmp_path):
+    (tmp_path / "a.ckpt").write_bytes(readers._zip(readers.PARTS | {"archive/a\nb": b"x"}).replace(b"x", b"y"))
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(tmp_path / "a.ckpt")
+    assert "\n" not in str(caught.value)
+
+
 def test_sizes_in_words_in_a_safetensors_header(tmp_path):
     path = tmp_path / "a.safetensors"
     header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,"x"]}}'
@@ -108,7 +119,7 @@ def test_sizes_in_words_in_a_safetensors_header(tmp_path):
         (lambda: bytearray(2**28), "asked for more than twice as much memory"),
         (lambda: __import__("this_is_no_module"), "reading led to ..import this_is_no_module"),
         (lambda: [].pop(), "IndexError: pop from empty list"),
-        (lambda: read_checkpoint("no\nfile"), "more than one line"),
+        (lambda: parse("no\nfile"), "more than one line"),
     ],
     ids=["system", "torch_memory", "python_memory", "import", "error", "lines"],
 )
