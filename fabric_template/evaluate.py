@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .data import INFINITE, Loaders
-from .hooks import overrides
+from .hooks import is_a, overrides
 from .profiling import timed_batches
 from .steps import Modes, no_grad, takes_batch_idx
 
@@ -127,7 +127,10 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
     takes_idx = has_step and takes_batch_idx(run.owner.predict_step)
     if has_step:
         check_dataloader_idx(run, "predict", "predict_step", several)
+    writers = [callback.interval for callback in run.callbacks if is_a(callback, "BasePredictionWriter")]
+    keeps = keep or any(interval.on_epoch for interval in writers)
     kept: list[list[Any]] = [[] for _ in loaders.loaders]
+    run.predictions, run.batch_indices = kept, [[] for _ in loaders.loaders]
     run.stage, run.evaluated = "predict", 0
     with no_grad(inference):
         batches = _timed(run, loaders.start_evaluation(), "_PredictionLoop", "predict")
@@ -141,11 +144,13 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
                 run.evaluated_in_all += 1
                 if transfer is not None:
                     batch = transfer(batch, index)
+                if writers:
+                    run.batch_indices[index].append(_indices_of(run, loaders.loaders[index], batch_idx))
                 place = (batch_idx, index) if several else (batch_idx,)
                 hooks.call("on_predict_batch_start", batch, *place)
                 output = step(batch, *(place if takes_idx else ()))
                 hooks.call("on_predict_batch_end", output, batch, *place)
-                if keep:
+                if keeps:
                     kept[index].append(to_cpu(output))
                 run.bar.advance(batch_idx + 1)
             hooks.call("on_predict_epoch_end")
@@ -156,6 +161,17 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
     if not keep:
         return None
     return kept if several else kept[0]
+
+
+def _indices_of(run: Run, loader: Any, batch_idx: int) -> list[int]:
+    """Which samples of the dataset a batch has; empty when the loader's sampler did not note them."""
+    seen = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", None)
+    if not seen:
+        run.warn_once(
+            "Couldn't infer the batch indices fetched from your dataloader: a BasePredictionWriter gets none; expected a"
+            " DataLoader with a batch sampler"
+        )
+    return seen[batch_idx] if seen else []
 
 
 def _timed(run: Run, batches: Iterable, loop: str, stage: str) -> Iterable:

@@ -127,7 +127,7 @@ class EpochLoopView(_View):
 
 
 class EvaluationLoopView(_View):
-    """``trainer._evaluation_loop``, ``trainer.predict_loop`` and the validation loop inside fit."""
+    """``trainer._evaluation_loop``, and the validation loop inside fit."""
 
     __slots__ = ()
 
@@ -144,6 +144,28 @@ class EvaluationLoopView(_View):
     @property
     def _data_source(self) -> ValSourceView:
         return ValSourceView(self._loop)
+
+
+class PredictLoopView(EvaluationLoopView):
+    """``trainer.predict_loop``: what was predicted, and of which samples."""
+
+    __slots__ = ()
+
+    @property
+    def predictions(self) -> list[Any]:
+        """What was predicted so far, by batch; a list of such lists for several loaders."""
+        made = self._run.predictions
+        return made if len(made) != 1 else made[0]
+
+    @property
+    def epoch_batch_indices(self) -> list[list[list[int]]]:
+        """The indices of the samples, by loader and batch."""
+        return self._run.batch_indices
+
+    @property
+    def current_batch_indices(self) -> list[int]:
+        """The indices of the samples of the batch at hand."""
+        return next((batches[-1] for batches in reversed(self._run.batch_indices) if batches), [])
 
 
 class ValSourceView(_View):

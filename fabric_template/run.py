@@ -90,6 +90,8 @@ class Run:
         self._warned: set[str] = set()
         self.loaders_epoch: dict[str, int] = {}  # the epoch in which each stage's loaders were made
         self._seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
+        self.predictions: list[list[Any]] = []  # by loader, then by batch
+        self.batch_indices: list[list[list[int]]] = []  # the samples of each, for callbacks that write predictions
         self.evaluated = self.evaluated_in_all = 0  # batches of this evaluation; of all since the epoch began
 
     # ---- made in the process that runs

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .hooks import is_a
-from .loops import AcceleratorView, DataView, EvaluationLoopView, FitLoopView, LoggerView, ResultsView
+from .loops import AcceleratorView, DataView, EvaluationLoopView, FitLoopView, LoggerView, PredictLoopView, ResultsView
 
 if TYPE_CHECKING:
     from .run import Run
@@ -370,9 +370,9 @@ class TrainerFace:
         return FitLoopView(self)
 
     @property
-    def predict_loop(self) -> EvaluationLoopView:
-        """How far predicting is."""
-        return EvaluationLoopView(self)
+    def predict_loop(self) -> PredictLoopView:
+        """What was predicted, and of which samples."""
+        return PredictLoopView(self)
 
     @property
     def _evaluation_loop(self) -> EvaluationLoopView:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from datetime import timedelta
 
 import lightning.pytorch as pl
@@ -359,6 +360,44 @@ def test_throughput_monitor(tmp_path, words):
     ]
     assert counted[0] == counted[1]
     assert counted[1]
+
+
+class Writes(cb.BasePredictionWriter):
+    def __init__(self, folder, interval):
+        super().__init__(interval)
+        self.folder, self.asked = folder, []
+
+    def write_on_batch_end(self, trainer, module, prediction, indices, batch, batch_idx, dataloader_idx):
+        self.asked.append((dataloader_idx, batch_idx, indices))
+        torch.save(prediction, self.folder / f"{dataloader_idx}-{batch_idx}.pt")
+
+    def write_on_epoch_end(self, trainer, module, predictions, indices):
+        torch.save([predictions, indices], self.folder / "all.pt")
+
+
+class Predicts(Classifier):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self(batch[0])
+
+
+@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+def test_prediction_writer(tmp_path, interval, several):
+    """The same files of the same predictions, and the samples that they are of; also when predict returns nothing."""
+    sides = run_both(tmp_path, lambda root: Writes(root, interval), Predicts, max_epochs=1)
+    for side in sides:
+        loaders = [make_loader(10, shuffle=False), val_loader()] if several else make_loader(10, drop_last=True)
+        pl.seed_everything(2, verbose=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert side.trainer.predict(side.module, loaders, return_predictions=False) is None
+    expected, ours = sides
+    assert expected.callbacks[0].asked == ours.callbacks[0].asked
+    names = [sorted(path.name for path in side.root.glob("*.pt")) for side in sides]
+    assert names[0] == names[1]
+    assert len(names[1]) == (8 if several else 3) * (interval != "epoch") + (interval != "batch")
+    for name in names[0]:
+        assert same(*(torch.load(side.root / name) for side in sides)), name
 
 
 class Spiking(Classifier):
