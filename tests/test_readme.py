@@ -168,6 +168,23 @@ def test_links_lead_somewhere():
             assert (REPOSITORY / target).exists(), target
 
 
+def test_the_road_back():
+    """What Trainer and its verbs do not take has its row, with Trainer's word for it."""
+    import lightning.pytorch as pl
+
+    from fabric_template import FabricLoop
+
+    section = README[README.index("### The road back") : README.index("## Where we differ")]
+    left = " ".join(row.split(" | ")[0] for row in section.splitlines() if row.startswith("| "))
+    ours = {field.name for field in dataclasses.fields(LoopConfig)} | set(FABRIC_WORDS)
+    words = ours - set(inspect.signature(pl.Trainer.__init__).parameters)
+    for verb in ("fit", "validate", "test", "predict"):
+        mine, theirs = (set(inspect.signature(getattr(kind, verb)).parameters) for kind in (FabricLoop, pl.Trainer))
+        words |= mine - theirs
+        assert theirs - mine == {"ckpt_path", "weights_only"}
+    assert {word for word in words if not re.search(rf"\b{word}\b", left)} == set()
+
+
 def test_the_changelog_has_a_line_for_every_file():
     changes = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
     latest = re.split(r"^## ", changes, flags=re.M)[-1]  # 0.1.0, in which every file is new
