@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -156,7 +157,10 @@ class LoopConfig:
             )
         if self.barebones:
             on = [f"{name}={value!r}" for name, value in self._barebones_conflicts()]
-            found += [f"barebones=True with {word}: barebones switches it off, leave the word out" for word in on]
+            found += [
+                f"`FabricLoop(barebones=True, {word})` was passed: barebones switches it off, leave it out"
+                for word in on
+            ]
         return found
 
     def _barebones_conflicts(self) -> list[tuple[str, Any]]:
@@ -187,6 +191,8 @@ class LoopConfig:
         }
         for stage in ("train", "val", "test", "predict"):
             words[f"limit_{stage}_batches"] = default(getattr(self, f"limit_{stage}_batches"), 1.0, 1.0)
+        if self.default_root_dir is not None:
+            words["default_root_dir"] = os.path.expanduser(self.default_root_dir)
         if words["num_sanity_val_steps"] == -1:
             words["num_sanity_val_steps"] = float("inf")
         if self.overfit_batches:

@@ -150,6 +150,8 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
                 hooks.call("on_predict_batch_start", batch, *place)
                 output = step(batch, *(place if takes_idx else ()))
                 hooks.call("on_predict_batch_end", output, batch, *place)
+                if output is None:
+                    run.warn_once("predict returned None if it was on purpose, ignore this warning...")
                 if keeps:
                     kept[index].append(to_cpu(output))
                 run.bar.advance(batch_idx + 1)

@@ -278,7 +278,8 @@ class Metrics:
     def _refuse(self, name: str) -> None:
         if not self.enabled:
             warnings.warn(
-                f"self.log({name!r}) does nothing under barebones=True; leave barebones out to log", stacklevel=3
+                f"self.log({name!r}) does nothing: `FabricLoop(barebones=True)` is configured; leave barebones out to log",
+                stacklevel=3,
             )
             return
         where = f"inside `{self.fx}`" if self.fx else "outside of the loop's hooks"

@@ -77,7 +77,7 @@ def choose_place(loop: FabricLoop, run: Run) -> None:
         csv = CSVLogger(str(root / "logs"), name, version)
         loop.loggers = [csv]
     keeps = config.enable_checkpointing and not loop.checkpoint_callbacks
-    if version is None and (csv is not None or keeps):
+    if version is None and (loop._own_logger or keeps):
         version = _claim(root, name, csv if loop._own_logger else None, keeps, loop.fabric)
     if csv is not None:
         if loop._own_logger:

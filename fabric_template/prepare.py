@@ -62,6 +62,11 @@ def prepare(
     _check_loaders(run, fn)
     if fn == "fit":
         _check_optimizer(run)
+        if run.config.max_epochs is None and run.limits()[0] == 1000:
+            run.warn_once(
+                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set `max_epochs=-1`.",
+                PossibleUserWarning,
+            )
     _find_files(run, loop, resume, load)
     return run
 

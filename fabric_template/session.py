@@ -276,6 +276,11 @@ def _torch_settings(run: Run) -> Any:
     benchmark = torch.backends.cudnn.benchmark
     if config.deterministic is not None:
         torch.use_deterministic_algorithms(bool(config.deterministic), warn_only=config.deterministic == "warn")
+    if config.deterministic and config.benchmark:
+        run.warn_once(
+            "You passed `deterministic=True` and `benchmark=True`: PyTorch chooses its algorithms by their speed then, not"
+            " always the same; leave benchmark out"
+        )
     if config.benchmark is not None:
         torch.backends.cudnn.benchmark = config.benchmark
     elif config.deterministic:

@@ -7,6 +7,7 @@ AttributeError, so that nobody takes silence for an answer.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ class Word(str):
 
 class State(SimpleNamespace):
     """What runs: ``fn`` ("fit", "validate", "test", "predict"), ``stage``, ``status``; Trainer's enums equal these words."""
+
+    def __eq__(self, other: object) -> bool:
+        return all(getattr(other, name, None) == value for name, value in vars(self).items())
 
     @property
     def finished(self) -> bool:
@@ -230,6 +234,10 @@ class TrainerFace:
     def logger(self) -> Any:
         """The first logger."""
         return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers, self._own_logger = [] if logger is None else [logger], False
 
     @property
     def log_dir(self) -> str | None:
@@ -449,6 +457,10 @@ class TrainerFace:
             save = run.hooks.timed(self.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")
             save(state, filepath, storage_options=storage_options)
         self.fabric.barrier("save_checkpoint")
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager:
+        """Make a module inside, and it is on the device and in the precision at once; see ``Fabric.init_module``."""
+        return self.fabric.init_module(empty_init)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank zero."""

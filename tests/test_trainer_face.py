@@ -2,14 +2,19 @@
 
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from modules import Classifier, assert_same_weights, make_loader, run_loop, run_trainer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
+from modules import Classifier, assert_same_weights, make_loader, quiet, run_loop, run_trainer
 from runs import fit, tree, val_loader
+
+from fabric_template import CSVLogger, FabricLoop
 
 
 def plain_loader():
@@ -202,3 +207,66 @@ def test_hyperparameters_of_hydra_go_through_a_checkpoint(tmp_path):
     assert loaded.hparams == config
     loop, _, _ = fit(tmp_path, lambda: Configured(config), plain_loader, max_epochs=2, resume="last")
     assert loop.current_epoch == 2
+
+
+# ---- what is said, in the cases in which Trainer says it
+
+
+class Stopping(Classifier):
+    def training_step(self, batch, batch_idx):
+        self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+def test_max_epochs_that_was_not_set():
+    words = "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set `max_epochs=-1`."
+    with pytest.warns(PossibleUserWarning, match=f"^{re.escape(words)}$"):
+        loop, _ = run_loop(Stopping, plain_loader)
+    assert (loop.max_epochs, loop.current_epoch) == (1000, 1)
+    run_loop(Stopping, plain_loader, max_steps=5)  # limited otherwise: nothing is said
+
+
+def test_predictions_that_are_none():
+    class Silent(Classifier):
+        def predict_step(self, batch, batch_idx):
+            return None
+
+    with pytest.warns(UserWarning, match="predict returned None if it was on purpose, ignore this warning"):
+        assert FabricLoop(**quiet()).predict(Silent(), val_loader()) == [None] * 5
+
+
+def test_deterministic_and_benchmark():
+    with pytest.warns(UserWarning, match="You passed `deterministic=True` and `benchmark=True`"):
+        run_loop(Classifier, plain_loader, max_epochs=1, deterministic=True, benchmark=True)
+
+
+# ---- attributes
+
+
+def test_state_equals_trainers():
+    loop = FabricLoop(**quiet(max_epochs=1))
+    assert loop.state == TrainerState(status=TrainerStatus.INITIALIZING, fn=None, stage=None)
+    loop.fit(Classifier(), plain_loader())
+    assert loop.state == TrainerState(status=TrainerStatus.FINISHED, fn=TrainerFn.FITTING, stage=None)
+    assert loop.state != TrainerState(status=TrainerStatus.FINISHED, fn=TrainerFn.TESTING, stage=None)
+
+
+def test_a_logger_may_be_set(tmp_path):
+    loop = FabricLoop(**quiet(max_epochs=1, default_root_dir=str(tmp_path)))
+    loop.logger = CSVLogger(tmp_path, name="mine")
+    assert loop.loggers == [loop.logger]
+    loop.fit(Classifier(), plain_loader())
+    assert "mine/version_0/metrics.csv" in tree(tmp_path)
+    loop.logger = None
+    assert (loop.logger, loop.loggers) == (None, [])
+
+
+def test_home_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for root in ("~/runs", Path("~/runs")):
+        assert FabricLoop(default_root_dir=root).default_root_dir == str(tmp_path / "runs")
+
+
+def test_init_module():
+    with FabricLoop(accelerator="cpu", precision="64-true").init_module():
+        assert torch.nn.Linear(1, 1).weight.dtype == torch.float64
