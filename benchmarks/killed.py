@@ -18,8 +18,9 @@ The contestants:
 - ours: `resume="auto"`, `save_every_n_steps=3`.
 - Trainer, each epoch: `ckpt_path="last"`, ModelCheckpoint(save_last=True), which saves at the end of each epoch; CSVLogger.
 - Trainer, every 3 steps: the same with ModelCheckpoint(save_last=True, every_n_train_steps=3).
-- Accelerate: save_state every 3 steps into step_<n>, load_state of the newest folder, skip_first_batches, as its page on
-  checkpointing shows, with its seedable sampler; the CSV is written by hand, a row at a time, flushed.
+- Accelerate, each epoch, and every 3 steps: save_state into a folder of its own, load_state of the newest, in mid-epoch
+  skip_first_batches, as its page on checkpointing shows, with its seedable sampler; the CSV is written by hand, a row at a
+  time, flushed.
 - Lightning's example: its Fabric trainer "to build your own", from the folder given with --example; fit(ckpt_path=folder). It
   writes no CSV. As it stands it cannot be imported with Lightning 2.6 (a name it uses is gone); so it is also run with
   that name put back.
@@ -52,7 +53,8 @@ from torch.utils.data import DataLoader
 
 EPOCHS, EVERY = 3, 3
 OURS, TRAINER_EPOCH, TRAINER_STEPS = "ours", "Trainer, each epoch", "Trainer, every 3 steps"
-ACCELERATE, EXAMPLE, EXAMPLE_MENDED = "Accelerate", "Lightning's example", "the same, its import mended"
+ACCELERATE_EPOCH, ACCELERATE_STEPS = "Accelerate, each epoch", "Accelerate, every 3 steps"
+EXAMPLE, EXAMPLE_MENDED = "Lightning's example", "the same, its import mended"
 
 
 def net():
@@ -116,7 +118,7 @@ def trainer_steps(root):
     return trainer(root, every_n_train_steps=EVERY)
 
 
-def accelerate(root):
+def accelerate(root, every=None):
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, set_seed
 
@@ -147,9 +149,15 @@ def accelerate(root):
                 rows.writerow([done, loss.item()])
                 file.flush()
                 done += 1
-                if done % EVERY == 0:
+                if every and done % every == 0:
                     accelerator.save_state(str(root / f"step_{done}"))
+            if not every:
+                accelerator.save_state(str(root / f"step_{done}"))
     return accelerator.unwrap_model(model)
+
+
+def accelerate_steps(root):
+    return accelerate(root, EVERY)
 
 
 def example(root):
@@ -174,7 +182,8 @@ CONTESTANTS = {
     OURS: ours,
     TRAINER_EPOCH: trainer,
     TRAINER_STEPS: trainer_steps,
-    ACCELERATE: accelerate,
+    ACCELERATE_EPOCH: accelerate,
+    ACCELERATE_STEPS: accelerate_steps,
     EXAMPLE: example,
     EXAMPLE_MENDED: example_mended,
 }
@@ -216,7 +225,7 @@ def same(one, other):
 def warm_up(name, home):
     """Run it once in this process, so that a forked command finds everything imported and begins to train at once."""
     CONTESTANTS[name](home / "warm")
-    if name == ACCELERATE:
+    if name in (ACCELERATE_EPOCH, ACCELERATE_STEPS):
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
