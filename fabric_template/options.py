@@ -127,7 +127,12 @@ def _read_config(words: dict[str, str]) -> dict[str, Any]:
         if isinstance(value, str):
             config[part] = {"class": value}
         elif isinstance(value, dict) and "class_path" in value:  # as LightningCLI writes it
-            config[part] = {"class": value["class_path"], **(value.get("init_args") or {})}
+            arguments = value.get("init_args") or {}
+            if not isinstance(arguments, dict):
+                raise UsageError(
+                    f"--config {path}: {part}.init_args is {arguments!r}: expected 'argument: value' lines"
+                )
+            config[part] = {"class": value["class_path"], **arguments}
         elif part in config and not isinstance(value, dict):
             del config[part]  # null
         if part in words and _class_of(config, part) not in (None, words[part]):

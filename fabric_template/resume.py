@@ -191,8 +191,10 @@ def _progress(checkpoint: Mapping[str, Any]) -> tuple[Any, ...]:
     """Steps, batches, epochs; nothing for a file that holds weights only."""
     if "optimizer_states" not in checkpoint:
         return ()
-    ours = checkpoint.get(OURS) or {}
-    return int(checkpoint.get("global_step", 0)), ours.get("total_batches", 0), ours.get("epoch", 0)
+    ours = checkpoint.get(OURS)
+    ours = ours if isinstance(ours, Mapping) else {}
+    numbers = checkpoint.get("global_step"), ours.get("total_batches"), ours.get("epoch")
+    return tuple(number if isinstance(number, int) else 0 for number in numbers)  # a file may hold anything
 
 
 def _folders(root: Path, name: str, version: int | str | None) -> list[Path]:

@@ -20,7 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 
-SHARES = {"checkpoint": 0.4, "old_pickle": 0.1, "safetensors": 0.15, "table": 0.15, "config": 0.15, "lock": 0.05}
+SHARES = {
+    "checkpoint": 0.3, "folder": 0.15, "old_pickle": 0.1, "safetensors": 0.15, "table": 0.1, "config": 0.15, "lock": 0.05,
+}  # fmt: skip
 LENGTH = 256  # bytes of choices for one file
 
 

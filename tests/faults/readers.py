@@ -30,6 +30,7 @@ import torch
 from fabric_template import CSVLogger, options, read_logs
 from fabric_template.locks import VersionLock
 from fabric_template.reading import read_checkpoint
+from fabric_template.resume import newest_good
 
 SLOW = 1.0  # seconds of this thread's own time
 SLACK = 4 << 20  # bytes that reading may take from the system beyond twice the file: the interpreter's own arenas
@@ -208,7 +209,7 @@ def pickled(choices: Choices) -> bytes:
 
     out.extend(b"}(")
     for _ in range(1 + choices.below(3)):
-        text("k")
+        text(choices.of(("k", "global_step", "optimizer_states", "fabric_template", "state_dict", "epoch")))
         item(0)
     out.extend(b"u.")
     return bytes(out)
@@ -269,6 +270,16 @@ def _read_checkpoint(path: str, expected: Any) -> None:
         raise Broken(f"a {type(found).__name__} came back")
     if expected is not None and not _same(expected, found):
         raise Broken(f"a damaged file was read as {found}")
+
+
+def _read_folder(path: str, expected: Any) -> None:
+    """What resume="auto" does with it: look into it, go on from it or set it aside."""
+    folder = Path(path).parent
+    try:
+        newest_good([folder])
+    finally:
+        for other in folder.iterdir():
+            other.unlink()
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -336,6 +347,21 @@ def config(choices: Choices) -> tuple[bytes, Any]:
         return choices.rest(), None
     if kind == 1:
         return edited(CONFIG, choices), None
+    if kind == 2:  # words that are looked at, with values of the wrong kind
+        values = (
+            "3",
+            "[]",
+            "{}",
+            "null",
+            "x",
+            "{class_path: 3, init_args: 3}",
+            "{class_path: a, init_args: [1]}",
+            "{class: {}}",
+        )
+        words = ("model", "data", "max_epochs", "3", "null", "callbacks")
+        return "".join(
+            f"{choices.of(words)}: {choices.of(values)}\n" for _ in range(1 + choices.below(4))
+        ).encode(), None
     words = ("a: ", "- ", "[", "]", "{", "}", "&x ", "*x", "!!python/object/apply:os.system ", "!!binary x", "2001-99-99", "\n",
              "  ", "? ", "<<: ", "1:2:3", "0x", "'", '"', "[" * 300, "!!int x", "1e400", "\t", "|\n", "%YAML 9\n", "---\n",
              "9" * 5000, ".inf", "model: ", "data: ", "class_path: ", "init_args: ")  # fmt: skip
@@ -372,6 +398,7 @@ class Reader:
 
 READERS = {
     "checkpoint": Reader(checkpoint, "a.ckpt", _read_checkpoint),
+    "folder": Reader(checkpoint, "run/last.ckpt", _read_folder),
     "old_pickle": Reader(old_pickle, "old.ckpt", _read_checkpoint),
     "safetensors": Reader(safetensors, "a.safetensors", _read_checkpoint),
     "table": Reader(table, "metrics.csv", _read_table),
@@ -429,6 +456,7 @@ def probe(name: str, data: bytes, folder: Path) -> Outcome:
     reader = READERS[name]
     content, expected = reader.make(Choices(data))
     path = folder / reader.name
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     error = None
     with watched() as seen, warnings.catch_warnings():
@@ -475,6 +503,7 @@ def warm_up(folder: Path) -> None:
     for name in READERS:
         for data in (b"", *(bytes([i]) * 8 for i in range(1, 8))):
             content, expected = READERS[name].make(Choices(data))
+            (folder / READERS[name].name).parent.mkdir(exist_ok=True)
             (folder / READERS[name].name).write_bytes(content)
             with contextlib.suppress(Exception), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
