@@ -307,7 +307,6 @@ class FabricLoop(Parts, TrainerFace):
             evaluate(run, run.val, "sanity_check", most=run.config.num_sanity_val_steps)
             run.hooks.call_callbacks("on_sanity_check_end")
             run.metrics.forget()
-            run.metrics.val.clear()
             run.history.val.reset()
             run.stage, run.evaluated = "train", 0
 
