@@ -42,7 +42,7 @@ def prepare(
         Misuse, MisuseOfType: one line that says what is wrong, where, and what to write instead.
     """
     if fn != "fit":
-        model, datamodule, load = _from_last_run(loop, fn, model, loaders, datamodule, load)
+        model, load = _from_last_run(loop, fn, model, load)
     first = LOADER_OF[fn]
     if hasattr(loaders.get(first), f"{first}_dataloader"):  # a datamodule in the loaders' place
         if datamodule is not None:
@@ -58,6 +58,8 @@ def prepare(
     owner, net = _owner_of(model, functions or {})
     run = Run(fn, loop.config, owner, net, datamodule, list(loop.callbacks))
     run.given, run.given_optimizer = loaders, optimizer
+    if fn != "fit" and datamodule is None and loop._run is not None:
+        _keep_datamodule(run, loop._run.datamodule, first)
     _check_steps(run, fn)
     _check_loaders(run, fn)
     if fn == "fit":
@@ -71,8 +73,8 @@ def prepare(
     return run
 
 
-def _from_last_run(loop: FabricLoop, fn: str, model: Any, loaders: dict, datamodule: Any, load: Any) -> tuple:
-    """What the run before has, for what was not given: (model, datamodule, load), as Trainer takes them."""
+def _from_last_run(loop: FabricLoop, fn: str, model: Any, load: Any) -> tuple:
+    """What the run before has, for what was not given: (model, load), as Trainer takes them."""
     last = loop._run
     if last is None:
         if model is None:
@@ -80,11 +82,9 @@ def _from_last_run(loop: FabricLoop, fn: str, model: Any, loaders: dict, datamod
                 f"`FabricLoop.{fn}()` requires a `LightningModule` or another model: expected {fn}(model, ...), or a fit"
                 " before it"
             )
-        return model, datamodule, load
-    if datamodule is None and all(given is None for given in loaders.values()):
-        datamodule = last.datamodule
+        return model, load
     if model is not None:
-        return model, datamodule, load
+        return model, load
     best, chooses = loop.checkpoint_path("best"), loop.checkpoint_callbacks or loop.config.monitor
     if load is None and best is not None and chooses:
         warnings.warn(
@@ -93,7 +93,14 @@ def _from_last_run(loop: FabricLoop, fn: str, model: Any, loaders: dict, datamod
             stacklevel=5,
         )
         load = best
-    return last.owner, datamodule, load
+    return last.owner, load
+
+
+def _keep_datamodule(run: Run, datamodule: Any, stage: str) -> None:
+    """The last run's datamodule stays, as under Trainer, and its hooks are called; its loaders where there are no others."""
+    run.datamodule = datamodule
+    if datamodule is not None and not run.has_loader(stage):
+        run.source = datamodule
 
 
 def _owner_of(model: Any, functions: dict[str, Callable | None]) -> tuple[Any, nn.Module]:

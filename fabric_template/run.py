@@ -45,6 +45,7 @@ class Run:
         self, fn: str, config: LoopConfig, owner: Any, net: nn.Module, datamodule: Any, callbacks: list
     ) -> None:
         self.fn, self.config, self.owner, self.net, self.datamodule = fn, config, owner, net, datamodule
+        self.source = owner if datamodule is None else datamodule  # whose methods make loaders that were not given
         self.callbacks, self.loggers = callbacks, []
         self.given: dict[str, Any] = {}  # loaders by stage, as they were given
         self.given_optimizer: Any = None
@@ -147,7 +148,7 @@ class Run:
     def make_transfer(self) -> Callable[[Any, int], Any] | None:
         """What brings a batch to its device, through the datamodule's or module's hooks; None: it is there."""
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        hooks = [self.hooks.own(self.datamodule, name) or self.hooks.own(self.owner, name) for name in names]
+        hooks = [self.hooks.own(self.source, name) or self.hooks.own(self.owner, name) for name in names]
         transfer = make_transfer(self.fabric, self.steps.convert(), hooks)
         return transfer and self.hooks.timed(
             transfer, f"[Strategy]{type(self.fabric.strategy).__name__}.batch_to_device"
@@ -185,21 +186,20 @@ class Run:
         """The loader given, or the method that makes it: the datamodule's, without a datamodule the module's."""
         if self.given.get(stage) is not None:
             return self.given[stage]
-        owner = self.owner if self.datamodule is None else self.datamodule
-        return self.hooks.own(owner, f"{stage}_dataloader")
+        return self.hooks.own(self.source, f"{stage}_dataloader")
 
     def loaders(self, stage: str) -> Loaders:
         """The stage's loaders, made ready; asked of the datamodule or module anew each time."""
         source = self._loader_source(stage)
         origin = f"passed to `Trainer.{self.fn}({loader_argument(self.fn, stage)}=...)`"
         if self.given.get(stage) is None:
-            origin = f"returned from `{type(self.datamodule or self.owner).__name__}.{stage}_dataloader()`"
+            origin = f"returned from `{type(self.source).__name__}.{stage}_dataloader()`"
             source = source()
         config = self.config
         overfit = bool(config.overfit_batches) and self.fn == "fit"
         may_be_empty = any(
             getattr(part, "allow_zero_length_dataloader_with_multiple_devices", False)
-            for part in (self.owner, self.datamodule)
+            for part in (self.owner, self.source)
         )
         make_ready = partial(ready, fabric=self.fabric, stage=stage, overfit=overfit, may_be_empty=may_be_empty)
         limit = getattr(config, f"limit_{stage}_batches")

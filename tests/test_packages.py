@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from modules import Classifier, assert_same_metrics, assert_same_weights, make_loader, run_loop, run_trainer
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 
@@ -168,3 +169,41 @@ def test_an_evaluation_after_fit_stands_where_fit_ended():
         seen.append((results, runner.logger.rows, runner.current_epoch, runner.global_step))
     assert seen[0] == seen[1]
     assert seen[1][2:] == (2, 20)
+
+
+class Data(pl.LightningDataModule):
+    """Draws its data when it is set up; other data than the module's own loader."""
+
+    def setup(self, stage):
+        self.rows = torch.randn(12, 8)
+        self.trainer.lightning_module.setups.append(stage)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(self.rows, torch.zeros(12, dtype=torch.long)), batch_size=4)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class OwnLoader(Classifier):
+    """Has a loader for validation, none for anything else."""
+
+    def __init__(self):
+        super().__init__()
+        self.setups = []
+
+    def val_dataloader(self):
+        return val()
+
+    def test_step(self, batch, batch_idx):
+        self.validation_step(batch, batch_idx)
+
+
+def test_after_fit_a_datamodule_stays_but_the_modules_loaders_come_first():
+    seen = []
+    for run in (run_trainer, run_loop):
+        trainer, module = run(OwnLoader, lambda: None, fit={"datamodule": (data := Data())}, max_epochs=1)
+        results = trainer.validate(module, verbose=False), trainer.test(module, make_loader(), verbose=False)
+        seen.append((results, module.setups, trainer.datamodule is data, torch.get_rng_state().tolist()))
+    assert seen[0] == seen[1]
+    assert seen[1][1] == ["fit", "validate", "test"]
+    assert list(trainer.test(verbose=False)[0]) == ["val_loss", "val_acc"]  # where Trainer refuses: the datamodule's
