@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .data import INFINITE, Loaders
+from .data import INFINITE, Handed
 from .hooks import is_a, overrides
+from .loaders import Loaders
 from .profiling import timed_batches
-from .steps import Modes, no_grad, takes_batch_idx
+from .steps import Modes, no_grad, takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
     from .run import Run
@@ -43,6 +44,7 @@ def evaluate(
     step_name = f"{word}_step"
     step = hooks.timed(run.steps.get(step_name), f"[Strategy]{type(run.fabric.strategy).__name__}.{step_name}")
     takes_idx, transfer = run.takes_idx(step_name), run.transfer
+    hands = takes_iterator(getattr(run.owner, step_name))
     several = len(loaders.loaders) > 1 and loaders.combined is None
     check_dataloader_idx(run, word, step_name, several)
     batch_start, batch_end = f"on_{word}_batch_start", f"on_{word}_batch_end"
@@ -56,25 +58,32 @@ def evaluate(
 
     with no_grad(inference):
         batches = _timed(run, loaders.start_evaluation(most), "_EvaluationLoop", "test" if stage == "test" else "val")
+        handed = Handed(batches) if hands else None
         modes = Modes(run.net)
         try:
             _switch(run, f"on_{word}_model_eval")
             hooks.call(f"on_{word}_start")
             hooks.call(f"on_{word}_epoch_start")
             current = 0
-            for batch, batch_idx, index, _ in batches:
+            for batch, batch_idx, index, _ in batches if handed is None else handed.turns():
                 if index != current:
                     store()
                     current = index
                 run.evaluated += 1
                 run.evaluated_in_all += 1
-                if transfer is not None:
+                if transfer is not None and handed is None:
                     batch = transfer(batch, index)
                 place = (batch_idx, index) if several else (batch_idx,)
                 metrics.batch_starts(batch, index if several else None)
                 hooks.call(batch_start, batch, *place)
                 metrics.fx = step_name
-                output = step(batch, *(place if takes_idx else place[1:]))
+                if handed is None:
+                    output = step(batch, *(place if takes_idx else place[1:]))
+                elif (output := _take(step, handed)) is _NO_MORE:
+                    break
+                else:
+                    batch, batch_idx, index = handed.latest
+                    place = (batch_idx, index) if several else (batch_idx,)
                 metrics.fx = None
                 run.note_evaluated(output, "test" if stage == "test" else "val", batch_idx)
                 hooks.call(batch_end, output, batch, *place)
@@ -134,21 +143,28 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
     run.stage, run.evaluated = "predict", 0
     with no_grad(inference):
         batches = _timed(run, loaders.start_evaluation(), "_PredictionLoop", "predict")
+        handed = Handed(batches) if has_step and takes_iterator(run.owner.predict_step) else None
         modes = Modes(run.net)
         try:
             _switch(run, "on_predict_model_eval")
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
-            for batch, batch_idx, index, _ in batches:
+            for batch, batch_idx, index, _ in batches if handed is None else handed.turns():
                 run.evaluated += 1
                 run.evaluated_in_all += 1
-                if transfer is not None:
-                    batch = transfer(batch, index)
-                if writers:
-                    run.batch_indices[index].append(_indices_of(run, loaders.loaders[index], batch_idx))
+                if handed is None:
+                    batch = batch if transfer is None else transfer(batch, index)
+                    if writers:
+                        run.batch_indices[index].append(_indices_of(run, loaders.loaders[index], batch_idx))
                 place = (batch_idx, index) if several else (batch_idx,)
                 hooks.call("on_predict_batch_start", batch, *place)
-                output = step(batch, *(place if takes_idx else ()))
+                if handed is None:
+                    output = step(batch, *(place if takes_idx else ()))
+                elif (output := _take(step, handed)) is _NO_MORE:
+                    break
+                else:
+                    batch, batch_idx, index = handed.latest
+                    place = (batch_idx, index) if several else (batch_idx,)
                 hooks.call("on_predict_batch_end", output, batch, *place)
                 if output is None:
                     run.warn_once("predict returned None if it was on purpose, ignore this warning...")
@@ -181,6 +197,17 @@ def _timed(run: Run, batches: Iterable, loop: str, stage: str) -> Iterable:
     return timed_batches(run.hooks.profiler, iter(batches), f"[{loop}].{stage}_next", itemgetter(3))
 
 
+_NO_MORE = object()
+
+
+def _take(step: Callable, handed: Handed) -> Any:
+    """What a step returns that takes its batches itself; _NO_MORE when it asked for more than there are."""
+    try:
+        return step(handed)
+    except StopIteration:
+        return _NO_MORE
+
+
 def _switch(run: Run, hook: str) -> None:
     """Into evaluation mode: the module's own way, or ``eval()``."""
     if overrides(run.owner, hook):
@@ -201,7 +228,7 @@ def check_dataloader_idx(run: Run, word: str, step_name: str, several: bool) -> 
         given = parameters.get("dataloader_idx")
         loader = f"{'val' if word == 'validation' else word}_dataloader"
         name = type(run.owner).__name__
-        if several and given is None and not open_ended:
+        if several and given is None and not open_ended and "dataloader_iter" not in parameters:
             raise RuntimeError(
                 f"You provided multiple `{loader}`, but no `dataloader_idx` argument in `{name}.{hook}()`."
                 " Try adding `dataloader_idx=0` to its signature."

@@ -197,7 +197,7 @@ class FabricLoop(Parts, TrainerFace):
             run.train.set_epoch(run.current_epoch)
             hooks.call("on_train_epoch_start")
             run.begin_pass()
-        validates = run.validation_epoch
+        validates, hands = run.validation_epoch, run.hands_iterator
         train_batch, transfer, bar, num_batches = run.train_batch, run.transfer, run.bar, run.num_batches
         shows, checks, saves = bar.enabled, signals.checks, run.saver is not None and config.save_every_n_steps
         run.bar.start(f"epoch {run.current_epoch}", run.num_batches, run.batches_done)
@@ -218,6 +218,8 @@ class FabricLoop(Parts, TrainerFace):
             last = run.is_last_batch or batch_idx + 1 == num_batches
             accumulates = not last and (batch_idx + 1) % run.window != 0
             outputs = train_batch(batch, batch_idx, not accumulates)
+            if hands:  # the step has taken its batches itself
+                batch = run.batches.handed.latest[0]
             if run.schedulers and not accumulates:
                 self._step_schedulers(run)
             if ends:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import nn
 
-from .data import INFINITE, check_iterable, length_of, loaders_in, no_fraction
+from .data import INFINITE, length_of
 from .errors import MissingLoader, Misuse, MisuseOfType
 from .hooks import overrides
+from .loaders import check_iterable, loaders_in, no_fraction
 from .optimizers import parse_optimizers
 from .place import choose_place
 from .resume import choose_checkpoint

@@ -17,10 +17,11 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from .config import LoopConfig, parse_duration
-from .data import INFINITE, Loaders, make_transfer
+from .data import INFINITE, HandedPass, make_transfer
 from .errors import Misuse
 from .history import History, name_outputs
 from .hooks import Hooks, is_a, overrides
+from .loaders import Loaders
 from .logs import CSVLogger
 from .metrics import Metrics
 from .optimizers import SchedulerConfig, parse_optimizers
@@ -28,7 +29,7 @@ from .profiling import TimedPass
 from .randomness import rng_state, set_rng_state
 from .saver import Saver
 from .sharing import ready
-from .steps import FunctionSteps, Steps, takes_batch_idx
+from .steps import FunctionSteps, Steps, takes_batch_idx, takes_iterator
 from .update import AutomaticUpdate, LoopOptimizer, ManualUpdate
 
 if TYPE_CHECKING:
@@ -143,7 +144,9 @@ class Run:
         self.metrics.name_metrics(self.owner)
         self.update = (AutomaticUpdate if self.is_automatic else ManualUpdate)(self)
         self.train_batch = self.hooks.timed(self.update, "run_training_batch")
-        self.transfer = self.make_transfer()
+        if self.hands_iterator:
+            self.train_batch = self._hand_over(self.train_batch)
+        self.transfer = None if self.hands_iterator else self.make_transfer()
 
     def make_transfer(self) -> Callable[[Any, int], Any] | None:
         """What brings a batch to its device, through the datamodule's or module's hooks; None: it is there."""
@@ -165,6 +168,26 @@ class Run:
     def is_automatic(self) -> bool:
         """Whether the loop steps the optimizer (False: the module does)."""
         return getattr(self.owner, "automatic_optimization", True)
+
+    @property
+    def hands_iterator(self) -> bool:
+        """Whether the training step takes its batches itself, from ``dataloader_iter``."""
+        return takes_iterator(self.owner.training_step)
+
+    def _hand_over(self, train_batch: Callable) -> Callable:
+        """The update, its step given the pass; a step that asks for more than there is ends the epoch."""
+
+        def train(_: Any, batch_idx: int, last_of_window: bool) -> Any:
+            handed = self.batches.handed
+            try:
+                return train_batch(handed, batch_idx, last_of_window)
+            except StopIteration:
+                self.metrics.fx = None
+                return {}
+            finally:
+                self.is_last_batch = handed.done
+
+        return train
 
     def takes_idx(self, step: str) -> bool:
         """Whether a step takes the batch's index."""
@@ -231,7 +254,8 @@ class Run:
     def start_pass(self) -> None:
         """Begin a pass over the training batches, or go on with the one that a checkpoint was in."""
         self.batches = None  # the workers of the pass before go first
-        self.batches = self._timed(self.train.start(self.batches_done))
+        batches = self._timed(self.train.start(self.batches_done))
+        self.batches = HandedPass(batches, self.batches_done) if self.hands_iterator else batches
 
     def _timed(self, batches: Any) -> Any:
         return batches if self.hooks.profiler is None else TimedPass(batches, self.hooks.profiler)
@@ -361,7 +385,7 @@ class Run:
                 return self.batches_done % config.limit_train_batches == 0
             return self.is_last_batch
         count = self.total_batches if config.check_val_every_n_epoch is None else self.batches_done
-        return count % due == 0
+        return count % due == 0 or (self.is_last_batch and self.hands_iterator)
 
     # ---- schedulers, values
 

@@ -92,6 +92,14 @@ def takes_batch_idx(step: Callable, least: int = 2) -> bool:
     return "batch_idx" in parameters or len(parameters) >= least or inspect.Parameter.VAR_POSITIONAL in kinds
 
 
+def takes_iterator(step: Callable) -> bool:
+    """Whether a step takes its batches itself, from an argument ``dataloader_iter``."""
+    try:
+        return "dataloader_iter" in inspect.signature(step).parameters
+    except (TypeError, ValueError):
+        return False
+
+
 class StepModule(nn.Module):
     """What is handed to ``fabric.setup`` in the owner's place: its forward runs any step.
 

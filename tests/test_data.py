@@ -5,6 +5,7 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
 from pandas import DataFrame
@@ -402,3 +403,112 @@ def test_tensor_loader_among_others():
     x = torch.arange(5.0)
     _, seen = both(lambda loop, module: loop.fit(module, {"a": TensorLoader(x, batch_size=2), "b": ones(2)}))[1]
     assert [place[1]["a"][0].tolist() for place in seen] == [[0, 1], [2, 3], [4]]
+
+
+# ---- steps that take their batches themselves
+
+
+class Takes(Sees):
+    """Its steps take two batches at a time from `dataloader_iter`, or what is left."""
+
+    def take(self, what, dataloader_iter):
+        taken = []
+        for _ in range(2):
+            try:
+                taken.append(next(dataloader_iter))
+            except StopIteration:
+                self.note("no more")
+        self.note(what, taken)
+
+    def training_step(self, dataloader_iter):
+        self.take("train", dataloader_iter)
+        return self.layer(torch.ones(1)).sum()
+
+    def validation_step(self, dataloader_iter):
+        self.take("val", dataloader_iter)
+
+    def test_step(self, dataloader_iter):
+        self.take("test", dataloader_iter)
+
+    def predict_step(self, dataloader_iter):
+        self.take("predict", dataloader_iter)
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.note("batch end", batch, batch_idx, dataloader_idx)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.note("batch end", batch)
+
+    def on_train_epoch_end(self):
+        self.note("epoch end", self.trainer.global_step)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("num", [8, 10])
+@pytest.mark.parametrize("several", [False, True])
+def test_steps_that_take_from_the_iterator(verb, num, several):
+    """As many batches as they like: each once, and the hooks behind them see the last one."""
+    loaders = [ones(num), ones(num, 50)] if several else ones(num)
+
+    def act(loop, module):
+        arguments = (loaders, loaders) if verb == "fit" else (loaders,)
+        getattr(loop, verb)(module, *arguments)
+
+    trainer, loop = both(act, Takes)
+    assert str(trainer) == str(loop)
+    assert len(loop[1]) >= 4
+
+
+class Takes1(Takes):
+    def training_step(self, dataloader_iter):
+        self.note("train", next(dataloader_iter))  # the end comes as StopIteration where nobody knows it before
+        return self.layer(torch.ones(1)).sum()
+
+
+def test_the_end_of_a_stream_within_a_step():
+    def seen(batches, limit):
+        loop, module = FabricLoop(**quiet(max_epochs=2, limit_val_batches=0)), Takes1()
+        loop.fit(module, batches)
+        return [what for what, *_ in module.seen]
+
+    assert seen(ones_of(Stream(5)), None) == [*["train", "batch end"] * 3, "epoch end"] * 2
+    assert seen(ones(6), None) == [*["train", "batch end"] * 3, "epoch end"] * 2
+
+
+# ---- who writes predictions down
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self, interval):
+        super().__init__(interval)
+        self.batches, self.epochs = [], []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.batches.append((prediction, list(batch_indices), batch_idx, dataloader_idx))
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.epochs.append((predictions, batch_indices))
+
+
+@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_predictions_are_written_with_their_samples(interval, several, workers):
+    """Shuffled, so that the indices say something; several workers fetch ahead."""
+    found = []
+    for kind in (pl.Trainer, FabricLoop):
+        pl.seed_everything(1, verbose=False)
+        writer, module = Writer(interval), Sees()
+        loaders = [ones(5, shuffle=True, drop_last=True, num_workers=workers), ones(4, 7)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loop = kind(**quiet(callbacks=[writer]))
+            loop.predict(module, loaders if several else loaders[0], return_predictions=False)
+        found.append((writer.batches, writer.epochs))
+    assert str(found[0]) == str(found[1])
+    batches, epochs = found[1]
+    assert (bool(batches), bool(epochs)) == ("batch" in interval, "epoch" in interval)
+    for (batch, *_), indices, *_ in batches[:3]:
+        assert batch.tolist() == indices
