@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -114,18 +115,24 @@ class Outcome:
             run.net.load_state_dict(self.weights)
         for callback, state in zip(run.callbacks, self.callbacks, strict=False):
             if state:
-                callback.load_state_dict(state)
+                _give_back(callback, state)
         run.set_up_saver()
         if run.saver is not None:
             vars(run.saver).update(self.kept)
 
 
 def _state_of(callback: Any) -> Any:
-    """What a callback would keep in a checkpoint; None if it cannot say, which is no reason to lose the run."""
+    """What a callback would keep in a checkpoint; None if it has nothing to keep."""
+    return to_cpu(callback.state_dict()) if hasattr(callback, "state_dict") else None
+
+
+def _give_back(callback: Any, state: Any) -> None:
+    """Give a callback the state that it has in the other process; one that cannot take it is no reason to lose the run."""
     try:
-        return to_cpu(callback.state_dict())
-    except Exception:  # Lightning's SpikeDetection has a state_dict that raises
-        return None
+        callback.load_state_dict(state)
+    except Exception as error:  # such as Lightning's SpikeDetection, which looks for an attribute that it does not have
+        name = type(callback).__name__
+        warnings.warn(f"{name} stays as it was before the run: its load_state_dict failed with {error!r}", stacklevel=2)
 
 
 def unshare(run: Run) -> None:

@@ -413,6 +413,18 @@ def test_spike_detection(tmp_path):
     assert skipped[0] == skipped[1] == [2, 3]
 
 
+def test_spike_detection_in_a_process_of_its_own(tmp_path):
+    """Lightning's cannot load the state that it saves: a warning, and the run is kept."""
+    loop = FabricLoop(
+        **quiet(max_epochs=1, strategy="ddp_fork", devices=1, callbacks=SpikeDetection(exclude_batches_path=tmp_path))
+    )
+    with pytest.warns(
+        UserWarning, match="SpikeDetection stays as it was before the run: its load_state_dict failed with"
+    ):
+        loop.fit(Classifier(), make_loader())
+    assert loop.global_step == 10
+
+
 # ---- what users write
 
 HOOKS = [name for name in vars(pl.Callback) if name.startswith("on_") and "checkpoint" not in name]
