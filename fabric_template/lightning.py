@@ -105,6 +105,11 @@ class StrategyFace:
         """The optimizers."""
         return self._loop.optimizers
 
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers with their intervals and monitors."""
+        return self._loop.lr_scheduler_configs
+
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         """Backward with its hooks, for LightningModule.manual_backward."""
         run = self._loop._required("backward")

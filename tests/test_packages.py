@@ -153,7 +153,7 @@ def test_what_to_monitor(make_val):
     trainer, expected = run_trainer(Chooses, make_loader, make_val, max_epochs=3)
     loop, module = run_loop(Chooses, make_loader, make_val, max_epochs=3)
     assert_same_weights(expected, module)
-    assert loop.lr_scheduler_configs[0].monitor == trainer.lr_scheduler_configs[0].monitor
+    assert loop.strategy.lr_scheduler_configs[0].monitor == trainer.strategy.lr_scheduler_configs[0].monitor
 
 
 def test_an_evaluation_after_fit_stands_where_fit_ended():
