@@ -37,6 +37,7 @@ import random
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -224,11 +225,16 @@ def same(one, other):
 
 def warm_up(name, home):
     """Run it once in this process, so that a forked command finds everything imported and begins to train at once."""
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # otherwise a bar starts a thread, whose locks a forked command would wait for
     CONTESTANTS[name](home / "warm")
     if name in (ACCELERATE_EPOCH, ACCELERATE_STEPS):
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
+    if threading.active_count() > 1:
+        raise RuntimeError("it has started threads: a forked command could wait for their locks for ever")
 
 
 def compete(name, runs, draw, home):
