@@ -3,7 +3,7 @@
     python tests/faults/sweep.py --every 40
 
 For n = 1, 2, ... the n-th open, write, fsync, rename, mkdir, ... of a run fails with ENOSPC, EIO or EACCES, is half a write, or
-is where SIGKILL hits, until a run passes unharmed. Each run is forked; after it, `resume="auto"` must end with the same bytes.
+is where SIGKILL hits, until a run passes unharmed. After it, `resume="auto"` must end with the same bytes.
 `--every`: of the many writes inside one checkpoint file, take the first, the last and every so many; all else is always taken.
 """
 
@@ -22,10 +22,7 @@ from kills import end, fork, warm_up
 from layer import KINDS, Fault, Layer
 from victim import BEST, difference, end_of, train, without_names
 
-from fabric_template.reading import CheckpointError, read_checkpoint
-from fabric_template.tables import LogsError
-
-CLEAN = 3  # exit code of a run that said in one line what is wrong
+from fabric_template.reading import read_checkpoint
 
 
 class Trace(Layer):
@@ -55,33 +52,35 @@ def chosen(operations, every):
 
 
 def harmed(root, n, kind, words):
-    """The run with its n-th operation failing, in a forked child; ends with 0, with CLEAN, or by SIGKILL."""
+    """The run with its n-th operation failing; a complaint in one line is as good an end as any."""
     try:
         with Fault(root, n, kind):
             train(root, **words)
-    except (CheckpointError, LogsError, ValueError) as error:
+    except ValueError as error:  # a CheckpointError, a LogsError
         if "\n" in str(error):
             raise
-        os._exit(CLEAN)
 
 
 def check(home, whole, n, kind, words):
-    """Harm one run and finish it; returns what went wrong, in words, or None."""
+    """Harm one run and finish it; returns what went wrong, in words, or None.
+
+    SIGKILL needs a process of its own, which is forked; all else happens in this one, which is three times as quick.
+    """
     root = home / "run"
-    (code,) = end([fork(harmed, root, n, kind, words)])
-    expected = (-signal.SIGKILL,) if kind == "SIGKILL" else (0, CLEAN)
     try:
-        if code not in expected:
-            return f"the harmed run ended with {code}"
+        if kind == "SIGKILL":
+            (code,) = end([fork(harmed, root, n, kind, words)])
+            if code != -signal.SIGKILL:
+                return f"the harmed run ended with {code}"
+        else:
+            harmed(root, n, kind, words)
         for path in root.rglob("last.ckpt"):
             read_checkpoint(path)  # the old state, or the new one
-        (code,) = end([fork(lambda: train(root, **words))])
-        if code:
-            return f"the run that goes on ended with {code}"
+        train(root, **words)
         without = () if kind == "SIGKILL" else BEST  # one that the disk refused was said to be missing, and is
         return difference(without_names(whole, without), end_of(root, without))
-    except CheckpointError as error:
-        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
