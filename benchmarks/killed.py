@@ -5,7 +5,7 @@
 How it is measured:
 
 - Each contestant is one command that starts a run or goes on with it, as its documentation says to resume. It is forked,
-  killed by SIGKILL at an instant drawn evenly over the length of its own undisturbed run, and forked again until it ends.
+  killed by SIGKILL at an instant drawn evenly over its own undisturbed run (on the CPU's clock), and forked again.
 - The problem is the same for all: a small net with dropout, Adam, shuffled data, 3 epochs of 8 batches, one loss per batch in
   a CSV. The seed is set at the start of each command, so that a run that begins anew is an undisturbed one.
 - "same weights": equal to the bit to those of the contestant's own undisturbed run. "complete CSV": each batch of that run
@@ -38,7 +38,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -47,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "faults")]
 
 import torch
-from kills import end, fork
+from kills import end, fork, length_of
 from modules import make_data
 from torch import nn
 from torch.utils.data import DataLoader
@@ -248,9 +247,7 @@ def compete(name, runs, draw, home):
         warm_up(name, home)
     except Exception as error:
         return result.write_text(json.dumps(f"{type(error).__name__}: {error}"))
-    began = time.monotonic()
-    end([fork(command, name, home / "whole", log)])
-    seconds = time.monotonic() - began
+    _, seconds = length_of([fork(command, name, home / "whole", log)])
     weights, losses = weights_of(home / "whole"), losses_of(home / "whole")
     killed = ended = equal = complete = 0
     while killed < runs:
