@@ -152,7 +152,8 @@ def read_table(path: str | os.PathLike) -> tuple[list[str], list[dict[str, str]]
     text = io.TextIOWrapper(io.BytesIO(whole + _END.encode()), "utf-8-sig", "surrogateescape", newline="")
     limit = csv.field_size_limit(len(data) + len(_END))  # a long text was logged: no reason not to read it
     try:
-        columns, *rows = [row for row in csv.reader(text) if row]
+        # another program's cell with a \r in it would not be quoted again when it is written
+        columns, *rows = [[cell.replace("\r", "\\r") for cell in row] for row in csv.reader(text) if row]
     finally:
         csv.field_size_limit(limit)
     if columns == [_END]:
