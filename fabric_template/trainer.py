@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .hooks import is_a
-from .loops import AcceleratorView, DataView, EvaluationLoopView, FitLoopView, LoggerView, PredictLoopView, ResultsView
+from .views import AcceleratorView, DataView, EvaluationLoopView, FitLoopView, LoggerView, PredictLoopView, ResultsView
 
 if TYPE_CHECKING:
     from .run import Run

@@ -1,4 +1,4 @@
-"""Loops: the few words of Trainer's insides that Lightning's callbacks and modules read or set; and no more than that.
+"""Views: the few words of Trainer's insides that Lightning's callbacks and modules read or set; and no more than that.
 
 None of these names is public, yet LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, ModelCheckpoint, ModelSummary,
 StochasticWeightAveraging, BasePredictionWriter and the progress bars ask for them, and LightningModule.log does. They are
