@@ -227,6 +227,7 @@ def warm_up(name, home):
     from tqdm import tqdm
 
     tqdm.monitor_interval = 0  # otherwise a bar starts a thread, whose locks a forked command would wait for
+    tqdm.set_lock(threading.RLock())  # tqdm's own is shared by forked processes: one killed in it stops all others
     CONTESTANTS[name](home / "warm")
     if name in (ACCELERATE_EPOCH, ACCELERATE_STEPS):
         from accelerate.state import AcceleratorState
@@ -253,7 +254,7 @@ def compete(name, runs, draw, home):
     while killed < runs:
         root = home / "run"
         (code,) = end([fork(command, name, root, log)], after=draw.uniform(0, seconds))
-        if code < 0:  # otherwise it had ended before
+        if code != 0:  # otherwise it had ended before
             killed += 1
             (code,) = end([fork(command, name, root, log)])
             ended += code == 0

@@ -41,8 +41,9 @@ def run(part, words, seed):
     began = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line[:1] in "{["]
-    print(f"{part}: ended after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return time.monotonic() - began, json.loads(lines[-1]) if lines else None
+    seconds, figures = time.monotonic() - began, json.loads(lines[-1]) if lines else None
+    print(f"\n{part} has ended\n{table(rows_of(part, seconds, figures))}\n", file=sys.stderr, flush=True)
+    return seconds, figures
 
 
 def rows_of(part, seconds, figures):
