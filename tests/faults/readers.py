@@ -495,6 +495,7 @@ def warm_up(folder: Path) -> None:
     """Read one good file of each kind, so that what the readers import is imported."""
     import pandas  # noqa: F401
     import safetensors.torch
+    import torch.nested._internal.ops  # by torch itself, for the first nested tensor
 
     safetensors.torch.save_file({"w": torch.ones(2)}, folder / "good.safetensors")
     (folder / "good.ckpt").write_bytes(BASE)
