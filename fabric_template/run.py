@@ -82,6 +82,7 @@ class Run:
         self.num_batches: int | float = INFINITE  # training batches of an epoch
         self.batches: Any = None  # the pass over the training batches
         self.val_check_batch: int | float | None = None
+        self.val_check_seconds = 0.0  # between validations that go by the clock
         self.optimizers: list[Any] = []
         self.loop_optimizers: list[Any] = []
         self.schedulers: list[SchedulerConfig] = []
@@ -243,6 +244,8 @@ class Run:
         self.num_batches = self.train.num_batches
         self.train.check_mode()
         self.val_check_batch = val_check_batch(self.config, self.train.num_batches, self.validates)
+        if self.val_check_batch is None:
+            self.val_check_seconds = parse_duration(self.config.val_check_interval).total_seconds()
         few = self.config.log_every_n_steps > self.train.num_batches and not self.config.fast_dev_run
         if few and self.loggers and any(not isinstance(logger, CSVLogger) for logger in self.loggers):
             self.warn_once(
@@ -379,7 +382,7 @@ class Run:
             return True
         config, due = self.config, self.val_check_batch
         if due is None:
-            return time.monotonic() - self.validated_at >= parse_duration(config.val_check_interval).total_seconds()
+            return time.monotonic() - self.validated_at >= self.val_check_seconds
         if due == INFINITE:
             if isinstance(config.limit_train_batches, int) and not self.is_last_batch:
                 return self.batches_done % config.limit_train_batches == 0

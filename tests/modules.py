@@ -6,11 +6,29 @@ import warnings
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric_template import FabricLoop
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def sgd(module):
+    """Stochastic gradient descent with momentum."""
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_step(module):
+    """The same with a schedule by step."""
+    optimizer = sgd(module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 3, 0.7), "interval": "step"}}
+
+
+def by_epoch(module):
+    """Adam with a schedule by epoch."""
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    return [optimizer], [CosineAnnealingLR(optimizer, 4)]
 
 
 def make_data(num=40, features=8, classes=3, seed=0):

@@ -12,28 +12,14 @@ from both import Notes, assert_same_files, plain, run_both
 from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.callbacks.spike import SpikeDetection
-from modules import Classifier, make_loader, quiet
+from modules import Classifier, by_epoch, by_step, make_loader, quiet, sgd
 from runs import same, val_loader
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR
 
 from fabric_template import FabricLoop
 
 CKPT = {"enable_checkpointing": True}
-
-
-def sgd(module):
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-
-
-def by_step(module):
-    optimizer = sgd(module)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 3, 0.7), "interval": "step"}}
-
-
-def by_epoch(module):
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    return [optimizer], [CosineAnnealingLR(optimizer, 4)]
 
 
 class Normed(Classifier):

@@ -11,15 +11,16 @@ from modules import (
     Classifier,
     assert_same_metrics,
     assert_same_weights,
+    by_step,
     make_data,
     make_loader,
     quiet,
     run_loop,
     run_trainer,
+    sgd,
 )
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric_template import FabricLoop, TensorLoader, read_logs
@@ -31,15 +32,6 @@ FORK = {"strategy": "ddp_fork", "devices": 2}
 def forked_ranks_are_quiet(monkeypatch):
     """Set, so that Lightning gives each rank no more threads than this process has."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-def sgd(module):
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-
-
-def by_step(module):
-    optimizer = sgd(module)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 3, 0.7), "interval": "step"}}
 
 
 class Synced(Classifier):

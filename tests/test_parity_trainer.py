@@ -1,23 +1,8 @@
 """The same module, loaders and seed under lightning.Trainer and FabricLoop: the same bits."""
 
 import pytest
-import torch
-from modules import Classifier, assert_parity, make_loader
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
-
-
-def sgd(module):
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-
-
-def by_step(module):
-    optimizer = sgd(module)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 3, 0.7), "interval": "step"}}
-
-
-def by_epoch(module):
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    return [optimizer], [CosineAnnealingLR(optimizer, 4)]
+from modules import Classifier, assert_parity, by_epoch, by_step, make_loader, sgd
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 
 def every_second_epoch(module):
