@@ -79,8 +79,8 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
 def _our_state(run: Run) -> dict[str, Any]:
     ranks = {
         "rng": rng_state(),
-        "train": run.train.state(run.batches_in_pass) if run.train is not None else None,
-        "val": run.val.state(None) if run.val is not None else None,
+        "train": run.feed.train.state(run.feed.done_of_pass) if run.feed.train is not None else None,
+        "val": run.feed.val.state(None) if run.feed.val is not None else None,
         "returned": run.history.train.state_dict(),
         "metrics": run.metrics.state_dict(),
     }
@@ -96,7 +96,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "steps_in_epoch": run.steps_in_epoch,
         "seconds": time.monotonic() - run.record.began,
         "ranks": gathered,
-        "loaders_epoch": dict(run.loaders_epoch),
+        "loaders_epoch": dict(run.feed.made_in),
         "history": copy.deepcopy(run.history.rows),
         "returned": dict(run.history.returned),
         "rates": list(run.record.rates),

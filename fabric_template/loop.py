@@ -161,16 +161,16 @@ class FabricLoop(Parts, TrainerFace):
 
     def _train(self, run: Run, signals: Signals) -> None:
         """Epoch after epoch, until there is a reason to stop."""
-        run.set_up_train_data()
+        run.feed.set_up_train()
         if run.done() or run.config.limit_train_batches == 0:
             if run.saver is not None:
                 run.saver.nothing_to_do(run)
             return
-        if run.validation_epoch:
-            run.set_up_val_data()
+        if run.schedule.in_this_epoch:
+            run.feed.set_up_val()
         if run.config.max_time and not run.has_timer:
             signals.deadline = time.monotonic() + parse_duration(run.config.max_time).total_seconds()
-        run.validated_at = time.monotonic()
+        run.schedule.start_clock()
         run.metrics.start(run.metrics.train)
         run.hooks.call("on_train_start")
         while not run.done() and signals.agreed is None:
@@ -184,26 +184,26 @@ class FabricLoop(Parts, TrainerFace):
 
     def _train_epoch(self, run: Run, signals: Signals) -> None:
         """One epoch: every batch of a pass, then its end."""
-        hooks, metrics, config = run.hooks, run.metrics, run.config
+        hooks, metrics, config, feed = run.hooks, run.metrics, run.config, run.feed
         logs, limited = metrics.enabled, config.max_steps != -1
         starts, ends = hooks.heard("on_train_batch_start"), hooks.heard("on_train_batch_end")
         if run.restored is not None:
             restore_position(run)
             finish_batch(run, self._validate)
         elif not run.between_epochs:
-            run.begin_rest_of_pass()
+            feed.begin_rest_of_epoch()
         if run.starts_epoch():
-            run.set_up_train_data()
-            run.train.set_epoch(run.current_epoch)
+            feed.set_up_train()
+            feed.train.set_epoch(run.current_epoch)
             hooks.call("on_train_epoch_start")
-            run.begin_pass()
-        validates, hands = run.validation_epoch, run.hands_iterator
-        train_batch, transfer, bar, num_batches = run.train_batch, run.transfer, run.bar, run.num_batches
+            feed.begin_epoch()
+        validates, due, hands = run.schedule.in_this_epoch, run.schedule.due, run.hands_iterator
+        train_batch, transfer, bar, num_batches = run.train_batch, run.transfer, run.bar, feed.num_batches
         shows, checks, saves = bar.enabled, signals.checks, run.saver is not None and config.save_every_n_steps
-        run.bar.start(f"epoch {run.current_epoch}", run.num_batches, run.batches_done)
+        bar.start(f"epoch {run.current_epoch}", num_batches, run.batches_done)
 
-        for batch in run.batches:
-            run.is_last_batch = run.batches.is_last
+        for batch in (batches := feed.batches):
+            run.is_last_batch = batches.is_last
             if transfer is not None:
                 batch = transfer(batch, 0)
             batch_idx = run.batches_done
@@ -219,7 +219,7 @@ class FabricLoop(Parts, TrainerFace):
             accumulates = not last and (batch_idx + 1) % run.window != 0
             outputs = train_batch(batch, batch_idx, not accumulates)
             if hands:  # the step has taken its batches itself
-                batch = run.batches.handed.latest[0]
+                batch = batches.handed.latest[0]
             if run.schedulers and not accumulates:
                 self._step_schedulers(run)
             if ends:
@@ -230,7 +230,7 @@ class FabricLoop(Parts, TrainerFace):
                     run.record.step()
             if shows:
                 bar.advance(batch_idx + 1)
-            validated = validates and run.validation_due()
+            validated = validates and due()
             if validated:
                 self._validate(run)
             if not accumulates:
@@ -287,26 +287,27 @@ class FabricLoop(Parts, TrainerFace):
 
     def _validate(self, run: Run) -> None:
         """A validation inside the training epoch."""
+        feed = run.feed
         if not run.accumulates:
             run.clear_gradients()
         kept = run.metrics.pause()
-        run.set_up_val_data()
-        run.val.set_epoch(run.current_epoch)
-        evaluate(run, run.val, "validate")
+        feed.set_up_val()
+        feed.val.set_epoch(run.current_epoch)
+        evaluate(run, feed.val, "validate")
         run.metrics.resume(kept)
         run.has_validated = True
-        run.validated_at = time.monotonic()
+        run.schedule.start_clock()
 
     def _sanity_check(self, run: Run) -> None:
         """A few validation batches before training; random numbers and metrics are as before afterwards."""
-        if not run.validates or run.config.num_sanity_val_steps == 0 or run.resume_path is not None:
+        if not run.schedule.validates or run.config.num_sanity_val_steps == 0 or run.resume_path is not None:
             return
         with run.isolated_rng():
             run.stage = "sanity_check"
             run.hooks.call_callbacks("on_sanity_check_start")
-            run.set_up_val_data()
-            run.val.set_epoch(run.current_epoch)
-            evaluate(run, run.val, "sanity_check", most=run.config.num_sanity_val_steps)
+            run.feed.set_up_val()
+            run.feed.val.set_epoch(run.current_epoch)
+            evaluate(run, run.feed.val, "sanity_check", most=run.config.num_sanity_val_steps)
             run.hooks.call_callbacks("on_sanity_check_end")
             run.metrics.forget()
             run.history.val.reset()
@@ -327,16 +328,16 @@ class FabricLoop(Parts, TrainerFace):
         with session(self, run):
             run.metrics.name_metrics(run.owner)
             run.transfer = run.make_transfer()
-            run.set_up_evaluation(stage)
-            run.bar.start(fn, sum(run.val.limits))
-            return evaluate(run, run.val, fn, inference=run.inference())
+            run.feed.set_up_evaluation(stage)
+            run.bar.start(fn, sum(run.feed.val.limits))
+            return evaluate(run, run.feed.val, fn, inference=run.inference())
 
     def _predict(self, fabric: Fabric, run: Run, keep: bool) -> Any:
         with session(self, run):
             run.transfer = run.make_transfer()
-            run.set_up_evaluation("predict")
-            run.bar.start("predict", sum(run.val.limits))
-            return predict(run, run.val, keep, run.inference())
+            run.feed.set_up_evaluation("predict")
+            run.bar.start("predict", sum(run.feed.val.limits))
+            return predict(run, run.feed.val, keep, run.inference())
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the last run: its parts belong to this process."""

@@ -12,12 +12,13 @@ from torch import nn
 
 from .data import INFINITE, length_of
 from .errors import MissingLoader, Misuse, MisuseOfType
+from .feed import loader_argument
 from .hooks import overrides
 from .loaders import check_iterable, loaders_in, no_fraction
 from .optimizers import parse_optimizers
 from .place import choose_place
 from .resume import choose_checkpoint
-from .run import Run, loader_argument
+from .run import Run
 from .signals import starts_processes
 from .steps import FunctionSteps, net_of
 
@@ -58,7 +59,7 @@ def prepare(
         )
     owner, net = _owner_of(model, functions or {})
     run = Run(fn, loop.config, owner, net, datamodule, list(loop.callbacks))
-    run.given, run.given_optimizer = loaders, optimizer
+    run.feed.given, run.given_optimizer = loaders, optimizer
     if fn != "fit" and datamodule is None and loop._run is not None:
         _keep_datamodule(run, loop._run.datamodule, first)
     _check_steps(run, fn)
@@ -100,8 +101,8 @@ def _from_last_run(loop: FabricLoop, fn: str, model: Any, load: Any) -> tuple:
 def _keep_datamodule(run: Run, datamodule: Any, stage: str) -> None:
     """The last run's datamodule stays, as under Trainer, and its hooks are called; its loaders where there are no others."""
     run.datamodule = datamodule
-    if datamodule is not None and not run.has_loader(stage):
-        run.source = datamodule
+    if datamodule is not None and not run.feed.has(stage):
+        run.feed.source = datamodule
 
 
 def _owner_of(model: Any, functions: dict[str, Callable | None]) -> tuple[Any, nn.Module]:
@@ -152,8 +153,8 @@ def _check_steps(run: Run, fn: str) -> None:
 
 def _check_validation(run: Run, name: str) -> None:
     """A step and its loader come together; a LightningModule that has one of them trains without validation."""
-    has_step, has_loader = overrides(run.owner, "validation_step") is not None, run.has_loader("val")
-    if has_loader and not has_step and not run.is_lightning and run.given.get("val") is not None:
+    has_step, has_loader = overrides(run.owner, "validation_step") is not None, run.feed.has("val")
+    if has_loader and not has_step and not run.is_lightning and run.feed.given.get("val") is not None:
         raise Misuse(
             f"fit got val_dataloaders but {name} has no validation_step: expected a method validation_step(batch,"
             " batch_idx) (or validation_step=fn); leave val_dataloaders out to train without validation"
@@ -169,19 +170,19 @@ def _check_validation(run: Run, name: str) -> None:
 
 def _check_loaders(run: Run, fn: str) -> None:
     stage = LOADER_OF[fn]
-    if not run.has_loader(stage):
+    if not run.feed.has(stage):
         home = run.name if run.datamodule is None else type(run.datamodule).__name__
         raise MissingLoader(
             f"An invalid dataloader was passed to `Trainer.{fn}({loader_argument(fn, stage)}=...)`. Found None: {fn} has no"
             f" {stage} loader; give it as {fn}(model, loader), as datamodule=, or write a method {stage}_dataloader in {home}"
         )
-    given = run.given.get(stage)
+    given = run.feed.given.get(stage)
     if fn == "fit" and given is not None and all(length_of(loader) == 0 for loader in loaders_in(given)):
         raise Misuse(f"fit got an empty train loader ({type(given).__name__} of length 0): expected at least one batch")
     for name in ("train", "val") if fn == "fit" else (stage,):
         limit = getattr(run.config, f"limit_{name}_batches")
         needs_length = isinstance(limit, float) and limit not in (0.0, 1.0)
-        for loader in loaders_in(run.given[name]) if run.given.get(name) is not None else ():
+        for loader in loaders_in(run.feed.given[name]) if run.feed.given.get(name) is not None else ():
             check_iterable(loader, f"passed to `Trainer.{fn}({loader_argument(fn, name)}=...)`")
             if needs_length and length_of(loader) == INFINITE:
                 raise Misuse(no_fraction(loader, limit, name))

@@ -63,7 +63,7 @@ def session(loop: FabricLoop, run: Run) -> Iterator[None]:
         raise
     finally:
         run.bar.close()
-        run.close_loaders()
+        run.feed.close()
         for part in (run.owner, *run.callbacks):
             detach_log(part, run.metrics)
         run.metrics.to_cpu()
@@ -185,9 +185,10 @@ def _is_between_steps(run: Run) -> bool:
 
     So it is while the next batch is fetched, unless that may have drawn random numbers in this process.
     """
-    if run.train is None or run.between_epochs:
+    train = run.feed.train
+    if train is None or run.between_epochs:
         return False
-    quiet = all(isinstance(loader, TensorLoader) or getattr(loader, "num_workers", 0) for loader in run.train.loaders)
+    quiet = all(isinstance(loader, TensorLoader) or getattr(loader, "num_workers", 0) for loader in train.loaders)
     if not quiet or any(overrides(part, name) for part in (run.owner, run.datamodule) for name in TRANSFER_HOOKS):
         return False
     windows, rest = divmod(run.batches_done, run.window)
@@ -196,23 +197,23 @@ def _is_between_steps(run: Run) -> bool:
 
 def restore_position(run: Run) -> None:
     """Put random numbers, loaders and running sums where the checkpoint left them; called as the first epoch begins."""
-    ours, run.restored = run.restored, None
+    ours, run.restored, feed = run.restored, None, run.feed
     mine = ckpt.of_this_rank(run, ours)
     if mine["val"] is not None:
-        run.set_up_val_data()
-    run.loaders_epoch |= ours["loaders_epoch"]
-    loaders = [(run.train, mine["train"]), (run.val, mine["val"])]
+        feed.set_up_val()
+    feed.made_in |= ours["loaders_epoch"]
+    loaders = [(feed.train, mine["train"]), (feed.val, mine["val"])]
     loaders = [(stage, state) for stage, state in loaders if state is not None]
     for stage, state in loaders:
         stage.resume(state)
-    if run.batches_in_pass is not None:
+    if feed.done_of_pass is not None:
         if mine["train"] is None:
             run.warn_once(
                 "resume: the checkpoint does not say which batches of its epoch are done (it is of a run with"
                 " enable_checkpointing=False): the rest of the epoch trains on batches of a new pass"
             )
-        run.train.set_epoch(run.current_epoch)
-        run.start_pass()
+        feed.train.set_epoch(run.current_epoch)
+        feed.start_pass()
         run.history.train.load_state_dict(mine["returned"], run.fabric.device)
     run.metrics.load_state_dict(mine["metrics"], run.fabric.device)
     run.history.returned = dict(ours["returned"])
@@ -228,7 +229,7 @@ def finish_batch(run: Run, validate: Callable[[Run], None]) -> None:
     if run.saved_in != "on_validation_end":
         if run.metrics.enabled and run.metrics.train.any_on_step and not run.accumulates:
             run.record.step()
-        if run.validation_epoch and run.validation_due():
+        if run.schedule.in_this_epoch and run.schedule.due():
             validate(run)
     if not run.accumulates:
         for scheduler in run.due_schedulers("step", plateau=True):
@@ -236,7 +237,7 @@ def finish_batch(run: Run, validate: Callable[[Run], None]) -> None:
         run.batches_that_stepped += 1
         run.stepped_before += 1  # was counted without this batch
     if run.steps_done or (run.should_stop and run.may_stop):
-        run.batches.close()  # there is no next one
+        run.feed.batches.close()  # there is no next one
 
 
 def _tear_down(run: Run) -> None:

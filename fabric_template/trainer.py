@@ -99,7 +99,7 @@ class TrainerFace:
     @property
     def num_training_batches(self) -> int | float:
         """Training batches of an epoch."""
-        return self._run.num_batches if self._run else math.inf
+        return self._run.feed.num_batches if self._run else math.inf
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -124,7 +124,7 @@ class TrainerFace:
     @property
     def val_check_batch(self) -> int | float | None:
         """Validation runs every so many batches."""
-        return self._run.val_check_batch if self._run else None
+        return self._run.schedule.batch if self._run else None
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -136,10 +136,10 @@ class TrainerFace:
         max_epochs, max_steps = run.limits()
         if max_epochs == -1 and not run.has_timer:
             return math.inf if max_steps == -1 else max_steps
-        run.set_up_train_data()
-        if run.num_batches == math.inf:
+        run.feed.set_up_train()
+        if run.feed.num_batches == math.inf:
             return max_steps if max_steps != -1 else math.inf
-        per_epoch = math.ceil(run.num_batches / run.window)
+        per_epoch = math.ceil(run.feed.num_batches / run.window)
         total = per_epoch * max(max_epochs, 1)
         return min(max_steps, total) if max_steps != -1 else total
 
@@ -208,7 +208,7 @@ class TrainerFace:
     @property
     def train_dataloader(self) -> Any:
         """The training loader, in the shape in which it was given."""
-        return self._run.train.as_given if self._run and self._run.train else None
+        return self._run.feed.train.as_given if self._run and self._run.feed.train else None
 
     @property
     def val_dataloaders(self) -> Any:
@@ -228,7 +228,7 @@ class TrainerFace:
     def _evaluated(self, what: str, *verbs: str) -> Any:
         """Something of the evaluation's loaders, if the last run was one of these verbs."""
         run = self._run
-        return getattr(run.val, what) if run and run.val and run.fn in verbs else None
+        return getattr(run.feed.val, what) if run and run.feed.val and run.fn in verbs else None
 
     @property
     def logger(self) -> Any:
@@ -443,7 +443,7 @@ class TrainerFace:
     @property
     def enable_validation(self) -> bool:
         """Whether fit validates."""
-        return bool(self._run and self._run.validates)
+        return bool(self._run and self._run.schedule.validates)
 
     # ---- deeds
 

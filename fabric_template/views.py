@@ -64,11 +64,11 @@ class FitLoopView(_View):
     @property
     def max_batches(self) -> int | float:
         """Training batches of an epoch."""
-        return self._run.num_batches
+        return self._run.feed.num_batches
 
     @max_batches.setter
     def max_batches(self, value: int | float) -> None:
-        self._run.num_batches = value
+        self._run.feed.num_batches = value
 
     @property
     def batch_idx(self) -> int:
@@ -123,7 +123,7 @@ class EpochLoopView(_View):
         return self._run.batches_that_stepped
 
     def _should_check_val_epoch(self) -> bool:
-        return self._run.validation_epoch
+        return self._run.schedule.in_this_epoch
 
 
 class EvaluationLoopView(_View):
@@ -175,7 +175,7 @@ class ValSourceView(_View):
 
     def is_defined(self) -> bool:
         """Whether there is a validation loader."""
-        return self._run.has_loader("val")
+        return self._run.feed.has("val")
 
 
 class DataView(_View):

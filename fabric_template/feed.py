@@ -1,0 +1,155 @@
+"""Feed: what a run takes its batches from; when loaders are made, and the pass over the training batches."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .data import INFINITE, HandedPass
+from .loaders import Loaders
+from .logs import CSVLogger
+from .profiling import TimedPass
+from .sharing import ready
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+class Feed:
+    """The loaders of one run, by stage, and the pass over the training batches that is on.
+
+    Loaders are given to the verb, or the datamodule or module is asked for them: each time that they are due, not before.
+
+    Args:
+        run: whose loaders these are.
+        source: whose methods make loaders that were not given: the datamodule, without one the module.
+    """
+
+    def __init__(self, run: Run, source: Any) -> None:
+        self.run, self.source = run, source
+        self.given: dict[str, Any] = {}  # by stage, as they were given
+        self.train: Loaders | None = None
+        self.val: Loaders | None = None  # what is evaluated, in test and predict too
+        self.made_in: dict[str, int] = {}  # the epoch in which each stage's loaders were made
+        self.num_batches: int | float = INFINITE  # training batches of an epoch
+        self.batches: Any = None  # the pass over the training batches
+
+    def has(self, stage: str) -> bool:
+        """Whether there is a loader for this stage, asked without making it."""
+        return self._source_of(stage) is not None
+
+    def _source_of(self, stage: str) -> Any:
+        """The loader given, or the method that makes it."""
+        if self.given.get(stage) is not None:
+            return self.given[stage]
+        return self.run.hooks.own(self.source, f"{stage}_dataloader")
+
+    def _make(self, stage: str) -> Loaders:
+        """The stage's loaders, made ready; asked of the datamodule or module anew each time."""
+        run, config, source = self.run, self.run.config, self._source_of(stage)
+        origin = f"passed to `Trainer.{run.fn}({loader_argument(run.fn, stage)}=...)`"
+        if self.given.get(stage) is None:
+            origin = f"returned from `{type(self.source).__name__}.{stage}_dataloader()`"
+            source = source()
+        overfit = bool(config.overfit_batches) and run.fn == "fit"
+        may_be_empty = any(
+            getattr(part, "allow_zero_length_dataloader_with_multiple_devices", False)
+            for part in (run.owner, self.source)
+        )
+        make_ready = partial(ready, fabric=run.fabric, stage=stage, overfit=overfit, may_be_empty=may_be_empty)
+        limit = getattr(config, f"limit_{stage}_batches")
+        keeps_position = run.fn == "fit" and (config.enable_checkpointing or run.resume_path is not None)
+        return Loaders(source, stage, limit, make_ready, origin, bool(keeps_position))
+
+    def _is_due(self, stage: str) -> bool:
+        every = self.run.config.reload_dataloaders_every_n_epochs
+        return bool(every) and self.run.current_epoch - self.made_in.get(stage, -math.inf) >= every
+
+    # ---- training
+
+    def set_up_train(self) -> None:
+        """Make the training loader when there is none yet or it is due to be made again, and begin a pass over it.
+
+        A run that is resumed begins none: `restore_position` does, if the checkpoint is from the middle of one.
+        """
+        if self.train is not None and not self._is_due("train"):
+            return
+        run, config = self.run, self.run.config
+        self.train = self._make("train")
+        self.made_in["train"] = run.current_epoch
+        if run.restored is None:
+            self.start_pass()
+        self.num_batches = self.train.num_batches
+        self.train.check_mode()
+        run.schedule.set_up(self.num_batches)
+        few = config.log_every_n_steps > self.num_batches and not config.fast_dev_run
+        if few and run.loggers and any(not isinstance(logger, CSVLogger) for logger in run.loggers):
+            run.warn_once(
+                f"The number of training batches ({self.num_batches}) is smaller than the logging interval"
+                f" Trainer(log_every_n_steps={config.log_every_n_steps}). Set a lower value for log_every_n_steps if you want"
+                " to see logs for the training epoch."
+            )
+
+    def start_pass(self) -> None:
+        """Begin a pass over the training batches, or go on with the one that a checkpoint was in."""
+        run = self.run
+        self.batches = None  # the workers of the pass before go first
+        batches = self.train.start(run.batches_done)
+        if run.hooks.profiler is not None:
+            batches = TimedPass(batches, run.hooks.profiler)
+        self.batches = HandedPass(batches, run.batches_done) if run.hands_iterator else batches
+
+    def begin_epoch(self) -> None:
+        """Begin the epoch's pass. The first epoch's was begun with the loader, where Trainer begins it."""
+        if self.run.current_epoch > 0:
+            self.start_pass()
+
+    def begin_rest_of_epoch(self) -> None:
+        """Another trainer's checkpoint from the middle of an epoch: a new pass, of as many batches as were left."""
+        self.train.set_epoch(self.run.current_epoch)
+        self.start_pass()
+
+    @property
+    def done_of_pass(self) -> int | None:
+        """Batches done of the pass that was begun; None between two passes (the first one begins before its epoch)."""
+        if self.run.between_epochs:
+            return None if self.run.epochs_done else 0
+        return self.run.batches_done
+
+    # ---- evaluation
+
+    def set_up_val(self) -> None:
+        """Make the validation loaders when there are none yet or they are due to be made again.
+
+        Those of the sanity check serve the first epoch, too; if that does not validate, they are due at once.
+        """
+        if self.val is None or self._is_due("val"):
+            self.val = self._make("val")
+            if self.run.stage != "sanity_check" or self.run.schedule.in_this_epoch:
+                self.made_in["val"] = self.run.current_epoch
+
+    def set_up_evaluation(self, stage: str) -> None:
+        """Make the loaders of validate, test or predict; a sampler that shuffles by epoch does it by the last one."""
+        self.val = self._make(stage)
+        self.val.check_mode()
+        self.val.set_epoch(self.run.current_epoch)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """End the loaders' worker processes; left to the garbage collector they wait for seconds, at any time."""
+        for part in (self.batches, self.train, self.val):
+            if part is not None:
+                part.close()
+        self.batches = None
+
+
+def loader_argument(fn: str, stage: str) -> str:
+    """By what name a verb takes the loaders of a stage.
+
+    Example:
+        >>> loader_argument("fit", "val"), loader_argument("test", "test")
+        ('val_dataloaders', 'dataloaders')
+    """
+    return f"{stage}_dataloaders" if fn == "fit" else "dataloaders"
