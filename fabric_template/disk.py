@@ -26,7 +26,7 @@ fs = types.SimpleNamespace(
 BINARY, NOT_A_LINK = getattr(os, "O_BINARY", 0), getattr(os, "O_NOFOLLOW", 0)
 
 
-def write_all(fd: int, data: bytes | memoryview) -> None:
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     """Write everything: one call may be short, and is so above 2 GiB."""
     rest = memoryview(data)
     while len(rest):

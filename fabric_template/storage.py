@@ -15,6 +15,8 @@ from .disk import fs as _fs
 from .locks import try_lock
 from .reading import CheckpointError, cause_of, local_path, read_checkpoint
 
+BUFFER = 2**20  # bytes: torch writes a small file in hundreds of pieces
+
 
 class UnsyncedError(CheckpointError):
     """The file is complete under its name, but the name may not survive a power cut."""
@@ -51,6 +53,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 try_lock(fd)
                 stream = _Stream(fd)
                 torch.save(checkpoint, stream)  # straight to the file: no second copy of the model in memory
+                stream.flush()
                 if stream.error is not None:
                     raise stream.error
                 _fs.fsync(fd)
@@ -121,22 +124,35 @@ def inside(folder: str | Path, path: str | Path) -> Path:
 
 
 class _Stream:
-    """What torch.save writes to. It never raises: torch's C++ writer would replace the disk's error with its own."""
+    """What torch.save writes to: small pieces together, large ones straight to the file.
+
+    It never raises: torch's C++ writer would replace the disk's error with its own.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.waiting = bytearray()
         self.error: BaseException | None = None
 
     def write(self, data: memoryview) -> int:
+        if len(self.waiting) + len(data) > BUFFER:
+            self.flush()
+        if len(data) < BUFFER:
+            self.waiting += data
+        else:
+            self._write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._write(self.waiting)
+        self.waiting = bytearray()
+
+    def _write(self, data: bytearray | memoryview) -> None:
         try:
             if self.error is None:
                 write_all(self.fd, data)
         except BaseException as error:
             self.error = error
-        return len(data)
-
-    def flush(self) -> None:
-        pass
 
 
 def _check_room(checkpoint: Any, target: Path) -> None:

@@ -29,7 +29,7 @@ def command_of(part, words, seed):
     return {
         "kills": [*python, FAULTS / "kills.py", "--kills", words.kills, "--seed", seed],
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
-        "sweep": [*python, FAULTS / "sweep.py", "--every", words.every],
+        "sweep": [*python, FAULTS / "sweep.py", "--buffer", words.buffer],
         "fuzz": [*python, ROOT / "soak" / "fuzz.py", "--inputs", words.inputs, "--seed", seed],
     }[part]
 
@@ -86,9 +86,7 @@ def main():
     parser.add_argument("--kills", type=int, default=1000, help="SIGKILLs of a run in one process (1000)")
     parser.add_argument("--rank-kills", type=int, default=200, help="SIGKILLs of a run in two processes (200)")
     parser.add_argument("--inputs", type=int, default=1_000_000, help="fuzzed files (1000000)")
-    parser.add_argument(
-        "--every", type=int, default=1, help="of the writes inside a checkpoint file, fail every so many (1)"
-    )
+    parser.add_argument("--buffer", type=int, default=1, help="bytes that a save of the sweep writes at a time (1)")
     parser.add_argument("--jobs", type=int, default=2, help="parts that run side by side (2)")
     parser.add_argument("--seed", type=int, help="drawn and printed if not given")
     words = parser.parse_args()

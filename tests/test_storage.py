@@ -14,6 +14,7 @@ import time
 import tracemalloc
 import warnings
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
 import lightning
@@ -163,6 +164,7 @@ def test_failed_save_keeps_the_old_file_and_names_the_cause(tmp_path, monkeypatc
 @pytest.mark.parametrize("code", [errno.ENOSPC, "short"])
 def test_every_single_write_may_fail_or_be_short(tmp_path, monkeypatch, code):
     path, real = save({"old": 1}, tmp_path / "last.ckpt"), storage._fs.write
+    monkeypatch.setattr(storage, "BUFFER", 1)  # each of torch's pieces by itself
     for n in range(1, 1000):
         calls = failing(real, n, code)
         monkeypatch.setattr(storage._fs, "write", calls)
@@ -177,6 +179,21 @@ def test_every_single_write_may_fail_or_be_short(tmp_path, monkeypatch, code):
                 break
         assert os.listdir(tmp_path) == ["last.ckpt"]
     assert n > 20
+
+
+@pytest.mark.parametrize("buffer", [1, 100, 4096, storage.BUFFER])
+def test_pieces_are_written_together(tmp_path, monkeypatch, buffer):
+    """The same bytes, in as few writes as the buffer allows; a large tensor goes by it."""
+    state = {"small": [torch.arange(3) for _ in range(9)], "large": torch.ones(2**18)}
+    whole = save(state, tmp_path / "whole.ckpt").read_bytes()
+    sizes, real = [], storage._fs.write
+    monkeypatch.setattr(storage, "BUFFER", buffer)
+    monkeypatch.setattr(storage._fs, "write", lambda fd, data: (sizes.append(len(data)), real(fd, data))[1])
+    (tmp_path / "other").mkdir()
+    assert save(state, tmp_path / "other" / "whole.ckpt").read_bytes() == whole
+    assert sum(sizes) == len(whole)
+    assert 2**20 in sizes
+    assert all(size + after > buffer for size, after in pairwise(sizes))
 
 
 def test_folder_that_cannot_be_synced(tmp_path, monkeypatch):
@@ -278,7 +295,7 @@ def write(fd, data):
         real(fd, data[:1])
         os.kill(os.getpid(), signal.SIGKILL)
     return real(fd, data)
-storage._fs.write = write
+storage.BUFFER, storage._fs.write = 1, write
 storage.AtomicCheckpointIO().save_checkpoint({{"w": torch.ones(9), "v": torch.ones(9)}}, {str(path)!r})
 """
     with python(code) as process:

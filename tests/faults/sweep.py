@@ -1,14 +1,12 @@
 """Every operation on the disk fails once, in each way; the old state stays readable and the run is finished as if nothing was.
 
-    python tests/faults/sweep.py --every 40
+    python tests/faults/sweep.py --kinds ENOSPC short SIGKILL
 
 For n = 1, 2, ... the n-th open, write, fsync, rename, mkdir, ... of a run fails with ENOSPC, EIO or EACCES, is half a write, or
 is where SIGKILL hits, until a run passes unharmed. After it, `resume="auto"` must end with the same bytes.
-`--every`: of the many writes inside one checkpoint file, take the first, the last and every so many; all else is always taken.
 """
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -22,6 +20,7 @@ from kills import end, fork, warm_up
 from layer import KINDS, Fault, Layer
 from victim import BEST, difference, end_of, train, without_names
 
+from fabric_template import storage
 from fabric_template.reading import read_checkpoint
 
 
@@ -36,32 +35,17 @@ class Trace(Layer):
         self.operations.append((operation, path))
 
 
-def chosen(operations, every):
-    """The numbers of the operations that shall fail: all, but of a row of writes to one checkpoint only some."""
-    numbers, number = [], 0
-    for (operation, path), row in itertools.groupby(operations):
-        length = len(list(row))
-        thinned = operation == "write" and ".ckpt" in path
-        numbers += [
-            number + i
-            for i in range(1, length + 1)
-            if not thinned or i in (1, length) or (i + number // 100) % every == 0
-        ]
-        number += length
-    return numbers
-
-
-def harmed(root, n, kind, words):
+def harmed(root, n, kind):
     """The run with its n-th operation failing; a complaint in one line is as good an end as any."""
     try:
         with Fault(root, n, kind):
-            train(root, **words)
+            train(root)
     except ValueError as error:  # a CheckpointError, a LogsError
         if "\n" in str(error):
             raise
 
 
-def check(home, whole, n, kind, words):
+def check(home, whole, n, kind):
     """Harm one run and finish it; returns what went wrong, in words, or None.
 
     SIGKILL needs a process of its own, which is forked; all else happens in this one, which is three times as quick.
@@ -69,14 +53,14 @@ def check(home, whole, n, kind, words):
     root = home / "run"
     try:
         if kind == "SIGKILL":
-            (code,) = end([fork(harmed, root, n, kind, words)])
+            (code,) = end([fork(harmed, root, n, kind)])
             if code != -signal.SIGKILL:
                 return f"the harmed run ended with {code}"
         else:
-            harmed(root, n, kind, words)
+            harmed(root, n, kind)
         for path in root.rglob("last.ckpt"):
             read_checkpoint(path)  # the old state, or the new one
-        train(root, **words)
+        train(root)
         without = () if kind == "SIGKILL" else BEST  # one that the disk refused was said to be missing, and is
         return difference(without_names(whole, without), end_of(root, without))
     except Exception as error:
@@ -85,23 +69,21 @@ def check(home, whole, n, kind, words):
         shutil.rmtree(root, ignore_errors=True)
 
 
-def sweep(every, kinds, words, rotate=False):
-    """Sweep over all operations; with `rotate`, each n fails by SIGKILL and by one of the errors, in turn."""
+def sweep(kinds, buffer):
+    """Sweep over all operations, in each of these ways, with saves that write so many bytes at a time."""
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     began = time.monotonic()
+    storage.BUFFER = buffer
     try:
         warm_up(home / "warm")
         with Trace(home / "whole") as trace:
-            train(home / "whole", **words)
+            train(home / "whole")
         whole = end_of(home / "whole")
-        numbers = chosen(trace.operations, every)
         figures = {"operations": len(trace.operations), "faults": dict.fromkeys(kinds, 0), "losses": []}
-        errors = itertools.cycle(kind for kind in kinds if kind != "SIGKILL")
-        for n in numbers:
-            for kind in [next(errors), "SIGKILL"] if rotate else kinds:
+        for n, (operation, path) in enumerate(trace.operations, 1):
+            for kind in kinds:
                 figures["faults"][kind] += 1
-                if problem := check(home, whole, n, kind, words):
-                    operation, path = trace.operations[n - 1]
+                if problem := check(home, whole, n, kind):
                     where = f"{operation} {os.path.relpath(path, trace.root)}"
                     figures["losses"].append({"n": n, "kind": kind, "operation": where, "problem": problem})
                     print(figures["losses"][-1], file=sys.stderr, flush=True)
@@ -112,13 +94,15 @@ def sweep(every, kinds, words, rotate=False):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--every", type=int, default=1, help="see above")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="in which ways to fail; all")
     parser.add_argument(
-        "--short", action="store_true", help="2 epochs of 4 batches; each n by SIGKILL and one of the errors"
+        "--buffer",
+        type=int,
+        default=8192,
+        help="bytes that a save writes at a time: a checkpoint of this run comes in a few pieces, with 1 in hundreds (8192)",
     )
     words = parser.parse_args()
-    run = {"max_epochs": 2, "limit_train_batches": 4, "save_every_n_steps": 1} if words.short else {}
-    figures = sweep(words.every, list(KINDS), run, rotate=words.short)
+    figures = sweep(words.kinds, words.buffer)
     print(json.dumps(figures))
     sys.exit(bool(figures["losses"]))
 
