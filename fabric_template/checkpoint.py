@@ -77,9 +77,10 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
 
 
 def _our_state(run: Run) -> dict[str, Any]:
+    place, train = run.place(), run.feed.train
     ranks = {
         "rng": rng_state(),
-        "train": run.feed.train.state(run.feed.done_of_pass) if run.feed.train is not None else None,
+        "train": train.state(place.batches_done if run.feed.in_pass else None) if train is not None else None,
         "val": run.feed.val.state(None) if run.feed.val is not None else None,
         "returned": run.history.train.state_dict(),
         "metrics": run.metrics.state_dict(),
@@ -87,12 +88,14 @@ def _our_state(run: Run) -> dict[str, Any]:
     gathered = run.gather(ranks)
     return {
         "format": FORMAT,
-        "batch_idx": run.batches_done if not run.between_epochs else 0,
+        "batch_idx": place.batches_done if not run.between_epochs else 0,
         "epoch": run.epochs_done,
-        "saved_in": run.metrics.fx,  # the hook whose callback saves, with the rest of its batch or epoch still to come
-        "is_last_batch": run.is_last_batch,
-        "total_batches": run.total_batches,
+        "saved_in": place.saved_in,
+        "is_exact": place.is_exact,
+        "is_last_batch": place.is_last_batch,
+        "total_batches": place.total_batches,
         "batches_that_stepped": run.batches_that_stepped,
+        "stepped_before": run.stepped_before,
         "steps_in_epoch": run.steps_in_epoch,
         "seconds": time.monotonic() - run.record.began,
         "ranks": gathered,
@@ -122,16 +125,16 @@ def loops_state(run: Run) -> dict[str, Any]:
         return {"total": counts(total, names), "current": counts(current, names)}
 
     two, three = ("ready", "completed"), ("ready", "started", "completed")
-    saved_in = run.metrics.fx
-    epoch, batches = progress(run.epochs_done, run.epochs_done), progress(run.total_batches, run.batches_done)
-    validated = run.evaluated if saved_in == "on_validation_end" else 0
+    place = run.place()
+    epoch, batches = progress(run.epochs_done, run.epochs_done), progress(place.total_batches, place.batches_done)
+    validated = run.evaluated if place.saved_in == "on_validation_end" else 0
     if not run.between_epochs:  # Trainer counts what it begins, what it has done, and what it has quite finished
         for part in epoch.values():
             part["ready"] += 1
             part["started"] += 1
-            part["processed"] += saved_in == "on_train_epoch_end"
+            part["processed"] += place.saved_in == "on_train_epoch_end"
         for part in batches.values():
-            part["completed"] -= saved_in == "on_train_batch_end"
+            part["completed"] -= place.saved_in == "on_train_batch_end"
     steps = run.global_step if run.is_automatic else 0
     manual = 0 if run.is_automatic else run.global_step
     schedulers = sum(getattr(config.scheduler, "last_epoch", 0) or 0 for config in run.schedulers)
@@ -139,7 +142,7 @@ def loops_state(run: Run) -> dict[str, Any]:
         "state_dict": {},
         "epoch_progress": epoch,
         "epoch_loop.state_dict": {"_batches_that_stepped": run.batches_that_stepped},
-        "epoch_loop.batch_progress": batches | {"is_last_batch": run.is_last_batch},
+        "epoch_loop.batch_progress": batches | {"is_last_batch": place.is_last_batch},
         "epoch_loop.scheduler_progress": progress(schedulers, 0, two),
         "epoch_loop.automatic_optimization.state_dict": {},
         "epoch_loop.automatic_optimization.optim_progress": {
@@ -217,18 +220,20 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     ours = run.restored
     if ours is None:
         _counters_of_trainer(run, checkpoint)
-        run.stepped_before = run.batches_that_stepped - run.batches_done // run.window
+        run.steps_in_epoch = run.batches_done // run.window
+        run.stepped_before = run.batches_that_stepped - run.steps_in_epoch
         return
     run.epochs_done, run.batches_done = ours["epoch"], ours["batch_idx"]
     run.total_batches, run.batches_that_stepped = ours["total_batches"], ours["batches_that_stepped"]
     run.steps_in_epoch, run.saved_in = ours["steps_in_epoch"], ours["saved_in"]
     run.is_last_batch = ours["is_last_batch"]
-    run.stepped_before = run.batches_that_stepped - run.batches_done // run.window
+    run.stepped_before = ours.get("stepped_before", run.batches_that_stepped - run.batches_done // run.window)
     run.between_epochs = run.batches_done == 0
     run.history.rows, run.record.rates = [dict(row) for row in ours["history"]], list(ours["rates"])
     run.metrics.callback = dict(of_this_rank(run, ours)["metrics"]["callback"])
     if run.saver is not None:
         run.saver.load_state_dict(ours["kept"])
+        run.saver.goes_on_from(run, run.resume_path)
 
 
 def _counters_of_trainer(run: Run, checkpoint: Mapping[str, Any]) -> None:
@@ -238,11 +243,13 @@ def _counters_of_trainer(run: Run, checkpoint: Mapping[str, Any]) -> None:
     batches = fit.get("epoch_loop.batch_progress", {})
     run.epochs_done = epoch.get("processed", int(checkpoint.get("epoch", -1)) + 1)
     started_and_open = epoch.get("ready", 0) > epoch.get("processed", 0)
-    run.batches_done = batches.get("current", {}).get("ready", 0) if started_and_open else 0
+    if batches and not started_and_open and not batches.get("is_last_batch"):  # max_steps ended the epoch in its middle
+        run.epochs_done, started_and_open = run.epochs_done - 1, True
+    run.batches_done = batches.get("current", {}).get("processed", 0) if started_and_open else 0
     if started_and_open and batches.get("is_last_batch"):  # saved in validation, after the last batch
         run.epochs_done, run.batches_done = run.epochs_done + 1, 0
     run.between_epochs = run.batches_done == 0
-    run.total_batches = batches.get("total", {}).get("ready", 0)
+    run.total_batches = batches.get("total", {}).get("processed", 0)
     run.batches_that_stepped = fit.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", run.global_step)
     if started_and_open and not run.accumulates:  # it counts a step after the hooks that save
         run.batches_that_stepped += 1

@@ -38,7 +38,7 @@ class LoopConfig:
     min_epochs: int | None = None
     """Ignore requests to stop early before this many epochs."""
     max_steps: int = -1
-    """Stop after this many optimizer steps, in the middle of an epoch too. -1: no limit."""
+    """Stop after this many optimizer steps; an epoch that ends in its middle goes on when a resume has more. -1: no limit."""
     min_steps: int | None = None
     """Ignore requests to stop early before this many optimizer steps."""
     max_time: str | timedelta | dict[str, int] | None = None

@@ -6,7 +6,8 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .data import INFINITE, HandedPass
+from .data import INFINITE, HandedPass, TensorLoader
+from .hooks import TRANSFER_HOOKS, overrides
 from .loaders import Loaders
 from .logs import CSVLogger
 from .profiling import TimedPass
@@ -111,11 +112,17 @@ class Feed:
         self.start_pass()
 
     @property
-    def done_of_pass(self) -> int | None:
-        """Batches done of the pass that was begun; None between two passes (the first one begins before its epoch)."""
-        if self.run.between_epochs:
-            return None if self.run.epochs_done else 0
-        return self.run.batches_done
+    def in_pass(self) -> bool:
+        """Whether a pass has begun that is not over; the first one begins before its epoch."""
+        return not self.run.between_epochs or self.run.epochs_done == 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a batch is fetched without random numbers of this process, as far as one can know."""
+        parts = self.run.owner, self.run.datamodule
+        return not any(overrides(part, name) for part in parts for name in TRANSFER_HOOKS) and all(
+            isinstance(loader, TensorLoader) or getattr(loader, "num_workers", 0) for loader in self.train.loaders
+        )
 
     # ---- evaluation
 

@@ -162,7 +162,7 @@ class FabricLoop(Parts, TrainerFace):
     def _train(self, run: Run, signals: Signals) -> None:
         """Epoch after epoch, until there is a reason to stop."""
         run.feed.set_up_train()
-        if run.done() or run.config.limit_train_batches == 0:
+        if (run.done() and not run.was_cut_short) or run.config.limit_train_batches == 0:
             if run.saver is not None:
                 run.saver.nothing_to_do(run)
             return
@@ -173,7 +173,7 @@ class FabricLoop(Parts, TrainerFace):
         run.schedule.start_clock()
         run.metrics.start(run.metrics.train)
         run.hooks.call("on_train_start")
-        while not run.done() and signals.agreed is None:
+        while (run.was_cut_short or not run.done()) and signals.agreed is None:
             run.hooks.timed(self._train_epoch, "run_training_epoch")(run, signals)
             if signals.check(run.total_batches, now=True) and run.may_stop:
                 run.should_stop = True
@@ -246,6 +246,8 @@ class FabricLoop(Parts, TrainerFace):
                     return
                 if saves:
                     run.saver.save_step(run, config.save_every_n_steps)
+        if run.saver is not None and not run.is_last_of_epoch:
+            run.saver.cut_short(run)
         self._end_epoch(run)
 
     def _cut_short(self, run: Run, validates: bool) -> None:

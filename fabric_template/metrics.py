@@ -148,6 +148,10 @@ class Metrics:
             self.merge()  # the last step's values stay visible under their own names
         self._in_batches = None
 
+    def batches_go_on(self) -> None:
+        """The epoch was not over after all: its sums so far count on."""
+        self._in_batches = False
+
     def merge(self) -> dict[str, Tensor]:
         """Bring the three views up to date; returns what goes to the loggers."""
         if not self.active:

@@ -121,6 +121,11 @@ def _check(run: Run, fabric: Fabric) -> None:
             f"resume={str(path)!r}: the file holds weights only (optimizer_states is missing); use load= to start a new"
             " run from them"
         )
+    if run.resume_path is not None and not _is_exact(checkpoint):
+        run.warn_once(
+            f"resume: '{path}' was saved after an error in the middle of a step: training goes on after step"
+            f" {checkpoint.get('global_step')}, not to the bit as without the error"
+        )
 
 
 def find_checkpoint(word: str, root: Path, name: str, version: int | str | None) -> Path | None:
@@ -130,9 +135,11 @@ def find_checkpoint(word: str, root: Path, name: str, version: int | str | None)
         >>> find_checkpoint("last", Path("nowhere"), "run", None)
     """
     for folder in _folders(root, name, version):
-        if (folder / f"{word}.ckpt").is_file():
-            inside(folder, f"{word}.ckpt")  # not through a symbolic link to somewhere else
-            return folder / f"{word}.ckpt"
+        names = ["last.ckpt", "exception.ckpt"] if word == "last" else ["best.ckpt"]
+        for name in names:
+            if (folder / name).is_file():
+                inside(folder, name)  # not through a symbolic link to somewhere else
+                return folder / name
         if word == "best" and (last := folder / "last.ckpt").is_file():
             kept = read_checkpoint(last).get(OURS, {}).get("kept", {}).get("best", {})
             existing = {name: score for name, score in kept.items() if (folder / name).is_file()}
@@ -188,13 +195,21 @@ def by_progress(folder: Path) -> list[Path]:
 
 
 def _progress(checkpoint: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Steps, batches, epochs; nothing for a file that holds weights only."""
-    if "optimizer_states" not in checkpoint:
+    """Steps, batches, epochs; nothing for a file that holds weights only, or from which a run does not go on exactly."""
+    if "optimizer_states" not in checkpoint or not _is_exact(checkpoint):
         return ()
-    ours = checkpoint.get(OURS)
-    ours = ours if isinstance(ours, Mapping) else {}
+    ours = _ours(checkpoint)
     numbers = checkpoint.get("global_step"), ours.get("total_batches"), ours.get("epoch")
     return tuple(number if isinstance(number, int) else 0 for number in numbers)  # a file may hold anything
+
+
+def _ours(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    ours = checkpoint.get(OURS)
+    return ours if isinstance(ours, Mapping) else {}
+
+
+def _is_exact(checkpoint: Mapping[str, Any]) -> bool:
+    return _ours(checkpoint).get("is_exact") is not False
 
 
 def _folders(root: Path, name: str, version: int | str | None) -> list[Path]:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
@@ -29,6 +29,16 @@ from .update import AutomaticUpdate, LoopOptimizer, ManualUpdate
 
 if TYPE_CHECKING:
     from .loop import FabricLoop
+
+
+class Place(NamedTuple):
+    """Where a resume goes on in an epoch."""
+
+    batches_done: int  # of the epoch
+    total_batches: int
+    is_last_batch: bool
+    saved_in: str | None  # the hook whose callback saves, with the rest of its batch or epoch still to come
+    is_exact: bool = True  # whether nothing of a step that is not done has left a trace
 
 
 class Run:
@@ -67,6 +77,9 @@ class Run:
         self.stopped_by: int | None = None  # the signal that ended training
         self.saved_in: str | None = None  # the hook in which a callback saved the checkpoint that is resumed
         self.restored: dict[str, Any] | None = None  # our part of the checkpoint, until the first epoch has begun
+        self.cut: dict[str, Any] | None = None  # the state in which this epoch was cut short
+        self.has_failed = False  # an error ends this run,
+        self.failed_in: str | None = None  # and came from this hook
 
         self.optimizers: list[Any] = []
         self.loop_optimizers: list[Any] = []
@@ -186,10 +199,35 @@ class Run:
         """Whether an epoch begins here (False: it goes on from a checkpoint in its middle); counts from its start."""
         if not self.between_epochs:
             return False
-        self.between_epochs, self.is_last_batch = False, False
+        self.between_epochs, self.is_last_batch, self.cut = False, False, None
         self.batches_done = self.steps_in_epoch = self.evaluated_in_all = 0
         self.stepped_before = self.batches_that_stepped
         return True
+
+    def place(self) -> Place:
+        """Where a resume goes on from a checkpoint that is saved now.
+
+        After an error in the middle of a step, that is behind the last window of batches that was done. If only hooks or
+        a validation were still to come after its update, they come on resume, as after a callback's save.
+        """
+        done, total, is_last, fx = self.batches_done, self.total_batches, self.is_last_batch, self.metrics.fx
+        if not self.has_failed or self.between_epochs:
+            return Place(done, total, is_last, fx)
+        windows = self.batches_that_stepped - self.stepped_before
+        if self.is_automatic:
+            is_updated = self.steps_in_epoch > windows
+        else:
+            is_updated = self.failed_in == "on_train_batch_end" or self.metrics.active is self.metrics.val
+        if is_updated:
+            return Place(done, total, is_last, "on_train_batch_end", is_exact=False)
+        undone = max(done - windows * self.window, 0)
+        is_exact = undone == 0 and self.feed.is_quiet
+        return Place(done - undone, total - undone, is_last and not undone, None, is_exact)
+
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether max_steps had ended the epoch in its middle that a checkpoint is from; its end comes (once more)."""
+        return self.steps_done and self.restored is not None and not self.between_epochs
 
     def end_epoch(self) -> None:
         """The epoch is over."""

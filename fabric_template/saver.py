@@ -39,7 +39,6 @@ class Saver:
         self.last_model_path = ""
         self._failures: dict[str, str] = {}  # "last" or "best" -> why its newest save failed
         self._saved_at: tuple[int, ...] | None = None  # where the run stood when last.ckpt was written
-        self._is_cut_short = False
 
     @property
     def dirpath(self) -> str:
@@ -70,16 +69,17 @@ class Saver:
         path = None if score is None or self.top_k == 0 else self._path_for(run, score)
         if self.monitor is not None and run.fabric.world_size > 1:
             path = run.fabric.broadcast(path)  # scores may differ: rank zero's counts
-        state, over = None, run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
+        over = run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
+        state = run.cut
         if path is not None:
             before = self.best
             self.best = {**({} if self.top_k == 1 else before), str(path): score}
-            state = state_of(run, epoch=over)
+            state = state_of(run, epoch=over) if state is None else state
             if self._write(run, path, state, "best"):
                 self._remove_worst(run)
             else:
                 self.best = before
-        if self.save_last and not self._is_cut_short:
+        if self.save_last and (run.cut is None or path is not None):
             self.write_last(run, state, epoch=over)
 
     def save_step(self, run: Run, every: int) -> None:
@@ -98,14 +98,30 @@ class Saver:
             self.last_model_path, self._saved_at = str(path), _place(run)
 
     def cut_short(self, run: Run) -> None:
-        """``max_time`` ends the epoch in its middle: ``last.ckpt`` is from here, so that a resume loses nothing of it."""
-        self.write_last(run)
-        self._is_cut_short = True
+        """An epoch is ended in its middle: what is saved of it is its state here, so that a resume loses nothing of it."""
+        if run.cut is None:
+            run.cut = state_of(run)
+            if self.save_last:
+                self.write_last(run, run.cut)
+
+    def save_failed(self, run: Run) -> Path | None:
+        """An error ends the run: save its state, as ``last.ckpt`` if it is exact, otherwise beside it.
+
+        Returns:
+            Where a state lies that is not exact; None if there is none, or if all is on disk already.
+        """
+        if self._saved_at == _place(run) or not run.global_step or run.between_epochs:
+            return None
+        if run.place().is_exact:
+            self.write_last(run)
+            return None
+        path = self.folder / "exception.ckpt"
+        return path if self._write(run, path, state_of(run), "exception") else None
 
     def finish(self, run: Run, interrupted: bool) -> None:
         """Training is over: save the last state, where it is not yet on disk; try again, where that has failed."""
-        if (interrupted and self._saved_at != _place(run)) or ("last" in self._failures and not self._is_cut_short):
-            self.write_last(run, epoch=run.epochs_done - 1 if run.between_epochs else None)
+        if (interrupted and self._saved_at != _place(run)) or "last" in self._failures:
+            self.write_last(run, run.cut, epoch=run.epochs_done - 1 if run.between_epochs else None)
 
     def nothing_to_do(self, run: Run) -> None:
         """A finished run was resumed; a kill between its last two files may have left ``last.ckpt`` behind the best."""
@@ -140,7 +156,9 @@ class Saver:
             return True
         self._failures[kind] = failure
         if run.fabric.is_global_zero:
-            warnings.warn(f"{failure} Training goes on without this checkpoint.", stacklevel=2)
+            warnings.warn(
+                f"{failure}{'' if run.has_failed else ' Training goes on without this checkpoint.'}", stacklevel=2
+            )
         return False
 
     def _path_for(self, run: Run, score: float) -> Path | None:
@@ -188,6 +206,11 @@ class Saver:
             if (self.folder / name).is_file()
         }
 
+    def goes_on_from(self, run: Run, path: str | Path) -> None:
+        """The run stands where this file has left it."""
+        if Path(path) == self.folder / "last.ckpt":
+            self._saved_at = _place(run)
+
 
 def _place(run: Run) -> tuple[int, ...]:
-    return run.epochs_done, run.total_batches, run.global_step
+    return run.epochs_done, run.place().total_batches, run.global_step

@@ -12,9 +12,8 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from . import checkpoint as ckpt
 from . import profiling
 from .callbacks import add_callbacks_of
-from .data import TensorLoader
 from .errors import Misuse
-from .hooks import TRANSFER_HOOKS, overrides
+from .hooks import overrides
 from .lightning import attach, attach_log, detach_log
 from .locks import VersionLock
 from .logs import CSVLogger
@@ -52,7 +51,7 @@ def session(loop: FabricLoop, run: Run) -> Iterator[None]:
         profiling.end(loop.own_profiler)
     except BaseException as error:
         loop._status = "interrupted"
-        run.metrics.fx = None
+        run.failed_in, run.metrics.fx = run.metrics.fx, None
         if run.fn == "fit" and run.total_batches and isinstance(error, Exception):
             _tell_where(run, error)
         run.hooks.call_callbacks("on_exception", error)
@@ -159,40 +158,30 @@ def stop_for(run: Run, number: int | None) -> None:
 
 
 def _tell_where(run: Run, error: Exception) -> None:
-    """Save the state if the run stands between two steps, and add to the error where it came and what goes on from where.
+    """Save the state, and add to the error where it came and what goes on from where.
 
-    In the middle of a step no exact state is left: dropout has drawn, BatchNorm has counted, a gradient is half summed.
-    Nothing is saved then, and ``last.ckpt`` stays what it was. With several processes, the others cannot be asked.
+    Between two steps the state is exact, and is ``last.ckpt``. In the middle of one it is not: dropout has drawn, BatchNorm
+    has counted, sums are begun. Then ``last.ckpt`` stays what it was, and ``exception.ckpt`` is beside it. With several
+    processes nothing is saved: the others cannot be asked.
     """
-    saver = run.saver
-    if saver is not None and run.fabric.world_size == 1 and _is_between_steps(run):
+    run.has_failed = True
+    run.metrics.val.reset()  # a validation that was on begins again
+    saver, inexact = run.saver, ""
+    if saver is not None and run.fabric.world_size == 1:
         try:
-            saver.write_last(run)
+            if path := saver.save_failed(run):
+                inexact = f"resume={str(path)!r} goes on after step {run.global_step}, not to the bit"
         except Exception as another:  # a hook of the user's; the first error is the one to be told
             run.warn_once(f"after {type(error).__name__}, the state could not be saved: {cause_of(another)}")
     if hasattr(error, "add_note"):  # Python 3.11
         where = f"in epoch {run.current_epoch}, at batch {run.batches_done}, after step {run.global_step}"
-        what = "nothing was saved before"
+        exact = "" if inexact else "nothing was saved before"
         if saver is not None and saver.saved_step is not None:
-            what = f"resume='last' goes on after step {saver.saved_step}"
+            exact = f"resume='last' goes on after step {saver.saved_step}"
         elif run.resume_path is not None:
-            what = f"resume={str(run.resume_path)!r} goes on from where this run began"
-        error.add_note(f"fabric_template: {where}{'' if saver is None else f'; {what}'}")
-
-
-def _is_between_steps(run: Run) -> bool:
-    """Whether all batches so far are done with, hooks and all, and nothing of the next has left a trace.
-
-    So it is while the next batch is fetched, unless that may have drawn random numbers in this process.
-    """
-    train = run.feed.train
-    if train is None or run.between_epochs:
-        return False
-    quiet = all(isinstance(loader, TensorLoader) or getattr(loader, "num_workers", 0) for loader in train.loaders)
-    if not quiet or any(overrides(part, name) for part in (run.owner, run.datamodule) for name in TRANSFER_HOOKS):
-        return False
-    windows, rest = divmod(run.batches_done, run.window)
-    return rest == 0 and run.batches_that_stepped - run.stepped_before == windows
+            exact = f"resume={str(run.resume_path)!r} goes on from where this run began"
+        what = [] if saver is None else [f"{exact}, to the bit" if exact and inexact else exact, inexact]
+        error.add_note(f"fabric_template: {'; '.join(filter(None, [where, *what]))}")
 
 
 def restore_position(run: Run) -> None:
@@ -206,7 +195,7 @@ def restore_position(run: Run) -> None:
     loaders = [(stage, state) for stage, state in loaders if state is not None]
     for stage, state in loaders:
         stage.resume(state)
-    if feed.done_of_pass is not None:
+    if feed.in_pass:
         if mine["train"] is None:
             run.warn_once(
                 "resume: the checkpoint does not say which batches of its epoch are done (it is of a run with"
@@ -224,18 +213,20 @@ def restore_position(run: Run) -> None:
 
 def finish_batch(run: Run, validate: Callable[[Run], None]) -> None:
     """What was left of the batch when a callback saved the checkpoint, as it stands in the loop after that hook."""
-    if run.saved_in is None or run.saved_in == "on_train_epoch_end":
-        return
-    if run.saved_in != "on_validation_end":
-        if run.metrics.enabled and run.metrics.train.any_on_step and not run.accumulates:
-            run.record.step()
-        if run.schedule.in_this_epoch and run.schedule.due():
-            validate(run)
-    if not run.accumulates:
-        for scheduler in run.due_schedulers("step", plateau=True):
-            step_scheduler(run, scheduler)
-        run.batches_that_stepped += 1
-        run.stepped_before += 1  # was counted without this batch
+    if run.saved_in == "on_train_epoch_end":
+        if not (run.is_last_of_epoch or run.steps_done):  # of an epoch that was cut short, and now goes on
+            run.saved_in = None
+            run.metrics.batches_go_on()
+    elif run.saved_in is not None:
+        if run.saved_in != "on_validation_end":
+            if run.metrics.enabled and run.metrics.train.any_on_step and not run.accumulates:
+                run.record.step()
+            if run.schedule.in_this_epoch and run.schedule.due():
+                validate(run)
+        if not run.accumulates:
+            for scheduler in run.due_schedulers("step", plateau=True):
+                step_scheduler(run, scheduler)
+            run.batches_that_stepped += 1
     if run.steps_done or (run.should_stop and run.may_stop):
         run.feed.batches.close()  # there is no next one
 

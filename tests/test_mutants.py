@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from fabric_template.entries import Entry
 from fabric_template.hooks import Hooks
+from fabric_template.feed import Feed
 from fabric_template.run import Run
 from fabric_template.steps import Modes
 from fabric_template.update import AutomaticUpdate
@@ -156,7 +157,7 @@ def a_random_number_more(monkeypatch):
         torch.rand(1)
         original(self)
 
-    instead(monkeypatch, Run, "begin_pass", draws)
+    instead(monkeypatch, Feed, "begin_epoch", draws)
 
 
 MUTATIONS = [
