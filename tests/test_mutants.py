@@ -8,8 +8,8 @@ from modules import Classifier, assert_parity, make_loader
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from fabric_template.entries import Entry
-from fabric_template.hooks import Hooks
 from fabric_template.feed import Feed
+from fabric_template.hooks import Hooks
 from fabric_template.run import Run
 from fabric_template.steps import Modes
 from fabric_template.update import AutomaticUpdate
