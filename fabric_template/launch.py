@@ -32,6 +32,7 @@ def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcom
     if run.fn != "fit" and loop._run is not None:
         run.follow(loop._run)
     loop._run, loop._status = run, "running"
+    loop._runs[run.fn] = run
     if run.config.seed is not None:
         Fabric.seed_everything(run.config.seed, workers=True, verbose=False)
     fabric, rest = loop.fabric, (loop, function, run, args, os.getpid())
@@ -45,7 +46,7 @@ def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcom
     if isinstance(outcome, str):
         outcome = Outcome.from_file(outcome)
     outcome.bring_back(run)
-    loop._status = "finished"
+    loop._status = "finished" if run.stopped_by is None else "interrupted"
     if outcome.is_from_elsewhere and run.stopped_by is not None and not is_interactive():
         raise ending(run.stopped_by)
     if outcome.complaint:
@@ -65,7 +66,7 @@ def _caught(fabric: Fabric, *rest: Any) -> Any:
 
 def _in_process(fabric: Fabric, loop: FabricLoop, function: Callable, run: Run, args: tuple, caller: int) -> Any:
     """What each process does: its own set-up, the function, and the way back."""
-    loop.fabric, loop._run = fabric, run
+    loop.fabric, loop._run, loop._runs[run.fn] = fabric, run, run
     elsewhere = os.getpid() != caller
     if elsewhere:
         unshare(run)

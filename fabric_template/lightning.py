@@ -75,7 +75,8 @@ class StrategyFace:
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
-        return self._loop._required("optimizers").loop_optimizers  # LightningModule.optimizers() asks by this name
+        run = self._loop._fitted
+        return run.loop_optimizers if run is not None else []  # LightningModule.optimizers() asks by this name
 
     @property
     def root_device(self) -> torch.device:

@@ -77,7 +77,7 @@ class FabricLoop(Parts, TrainerFace):
         self.loggers, self._own_logger = make_loggers(self.config, loggers, self.fabric)
         self.own_profiler = make_profiler(self.config.profiler)
         self._strategy_face = StrategyFace(self)
-        self._run: Run | None = None
+        self._run, self._runs = None, {}
         self._status = "initializing"
 
     # ---- the four verbs
@@ -156,6 +156,7 @@ class FabricLoop(Parts, TrainerFace):
             self._sanity_check(run)
             together = fabric.world_size > 1 and torch.distributed.is_initialized()
             with torch.enable_grad(), Signals(together, patience=1.0 if is_launched(fabric) else 0.0) as signals:
+                run.signals = signals
                 self._train(run, signals)
             stop_for(run, signals.agreed)
 
@@ -211,13 +212,15 @@ class FabricLoop(Parts, TrainerFace):
             run.total_batches += 1
             if logs:
                 metrics.batch_starts(batch)
-            if starts and hooks.call("on_train_batch_start", batch, batch_idx) == -1:  # leave out the rest
+            if skips := batch is None and not hands:  # the batch still counts, as under Trainer
+                run.warn_once("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            elif starts and hooks.call("on_train_batch_start", batch, batch_idx) == -1:  # leave out the rest
                 run.is_last_batch = True
                 self._step_schedulers(run)
                 break
             last = run.is_last_batch or batch_idx + 1 == num_batches
             accumulates = not last and (batch_idx + 1) % run.window != 0
-            outputs = train_batch(batch, batch_idx, not accumulates)
+            outputs = None if skips else train_batch(batch, batch_idx, not accumulates)
             if hands:  # the step has taken its batches itself
                 batch = batches.handed.latest[0]
             if run.schedulers and not accumulates:
@@ -342,8 +345,8 @@ class FabricLoop(Parts, TrainerFace):
             return predict(run, run.feed.val, keep, run.inference())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the last run: its parts belong to this process."""
-        return {**vars(self), "_run": None}
+        """Without the last runs: their parts belong to this process."""
+        return {**vars(self), "_run": None, "_runs": {}}
 
     def checkpoint_path(self, word: str) -> Path | None:
         """The "last" or "best" checkpoint that this loop, or a ModelCheckpoint among its callbacks, has saved."""

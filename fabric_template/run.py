@@ -29,6 +29,7 @@ from .update import AutomaticUpdate, LoopOptimizer, ManualUpdate
 
 if TYPE_CHECKING:
     from .loop import FabricLoop
+    from .signals import Signals
 
 
 class Place(NamedTuple):
@@ -74,6 +75,7 @@ class Run:
         self.window = config.accumulate_grad_batches
         self.placed = False  # whether name and version are chosen
         self.checkpoint: dict[str, Any] | None = None  # until it is restored
+        self.signals: Signals | None = None  # what may come while fit trains
         self.stopped_by: int | None = None  # the signal that ended training
         self.saved_in: str | None = None  # the hook in which a callback saved the checkpoint that is resumed
         self.restored: dict[str, Any] | None = None  # our part of the checkpoint, until the first epoch has begun
@@ -267,9 +269,13 @@ class Run:
     @property
     def may_stop(self) -> bool:
         """Whether min_epochs and min_steps allow to stop early."""
+        return self.epochs_done >= self.min_epochs and self.global_step >= (self.config.min_steps or 0)
+
+    @property
+    def min_epochs(self) -> int:
+        """How many epochs there are at least; one when there are to be steps."""
         config = self.config
-        min_epochs = config.min_epochs if config.min_epochs is not None else 1 if config.min_steps is not None else 0
-        return self.epochs_done >= min_epochs and self.global_step >= (config.min_steps or 0)
+        return config.min_epochs if config.min_epochs is not None else 0 if config.min_steps is None else 1
 
     @property
     def is_last_of_epoch(self) -> bool:

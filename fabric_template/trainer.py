@@ -7,11 +7,14 @@ AttributeError, so that nobody takes silence for an answer.
 from __future__ import annotations
 
 import math
+import signal
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from .errors import Misuse
 from .hooks import is_a
+from .machine import MachineFace
 from .views import AcceleratorView, DataView, EvaluationLoopView, FitLoopView, LoggerView, PredictLoopView, ResultsView
 
 if TYPE_CHECKING:
@@ -44,10 +47,11 @@ class State(SimpleNamespace):
         return self.status == "interrupted"
 
 
-class TrainerFace:
-    """Trainer's attributes, read from the run at hand (or the last one)."""
+class TrainerFace(MachineFace):
+    """Trainer's attributes, read from the run at hand (or the last one); what belongs to fit, from the last fit."""
 
     _run: Run | None
+    _runs: dict[str, Run]  # the last one of each verb: what it has set up stays readable, as under Trainer
 
     # ---- progress
 
@@ -67,19 +71,24 @@ class TrainerFace:
         return self._run.limits()[0] if self._run else self.config.max_epochs
 
     @property
+    def min_epochs(self) -> int | None:
+        """How many epochs no ``should_stop`` can end, 0 for none; as configured before anything has run."""
+        return self._run.min_epochs if self._run else self.config.min_epochs
+
+    @property
     def is_last_batch(self) -> bool:
         """Whether the training batch at hand is the last of the epoch."""
-        return bool(self._run and self._run.is_last_batch)
+        return bool(self._fitted and self._fitted.is_last_batch)
 
     @property
     def should_stop(self) -> bool:
         """Set it to end training after the batch at hand (when min_epochs and min_steps allow)."""
-        return bool(self._run and self._run.should_stop)
+        return bool(self._fitted and self._fitted.should_stop)
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        if self._run is not None:
-            self._run.should_stop = value
+        if self._fitted is not None:
+            self._fitted.should_stop = value
 
     @property
     def gradient_clip_algorithm(self) -> Word | None:
@@ -99,43 +108,56 @@ class TrainerFace:
     @property
     def num_training_batches(self) -> int | float:
         """Training batches of an epoch."""
-        return self._run.feed.num_batches if self._run else math.inf
+        return self._fitted.feed.num_batches if self._fitted else math.inf
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader."""
-        return self._evaluated("limits", "fit", "validate") or []
+        """Batches of each validation loader; fit's, unless the last run was validate."""
+        return self._limits_of("validate" if self._run and self._run.fn == "validate" else "fit")
 
     @property
     def num_test_batches(self) -> list[int | float]:
         """Batches of each test loader."""
-        return self._evaluated("limits", "test") or []
+        return self._limits_of("test")
 
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Batches of each loader to predict."""
-        return self._evaluated("limits", "predict") or []
+        return self._limits_of("predict")
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader in the sanity check; none outside fit."""
-        return [min(self.num_sanity_val_steps, limit) for limit in self._evaluated("limits", "fit") or []]
+        """Batches of each validation loader in fit's sanity check."""
+        return [min(self.num_sanity_val_steps, limit) for limit in self._limits_of("fit")]
+
+    def _limits_of(self, verb: str) -> list[int | float]:
+        """The batches of each evaluation loader of the last such run."""
+        run = self._runs.get(verb)
+        return run.feed.val.limits if run and run.feed.val else []
 
     @property
     def val_check_batch(self) -> int | float | None:
         """Validation runs every so many batches."""
-        return self._run.schedule.batch if self._run else None
+        return self._fitted.schedule.batch if self._fitted else None
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """The number of optimizer steps that fit is going to take; infinity when nothing limits it.
 
         May be asked in ``configure_optimizers``: the training loader is made then.
+
+        Raises:
+            Misuse: where there is no training loader, as in a test.
         """
         run = self._required("estimated_stepping_batches")
         max_epochs, max_steps = run.limits()
         if max_epochs == -1 and not run.has_timer:
             return math.inf if max_steps == -1 else max_steps
+        if not run.feed.has("train"):
+            raise Misuse(
+                f"FabricLoop.estimated_stepping_batches: {run.fn} has no train loader, and `train_dataloader` must be"
+                " implemented to count its batches: ask for it in fit"
+            )
         run.feed.set_up_train()
         if run.feed.num_batches == math.inf:
             return max_steps if max_steps != -1 else math.inf
@@ -194,7 +216,7 @@ class TrainerFace:
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers themselves."""
-        return self._run.optimizers if self._run else []
+        return self._fitted.optimizers if self._fitted else []
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
@@ -203,7 +225,7 @@ class TrainerFace:
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedulers with their intervals and monitors."""
-        return self._run.schedulers if self._run else []
+        return self._fitted.schedulers if self._fitted else []
 
     @property
     def train_dataloader(self) -> Any:
@@ -213,22 +235,22 @@ class TrainerFace:
     @property
     def val_dataloaders(self) -> Any:
         """The validation loaders, in the shape in which they were given."""
-        return self._evaluated("as_given", "fit", "validate")
+        return self._loaders_of("fit", "validate")
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loaders, in the shape in which they were given."""
-        return self._evaluated("as_given", "test")
+        return self._loaders_of("test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """The loaders to predict, in the shape in which they were given."""
-        return self._evaluated("as_given", "predict")
+        return self._loaders_of("predict")
 
-    def _evaluated(self, what: str, *verbs: str) -> Any:
-        """Something of the evaluation's loaders, if the last run was one of these verbs."""
+    def _loaders_of(self, *verbs: str) -> Any:
+        """The evaluation's loaders, if the last run was one of these verbs: they don't outlive it."""
         run = self._run
-        return getattr(run.feed.val, what) if run and run.feed.val and run.fn in verbs else None
+        return run.feed.val.as_given if run and run.feed.val and run.fn in verbs else None
 
     @property
     def logger(self) -> Any:
@@ -290,85 +312,6 @@ class TrainerFace:
         """The checkpoint that this run started from."""
         path = self._run and (self._run.resume_path or self._run.load_path)
         return str(path) if path else None
-
-    # ---- devices
-
-    @property
-    def strategy(self) -> Any:
-        """Fabric's strategy, with the few words more that callbacks use."""
-        return self._strategy_face
-
-    @property
-    def accelerator(self) -> Any:
-        """The accelerator, as Trainer has it: it can ``get_device_stats``."""
-        from lightning.pytorch import accelerators
-
-        own = self.fabric.accelerator
-        twin = getattr(
-            accelerators, type(own).__name__, None
-        )  # Trainer's of the same name, a Fabric accelerator's peer
-        return own if twin is None else twin()
-
-    @property
-    def precision(self) -> str:
-        """Such as "32-true" or "bf16-mixed"."""
-        return self.fabric.strategy.precision.precision
-
-    @property
-    def precision_plugin(self) -> Any:
-        """The strategy's precision, with ``clip_gradients``."""
-        return self._strategy_face.precision_plugin
-
-    @property
-    def scaler(self) -> Any:
-        """The gradient scaler under 16-mixed."""
-        return getattr(self.fabric.strategy.precision, "scaler", None)
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the process that writes."""
-        return self.fabric.is_global_zero
-
-    @property
-    def global_rank(self) -> int:
-        """This process's number among all."""
-        return self.fabric.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number on its machine."""
-        return self.fabric.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """This machine's number."""
-        return self.fabric.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return self.fabric.world_size
-
-    @property
-    def num_devices(self) -> int:
-        """Devices on this machine."""
-        return len(getattr(self.fabric.strategy, "parallel_devices", None) or [0])
-
-    @property
-    def num_nodes(self) -> int:
-        """Machines."""
-        return getattr(self.fabric.strategy, "num_nodes", 1)
-
-    @property
-    def device_ids(self) -> list[int]:
-        """The indices of this machine's devices."""
-        devices = getattr(self.fabric.strategy, "parallel_devices", None) or [self.fabric.device]
-        return [device.index if device.index is not None else i for i, device in enumerate(devices)]
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """What a DistributedSampler needs, None for one process."""
-        return getattr(self.fabric.strategy, "distributed_sampler_kwargs", None)
 
     # ---- loops: Lightning's callbacks look into them
 
@@ -437,8 +380,19 @@ class TrainerFace:
 
     @property
     def evaluating(self) -> bool:
-        """Whether a validation or a test runs."""
-        return self.validating or self.testing
+        """Whether a validation or a test runs; the sanity check is one, too."""
+        return self.validating or self.testing or self.sanity_checking
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last run was interrupted or failed."""
+        return self.state.interrupted
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether SIGTERM has come: fit ends after the step at hand."""
+        run = self._run
+        return run is not None and signal.SIGTERM in (run.stopped_by, run.signals and run.signals.received)
 
     @property
     def enable_validation(self) -> bool:
@@ -448,10 +402,12 @@ class TrainerFace:
     # ---- deeds
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """Write a checkpoint of the run as it stands now."""
+        """Write a checkpoint of the run as it stands now; after a test of what was trained, of its training."""
         from .checkpoint import state_of
 
         run = self._required("save_checkpoint")
+        if self._fitted is not None and self._fitted.owner is run.owner:  # so that it can be resumed
+            run = self._fitted
         state = state_of(run, weights_only=bool(weights_only))
         if self.fabric.is_global_zero:
             save = run.hooks.timed(self.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")
@@ -465,6 +421,10 @@ class TrainerFace:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank zero."""
         self.fabric.print(*args, **kwargs)
+
+    @property
+    def _fitted(self) -> Run | None:
+        return self._runs.get("fit")
 
     def _required(self, what: str) -> Run:
         if self._run is None:

@@ -1,17 +1,30 @@
 """What was written for Trainer finds its words here: hooks, checkpoints and attributes as under Trainer."""
 
 import re
+import signal
 import warnings
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from both import LOOPS
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
-from modules import Classifier, assert_same_weights, make_loader, quiet, run_loop, run_trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from modules import (
+    Classifier,
+    assert_same_metrics,
+    assert_same_weights,
+    by_step,
+    make_loader,
+    quiet,
+    run_loop,
+    run_trainer,
+)
 from runs import fit, tree, val_loader
 
 from fabric_template import CSVLogger, FabricLoop
@@ -81,6 +94,35 @@ def test_resume_from_a_model_checkpoint_in_the_middle_of_an_epoch(tmp_path):
         torch.manual_seed(99)
         _, module = run_loop(Classifier, make_loader, val_loader, max_epochs=3, fit={"resume": path})
         assert_same_weights(straight, module)
+
+
+class WithTest(Classifier):
+    def test_step(self, batch, batch_idx):
+        self.log("loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
+def test_a_checkpoint_that_is_saved_after_a_test_goes_on(tmp_path, kind):
+    """It is of the training: with its optimizer and counters, by either way to the same bits."""
+
+    def train(epochs, **words):
+        pl.seed_everything(1, verbose=False)
+        module, trainer = WithTest(by_step, dropout=0.0), kind(**quiet(max_epochs=epochs))
+        trainer.fit(module, plain_loader(), **words)
+        return trainer, module
+
+    path = str(tmp_path / "tested.ckpt")
+    trainer, module = train(2)
+    trainer.test(module, val_loader(), verbose=False)
+    trainer.save_checkpoint(path)
+    trainer, resumed = train(3, **{"resume" if kind is FabricLoop else "ckpt_path": path})
+    assert_same_weights(train(3)[1], resumed)
+    assert (trainer.current_epoch, trainer.global_step) == (3, 18)
+    trainer.test(WithTest(), val_loader(), verbose=False)
+    trainer.save_checkpoint(path)  # another module, of which nothing was trained
+    other = torch.load(path, weights_only=False)["state_dict"]
+    assert not torch.equal(other["net.0.weight"], resumed.net[0].weight)
 
 
 # ---- which weights an evaluation takes
@@ -209,6 +251,51 @@ def test_hyperparameters_of_hydra_go_through_a_checkpoint(tmp_path):
     assert loop.current_epoch == 2
 
 
+# ---- a batch of None
+
+
+class Nones:
+    """Some of its batches are None; the last one may be, and one at the end of a window."""
+
+    def __init__(self, nones):
+        self.batches = [None if i in nones else batch for i, batch in enumerate(plain_loader())]
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class Seen(Classifier):
+    """Notes which batches its hooks and steps see."""
+
+    def __init__(self):
+        super().__init__(by_step, on_step=True)
+        self.seen = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append(("start", batch_idx))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(("end", batch_idx, batch is None, outputs is None, self.trainer.global_step))
+
+
+@pytest.mark.parametrize("nones", [{0}, {2, 5}, {1, 2, 3}, set(range(6))], ids=str)
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_a_batch_of_none_is_left_out(nones, window):
+    """... of training, and said once; its place counts for windows, schedulers and validation, as under Trainer."""
+    words = {"accumulate_grad_batches": window, "max_epochs": 2, "val_check_interval": 0.5}
+    trainer, expected = run_trainer(Seen, lambda: Nones(nones), val_loader, **words)
+    with pytest.warns(UserWarning, match="train_dataloader yielded None. If this was on purpose, ignore") as said:
+        loop, module = run_loop(Seen, lambda: Nones(nones), val_loader, **words)
+    assert sum("yielded None" in str(warning.message) for warning in said) == 1
+    assert module.seen == expected.seen
+    assert_same_weights(expected, module)
+    assert_same_metrics(trainer, loop)
+
+
 # ---- what is said, in the cases in which Trainer says it
 
 
@@ -249,6 +336,46 @@ def test_state_equals_trainers():
     loop.fit(Classifier(), plain_loader())
     assert loop.state == TrainerState(status=TrainerStatus.FINISHED, fn=TrainerFn.FITTING, stage=None)
     assert loop.state != TrainerState(status=TrainerStatus.FINISHED, fn=TrainerFn.TESTING, stage=None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
+def test_interrupted(kind):
+    class Fails(Classifier):
+        def on_train_epoch_end(self):
+            raise RuntimeError("mine")
+
+    trainer = kind(**quiet(max_epochs=1))
+    assert not trainer.interrupted
+    with pytest.raises(RuntimeError, match="mine"):
+        trainer.fit(Fails(), plain_loader())
+    assert trainer.interrupted
+    trainer.fit(Classifier(), plain_loader())
+    assert not trainer.interrupted
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
+def test_received_sigterm(kind):
+    """To be asked in hooks, and afterwards; the next run begins without."""
+
+    class Ended(Classifier):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(self.trainer.received_sigterm)
+            if batch_idx == 1:
+                signal.raise_signal(signal.SIGTERM)
+                seen.append(self.trainer.received_sigterm)
+
+    seen = []
+    trainer = kind(**quiet(max_epochs=1))
+    with pytest.raises(BaseException) as error:  # noqa: PT011 - Trainer's own exception, or the exit that SIGTERM means
+        trainer.fit(Ended(), plain_loader())
+    assert type(error.value) is (SystemExit if kind is FabricLoop else SIGTERMException)
+    assert seen == [False, False, True]
+    assert trainer.received_sigterm
+    assert trainer.interrupted
+    trainer.test(WithTest(), val_loader(), verbose=False)
+    assert not trainer.received_sigterm
 
 
 def test_a_logger_may_be_set(tmp_path):
