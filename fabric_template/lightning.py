@@ -46,8 +46,8 @@ def detach_log(part: Any, metrics: Metrics) -> None:
     """Take the log away again."""
     for name in ("log", "log_dict"):
         own = getattr(part, "__dict__", {}).get(name)
-        ours = own == getattr(metrics, name) or isinstance(own, OverriddenLog)
-        if own is not None and (ours or hasattr(own, "_torchdynamo_orig_callable")):
+        own = getattr(own, "__wrapped__", own)  # what torch.compiler.disable was given
+        if own == getattr(metrics, name) or isinstance(own, OverriddenLog):
             del vars(part)[name]
 
 

@@ -247,8 +247,8 @@ class Metrics:
             for entry in self.train.values()
             if entry.live and entry.meta.sync_dist_group is None
         ]  # fmt: skip
-        # torchmetrics leaves its sums out of state_dict, and has no public name for the count
-        objects = {name: [dict(part.metric_state), part._update_count] for name, part in self._objects.items()}
+        # torchmetrics leaves its sums out of state_dict
+        objects = {name: [dict(part.metric_state), part.update_count] for name, part in self._objects.items()}
         _, in_batches, last_fx = self._paused or (None, self._in_batches, self._last_fx)
         place = {"objects": objects, "in_batches": in_batches, "last_fx": last_fx}
         return {"train": entries, "callback": dict(self.callback), "row": dict(self.row), **place}
@@ -263,7 +263,7 @@ class Metrics:
 
         for name, (sums, count) in state["objects"].items():
             if (metric := self._objects.get(name)) is not None:
-                metric._update_count, metric._computed = count, None
+                metric._update_count, metric._computed = count, None  # can be set by no public name
                 for key, value in sums.items():
                     setattr(metric, key, move(value))
         for part in state["train"]:

@@ -163,7 +163,7 @@ def _check_room(checkpoint: Any, target: Path) -> None:
         item = stack.pop()
         if isinstance(item, torch.Tensor):
             with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse and the like: an estimate is enough
-                storages[item.untyped_storage()._cdata] = item.untyped_storage().nbytes()
+                storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         elif isinstance(item, dict | list | tuple) and id(item) not in seen:
             seen.add(id(item))
             stack.extend(item.values() if isinstance(item, dict) else item)

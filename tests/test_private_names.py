@@ -1,0 +1,132 @@
+"""The private names of Lightning, torchmetrics and PyTorch that the package relies on: each with its reason, and still there.
+
+Where one goes with a release, the test of its name says so in a line; a use that is not listed here fails, too.
+"""
+
+import argparse
+import ast
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.loggers import CSVLogger
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities import CombinedLoader
+from modules import quiet
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+import fabric_template
+
+PACKAGE = Path(fabric_template.__file__).parent
+
+
+class Configured(pl.LightningModule):
+    def __init__(self, config):
+        super().__init__()
+        self.save_hyperparameters(config)
+
+
+def _workers():
+    """What a DataLoader's worker processes are handled by."""
+    iterator = iter(DataLoader(range(2), num_workers=1))
+    names = dir(iterator)
+    iterator._shutdown_workers()
+    return names
+
+
+NEEDED = [  # name, who has it, and what we need it for
+    ("_hparams_name", lambda: Configured({"a": 1}), "checkpoint.py", "hyperparameters that load_from_checkpoint gives back"),
+    ("_log_hyperparams", lambda: Configured({"a": 1}), "record.py", "to respect save_hyperparameters(logger=False)"),
+    ("_current_fx_name", pl.LightningModule, "lightning.py", "a module's own log, which ends in Lightning's"),
+    ("_mode", lambda: CombinedLoader([]), "loaders.py", "to tell loaders that go together from those that follow each other"),
+    ("_lightning_module", PyTorchProfiler, "profiling.py", "to name the module's parts in the trace"),
+    ("_get_next_version", lambda: CSVLogger("."), "logs.py", "the number of the next version, as Lightning counts"),
+    ("_dataloader_init_kwargs_resolve_sampler", "lightning.fabric.utilities.data", "sharing.py", "batch samplers of one's own"),
+    ("_MultiProcessingLauncher", "lightning.fabric.strategies.launchers", "signals.py", "to know that ranks are spawned"),
+    ("_EvaluationLoop", "lightning.pytorch.loops", "evaluate.py", "the profilers' names for fetching a batch"),
+    ("_PredictionLoop", "lightning.pytorch.loops", "evaluate.py", "the profilers' names for fetching a batch"),
+    ("_forward_cache", MeanMetric, "entries.py", "a metric's value for the batch at hand"),
+    ("_update_count", MeanMetric, "metrics.py", "a metric that goes on from a checkpoint"),
+    ("_computed", MeanMetric, "metrics.py", "a metric that goes on from a checkpoint"),
+    ("_iterator", lambda: DataLoader([]), "loaders.py", "to end the workers that a loader keeps"),
+    ("_shutdown_workers", _workers, "data.py", "to end worker processes at the end of a pass"),
+    ("_send_idx", _workers, "position.py", "to know which batches workers have begun"),
+    ("_orig_mod", lambda: torch.compile(torch.nn.Linear(1, 1), backend="eager"), "prepare.py", "to train what was compiled"),
+    ("_step_supports_amp_scaling", lambda: torch.optim.SGD([torch.ones(1)], fused=True), "update.py", "fused under 16-mixed"),
+    ("_option_string_actions", argparse.ArgumentParser, "options.py", "a help that shows what is typed"),
+]  # fmt: skip
+
+ASKED = [  # name, the path to it from a Trainer, and which of Lightning's files asks a trainer for it
+    ("_evaluation_loop", "_evaluation_loop", "callbacks.throughput_monitor"),
+    ("_results", "_results", "core.module"),
+    ("_accelerator_connector", "_accelerator_connector", "core.module"),
+    ("_data_connector", "_data_connector", "core.module"),
+    ("_datahook_selector", "_data_connector._datahook_selector", "core.module"),
+    ("_logger_connector", "_logger_connector", "callbacks.lr_monitor"),
+    ("_current_fx", "_logger_connector._current_fx", "core.module"),
+    ("_lightning_optimizers", "strategy._lightning_optimizers", "core.module"),
+    ("_skip_backward", "fit_loop._skip_backward", "callbacks.stochastic_weight_avg"),
+    ("_should_accumulate", "fit_loop._should_accumulate", "callbacks.throughput_monitor"),
+    ("_should_check_val_epoch", "fit_loop.epoch_loop._should_check_val_epoch", "callbacks.progress.progress_bar"),
+    ("_batches_that_stepped", "fit_loop.epoch_loop._batches_that_stepped", "callbacks.lr_monitor"),
+    ("_has_run", "fit_loop.epoch_loop.val_loop._has_run", "callbacks.model_checkpoint"),
+    ("_data_source", "fit_loop.epoch_loop.val_loop._data_source", "callbacks.batch_size_finder"),
+]
+
+
+def has(owner, name):
+    """Whether an object, or what a function makes, or a module of this name has the name, asked without calling it."""
+    if isinstance(owner, str):
+        owner = import_module(owner)
+    elif callable(owner):
+        owner = owner()
+    return name in (owner if isinstance(owner, list) else dir(owner))
+
+
+@pytest.mark.parametrize(("name", "owner", "file", "reason"), NEEDED, ids=[row[0] for row in NEEDED])
+def test_it_is_still_there(name, owner, file, reason):
+    assert has(owner, name), f"There is no longer a {name}, which fabric_template/{file} needs for this: {reason}"
+
+
+@pytest.mark.parametrize(("name", "path", "file"), ASKED, ids=[row[0] for row in ASKED])
+def test_lightning_still_asks_for_it(name, path, file):
+    """... or views.py, trainer.py and lightning.py offer something for nobody, and not what is asked for instead."""
+    *way, last = path.split(".")
+    owner = pl.Trainer(**quiet())
+    for part in way:
+        owner = getattr(owner, part)
+    assert has([*dir(owner)], last), f"Lightning no longer has trainer.{path}, which fabric_template offers as {name}"
+    source = inspect.getsource(import_module(f"lightning.pytorch.{file}"))
+    assert name in source, f"lightning.pytorch.{file} no longer asks for {name}, which fabric_template offers"
+
+
+def test_no_other_private_names_are_used():
+    """Every underscored attribute that the package reads is its own, or is listed above."""
+    own, read = {"_exit"}, {}  # os._exit is documented
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_ours(node.value):
+                own.add(node.attr)
+            elif isinstance(node, ast.Attribute):
+                read[node.attr] = path.name
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+                if isinstance(node.args[1], ast.Constant):
+                    read[node.args[1].value] = path.name
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                read |= {alias.name: path.name for alias in node.names}
+    private = {name for name in read if re.fullmatch(r"_[a-zA-Z]\w*", name)}
+    foreign = private - own - {row[0] for row in NEEDED + ASKED}
+    assert not foreign, {name: read[name] for name in foreign}
+
+
+def _is_ours(owner):
+    return isinstance(owner, ast.Name) and owner.id == "self"
