@@ -23,10 +23,10 @@ from .prepare import prepare
 from .profiling import make_profiler
 from .progress import is_interactive
 from .run import Run
+from .schedulers import step_schedulers
 from .session import finish_batch, restore_position, session, start_fit, stop_for
 from .signals import Signals, is_launched
 from .trainer import TrainerFace
-from .update import step_scheduler
 
 
 class FabricLoop(Parts, TrainerFace):
@@ -237,8 +237,8 @@ class FabricLoop(Parts, TrainerFace):
             if validated:
                 self._validate(run)
             if not accumulates:
-                for scheduler in run.due_schedulers("step", plateau=True) if run.schedulers else ():
-                    step_scheduler(run, scheduler)
+                if run.schedulers:
+                    step_schedulers(run, "step", plateau=True)
                 run.batches_that_stepped += 1
                 if checks and not last and signals.check(run.total_batches) and run.may_stop:
                     self._cut_short(run, validates and not validated)
@@ -265,11 +265,9 @@ class FabricLoop(Parts, TrainerFace):
         """After an update: schedulers by step; after the epoch's last batch, those by epoch."""
         if run.is_last_of_epoch or run.steps_done:
             run.record.note_rates()
-        for scheduler in run.due_schedulers("step", plateau=False):
-            step_scheduler(run, scheduler)
+        step_schedulers(run, "step", plateau=False)
         if run.is_last_of_epoch:
-            for scheduler in run.due_schedulers("epoch", plateau=False):
-                step_scheduler(run, scheduler)
+            step_schedulers(run, "epoch", plateau=False)
 
     def _end_epoch(self, run: Run) -> None:
         """Hooks, metrics, schedulers that follow them, the row, the checkpoint."""
@@ -280,8 +278,7 @@ class FabricLoop(Parts, TrainerFace):
         run.saved_in = None
         run.metrics.merge()
         if run.is_last_of_epoch:
-            for scheduler in run.due_schedulers("epoch", plateau=True):
-                step_scheduler(run, scheduler)
+            step_schedulers(run, "epoch", plateau=True)
         score = run.score()
         run.record.epoch(run.metrics.merge())
         run.metrics.epoch_ends()

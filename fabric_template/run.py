@@ -19,13 +19,14 @@ from .errors import Misuse
 from .feed import Feed
 from .history import History, name_outputs
 from .hooks import Hooks, is_a, overrides
+from .manual import LoopOptimizer, ManualUpdate
 from .metrics import Metrics
 from .optimizers import SchedulerConfig, parse_optimizers
 from .randomness import rng_state, set_rng_state
 from .saver import Saver
 from .schedule import Schedule
 from .steps import FunctionSteps, Steps, takes_batch_idx, takes_iterator
-from .update import AutomaticUpdate, LoopOptimizer, ManualUpdate
+from .update import AutomaticUpdate
 
 if TYPE_CHECKING:
     from .loop import FabricLoop
@@ -287,18 +288,7 @@ class Run:
         """Whether the optimizer waits for more batches."""
         return self.batches_done % self.window != 0 and not self.is_last_of_epoch
 
-    # ---- schedulers, values
-
-    def due_schedulers(self, interval: str, plateau: bool) -> list[SchedulerConfig]:
-        """The schedulers to step now."""
-        if not self.schedulers or not self.is_automatic:
-            return []
-        count = self.batches_done if interval == "step" else self.current_epoch + 1
-        return [  # SchedulerConfig's words, or those of Lightning's LRSchedulerConfig that a callback has put there
-            config
-            for config in self.schedulers
-            if config.reduce_on_plateau == plateau and config.interval == interval and count % config.frequency == 0
-        ]
+    # ---- values
 
     def known_metrics(self) -> dict[str, Any]:
         """What can be monitored now: the logged metrics, and what the steps of a module that logs nothing returned."""

@@ -22,9 +22,9 @@ from .randomness import set_rng_state
 from .reading import cause_of
 from .record import Record
 from .resume import load_file
+from .schedulers import step_schedulers
 from .signals import ending, requeue
 from .steps import Modes
-from .update import step_scheduler
 
 if TYPE_CHECKING:
     from .loop import FabricLoop
@@ -224,8 +224,7 @@ def finish_batch(run: Run, validate: Callable[[Run], None]) -> None:
             if run.schedule.in_this_epoch and run.schedule.due():
                 validate(run)
         if not run.accumulates:
-            for scheduler in run.due_schedulers("step", plateau=True):
-                step_scheduler(run, scheduler)
+            step_schedulers(run, "step", plateau=True)
             run.batches_that_stepped += 1
     if run.steps_done or (run.should_stop and run.may_stop):
         run.feed.batches.close()  # there is no next one

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -281,92 +278,6 @@ class AutomaticUpdate:
         return result
 
 
-class ManualUpdate(AutomaticUpdate):
-    """One batch of manual optimization: the module's ``training_step`` does everything through ``self.optimizers()``."""
-
-    def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
-        """Run the step; returns what ``on_train_batch_end`` gets as outputs."""
-        metrics = self.metrics
-        before, metrics.fx = metrics.fx, "training_step"
-        output = self.step(batch, batch_idx) if self.takes_idx else self.step(batch)
-        metrics.fx = before
-        if output is None:
-            return {}
-        if not isinstance(output, Tensor | Mapping):
-            raise MisuseOfType(
-                "In manual optimization, `training_step` must either return a Tensor or have no return; it returned a"
-                f" {type(output).__name__}"
-            )
-        outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
-        if isinstance(outputs.get("loss"), Tensor):
-            outputs["loss"] = outputs["loss"].detach()
-            self.run.note_returned(output, outputs["loss"])
-        return outputs
-
-    def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
-        """One optimizer's step, called by the module; counts as a step of the run."""
-        output = super().step_with(optimizer, closure, **arguments)
-        self.run.global_step += 1
-        return output
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Only the hook: in manual optimization the module clips."""
-        self.hooks.call("on_before_optimizer_step", optimizer)
-
-
-class LoopOptimizer:
-    """An optimizer as a module sees it: itself, but ``step`` goes through the run's precision, hooks and counter.
-
-    It passes ``isinstance`` checks for the optimizer's own class, and for Lightning's class of wrapped optimizers.
-    """
-
-    def __init__(self, optimizer: Optimizer, run: Run) -> None:
-        self._optimizer, self._run = optimizer, run
-        rooms = [sys.modules.get(f"{package}.core.optimizer") for package in ("lightning.pytorch", "pytorch_lightning")]
-        wrappers = [room.LightningOptimizer for room in rooms if room is not None]
-        bases = (LoopOptimizer, type(optimizer), *dict.fromkeys(wrappers))
-        self.__class__ = type(f"Lightning{type(optimizer).__name__}", bases, {})
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer itself."""
-        return self._optimizer
-
-    def step(self, closure: Callable | None = None, **arguments: Any) -> Any:
-        """Step the optimizer, with a closure or without."""
-        if closure is not None and not callable(closure):
-            raise MisuseOfType("When `optimizer.step(closure)` is called, the closure should be callable")
-        return self._run.update.step_with(self._optimizer, closure, **arguments)
-
-    @contextmanager
-    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Only this optimizer's parameters require gradients inside; see LightningOptimizer.toggle_model."""
-        module, run = self._run.owner, self._run
-        alone = not sync_grad and run.steps.wrapped is not None
-        with run.steps.no_sync() if alone else nullcontext():
-            module.toggle_optimizer(self)
-            yield
-            module.untoggle_optimizer(self)
-
-    def state_dict(self) -> dict:
-        """The optimizer's own."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        """The optimizer's own."""
-        self._optimizer.load_state_dict(state)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's own."""
-        self._optimizer.zero_grad(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_optimizer"], name)
-
-    def __repr__(self) -> str:
-        return f"Lightning{self._optimizer!r}"
-
-
 def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
     """Limit the gradients of an optimizer's parameters: all together ("norm", the default) or each ("value")."""
     if not value or value <= 0:
@@ -383,32 +294,6 @@ def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorith
         torch.nn.utils.clip_grad_value_(parameters, value)
     else:
         torch.nn.utils.clip_grad_norm_(parameters, value)
-
-
-def step_scheduler(run: Run, config: Any) -> None:
-    """Step one scheduler, with its monitor's value when it wants one."""
-    value = None
-    if config.reduce_on_plateau:
-        value = run.monitored(config.monitor)
-        if value is None:
-            known = sorted(run.known_metrics())
-            if config.strict:
-                raise Misuse(
-                    f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available. Available metrics"
-                    f" are: {known}. Condition can be set using `monitor` key in lr scheduler dict"
-                )
-            warnings.warn(
-                f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is set to"
-                " `False`. Skipping learning rate update.", RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
-            return
-    own = overrides(run.owner, "lr_scheduler_step")
-    if own is not None:
-        own(config.scheduler, value)
-    elif value is None:
-        config.scheduler.step()
-    else:
-        config.scheduler.step(value)
 
 
 def _nothing() -> None:

@@ -7,6 +7,7 @@ import torch
 from modules import Classifier, assert_parity, make_loader
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
+import fabric_template.loop
 from fabric_template.entries import Entry
 from fabric_template.feed import Feed
 from fabric_template.hooks import Hooks
@@ -102,10 +103,10 @@ def schedulers_one_step_early(monkeypatch):
 
 
 def schedulers_by_epoch_at_each_step(monkeypatch):
-    def any_interval(original, self, interval, plateau):
-        return original(self, "epoch" if interval == "step" else interval, plateau)
+    def any_interval(original, run, interval, plateau):
+        return original(run, "epoch" if interval == "step" else interval, plateau)
 
-    instead(monkeypatch, Run, "due_schedulers", any_interval)
+    instead(monkeypatch, fabric_template.loop, "step_schedulers", any_interval)
 
 
 def batches_weigh_the_same(monkeypatch):
