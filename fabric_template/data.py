@@ -45,7 +45,7 @@ class TensorLoader:
             raise ValueError(f"TensorLoader: batch_size={batch_size!r}: expected an int >= 1")
         self.tensors = tuple(tensor if device is None else tensor.to(device) for tensor in tensors)
         self.batch_size, self.shuffle, self.drop_last, self.generator = batch_size, shuffle, drop_last, generator
-        self._sampler: DistributedSampler | None = None
+        self.sampler: DistributedSampler | None = None  # of one process among several
 
     def to(self, device: torch.device | str) -> TensorLoader:
         """The same loader with its tensors on another device."""
@@ -56,30 +56,25 @@ class TensorLoader:
     def distribute(self, world_size: int, rank: int, shuffle: bool, repeat: bool = True) -> None:
         """Give this process its share of the samples; all shares are equally long, or (``repeat=False``) none comes twice."""
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        self._sampler = DistributedSampler(range(len(self.tensors[0])), world_size, rank, shuffle=shuffle, seed=seed)
+        self.sampler = DistributedSampler(range(len(self.tensors[0])), world_size, rank, shuffle=shuffle, seed=seed)
         if not (repeat or self.drop_last):
-            without_repeats(self._sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle for this epoch, the same on all ranks."""
-        if self._sampler is not None:
-            self._sampler.set_epoch(epoch)
+            without_repeats(self.sampler)
 
     @property
     def _num_samples(self) -> int:
-        return len(self.tensors[0]) if self._sampler is None else len(self._sampler)
+        return len(self.tensors[0]) if self.sampler is None else len(self.sampler)
 
     def __len__(self) -> int:
         return self._num_samples // self.batch_size if self.drop_last else len(self._cuts())
 
     def _cuts(self) -> list[slice]:
-        most = self._num_samples if self._sampler is None else longest_share(self._sampler)
+        most = self._num_samples if self.sampler is None else longest_share(self.sampler)
         return cuts(self._num_samples, self.batch_size, most)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         order = None
-        if self._sampler is not None:
-            order = torch.tensor(list(self._sampler))
+        if self.sampler is not None:
+            order = torch.tensor(list(self.sampler))
         elif self.shuffle:
             order = torch.randperm(self._num_samples, generator=self.generator)
         return self._batches(order)
@@ -246,20 +241,22 @@ def length_of(loader: Any) -> int | float:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call set_epoch on a loader, its sampler and its batch sampler's sampler, where they have it."""
+    """Tell the epoch to all that ask for it."""
+    for part in told_the_epoch(loader):
+        part.set_epoch(epoch)
+
+
+def told_the_epoch(loader: Any) -> list[Any]:
+    """What shuffles by the epoch: of a loader, its sampler, its batch sampler and that one's sampler, those with set_epoch."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    owners: list[Any] = [
+    parts: list[Any] = [
         loader,
         getattr(loader, "sampler", None),
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
     ]
-    seen: list[Any] = []
-    for owner in owners:
-        if owner is not None and all(owner is not other for other in seen):
-            seen.append(owner)
-            if callable(getattr(owner, "set_epoch", None)):
-                owner.set_epoch(epoch)
+    told = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
+    return list(told.values())
 
 
 def make_transfer(fabric: Fabric, convert: Callable | None, hooks: list[Callable | None]) -> Callable | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from .data import told_the_epoch
 from .errors import Misuse
 from .randomness import (
     find_generators,
@@ -77,6 +78,7 @@ class Sources:
             "sources": sources,
             "ahead": unpack_rng_state(packed) if packed else None,
             "generators": [generator_state(generator) for generator in self.generators()],
+            "seeds": [sampler.seed for sampler in self._seeded()],
         }
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -91,6 +93,8 @@ class Sources:
                 " give the same loaders, or use load= to start a new run from the weights"
             )
         self._resumed = state
+        for sampler, seed in zip(self._seeded(), state.get("seeds", ()), strict=False):
+            sampler.seed = seed
         for source, part in zip(self.each, state["sources"], strict=True):
             source.resume(part)
 
@@ -100,6 +104,11 @@ class Sources:
         if len(generators) == len(state["generators"]):
             for generator, part in zip(generators, state["generators"], strict=True):
                 set_generator_state(generator, part)
+
+    def _seeded(self) -> list[Any]:
+        """The samplers whose order comes of a seed and the epoch, as those that share the samples among ranks."""
+        told = [part for source in self.each for part in told_the_epoch(source.loader)]
+        return [sampler for sampler in told if isinstance(getattr(sampler, "__dict__", {}).get("seed"), int)]
 
     def _note(self) -> None:
         """Called before a batch is fetched that is not to be trained yet: a checkpoint before that fetches it again."""

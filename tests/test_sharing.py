@@ -1,6 +1,7 @@
 """Loaders under two processes: whose samples are whose, in training, in evaluation and in prediction."""
 
 import json
+import shutil
 
 import lightning.pytorch as pl
 import pytest
@@ -222,3 +223,47 @@ class Stream(IterableDataset):
 def test_a_loader_empty_on_one_rank_only_is_refused(tmp_path):
     with pytest.raises(Exception, match="`DataLoader` within local rank has zero length"):
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Sees(tmp_path), DataLoader(Stream(), batch_size=None))
+
+
+# ---- a run that goes on under another global seed
+
+
+class KeptAt(pl.Callback):
+    """Rank zero copies last.ckpt before some batches, counted over the epochs."""
+
+    def __init__(self, folder, where):
+        self.folder, self.where, self.batches = folder, where, 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.is_global_zero and self.batches in self.where:
+            shutil.copy(self.folder / "checkpoints/run/version_0/last.ckpt", self.folder / f"{self.batches}.ckpt")
+        self.batches += 1
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_order_of_the_samples_goes_on_under_another_seed(tmp_path, kind):
+    """The shares are shuffled by a seed that is Lightning's global one as training begins: the checkpoint has it."""
+
+    def fit(seed, **words):
+        pl.seed_everything(seed, verbose=False)
+        loader = LOADERS[kind](16, 2)
+        if kind == "TensorLoader":
+            loader.shuffle = True
+        words = {"max_epochs": 3, "enable_checkpointing": True, "default_root_dir": str(tmp_path), **FORK, **words}
+        resume = words.pop("resume", None)
+        FabricLoop(**quiet(**words)).fit(Sees(tmp_path), loader, resume=resume)
+        found = seen(tmp_path, "fit")
+        for rank in range(2):
+            (tmp_path / f"fit{rank}.jsonl").unlink()
+        return found
+
+    whole = fit(1, save_every_n_steps=1, callbacks=[KeptAt(tmp_path, (3, 8))])
+    assert sorted(sum(whole[0][:4] + whole[1][:4], [])) == list(range(16))
+    for batch in (3, 8):
+        assert fit(99, resume=tmp_path / f"{batch}.ckpt") == [rank[batch:] for rank in whole], batch
+    assert fit(99)[0] != whole[0]
+    old = torch.load(tmp_path / "8.ckpt")
+    for rank in old["fabric_template"]["ranks"]:
+        del rank["train"]["seeds"]
+    torch.save(old, tmp_path / "old.ckpt")
+    assert len(fit(1, resume=tmp_path / "old.ckpt")[0]) == 4
