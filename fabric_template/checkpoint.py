@@ -77,11 +77,13 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
 
 
 def _our_state(run: Run) -> dict[str, Any]:
-    place, train = run.place(), run.feed.train
+    if run.restored is not None:  # it goes on from there only now
+        return run.restored
+    place, feed = run.place(), run.feed
     ranks = {
         "rng": rng_state(),
-        "train": train.state(place.batches_done if run.feed.in_pass else None) if train is not None else None,
-        "val": run.feed.val.state(None) if run.feed.val is not None else None,
+        "train": feed.train.state(feed.fetched_after(place.batches_done)) if feed.train is not None else None,
+        "val": feed.val.state(None) if feed.val is not None else None,
         "returned": run.history.train.state_dict(),
         "metrics": run.metrics.state_dict(),
     }

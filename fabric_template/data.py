@@ -45,7 +45,7 @@ class TensorLoader:
             raise ValueError(f"TensorLoader: batch_size={batch_size!r}: expected an int >= 1")
         self.tensors = tuple(tensor if device is None else tensor.to(device) for tensor in tensors)
         self.batch_size, self.shuffle, self.drop_last, self.generator = batch_size, shuffle, drop_last, generator
-        self.sampler: DistributedSampler | None = None  # of one process among several
+        self.share: DistributedSampler | None = None  # of one process among several
 
     def to(self, device: torch.device | str) -> TensorLoader:
         """The same loader with its tensors on another device."""
@@ -56,25 +56,25 @@ class TensorLoader:
     def distribute(self, world_size: int, rank: int, shuffle: bool, repeat: bool = True) -> None:
         """Give this process its share of the samples; all shares are equally long, or (``repeat=False``) none comes twice."""
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        self.sampler = DistributedSampler(range(len(self.tensors[0])), world_size, rank, shuffle=shuffle, seed=seed)
+        self.share = DistributedSampler(range(len(self.tensors[0])), world_size, rank, shuffle=shuffle, seed=seed)
         if not (repeat or self.drop_last):
-            without_repeats(self.sampler)
+            without_repeats(self.share)
 
     @property
     def _num_samples(self) -> int:
-        return len(self.tensors[0]) if self.sampler is None else len(self.sampler)
+        return len(self.tensors[0]) if self.share is None else len(self.share)
 
     def __len__(self) -> int:
         return self._num_samples // self.batch_size if self.drop_last else len(self._cuts())
 
     def _cuts(self) -> list[slice]:
-        most = self._num_samples if self.sampler is None else longest_share(self.sampler)
+        most = self._num_samples if self.share is None else longest_share(self.share)
         return cuts(self._num_samples, self.batch_size, most)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         order = None
-        if self.sampler is not None:
-            order = torch.tensor(list(self.sampler))
+        if self.share is not None:
+            order = torch.tensor(list(self.share))
         elif self.shuffle:
             order = torch.randperm(self._num_samples, generator=self.generator)
         return self._batches(order)
@@ -121,6 +121,12 @@ class Pass:
 
     Without a length it looks one batch ahead, as Trainer does; `note` is called before each look.
 
+    Args:
+        iterator: gives the batches that are left.
+        length: of the whole pass.
+        start: batches that count as handed out before; `fetched` counts on from there.
+        note: called before each look ahead.
+
     Example:
         >>> batches = Pass(iter("ab"), length=INFINITE)
         >>> [(batch, batches.is_last) for batch in batches]
@@ -130,20 +136,21 @@ class Pass:
     def __init__(
         self, iterator: Iterator, length: int | float, start: int = 0, note: Callable[[], None] | None = None
     ) -> None:
-        self._iterator, self._length, self._fetched, self._note = iterator, length, start, note
-        self.is_last = False
+        self._iterator, self._length, self.fetched, self._note = iterator, length, start, note
         self._ahead: list[Any] = []
         if length == INFINITE:
             self._look_ahead()
+        over = start >= length or (length == INFINITE and not self._ahead)
+        self.is_last = start > 0 and over
 
     def __iter__(self) -> Iterator:
         return self if self._length == INFINITE else self._counted()
 
     def _counted(self) -> Iterator:
         """The same as `__next__` again and again, as a generator, which costs a third of the calls."""
-        for batch in self._iterator if self._fetched < self._length else ():
-            self._fetched += 1
-            self.is_last = self._fetched >= self._length
+        for batch in self._iterator if self.fetched < self._length else ():
+            self.fetched += 1
+            self.is_last = self.fetched >= self._length
             yield batch
             if self.is_last:
                 return
@@ -154,13 +161,14 @@ class Pass:
                 raise StopIteration
             batch = self._ahead.pop()
             self._look_ahead()
+            self.fetched += 1
             self.is_last = not self._ahead
             return batch
-        if self._fetched >= self._length:
+        if self.fetched >= self._length:
             raise StopIteration
         batch = next(self._iterator)
-        self._fetched += 1
-        self.is_last = self._fetched >= self._length
+        self.fetched += 1
+        self.is_last = self.fetched >= self._length
         return batch
 
     def close(self) -> None:
@@ -184,10 +192,17 @@ class Handed:
 
     Args:
         batches: gives (batch, batch_idx, dataloader_idx, is_last).
+        note: called with each batch that is taken.
+        done: whether nothing is left.
     """
 
-    def __init__(self, batches: Iterator[tuple[Any, int, int, bool]]) -> None:
-        self._batches, self.done = batches, False
+    def __init__(
+        self,
+        batches: Iterator[tuple[Any, int, int, bool]],
+        note: Callable[[Any], None] | None = None,
+        done: bool = False,
+    ) -> None:
+        self._batches, self._note, self.done = batches, note, done
         self.latest: tuple[Any, int, int] = (None, 0, 0)
 
     def __iter__(self) -> Iterator:
@@ -199,6 +214,8 @@ class Handed:
         self.done = True  # unless there is one more
         *latest, self.done = next(self._batches)
         self.latest = tuple(latest)
+        if self._note is not None:
+            self._note(self.latest[0])
         return self.latest
 
     def turns(self) -> Iterator[tuple[Any, int, int, bool]]:
@@ -208,16 +225,31 @@ class Handed:
 
 
 class HandedPass:
-    """A training pass that is handed to the step itself; the loop sees what was taken before."""
+    """A training pass that is handed to the step itself; the loop sees what was taken before.
+
+    Args:
+        batches: the pass.
+        start: steps that were done of it before.
+        note: called with each batch that is taken.
+    """
 
     is_last = False  # nobody knows before the step
 
-    def __init__(self, batches: Any, start: int = 0) -> None:
-        self._batches = batches
-        self.handed = Handed((batch, idx, 0, batches.is_last) for idx, batch in enumerate(batches, start))
+    def __init__(self, batches: Any, start: int, note: Callable[[Any], None]) -> None:
+        self._batches, self._start = batches, start
+        triples = ((batch, idx, 0, batches.is_last) for idx, batch in enumerate(batches, batches.fetched))
+        self.handed = Handed(triples, note, done=batches.is_last)
+        self._fetched: list[int] = []  # before each step
 
     def __iter__(self) -> Iterator:
-        return (batch for batch, *_ in self.handed.turns())
+        for batch, *_ in self.handed.turns():
+            self._fetched.append(self._batches.fetched)
+            yield batch
+
+    def fetched_after(self, done: int) -> int:
+        """How many batches were fetched for the first so many steps."""
+        step = done - self._start
+        return self._fetched[step] if step < len(self._fetched) else self._batches.fetched
 
     def close(self) -> None:
         """End the worker processes of this pass."""
@@ -247,13 +279,14 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def told_the_epoch(loader: Any) -> list[Any]:
-    """What shuffles by the epoch: of a loader, its sampler, its batch sampler and that one's sampler, those with set_epoch."""
+    """Those with set_epoch, of a loader, its sampler, its batch sampler, that one's sampler, and a TensorLoader's share."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts: list[Any] = [
         loader,
         getattr(loader, "sampler", None),
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
+        getattr(loader, "share", None),
     ]
     told = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
     return list(told.values())

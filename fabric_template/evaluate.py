@@ -58,7 +58,7 @@ def evaluate(
 
     with no_grad(inference):
         batches = _timed(run, loaders.start_evaluation(most), "_EvaluationLoop", "test" if stage == "test" else "val")
-        handed = Handed(batches) if hands else None
+        handed = Handed(batches, metrics.batch_taken) if hands else None
         modes = Modes(run.net)
         try:
             _switch(run, f"on_{word}_model_eval")

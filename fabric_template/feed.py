@@ -99,7 +99,9 @@ class Feed:
         batches = self.train.start(run.batches_done)
         if run.hooks.profiler is not None:
             batches = TimedPass(batches, run.hooks.profiler)
-        self.batches = HandedPass(batches, run.batches_done) if run.hands_iterator else batches
+        self.batches = batches
+        if run.hands_iterator:
+            self.batches = HandedPass(batches, run.batches_done, run.metrics.batch_taken)
 
     def begin_epoch(self) -> None:
         """Begin the epoch's pass. The first epoch's was begun with the loader, where Trainer begins it."""
@@ -115,6 +117,12 @@ class Feed:
     def in_pass(self) -> bool:
         """Whether a pass has begun that is not over; the first one begins before its epoch."""
         return not self.run.between_epochs or self.run.epochs_done == 0
+
+    def fetched_after(self, done: int) -> int | None:
+        """How many batches of the pass were fetched for the first so many steps; None between two passes."""
+        if not self.in_pass:
+            return None
+        return self.batches.fetched_after(done) if isinstance(self.batches, HandedPass) else done
 
     @property
     def is_quiet(self) -> bool:

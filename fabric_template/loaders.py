@@ -107,14 +107,17 @@ class Loaders:
 
         This draws the pass's random numbers, so it is called where Trainer calls it.
         """
-        is_resumed = self.sources.begin()
+        resumed, taken = self.sources.begin(), 0
+        if resumed is not None:
+            taken, done = resumed.get("taken", done), resumed.get("fetched", done)
         if self.combined is None:
             iterator = iter(self.sources.each[0])
         else:
             self._combine(self.sources.each)
             iterator = map(itemgetter(0), iter(self.combined.__next__, None))
-            for _ in range(done if is_resumed else 0):  # the loaders stand behind these, and give nothing for them
+            for _ in range(taken):  # the loaders stand behind these, and give nothing for them
                 next(iterator)
+        self._never_taken = done - taken  # that count as done all the same, by another trainer's file
         return Pass(iterator, self.num_batches, done, self.sources.note)
 
     def start_evaluation(self, most: int | float = INFINITE) -> Iterator[tuple[Any, int, int, bool]]:
@@ -149,9 +152,13 @@ class Loaders:
         """The random generators that loaders, samplers and datasets own; their states are part of a checkpoint."""
         return self.sources.generators()
 
-    def state(self, done: int | None) -> dict[str, Any] | None:
+    def state(self, fetched: int | None) -> dict[str, Any] | None:
         """Where the training pass stands after so many batches, for `resume`; None: between two passes."""
-        return self.sources.state(done)
+        if fetched is None:
+            return self.sources.state(None)
+        taken = fetched - self._never_taken
+        state = self.sources.state(taken)
+        return state and {**state, "taken": taken, "fetched": fetched}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Let the next pass begin there."""

@@ -138,6 +138,10 @@ class Metrics:
         collection = self.active
         collection.batch, collection.batch_size, collection.dataloader_idx = batch, None, dataloader_idx
 
+    def batch_taken(self, batch: Any) -> None:
+        """A step has taken a batch itself: that is the one at hand."""
+        self.active.batch, self.active.batch_size = batch, None
+
     def batch_ends(self) -> None:
         """Let go of the batch."""
         self.active.batch = self.active.batch_size = None

@@ -49,30 +49,30 @@ class Sources:
         self.note = self._note if records and trains else None
         self._fetches_here = not any(source.workers for source in self.each)
 
-    def begin(self) -> bool:
-        """A pass begins; returns whether it is the rest of one that was resumed."""
+    def begin(self) -> dict[str, Any] | None:
+        """A pass begins; returns what `resume` got, if it is the first one after that."""
         for source in self.each:
             source.begin()
         resumed, self._resumed = self._resumed, None
         self._before_ahead = resumed["ahead"] if resumed else None
         self._ahead = None
         self._drawing = self.generators()
-        return resumed is not None
+        return resumed
 
     def generators(self) -> list[Any]:
         """The random generators of all loaders."""
         return [generator for source in self.each for generator in source.generators()]
 
-    def state(self, done: int | None) -> dict[str, Any] | None:
+    def state(self, taken: int | None) -> dict[str, Any] | None:
         """Where the pass stands after so many batches, for `resume`; None: between two passes."""
         if not self.records:
             return None
         positions: list[Any] = [None] * len(self.each)
         packed = None
-        if done is not None:
+        if taken is not None:
             positions, packed = self._ahead or ([source.position() for source in self.each], None)
             if not self.combined:
-                positions = [{**positions[0], "taken": done}]
+                positions = [{**positions[0], "taken": taken}]
         sources = [source.state(position) for source, position in zip(self.each, positions, strict=True)]
         return {
             "sources": sources,

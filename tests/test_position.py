@@ -1,14 +1,16 @@
 """Position: a run goes on in the middle of a pass with the batches, and the random numbers, of one that never stopped."""
 
 import random
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from modules import Classifier, make_data
+from modules import Classifier, make_data, run_trainer
 from runs import Snapshots, assert_same_end, fit, logs_of, tree
+from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -220,6 +222,48 @@ def test_loaders(tmp_path, make, words):
         assert loaded(loader) == 4 * (in_pass * words.get("max_epochs", 2) - batch)
 
 
+# ---- steps that take their batches themselves
+
+
+class Takes(Classifier):
+    """As many batches in a step as it likes, the last step what is left."""
+
+    def __init__(self, most):
+        super().__init__(one_cycle, on_step=True, batch_size=4)
+        self.most = most
+
+    def training_step(self, dataloader_iter):
+        batches = [batch for batch, *_ in islice(dataloader_iter, self.most)]
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        self.log("batches", float(len(batches)), on_step=True, batch_size=4)
+        return nn.functional.cross_entropy(self(x), y)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("most", "words"), [(1, {}), (2, {}), (3, {"limit_train_batches": 8}), (5, {})])
+def test_steps_that_take_several_batches(tmp_path, most, words, workers):
+    """What was fetched counts, not how often the step was called."""
+    make = lambda: loader_of(noise=LIBRARIES, num_workers=workers)  # noqa: E731
+    in_pass = words.get("limit_train_batches", 12)
+    calls = -(-in_pass // most)
+    for call, loader in killed(tmp_path, make, (1, calls - 1, calls, calls + 1), lambda: Takes(most), **words):
+        epochs, rest = divmod(call, calls)
+        assert loaded(loader) == 4 * (in_pass * (2 - epochs) - rest * most) or workers and words  # loaded ahead
+
+
+def test_a_file_of_the_last_batch_of_a_step_that_takes_several(tmp_path):
+    """Saved behind the last batch, but before the epoch's end: no step is made with nothing."""
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 5:
+                trainer.save_checkpoint(tmp_path / "end.ckpt")
+
+    whole = fit(tmp_path / "whole", lambda: Takes(2), loader_of, max_epochs=2, callbacks=[Saves()])
+    words = {"max_epochs": 2, "resume": tmp_path / "end.ckpt"}
+    assert_same_end(whole, fit(tmp_path / "again", lambda: Takes(2), loader_of, seed=99, **words))
+
+
 # ---- several loaders
 
 
@@ -368,6 +412,35 @@ def test_another_number_of_loaders(tmp_path):
         ValueError, match=r"of a run with 2 loaders, this one has 1: give the same loaders, or use load="
     ):
         fit(tmp_path, lambda: Summed(), loader_of, resume="last", max_epochs=2)
+
+
+def test_a_run_that_began_in_mid_epoch_with_a_file_of_trainer(tmp_path):
+    """Such a file has no position: the rest of the epoch is of a new pass, of which fewer batches are done than count."""
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    run_trainer(by_step, loader_of, enable_checkpointing=True, callbacks=[saver], max_epochs=2)
+    words = {"max_epochs": 2, "save_every_n_steps": 1}
+    root, at = tmp_path / "whole", tmp_path / "at"
+    whole = fit(root, by_step, loader_of, resume=tmp_path / "step=5.ckpt", callbacks=[Snapshots(root, at)], **words)
+    for batch in (3, 7, 9):
+        assert_same_end(whole, fit(at / str(batch), by_step, loader_of, seed=99, resume="last", **words))
+
+
+def test_a_file_saved_before_a_resumed_run_goes_on(tmp_path):
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "first.ckpt")
+
+        def on_train_start(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / "second.ckpt")
+
+    words = {"max_epochs": 2, "log_every_n_steps": 1}
+    whole = fit(tmp_path / "whole", by_step, loader_of, callbacks=[Saves()], **words)
+    for name in ("first", "second"):
+        path = tmp_path / f"{name}.ckpt"
+        assert_same_end(
+            whole, fit(tmp_path / name, by_step, loader_of, seed=99, resume=path, callbacks=[Saves()], **words)
+        )
 
 
 def test_a_run_that_kept_no_position(tmp_path):
