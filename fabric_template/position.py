@@ -16,6 +16,7 @@ from .errors import Misuse
 from .randomness import (
     find_generators,
     generator_state,
+    generators_of,
     pack_rng_state,
     rng_state,
     set_generator_state,
@@ -99,11 +100,12 @@ class Sources:
             source.resume(part)
 
     def put_back_generators(self, state: dict[str, Any]) -> None:
-        """Put the loaders' random generators where they were, if they are the same."""
-        generators = self.generators()
-        if len(generators) == len(state["generators"]):
-            for generator, part in zip(generators, state["generators"], strict=True):
-                set_generator_state(generator, part)
+        """Put the loaders' random generators where they were, if they are the same; this may draw random numbers."""
+        for generator, part in zip(self._generators_of(state), state["generators"], strict=False):
+            set_generator_state(generator, part)
+
+    def _generators_of(self, state: dict[str, Any]) -> list[Any]:
+        return generators_of(state, self.generators, [dataset for source in self.each for dataset in source.datasets])
 
     def _seeded(self) -> list[Any]:
         """The samplers whose order comes of a seed and the epoch, as those that share the samples among ranks."""
@@ -113,8 +115,8 @@ class Sources:
     def _note(self) -> None:
         """Called before a batch is fetched that is not to be trained yet: a checkpoint before that fetches it again."""
         if self._before_ahead is not None:
-            set_rng_state(self._before_ahead, self._drawing)
-            self._before_ahead = None
+            set_rng_state(self._before_ahead, self._generators_of(self._before_ahead))
+            self._before_ahead, self._drawing = None, self.generators()
         packed = pack_rng_state(self._drawing) if self._fetches_here else None
         self._ahead = [source.position() for source in self.each], packed
 
@@ -148,6 +150,7 @@ class Source:
         )
         is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self.is_indexed = is_map_style and not self.is_stateful and type(loader).__iter__ is DataLoader.__iter__
+        self.datasets = [loader.dataset] if self.is_indexed else []
         self.recorder: Recorder | None = None
         self.noted: list[int] = []  # batches that each worker had noted before the pass
         self.unsent = 0  # batches of the pass that no worker was sent
@@ -189,6 +192,10 @@ class Source:
         loader = self.loader
         parts = [getattr(loader, name, None) for name in PARTS] if isinstance(loader, DataLoader) else [loader]
         return find_generators(*parts)
+
+    def put_back(self, state: dict[str, Any]) -> None:
+        """Put random numbers back where they were noted."""
+        set_rng_state(state, generators_of(state, self.generators, self.datasets))
 
     # ---- saved and resumed
 
@@ -239,19 +246,19 @@ class Source:
             self.born = self.began
             return self._with_workers()
         self.born, self.is_born = place["born"], False
-        set_rng_state(self.born, self.generators())
+        self.put_back(self.born)
         iterator = self._with_workers(states=place["workers"], began=self.began)
         if not self.is_indexed:
-            set_rng_state(self.began, self.generators())
+            self.put_back(self.began)
         return iterator
 
     def _go_on(self, place: dict[str, Any]) -> Iterator:
         """The rest of a pass, of which some batches are done; random numbers are put back by the caller."""
-        loader, done, generators = self.loader, place["taken"], self.generators()
+        loader, done = self.loader, place["taken"]
         self.began, self.first, self.born, self.is_born = (
             place[name] for name in ("began", "first", "born", "is_born")
         )
-        set_rng_state(self.born or self.began, generators)
+        self.put_back(self.born or self.began)
         if self.is_stateful:
             loader.load_state_dict(place["loader"])
             return iter(loader)
@@ -266,7 +273,7 @@ class Source:
             with _replaced(loader, **{self._index_name: indices}):
                 iterator = iter(loader)
             if self.first is not None or not self.is_born:
-                set_rng_state(self.first or self.began, generators)
+                self.put_back(self.first or self.began)
             _drop(indices.drawn, done)
             return iterator if self.first is not None else chain.from_iterable(self._noting_first(iterator))
         if self.is_indexed and self._index_name == "batch_sampler":
@@ -287,10 +294,10 @@ class Source:
             )
         iterator = self._with_workers() if self.workers else iter(self.loader)
         if self.workers and not self.is_born:
-            set_rng_state(self.began, self.generators())
+            self.put_back(self.began)
             iterator = iter(self.loader)
         if self.first is not None:
-            set_rng_state(self.first, self.generators())
+            self.put_back(self.first)
         _drop(iterator, done)
         return iterator
 
@@ -370,7 +377,7 @@ class _Indices:
     def _behind(self, indices: Iterator) -> Iterator[Any]:
         source, self.source = self.source, None
         if self.began is not None:
-            set_rng_state(self.began, source.generators())
+            source.put_back(self.began)
             indices = iter(self.sampler)
         _drop(indices, self.done)
         yield self.instead

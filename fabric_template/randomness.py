@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import pickle
 import random
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -95,6 +97,32 @@ def find_generators(*owners: Any) -> list[Any]:
             found.append(item)
         else:
             left += reversed(_parts(item))
+    return found
+
+
+def generators_of(state: Mapping[str, Any], find: Callable[[], list[Any]], datasets: Iterable[Any]) -> list[Any]:
+    """The generators whose states were noted, none if they are not as many; a dataset may make its own with its first item.
+
+    Args:
+        state: what was noted, the generators' states among it.
+        find: finds the generators that are there.
+        datasets: asked for an item each, where generators are missing.
+    """
+    noted = len(state.get("generators", ()))
+    found = find() if noted else []
+    if len(found) < noted:
+        for dataset in datasets:
+            with suppress(Exception):
+                dataset[0]
+        found = find()
+    if len(found) != noted:
+        warnings.warn(
+            f"resume: the checkpoint has the states of {noted} random generators that a loader and its dataset hold,"
+            f" {len(found)} are there now: none is put back, and what they draw is not what they would have drawn; make them"
+            " in the dataset's __init__ or in worker_init_fn",
+            stacklevel=2,
+        )
+        return []
     return found
 
 

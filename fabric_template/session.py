@@ -206,9 +206,9 @@ def restore_position(run: Run) -> None:
         run.history.train.load_state_dict(mine["returned"], run.fabric.device)
     run.metrics.load_state_dict(mine["metrics"], run.fabric.device)
     run.history.returned = dict(ours["returned"])
-    set_rng_state(mine["rng"])
     for stage, state in loaders:
         stage.put_back_generators(state)
+    set_rng_state(mine["rng"])
 
 
 def finish_batch(run: Run, validate: Callable[[Run], None]) -> None:

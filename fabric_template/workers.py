@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from .randomness import find_generators, pack_rng_state, set_rng_state, unpack_rng_state
+from .randomness import find_generators, generators_of, pack_rng_state, set_rng_state, unpack_rng_state
 
 HEADER = 16  # bytes before each state: the number of batches it follows, and its size
+TOO_LONG = -1  # as a size: the state did not fit
 PATIENCE = 30.0  # seconds to wait for what a worker is about to note
 
 
@@ -31,7 +32,7 @@ class Recorder:
     def __init__(self, loader: DataLoader, states: Sequence[Any] | None = None, idle: int = 0) -> None:
         self.collate, self.init = loader.collate_fn, loader.worker_init_fn
         self.states, self.idle = states or [None] * loader.num_workers, idle
-        size = HEADER + 2 * len(pack_rng_state(find_generators(loader.dataset, self.collate)))
+        size = HEADER + 4 * len(pack_rng_state(find_generators(loader.dataset, self.collate)))  # room for some more
         # a row for each batch that is loaded ahead, for the one that is trained, and for the one before it
         self.rows = torch.zeros(loader.num_workers, loader.prefetch_factor + 2, size, dtype=torch.uint8).share_memory_()
 
@@ -42,10 +43,10 @@ class Recorder:
         if self.init is not None:
             self.init(worker_id)
         self.own_rows, self.batches, self.idles = self.rows[worker_id].numpy(), 0, worker_id < self.idle
-        self.generators = find_generators(get_worker_info().dataset, self.collate)
-        if self.states[worker_id] is not None:
-            set_rng_state(self.states[worker_id], self.generators)
-        self.seeded = pack_rng_state(self.generators) if self.states[worker_id] is None else None
+        self.dataset, state = get_worker_info().dataset, self.states[worker_id]
+        if state is not None:
+            set_rng_state(state, generators_of(state, self._find, [self.dataset]))
+        self.seeded = pack_rng_state(self._find()) if state is None else None
         self._note()
 
     def __call__(self, items: Any) -> Any:
@@ -59,19 +60,25 @@ class Recorder:
         self._note()
         return batch
 
+    def _find(self) -> list[Any]:
+        return find_generators(self.dataset, self.collate)
+
     def _note(self) -> None:
         import numpy
 
+        if self.batches & (self.batches - 1) == 0:  # 0, 1, 2, 4, 8, ...: it takes long in some datasets
+            self.generators = self._find()  # some are made with the first item only
         state = pack_rng_state(self.generators)
         if state == self.seeded:  # nothing was drawn: a checkpoint need not hold it
             state = b""
         else:
             self.seeded = None
         row = self.own_rows[self.batches % len(self.own_rows)]
-        if HEADER + len(state) <= len(row):
-            row[HEADER : HEADER + len(state)] = numpy.frombuffer(state, dtype=numpy.uint8)
-            # the header last: by it the state becomes readable
-            row[:HEADER] = numpy.array([self.batches + 1, len(state)], dtype="int64").view(numpy.uint8)
+        size = len(state) if HEADER + len(state) <= len(row) else TOO_LONG
+        if size != TOO_LONG:
+            row[HEADER : HEADER + size] = numpy.frombuffer(state, dtype=numpy.uint8)
+        # the header last: by it the state becomes readable
+        row[:HEADER] = numpy.array([self.batches + 1, size], dtype="int64").view(numpy.uint8)
 
     # ---- in the training process
 
@@ -85,6 +92,8 @@ class Recorder:
                 if header[0] > done + 1 or time.monotonic() > give_up:
                     return None
                 time.sleep(0.001)  # the worker is starting, or loads a batch ahead
+            if header[1] == TOO_LONG:
+                return None
             packed = row[HEADER : HEADER + header[1]].tobytes()
             states.append(unpack_rng_state(packed) if packed else None)
         return states

@@ -133,6 +133,75 @@ def test_random_items(tmp_path, words):
         assert loaded(loader) == 4 * (24 - batch)
 
 
+class Late(Counted):
+    """Makes its generators with its first item, and a seed for one of them from the library's numbers."""
+
+    def __init__(self, num=48, noise=()):
+        super().__init__(num, noise)
+        self.own = None
+
+    def __getitem__(self, index):
+        if self.own is None:
+            self.own = {name: GENERATORS[name]() for name in self.noise if name in GENERATORS}
+            self.own["python_generator"].seed(torch.randint(99, ()).item())
+        return super().__getitem__(index)
+
+
+LATE_WORDS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+
+
+@pytest.mark.parametrize("words", LATE_WORDS, ids=["here", "workers", "persistent"])
+def test_generators_made_with_the_first_item(tmp_path, words):
+    """As they are not there yet, the dataset is asked for one item first, wherever it is used; nothing else is loaded."""
+
+    def make():
+        own = torch.Generator().manual_seed(5)
+        return DataLoader(Late(noise=(*LIBRARIES, *GENERATORS)), 4, shuffle=True, generator=own, **words)
+
+    for batch, loader in killed(tmp_path, make, (1, 7, 12, 18), val=lambda: DataLoader(Late(8, GENERATORS), 4)):
+        assert loaded(loader) in [4 * (24 - batch) + asked for asked in range(3)]
+
+
+class Named(Late):
+    """Knows its samples by other keys than 0, 1, 2."""
+
+    def __getitem__(self, index):
+        return super().__getitem__({f"sample {number}": number for number in range(48)}[index])
+
+
+def test_generators_that_cannot_be_had(tmp_path):
+    """Nobody knows an item to ask for, and it is said so."""
+    names = [f"sample {number}" for number in range(48)]
+    make = lambda: DataLoader(Named(noise=["python_generator"]), 4, sampler=names)  # noqa: E731
+    runs = killed(tmp_path, make, (7,))
+    told = "the states of 1 random generators that a loader and its dataset hold, 0 are there now: none is put back"
+    with pytest.raises(UserWarning, match=told):
+        next(runs)
+
+
+class Many(Late):
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        self.own |= {str(number): np.random.RandomState(number) for number in range(40) if str(number) not in self.own}
+        return item
+
+
+def test_more_generators_than_workers_have_room_for(tmp_path):
+    runs = killed(tmp_path, lambda: DataLoader(Many(noise=["python_generator"]), 4, num_workers=2), (7,))
+    with pytest.warns(UserWarning, match="is asked again for the 7 batches"):
+        _, loader = next(runs)
+    assert loaded(loader) == 4 * 24
+
+
+def test_generators_that_are_not_there_any_more(tmp_path):
+    noise = [["numpy_state", "torch_generator"], ["numpy_state"]]
+    make = lambda: loader_of(noise=noise[0])  # noqa: E731
+    fit(tmp_path, by_step, make, max_epochs=1)
+    told = "the states of 2 random generators that a loader and its dataset hold, 1 are there now: none is put back"
+    with pytest.warns(UserWarning, match=told):
+        fit(tmp_path, by_step, lambda: loader_of(noise=noise[1]), resume="last", max_epochs=2)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_that_is_cut_short(tmp_path, workers):
     """Batches that workers loaded ahead and nobody asked for have drawn random numbers, too."""
