@@ -148,8 +148,10 @@ class Source:
         self.is_stateful = trains and all(
             callable(getattr(loader, f"{verb}state_dict", None)) for verb in ("", "load_")
         )
-        is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        self.is_indexed = is_map_style and not self.is_stateful and type(loader).__iter__ is DataLoader.__iter__
+        self.is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        takes_turns = not self.workers or getattr(loader, "in_order", True)
+        is_plain = not self.is_stateful and type(loader).__iter__ is DataLoader.__iter__
+        self.is_indexed = self.is_map_style and takes_turns and is_plain
         self.datasets = [loader.dataset] if self.is_indexed else []
         self.recorder: Recorder | None = None
         self.noted: list[int] = []  # batches that each worker had noted before the pass
@@ -249,6 +251,7 @@ class Source:
         self.put_back(self.born)
         iterator = self._with_workers(states=place["workers"], began=self.began)
         if not self.is_indexed:
+            self._tell()
             self.put_back(self.began)
         return iterator
 
@@ -285,21 +288,37 @@ class Source:
 
     def _again(self, done: int) -> Iterator:
         """The batches that are done, asked for and thrown away."""
-        if done and not self.is_cheap:
-            warnings.warn(
-                f"resume: {type(self.loader).__name__} is asked again for the {done} batches of this epoch that were"
-                " trained before, which takes the time of loading them; a loader with state_dict and load_state_dict"
-                " (torchdata's StatefulDataLoader) goes on by itself, a map-style dataset need not be loaded again",
-                stacklevel=2,
-            )
+        self._tell(0 if self.is_cheap else done)
         iterator = self._with_workers() if self.workers else iter(self.loader)
-        if self.workers and not self.is_born:
+        if self.workers and not self.is_born and self.is_map_style:  # which draws its indices
             self.put_back(self.began)
             iterator = iter(self.loader)
         if self.first is not None:
             self.put_back(self.first)
         _drop(iterator, done)
         return iterator
+
+    def _tell(self, again: int = 0) -> None:
+        """Warn of what takes time, so many batches that are asked for again, and of what is not as it was."""
+        told = []
+        if again:
+            told.append(
+                f"{type(self.loader).__name__} is asked again for the {again} batches of this epoch that were"
+                " trained before, which takes the time of loading them; a loader with state_dict and load_state_dict"
+                " (torchdata's StatefulDataLoader) goes on by itself, a map-style dataset need not be loaded again"
+            )
+        if again and not getattr(self.loader, "in_order", True):
+            told.append(
+                "which batches these are depends on which worker is faster (in_order=False), so that samples may come twice"
+                " or not at all; leave in_order out for an exact resume"
+            )
+        if self.keeps_workers and not self.is_born:
+            told.append(
+                "random numbers that its workers draw begin anew (persistent_workers=True); leave persistent_workers out for"
+                " the same numbers"
+            )
+        if told:
+            warnings.warn(f"resume: {'. And '.join(told)}", stacklevel=2)
 
     def _with_workers(self, done: int = 0, states: list | None = None, began: Any = None) -> Iterator:
         """A pass with new worker processes, behind the batches that are done.

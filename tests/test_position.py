@@ -439,17 +439,54 @@ def test_loaders_with_state(tmp_path, make, words):
         assert again == 0 or batch == in_pass and again == 8  # between epochs its workers may load ahead for nothing
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+ASKED = (
+    r"DataLoader is asked again for the 5 batches of this epoch .* \(torchdata's StatefulDataLoader\) goes on by itself"
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*DataLoader is asked again")
+@pytest.mark.parametrize("workers", [0, 1, 2])
 def test_loaders_without_state(tmp_path, workers):
-    """They are asked for everything again, and it is said what that costs."""
-    make = lambda: DataLoader(Stream(noise=LIBRARIES), 4, num_workers=workers)  # noqa: E731
-    runs = killed(tmp_path, make, (5, 12))
-    told = r"DataLoader is asked again for the 5 batches of this epoch .* \(torchdata's StatefulDataLoader\) goes on by itself"
-    with pytest.warns(UserWarning, match=told):
-        batch, loader = next(runs)
+    """They are asked for everything again, and it is said what that costs; what they draw is the same then."""
+    make = lambda: DataLoader(Stream(48 // max(workers, 1), LIBRARIES), 4, num_workers=workers)  # noqa: E731
+    runs = killed(tmp_path, make, (5, 12, 17))
+    with pytest.warns(UserWarning, match=ASKED):
+        _, loader = next(runs)
     assert loaded(loader) == 4 * 24
-    batch, loader = next(runs)  # between two epochs: nothing to ask for, and no warning
+    _, loader = next(runs)  # between two epochs: nothing to ask for, and no warning
     assert loaded(loader) == 4 * 12
+    _, loader = next(runs)
+    assert loaded(loader) == 4 * 12
+
+
+@pytest.mark.filterwarnings("ignore:.*DataLoader is asked again")
+def test_streams_in_workers_that_stay(tmp_path):
+    """Their batches are the same; random numbers are only in the pass with which the workers began, and it is said so."""
+
+    def stream(noise):
+        return lambda: DataLoader(Stream(noise=noise), 4, num_workers=1, persistent_workers=True)
+
+    told = r"random numbers that its workers draw begin anew \(persistent_workers=True\); leave persistent_workers out"
+    next(killed(tmp_path / "noisy", stream(LIBRARIES), (5,)))
+    runs = killed(tmp_path / "quiet", stream(("seed",)), (12, 17))
+    with pytest.warns(UserWarning, match=f"resume: {told}"):
+        next(runs)
+    with pytest.warns(UserWarning, match=f"DataLoader is asked again for the 5 batches .*. And {told}"):
+        next(runs)
+
+
+def test_batches_in_any_order(tmp_path):
+    """Which are trained depends on which worker is faster: nothing can go on exactly, and it is said so."""
+    make = lambda: loader_of(num_workers=2, in_order=False)  # noqa: E731
+    words = {"max_epochs": 2, "save_every_n_steps": 1}
+    whole = tmp_path / "whole"
+    fit(whole, by_step, make, callbacks=[Snapshots(whole, tmp_path)], **words)
+    told = r"is asked again for the 5 batches .*depends on which worker is faster \(in_order=False\), .*; leave in_order out"
+    with pytest.warns(UserWarning, match=told):
+        loop, *_ = fit(tmp_path / "5", by_step, make, resume="last", **words)
+    assert (loop.current_epoch, loop.global_step) == (2, 24)
+    loop, *_ = fit(tmp_path / "12", by_step, make, resume="last", **words)  # between two epochs: no warning
+    assert (loop.current_epoch, loop.global_step) == (2, 24)
 
 
 @pytest.mark.parametrize("noise", [LIBRARIES, ("seed",)], ids=["libraries", "seed"])
