@@ -8,19 +8,20 @@ import errno
 import os
 import shutil
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-# A test replaces these one by one to make the disk fail. Checkpoints, logs and hparams.yaml write through nothing else.
-fs = types.SimpleNamespace(
-    open=os.open,
-    write=os.write,
-    fsync=os.fsync,
-    close=os.close,
-    replace=os.replace,
-    unlink=os.unlink,
-    mkdir=os.mkdir,
-    free=lambda folder: shutil.disk_usage(folder).free,
-)
+
+def _call_of_os(name: str) -> Callable[..., Any]:
+    """A function of the os module, looked up when it is called: one that stands in for it then is called, too."""
+    return lambda *args: getattr(os, name)(*args)
+
+
+# Checkpoints, logs and hparams.yaml write through nothing else: a test replaces these one by one to make the disk fail.
+fs = types.SimpleNamespace(free=lambda folder: shutil.disk_usage(folder).free)
+for _name in ("open", "write", "fsync", "close", "replace", "unlink", "mkdir"):
+    setattr(fs, _name, _call_of_os(_name))
 
 # flags that not every system has
 BINARY, NOT_A_LINK = getattr(os, "O_BINARY", 0), getattr(os, "O_NOFOLLOW", 0)

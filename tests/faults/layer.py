@@ -11,10 +11,6 @@ import io
 import os
 import signal
 
-import victim  # noqa: F401  says where the package is
-
-from fabric_template import disk
-
 OPERATIONS = (
     "open", "write", "pwrite", "fsync", "ftruncate", "replace", "rename", "unlink", "remove", "mkdir", "rmdir",
 )  # fmt: skip
@@ -47,12 +43,8 @@ class Layer:
     def __enter__(self):
         self._real = {name: getattr(os, name) for name in OPERATIONS}
         self._opens = builtins.open, io.open
-        self._seam = dict(vars(disk.fs))
         for name in OPERATIONS:
             setattr(os, name, self._wrap(name))
-        for name, function in self._seam.items():
-            if function in self._real.values():
-                setattr(disk.fs, name, getattr(os, function.__name__))
         builtins.open = io.open = self._open
         return self
 
@@ -60,7 +52,6 @@ class Layer:
         for name, function in self._real.items():
             setattr(os, name, function)
         builtins.open, io.open = self._opens
-        vars(disk.fs).update(self._seam)
 
     def _wrap(self, name):
         real = self._real[name]
