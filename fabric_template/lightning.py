@@ -140,7 +140,8 @@ class _Clips:
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
         """Clip, for LightningModule.clip_gradients."""
-        clip_gradients(self._loop._run, optimizer, clip_val, gradient_clip_algorithm and str(gradient_clip_algorithm))
+        algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)  # Lightning's enum, or its word
+        clip_gradients(self._loop._run, optimizer, clip_val, algorithm)
 
 
 @cache

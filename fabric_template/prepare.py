@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from torch import nn
+from torch import Tensor, nn
 
 from .data import INFINITE, length_of
 from .errors import MissingLoader, Misuse, MisuseOfType
@@ -66,6 +66,8 @@ def prepare(
     _check_loaders(run, fn)
     if fn == "fit":
         _check_optimizer(run)
+        if loop.loggers:
+            _check_hyperparameters(run)
         if run.config.max_epochs is None and run.limits()[0] == 1000:
             run.warn_once(
                 "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set `max_epochs=-1`.",
@@ -208,6 +210,25 @@ def _check_optimizer(run: Run) -> None:
                 "Automatic gradient accumulation is not supported for manual optimization. Remove"
                 f" accumulate_grad_batches={run.config.accumulate_grad_batches} or switch to automatic optimization."
             )
+
+
+def _check_hyperparameters(run: Run) -> None:
+    """The module's and the datamodule's are logged together: a name that both have has one value."""
+    parts = [part for part in (run.owner, run.datamodule) if getattr(part, "_log_hyperparams", False)]
+    if len(parts) < 2:
+        return
+    ours, theirs = (dict(part.hparams_initial) for part in parts)
+    both = (name for name in ours if name in theirs and name != "_class_path")  # LightningCLI's own
+    if different := [name for name in both if not _are_equal(ours[name], theirs[name])]:
+        raise RuntimeError(
+            f"Error while merging hparams: the keys {different} are present in both the LightningModule's and"
+            " LightningDataModule's hparams but have different values: rename them, or write"
+            " save_hyperparameters(logger=False) in one of the two"
+        )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other))
 
 
 def _find_files(run: Run, loop: FabricLoop, resume: Any, load: Any) -> None:

@@ -405,7 +405,12 @@ class TrainerFace(MachineFace):
         """Write a checkpoint of the run as it stands now; after a test of what was trained, of its training."""
         from .checkpoint import state_of
 
-        run = self._required("save_checkpoint")
+        if self._run is None:
+            raise AttributeError(
+                "Saving a checkpoint is only possible if a model is attached to the Trainer: expected save_checkpoint after or"
+                " in fit, validate, test or predict"
+            )
+        run = self._run
         if self._fitted is not None and self._fitted.owner is run.owner:  # so that it can be resumed
             run = self._fitted
         state = state_of(run, weights_only=bool(weights_only))

@@ -64,6 +64,7 @@ class AutomaticUpdate:
         self._batch: tuple = ()
         self._batch_idx = 0
         self._outputs: Any = {}
+        self._called = False  # the closure, by a step that gets it
         if self.scaler is not None and isinstance(self.optimizer, LBFGS):
             raise MisuseOfType(
                 "AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'"
@@ -211,14 +212,31 @@ class AutomaticUpdate:
         elif self.own_step is None:
             self.scaled_step(self.optimizer, self.closure)
         else:
-            closure = torch.enable_grad()(self.closure)
+            self._called = False
+            closure = torch.enable_grad()(self._noted_closure)
             optimizer = self.wrapped_optimizers[0]
             self._named("optimizer_step", self.own_step, self.run.current_epoch, batch_idx, optimizer, closure)
+            self._check_called()
+
+    def _noted_closure(self) -> Tensor | None:
+        self._called = True
+        return self.closure()
+
+    def _check_called(self) -> None:
+        """Nothing was trained on where a step does not call its closure."""
+        if not self._called:
+            raise Misuse(
+                "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your `optimizer_step` hook? It"
+                " could also happen because the `optimizer.step(optimizer_closure)` call did not execute it internally: write"
+                " optimizer.step(closure=optimizer_closure), and loss = closure() in an optimizer of your own"
+            )
 
     def fabric_step(self) -> None:
         """The ordinary case: the strategy steps the optimizer."""
         if self.needs_closure:
+            self._called = False
             self.fabric.strategy.optimizer_step(self.optimizer, closure=self._closure_and_clip)
+            self._check_called()
         else:
             self.closure()
             if self.heard or self.clip_val or self.own_clip is not None:
@@ -257,7 +275,7 @@ class AutomaticUpdate:
 
     @torch.enable_grad()
     def _closure_and_clip(self) -> Tensor | None:
-        result = self.closure()
+        result = self._noted_closure()
         self.before_step(self.optimizer)
         return result
 

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerSta
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from modules import (
     Classifier,
+    assert_parity,
     assert_same_metrics,
     assert_same_weights,
     by_step,
@@ -202,6 +203,75 @@ def test_clipping_that_contradicts_the_configuration(run):
         MisconfigurationException, match="gradient_clip_algorithm='norm'.*gradient_clip_algorithm='foo'"
     ):
         run(Contrary, plain_loader, max_epochs=1, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_module_that_clips(algorithm, own):
+    """... by the algorithm that it names, or the configuration's: LightningModule gives it on as its enum's member."""
+
+    class Clips(Classifier):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+            words = (0.05, algorithm) if own else (gradient_clip_val, gradient_clip_algorithm)
+            self.clip_gradients(optimizer, *words)
+
+    words = {} if own else {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
+    assert_parity(Clips, plain_loader, max_epochs=1, **words)
+
+
+class Ignores(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step()
+
+
+class NoClosure(Classifier):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("run", [run_trainer, run_loop])
+@pytest.mark.parametrize(
+    "make", [NoClosure, lambda: Classifier(lambda m: Ignores(m.parameters(), lr=0.1))], ids=["hook", "step"]
+)
+def test_a_closure_that_nobody_calls(run, make):
+    """Nothing would be trained."""
+    with pytest.raises(MisconfigurationException, match="The closure hasn't been executed. HINT: did you call"):
+        run(make, plain_loader, max_epochs=1)
+
+
+class Named(Classifier):
+    def __init__(self, rate):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class NamedData(pl.LightningDataModule):
+    def __init__(self, rate, size=4, log=True):
+        super().__init__()
+        self.save_hyperparameters(logger=log)
+
+    def train_dataloader(self):
+        return plain_loader()
+
+
+@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
+@pytest.mark.filterwarnings("ignore")
+def test_hyperparameters_of_one_name(tmp_path, kind):
+    """The module's and the datamodule's are one list: a name with two values is refused."""
+    words = {"max_epochs": 1, "logger": True, "default_root_dir": str(tmp_path)}
+    with pytest.raises(RuntimeError, match=r"Error while merging hparams: the keys \['rate'\] are present in both"):
+        kind(**quiet(**words)).fit(Named(0.1), datamodule=NamedData(0.2))
+    kind(**quiet(**words)).fit(Named(0.1), datamodule=NamedData(0.1))
+    kind(**quiet(**words)).fit(Named(0.1), datamodule=NamedData(0.2, log=False))
+    kind(**quiet(**{**words, "logger": False})).fit(Named(0.1), datamodule=NamedData(0.2))
+
+
+@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
+def test_nothing_to_save(kind, tmp_path):
+    with pytest.raises(
+        AttributeError, match="Saving a checkpoint is only possible if a model is attached to the Trainer"
+    ):
+        kind(**quiet()).save_checkpoint(tmp_path / "nothing.ckpt")
 
 
 def test_optimizers_are_lightnings_too():
