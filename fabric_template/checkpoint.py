@@ -258,8 +258,12 @@ def _counters_of_trainer(run: Run, checkpoint: Mapping[str, Any]) -> None:
 
 
 def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Give every callback and the datamodule their part of the checkpoint."""
-    states = checkpoint.get("callbacks") or {}
+    """Give the datamodule and every callback their part of the checkpoint."""
+    part = checkpoint.get(type(run.datamodule).__qualname__) if run.datamodule is not None else None
+    if part and callable(getattr(run.datamodule, "load_state_dict", None)):
+        run.datamodule.load_state_dict(part)
+    if (states := checkpoint.get("callbacks")) is None:
+        return
     known = {getattr(callback, "state_key", type(callback).__qualname__) for callback in run.callbacks}
     missing = sorted(map(str, states.keys() - known))
     if not any(is_a(callback, "Checkpoint") for callback in run.callbacks):  # the loop keeps files itself
@@ -269,12 +273,8 @@ def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided during"
             f" `Trainer` instantiation. Please add the following callbacks: {missing}."
         )
-    if states:
-        run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
+    run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
     for callback in run.callbacks:
         state = states.get(getattr(callback, "state_key", type(callback).__qualname__))
         if state and callable(getattr(callback, "load_state_dict", None)):
             callback.load_state_dict(copy.deepcopy(state))
-    part = checkpoint.get(type(run.datamodule).__qualname__) if run.datamodule is not None else None
-    if part and callable(getattr(run.datamodule, "load_state_dict", None)):
-        run.datamodule.load_state_dict(part)

@@ -99,6 +99,7 @@ def _set_up(loop: FabricLoop, run: Run) -> None:
         ckpt.load_weights(run, run.checkpoint)
         if run.resume_path is not None:
             run.restored = ours
+        if run.resume_path is not None or run.fn != "fit":  # a fit that takes the weights only is a new one
             ckpt.load_callbacks(run, run.checkpoint)
     run.steps.setup(training=run.fn == "fit")
 

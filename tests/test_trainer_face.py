@@ -81,6 +81,70 @@ def test_a_hook_set_on_the_object_is_called():
     assert seen == ["on_train_epoch_end"] * 2
 
 
+class WithTest(Classifier):
+    def test_step(self, batch, batch_idx):
+        self.log("loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+
+@pytest.mark.filterwarnings("ignore")
+class Counts(pl.Callback):
+    """With a state, and a note of its own in the file."""
+
+    def __init__(self):
+        self.batches, self.seen = 0, []
+
+    def on_train_batch_end(self, *args):
+        self.batches += 1
+
+    def state_dict(self):
+        return {"batches": self.batches} if self.batches > 2 else {}
+
+    def load_state_dict(self, state):
+        self.seen.append(state)
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["note"] = self.batches
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        self.seen.append(checkpoint["note"])
+
+
+class CountedData(pl.LightningDataModule):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def train_dataloader(self):
+        return plain_loader()
+
+    test_dataloader = train_dataloader
+
+    def state_dict(self):
+        return {"epoch": self.trainer.current_epoch}
+
+    def load_state_dict(self, state):
+        self.seen.append(state)
+
+
+@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("limit", [2, 1.0], ids=["no state", "state"])
+@pytest.mark.filterwarnings("ignore")
+def test_callbacks_and_data_get_their_part_of_a_file(tmp_path, kind, limit):
+    """... when it is resumed and when it is tested; a callback without state is asked, too."""
+    path, word = str(tmp_path / "x.ckpt"), {FabricLoop: ("resume", "load")}.get(kind, ("ckpt_path",) * 2)
+    trainer = kind(**quiet(max_epochs=1, limit_train_batches=limit, callbacks=[Counts()]))
+    trainer.fit(WithTest(), datamodule=CountedData())
+    trainer.save_checkpoint(path)
+    batches = 2 if limit == 2 else 6
+    for verb, name in (("fit", word[0]), ("test", word[1])):
+        counts, data = Counts(), CountedData()
+        trainer = kind(**quiet(max_epochs=2, callbacks=[counts]))
+        words = {} if verb == "fit" else {"verbose": False}
+        getattr(trainer, verb)(WithTest(), datamodule=data, **{name: path}, **words)
+        assert counts.seen == ([batches] if limit == 2 else [batches, {"batches": 6}])
+        assert data.seen == [{"epoch": 1}]
+
+
 # ---- Trainer's own checkpoints
 
 
@@ -95,11 +159,6 @@ def test_resume_from_a_model_checkpoint_in_the_middle_of_an_epoch(tmp_path):
         torch.manual_seed(99)
         _, module = run_loop(Classifier, make_loader, val_loader, max_epochs=3, fit={"resume": path})
         assert_same_weights(straight, module)
-
-
-class WithTest(Classifier):
-    def test_step(self, batch, batch_idx):
-        self.log("loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
 
 @pytest.mark.filterwarnings("ignore")
