@@ -141,7 +141,7 @@ def loops_state(run: Run) -> dict[str, Any]:
     manual = 0 if run.is_automatic else run.global_step
     schedulers = sum(getattr(config.scheduler, "last_epoch", 0) or 0 for config in run.schedulers)
     fit = {
-        "state_dict": {},
+        "state_dict": {"combined_loader": states} if (states := run.feed.train and run.feed.train.states()) else {},
         "epoch_progress": epoch,
         "epoch_loop.state_dict": {"_batches_that_stepped": run.batches_that_stepped},
         "epoch_loop.batch_progress": batches | {"is_last_batch": place.is_last_batch},
@@ -220,6 +220,9 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
         config.scheduler.load_state_dict(state)
     run.global_step = int(checkpoint.get("global_step", 0))
     ours = run.restored
+    if ours is None or of_this_rank(run, ours)["train"] is None:
+        fit = checkpoint.get("loops", {}).get("fit_loop", {})
+        run.feed.loader_states = fit.get("state_dict", {}).get("combined_loader", [])
     if ours is None:
         _counters_of_trainer(run, checkpoint)
         run.steps_in_epoch = run.batches_done // run.window

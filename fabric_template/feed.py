@@ -35,6 +35,7 @@ class Feed:
         self.made_in: dict[str, int] = {}  # the epoch in which each stage's loaders were made
         self.num_batches: int | float = INFINITE  # training batches of an epoch
         self.batches: Any = None  # the pass over the training batches
+        self.loader_states: list[Any] = []  # of a checkpoint that has no position of ours, until the pass begins
 
     def has(self, stage: str) -> bool:
         """Whether there is a loader for this stage, asked without making it."""
@@ -80,6 +81,10 @@ class Feed:
         self.train = self._make("train")
         self.made_in["train"] = run.current_epoch
         if run.restored is None:
+            if (
+                run.batches_done
+            ):  # another trainer's checkpoint from the middle of an epoch: as many batches as were left
+                self.train.set_epoch(run.current_epoch)
             self.start_pass()
         self.num_batches = self.train.num_batches
         self.train.check_mode()
@@ -96,7 +101,9 @@ class Feed:
         """Begin a pass over the training batches, or go on with the one that a checkpoint was in."""
         run = self.run
         self.batches = None  # the workers of the pass before go first
-        batches = self.train.start(run.batches_done)
+        self.train.load_states(self.loader_states)
+        self.loader_states = []
+        batches = self.train.start(run.batches_done, is_over=run.is_last_batch)
         if run.hooks.profiler is not None:
             batches = TimedPass(batches, run.hooks.profiler)
         self.batches = batches
@@ -107,11 +114,6 @@ class Feed:
         """Begin the epoch's pass. The first epoch's was begun with the loader, where Trainer begins it."""
         if self.run.current_epoch > 0:
             self.start_pass()
-
-    def begin_rest_of_epoch(self) -> None:
-        """Another trainer's checkpoint from the middle of an epoch: a new pass, of as many batches as were left."""
-        self.train.set_epoch(self.run.current_epoch)
-        self.start_pass()
 
     @property
     def in_pass(self) -> bool:

@@ -102,8 +102,8 @@ class Loaders:
         for loader in self.loaders:
             set_epoch(loader, epoch)
 
-    def start(self, done: int = 0) -> Pass:
-        """Begin a training pass, of which so many batches count as done: after `resume` they are not loaded.
+    def start(self, done: int = 0, is_over: bool = False) -> Pass:
+        """Begin a training pass, of which so many batches, or all, count as done: after `resume` they are not loaded.
 
         This draws the pass's random numbers, so it is called where Trainer calls it.
         """
@@ -118,7 +118,7 @@ class Loaders:
             for _ in range(taken):  # the loaders stand behind these, and give nothing for them
                 next(iterator)
         self._never_taken = done - taken  # that count as done all the same, by another trainer's file
-        return Pass(iterator, self.num_batches, done, self.sources.note)
+        return Pass(iterator, done if is_over else self.num_batches, done, self.sources.note)
 
     def start_evaluation(self, most: int | float = INFINITE) -> Iterator[tuple[Any, int, int, bool]]:
         """Begin an evaluation pass of (batch, batch_idx, dataloader_idx, is_last), at most so many batches of each."""
@@ -163,6 +163,25 @@ class Loaders:
     def resume(self, state: dict[str, Any]) -> None:
         """Let the next pass begin there."""
         self.sources.resume(state)
+
+    def states(self) -> list[Any]:
+        """What the loaders with state_dict and load_state_dict say of themselves, as Trainer keeps it."""
+        return self.sources.loader_states()
+
+    def load_states(self, states: list[Any]) -> None:
+        """Give it back to them, before a pass begins.
+
+        Raises:
+            Misuse: when they are not as many.
+        """
+        stateful = [source.loader for source in self.sources.each if source.is_stateful]
+        if states and len(states) != len(stateful):
+            raise Misuse(
+                f"resume: the checkpoint has the states of {len(states)} loaders with state_dict and load_state_dict, this run"
+                f" has {len(stateful)} of them: give the same loaders, or use load= to start a new run from the weights"
+            )
+        for loader, state in zip(stateful, states, strict=False):
+            loader.load_state_dict(state)
 
     def put_back_generators(self, state: dict[str, Any]) -> None:
         """Put the random generators of the loaders where they were."""

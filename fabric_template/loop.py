@@ -191,8 +191,6 @@ class FabricLoop(Parts, TrainerFace):
         if run.restored is not None:
             restore_position(run)
             finish_batch(run, self._validate)
-        elif not run.between_epochs:
-            feed.begin_rest_of_epoch()
         if run.starts_epoch():
             feed.set_up_train()
             feed.train.set_epoch(run.current_epoch)

@@ -107,6 +107,13 @@ class Sources:
     def _generators_of(self, state: dict[str, Any]) -> list[Any]:
         return generators_of(state, self.generators, [dataset for source in self.each for dataset in source.datasets])
 
+    def loader_states(self) -> list[Any]:
+        """What the loaders say of themselves that have a state, as the batch was fetched that is to be trained next."""
+        stateful = [index for index, source in enumerate(self.each) if source.is_stateful]
+        if self._ahead is not None:
+            return [self._ahead[0][index]["loader"] for index in stateful]
+        return [self.each[index].loader.state_dict() for index in stateful]
+
     def _seeded(self) -> list[Any]:
         """The samplers whose order comes of a seed and the epoch, as those that share the samples among ranks."""
         told = [part for source in self.each for part in told_the_epoch(source.loader)]

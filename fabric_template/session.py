@@ -197,7 +197,7 @@ def restore_position(run: Run) -> None:
     for stage, state in loaders:
         stage.resume(state)
     if feed.in_pass:
-        if mine["train"] is None:
+        if mine["train"] is None and len(feed.loader_states) < len(feed.train.loaders):
             run.warn_once(
                 "resume: the checkpoint does not say which batches of its epoch are done (it is of a run with"
                 " enable_checkpointing=False): the rest of the epoch trains on batches of a new pass"

@@ -10,10 +10,11 @@ from both import LOOPS
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.plugins.precision import MixedPrecision
-from modules import Classifier, make_loader, quiet
+from modules import Classifier, make_data, make_loader, quiet
 from runs import logs_of, same, val_loader
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import FabricLoop
 
@@ -231,6 +232,92 @@ def test_in_the_middle_of_an_epoch(tmp_path, case, step):
     whole = run("trainer", tmp_path / "whole", case, **words)
     assert ends["loop", "loop"][2][0].seen == whole[2][0].seen[-len(places) :]
     assert_same_end(whole, ends["loop", "loop"])
+
+
+class Remembers:
+    """A loader that shuffles, and says where it is; counts from one epoch to the next."""
+
+    def __init__(self):
+        self.data, self.generator = make_data(40), torch.Generator().manual_seed(3)
+        self.at, self.order = 0, []
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        if self.at in (0, 10):
+            self.at, self.order = 0, torch.randperm(40, generator=self.generator).tolist()
+        while self.at < 10:
+            self.at += 1
+            yield self.data[self.order[4 * self.at - 4 : 4 * self.at]]
+
+    def state_dict(self):
+        return {"at": self.at, "order": self.order, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.at, self.order = state["at"], state["order"]
+        self.generator.set_state(state["generator"])
+
+
+class Streams(Remembers):
+    """One batch is looked ahead, where nobody knows the last before."""
+
+    __len__ = None
+
+
+def fit_on(kind, make, root, path=None, epochs=2, **words):
+    """Train on these loaders; returns (the module, the first number of each batch)."""
+    pl.seed_everything(1, verbose=False)
+    module, seen = Classifier(dropout=0.0), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loop = LOOPS[kind](**quiet(default_root_dir=str(root), max_epochs=epochs, **words))
+        module.on_train_batch_start = lambda batch, batch_idx: seen.append(batch[0][0, 0].item())
+        loop.fit(module, make(), **({WORD[kind]: path} if path else {}))
+    return module, seen
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("step", [4, 10, 12])
+@pytest.mark.parametrize("name", ["own", "stream", "torchdata"])
+def test_loaders_with_state_go_on_from_the_others_file(tmp_path, name, step):
+    make = {"own": Remembers, "stream": Streams, "torchdata": lambda: StatefulDataLoader(make_data(40), 4)}[name]
+    whole, seen = fit_on("trainer", make, tmp_path)
+    for first in LOOPS:
+        folder = tmp_path / first
+        words = {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(folder, **EVERY_STEP)]}
+        fit_on(first, make, folder, **words)
+        for second in LOOPS:
+            module, left = fit_on(second, make, tmp_path / "again", folder / f"step={step}.ckpt")
+            if (first, name) == ("trainer", "stream"):  # its file says where the batch ahead was
+                continue
+            if (second, name, step) == ("trainer", "torchdata", 10):  # it trains nothing more, whosever the file
+                continue
+            assert left == seen[step:], (first, second)
+            assert same(dict(whole.state_dict()), dict(module.state_dict())), (first, second)
+
+
+def test_another_number_of_loaders_with_state(tmp_path):
+    words = {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(tmp_path, **EVERY_STEP)]}
+    fit_on("trainer", Remembers, tmp_path, **words)
+    with pytest.raises(
+        ValueError, match=r"the states of 1 loaders with state_dict and load_state_dict, this run has 0"
+    ):
+        fit_on("loop", in_order, tmp_path, tmp_path / "step=4.ckpt")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("step", [4, 12])
+def test_the_rest_of_a_shuffled_epoch(tmp_path, step, workers):
+    """Neither knows Trainer's random numbers any more: both draw the same new ones."""
+    make = lambda: make_loader(num_workers=workers)  # noqa: E731
+    words = {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(tmp_path, **EVERY_STEP)]}
+    fit_on("trainer", make, tmp_path, **words)
+    (one, expected), (other, found) = (
+        fit_on(second, make, tmp_path / second, tmp_path / f"step={step}.ckpt") for second in ("trainer", "loop")
+    )
+    assert found == expected
+    assert same(dict(one.state_dict()), dict(other.state_dict()))
 
 
 @pytest.mark.parametrize("when", ["steps", "validations", "epochs"])
