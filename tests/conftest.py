@@ -20,6 +20,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TOOLS = {"__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis", ".git"}  # may write their own folder at any time
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell ignores Ctrl-C for what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # no deadline: the first call may import; no database: it would be a folder in the repository
 settings.register_profile("house", deadline=None, database=None, derandomize=True)
 settings.load_profile("house")
