@@ -67,7 +67,7 @@ def session(loop: FabricLoop, run: Run) -> Iterator[None]:
             detach_log(part, run.metrics)
         run.metrics.to_cpu()
         run.metrics.start(None)
-        run.stage = None
+        run.stage = run.cut = None  # the run stays readable; what it saved need not stay in memory
         torch.set_grad_enabled(grad_enabled)
         settings()
         lock.release()
