@@ -78,7 +78,10 @@ class Feed:
         if self.train is not None and not self._is_due("train"):
             return
         run, config = self.run, self.run.config
+        is_resumed = self.train is not None and run.resume_path is not None
+        seeds = self.train.sources.seeds() if is_resumed else []  # of the run that goes on
         self.train = self._make("train")
+        self.train.sources.put_back_seeds(seeds)
         self.made_in["train"] = run.current_epoch
         if run.restored is None:
             if (

@@ -55,7 +55,7 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_computed", MeanMetric, "metrics.py", "a metric that goes on from a checkpoint"),
     ("_iterator", lambda: DataLoader([]), "loaders.py", "to end the workers that a loader keeps"),
     ("_shutdown_workers", _workers, "data.py", "to end worker processes at the end of a pass"),
-    ("_send_idx", _workers, "position.py", "to know which batches workers have begun"),
+    ("_send_idx", _workers, "source.py", "to know which batches workers have begun"),
     ("_orig_mod", lambda: torch.compile(torch.nn.Linear(1, 1), backend="eager"), "prepare.py", "to train what was compiled"),
     ("_step_supports_amp_scaling", lambda: torch.optim.SGD([torch.ones(1)], fused=True), "update.py", "fused under 16-mixed"),
     ("_option_string_actions", argparse.ArgumentParser, "options.py", "a help that shows what is typed"),

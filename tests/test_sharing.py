@@ -240,8 +240,9 @@ class KeptAt(pl.Callback):
         self.batches += 1
 
 
+@pytest.mark.parametrize("reload", [0, 1])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_the_order_of_the_samples_goes_on_under_another_seed(tmp_path, kind):
+def test_the_order_of_the_samples_goes_on_under_another_seed(tmp_path, kind, reload):
     """The shares are shuffled by a seed that is Lightning's global one as training begins: the checkpoint has it."""
 
     def fit(seed, **words):
@@ -249,7 +250,8 @@ def test_the_order_of_the_samples_goes_on_under_another_seed(tmp_path, kind):
         loader = LOADERS[kind](16, 2)
         if kind == "TensorLoader":
             loader.shuffle = True
-        words = {"max_epochs": 3, "enable_checkpointing": True, "default_root_dir": str(tmp_path), **FORK, **words}
+        words |= {"max_epochs": 3, "enable_checkpointing": True, "default_root_dir": str(tmp_path), **FORK}
+        words["reload_dataloaders_every_n_epochs"] = reload
         resume = words.pop("resume", None)
         FabricLoop(**quiet(**words)).fit(Sees(tmp_path), loader, resume=resume)
         found = seen(tmp_path, "fit")

@@ -1,0 +1,314 @@
+"""Source: one loader, whose passes begin again in their middle with nothing loaded twice."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain, islice, repeat
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from .randomness import find_generators, generators_of, rng_state, set_rng_state
+from .workers import Recorder
+
+PARTS = ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")  # of a DataLoader, that may draw numbers
+
+
+class Source:
+    """One loader, whose passes can begin again in their middle.
+
+    How depends on the loader. One with ``state_dict`` and ``load_state_dict`` does it itself. A map-style DataLoader
+    draws the indices of the batches that are done and loads none of them. Any other is asked for its batches again.
+
+    Nothing is lost by not loading if an item depends on its index and on random numbers: the libraries' own, or those of
+    generators that the dataset or collate_fn holds. Of other traces that loading leaves in a dataset nothing is known.
+
+    Args:
+        loader: an iterable of batches.
+        records: whether a checkpoint may ask for the position; if not, a pass is ``iter(loader)`` and no more.
+        trains: whether a pass may have to begin in its middle; if not, only worker processes that stay are looked after.
+        counts: whether several loaders make one pass, so that each counts its own batches.
+        is_cheap: whether asking again for batches costs nothing worth a warning.
+    """
+
+    def __init__(
+        self, loader: Any, records: bool = False, trains: bool = False, counts: bool = False, is_cheap: bool = False
+    ) -> None:
+        self.loader, self.counts, self.is_cheap = loader, counts, is_cheap
+        self.workers = loader.num_workers if isinstance(loader, DataLoader) else 0
+        self.keeps_workers = self.workers > 0 and loader.persistent_workers
+        self.records = records and (trains or self.keeps_workers)
+        self.is_stateful = trains and all(
+            callable(getattr(loader, f"{verb}state_dict", None)) for verb in ("", "load_")
+        )
+        self.is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        takes_turns = not self.workers or getattr(loader, "in_order", True)
+        is_plain = not self.is_stateful and type(loader).__iter__ is DataLoader.__iter__
+        self.is_indexed = self.is_map_style and takes_turns and is_plain
+        self.datasets = [loader.dataset] if self.is_indexed else []
+        self.recorder: Recorder | None = None
+        self.noted: list[int] = []  # batches that each worker had noted before the pass
+        self.unsent = 0  # batches of the pass that no worker was sent
+        self.place: dict[str, Any] | None = None  # where the next pass begins
+        self.skipped: deque[int] = deque()  # lengths of the passes before it that are not made again
+        self.began: Any = None  # random numbers as the pass began,
+        self.first: Any = None  # as its first batch was fetched (by this process),
+        self.born: Any = None  # and as the worker processes were made
+        self.is_born = False  # whether they were made with this pass
+        self.begin()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator:
+        if not self.records:
+            return iter(self.loader)
+        if self.skipped:
+            self.earlier.append(self.skipped[0])
+            return repeat(None, self.skipped.popleft())
+        if self.taken is not None:
+            self.earlier.append(self.taken)
+        place, self.place, self.taken = self.place, None, 0
+        if place is None or "began" not in place:
+            iterator = self._begin(place)
+        else:
+            iterator = self._go_on(place)
+            if self.counts:
+                iterator = chain(repeat(None, place["taken"]), iterator)
+        return self._counted(iterator) if self.counts else iterator
+
+    def begin(self) -> None:
+        """A pass of all loaders begins, in which this one may be begun more than once."""
+        self.taken: int | None = None  # batches since this one was begun
+        self.earlier: list[int] = []  # batches each time before
+
+    def generators(self) -> list[Any]:
+        """The random generators of the loader and its parts."""
+        loader = self.loader
+        parts = [getattr(loader, name, None) for name in PARTS] if isinstance(loader, DataLoader) else [loader]
+        return find_generators(*parts)
+
+    def put_back(self, state: dict[str, Any]) -> None:
+        """Put random numbers back where they were noted."""
+        set_rng_state(state, generators_of(state, self.generators, self.datasets))
+
+    # ---- saved and resumed
+
+    def position(self) -> dict[str, Any]:
+        """Where the pass stands now."""
+        names = ("began", "first", "born", "is_born", "taken")
+        position = {name: getattr(self, name) for name in names}
+        position |= {"num_workers": self.workers, "earlier": list(self.earlier)}
+        return position | ({"loader": self.loader.state_dict()} if self.is_stateful else {})
+
+    def state(self, position: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The part of a checkpoint: for a position in a pass, or (None) for after it."""
+        if not self.records or (position is not None and position["taken"] is None):
+            return None
+        if position is not None:
+            return {**position, "workers": self._states_of_workers(position["taken"])}
+        state = {"loader": self.loader.state_dict()} if self.is_stateful else {}
+        if self.keeps_workers and self.loader._iterator is not None:
+            state |= {"born": self.born, "workers": self._states_of_workers(self._sent())}
+        return state or None
+
+    def resume(self, state: dict[str, Any] | None) -> None:
+        """Let the next pass begin there."""
+        if state is None:
+            return
+        self.skipped = deque(state.get("earlier", ()))
+        if "began" in state or "born" in state:
+            self.place = state
+        elif self.is_stateful:
+            self.loader.load_state_dict(state["loader"])
+            iter(self.loader)  # it stands at the end of a pass: the next call begins a new one
+
+    # ---- how a pass begins
+
+    def _begin(self, place: dict[str, Any] | None) -> Iterator:
+        """A whole pass; with a place, after the worker processes of another run."""
+        loader = self.loader
+        self.began, self.first = rng_state(self.generators()), None
+        self.is_born = not self.keeps_workers or loader._iterator is None
+        if not self.workers:
+            return chain.from_iterable(self._noting_first(iter(loader)))
+        if not self.is_born:
+            sent = self._sent()
+            self.noted = [noted + self._share(sent, worker) for worker, noted in enumerate(self.noted)]
+            self.unsent = 0
+            return iter(loader)
+        if place is None:
+            self.born = self.began
+            return self._with_workers()
+        self.born, self.is_born = place["born"], False
+        self.put_back(self.born)
+        iterator = self._with_workers(states=place["workers"], began=self.began)
+        if not self.is_indexed:
+            self._tell()
+            self.put_back(self.began)
+        return iterator
+
+    def _go_on(self, place: dict[str, Any]) -> Iterator:
+        """The rest of a pass, of which some batches are done; random numbers are put back by the caller."""
+        loader, done = self.loader, place["taken"]
+        self.began, self.first, self.born, self.is_born = (
+            place[name] for name in ("began", "first", "born", "is_born")
+        )
+        self.put_back(self.born or self.began)
+        if self.is_stateful:
+            loader.load_state_dict(place["loader"])
+            return iter(loader)
+        if place["num_workers"] != self.workers:
+            warnings.warn(
+                f"resume: num_workers={self.workers} was {place['num_workers']} in the run that goes on: the batches are the"
+                " same, random numbers drawn in loading them are not; give the same number for the same numbers",
+                stacklevel=2,
+            )
+        if self.is_indexed and not self.workers:
+            indices = _Indices(self._index_sampler())
+            with _replaced(loader, **{self._index_name: indices}):
+                iterator = iter(loader)
+            if self.first is not None or not self.is_born:
+                self.put_back(self.first or self.began)
+            _drop(indices.drawn, done)
+            return iterator if self.first is not None else chain.from_iterable(self._noting_first(iterator))
+        if self.is_indexed and self._index_name == "batch_sampler":
+            if place["num_workers"] != self.workers:
+                return self._with_workers(done, None, self.first or (None if self.is_born else self.began))
+            if place["workers"] is not None:
+                return self._with_workers(done, place["workers"], None if self.is_born else self.began)
+        return self._again(done)
+
+    def _again(self, done: int) -> Iterator:
+        """The batches that are done, asked for and thrown away."""
+        self._tell(0 if self.is_cheap else done)
+        iterator = self._with_workers() if self.workers else iter(self.loader)
+        if self.workers and not self.is_born and self.is_map_style:  # which draws its indices
+            self.put_back(self.began)
+            iterator = iter(self.loader)
+        if self.first is not None:
+            self.put_back(self.first)
+        _drop(iterator, done)
+        return iterator
+
+    def _tell(self, again: int = 0) -> None:
+        """Warn of what takes time, so many batches that are asked for again, and of what is not as it was."""
+        told = []
+        if again:
+            told.append(
+                f"{type(self.loader).__name__} is asked again for the {again} batches of this epoch that were"
+                " trained before, which takes the time of loading them; a loader with state_dict and load_state_dict"
+                " (torchdata's StatefulDataLoader) goes on by itself, a map-style dataset need not be loaded again"
+            )
+        if again and not getattr(self.loader, "in_order", True):
+            told.append(
+                "which batches these are depends on which worker is faster (in_order=False), so that samples may come twice"
+                " or not at all; leave in_order out for an exact resume"
+            )
+        if self.keeps_workers and not self.is_born:
+            told.append(
+                "random numbers that its workers draw begin anew (persistent_workers=True); leave persistent_workers out for"
+                " the same numbers"
+            )
+        if told:
+            warnings.warn(f"resume: {'. And '.join(told)}", stacklevel=2)
+
+    def _with_workers(self, done: int = 0, states: list | None = None, began: Any = None) -> Iterator:
+        """A pass with new worker processes, behind the batches that are done.
+
+        Args:
+            done: batches that are not loaded.
+            states: the random states of the workers after these.
+            began: the random numbers to begin the pass with, if not those with which the processes are made.
+        """
+        loader = self.loader
+        if not self.is_indexed:
+            return iter(loader)
+        idle = done % self.workers  # so many workers had one batch more: each is sent an empty one, to keep the turns
+        self.recorder = Recorder(loader, states, idle)
+        self.noted = [-self._share(done, worker) for worker in range(self.workers)]
+        self.unsent = done - idle
+        parts: dict[str, Any] = {"collate_fn": self.recorder, "worker_init_fn": self.recorder.start}
+        if done or began is not None:
+            parts[self._index_name] = _Indices(self._index_sampler(), self, done, [[]] * idle, began)
+        with _replaced(loader, **parts):
+            iterator = iter(loader)
+        for _ in range(idle):
+            with suppress(Exception):  # some datasets cannot load nothing
+                next(iterator)
+        return iterator
+
+    def _noting_first(self, iterator: Iterator) -> Iterator[Iterator]:
+        self.first = rng_state(self.generators())
+        yield iterator
+
+    def _counted(self, iterator: Iterator) -> Iterator:
+        for batch in iterator:
+            self.taken += 1
+            yield batch
+
+    # ---- a DataLoader's insides
+
+    @property
+    def _index_name(self) -> str:
+        return "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+
+    def _index_sampler(self) -> Any:
+        return getattr(self.loader, self._index_name)
+
+    def _sent(self) -> int:
+        """Batches of the pass that its workers were sent, those included that nobody asked for.
+
+        PyTorch keeps this number in a private name; tests/test_position.py fails clearly if it goes.
+        """
+        return self.unsent + self.loader._iterator._send_idx
+
+    def _share(self, batches: int, worker: int) -> int:
+        """How many of the pass's first batches are this worker's: they take turns."""
+        return (batches - worker + self.workers - 1) // self.workers
+
+    def _states_of_workers(self, batches: int) -> list[Any] | None:
+        if self.recorder is None:
+            return None
+        return self.recorder.read([noted + self._share(batches, w) for w, noted in enumerate(self.noted)])
+
+
+class _Indices:
+    """A loader's sampler that begins behind the indices of the batches that are done, once; then it is as it was."""
+
+    def __init__(self, sampler: Any, source: Source | None = None, done: int = 0, instead: Any = (), began: Any = None):
+        self.sampler, self.source, self.done, self.instead, self.began = sampler, source, done, instead, began
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator:
+        self.drawn = iter(self.sampler)
+        return self.drawn if self.source is None else chain.from_iterable(self._behind(self.drawn))
+
+    def _behind(self, indices: Iterator) -> Iterator[Any]:
+        source, self.source = self.source, None
+        if self.began is not None:
+            source.put_back(self.began)
+            indices = iter(self.sampler)
+        _drop(indices, self.done)
+        yield self.instead
+        yield indices
+
+
+def _drop(iterator: Iterator, number: int) -> None:
+    deque(islice(iterator, number), maxlen=0)
+
+
+@contextmanager
+def _replaced(loader: DataLoader, **parts: Any) -> Iterator[None]:
+    """Within, a DataLoader has other parts; its own way to set them refuses some."""
+    own = {name: vars(loader)[name] for name in parts}
+    vars(loader).update(parts)
+    try:
+        yield
+    finally:
+        vars(loader).update(own)
