@@ -90,6 +90,9 @@ def has(owner, name):
 
 @pytest.mark.parametrize(("name", "owner", "file", "reason"), NEEDED, ids=[row[0] for row in NEEDED])
 def test_it_is_still_there(name, owner, file, reason):
+    assert name in (PACKAGE / file).read_text(), (
+        f"fabric_template/{file} no longer uses {name}: name the file that does"
+    )
     assert has(owner, name), f"There is no longer a {name}, which fabric_template/{file} needs for this: {reason}"
 
 
