@@ -84,9 +84,7 @@ class Feed:
         self.train.sources.put_back_seeds(seeds)
         self.made_in["train"] = run.current_epoch
         if run.restored is None:
-            if (
-                run.batches_done
-            ):  # another trainer's checkpoint from the middle of an epoch: as many batches as were left
+            if run.batches_done:  # another trainer's checkpoint from the middle of an epoch: what was left of it
                 self.train.set_epoch(run.current_epoch)
             self.start_pass()
         self.num_batches = self.train.num_batches
