@@ -155,13 +155,14 @@ class FabricLoop(Parts, TrainerFace):
             start_fit(self, run)
             self._sanity_check(run)
             together = fabric.world_size > 1 and torch.distributed.is_initialized()
-            with torch.enable_grad(), Signals(together, patience=1.0 if is_launched(fabric) else 0.0) as signals:
-                run.signals = signals
-                self._train(run, signals)
-            stop_for(run, signals.agreed)
+            run.signals = Signals(together, patience=1.0 if is_launched(fabric) else 0.0)
+            with torch.enable_grad(), run.signals:
+                self._train(run)
+            stop_for(run, run.signals.agreed)
 
-    def _train(self, run: Run, signals: Signals) -> None:
+    def _train(self, run: Run) -> None:
         """Epoch after epoch, until there is a reason to stop."""
+        signals = run.signals
         run.feed.set_up_train()
         if (run.done() and not run.was_cut_short) or run.config.limit_train_batches == 0:
             if run.saver is not None:
@@ -175,7 +176,7 @@ class FabricLoop(Parts, TrainerFace):
         run.metrics.start(run.metrics.train)
         run.hooks.call("on_train_start")
         while (run.was_cut_short or not run.done()) and signals.agreed is None:
-            run.hooks.timed(self._train_epoch, "run_training_epoch")(run, signals)
+            run.hooks.timed(self._train_epoch, "run_training_epoch")(run)
             if signals.check(run.total_batches, now=True) and run.may_stop:
                 run.should_stop = True
         if run.saver is not None:
@@ -183,9 +184,9 @@ class FabricLoop(Parts, TrainerFace):
         if signals.agreed is None or is_interactive():
             run.hooks.call("on_train_end")
 
-    def _train_epoch(self, run: Run, signals: Signals) -> None:
+    def _train_epoch(self, run: Run) -> None:
         """One epoch: every batch of a pass, then its end."""
-        hooks, metrics, config, feed = run.hooks, run.metrics, run.config, run.feed
+        hooks, metrics, config, feed, signals = run.hooks, run.metrics, run.config, run.feed, run.signals
         logs, limited = metrics.enabled, config.max_steps != -1
         starts, ends = hooks.heard("on_train_batch_start"), hooks.heard("on_train_batch_end")
         if run.restored is not None:
