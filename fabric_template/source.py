@@ -21,7 +21,8 @@ class Source:
     """One loader, whose passes can begin again in their middle.
 
     How depends on the loader. One with ``state_dict`` and ``load_state_dict`` does it itself. A map-style DataLoader
-    draws the indices of the batches that are done and loads none of them. Any other is asked for its batches again.
+    draws the indices of the batches that are done and loads none of them (with batch_size=None and workers, it loads fewer
+    items again than it has workers). Any other is asked for its batches again.
 
     Nothing is lost by not loading if an item depends on its index and on random numbers: the libraries' own, or those of
     generators that the dataset or collate_fn holds. Of other traces that loading leaves in a dataset nothing is known.
@@ -175,7 +176,7 @@ class Source:
                 self.put_back(self.first or self.began)
             _drop(indices.drawn, done)
             return iterator if self.first is not None else chain.from_iterable(self._noting_first(iterator))
-        if self.is_indexed and self._index_name == "batch_sampler":
+        if self.is_indexed:
             if place["num_workers"] != self.workers:
                 return self._with_workers(done, None, self.first or (None if self.is_born else self.began))
             if place["workers"] is not None:
@@ -227,13 +228,15 @@ class Source:
         loader = self.loader
         if not self.is_indexed:
             return iter(loader)
-        idle = done % self.workers  # so many workers had one batch more: each is sent an empty one, to keep the turns
+        # so many workers had one batch more: each is sent an empty one, to keep the turns; or, without batches, its last item
+        idle = done % self.workers
+        dropped, instead = (done - idle, []) if loader.batch_sampler is None else (done, [[]] * idle)
         self.recorder = Recorder(loader, states, idle)
         self.noted = [-self._share(done, worker) for worker in range(self.workers)]
         self.unsent = done - idle
         parts: dict[str, Any] = {"collate_fn": self.recorder, "worker_init_fn": self.recorder.start}
         if done or began is not None:
-            parts[self._index_name] = _Indices(self._index_sampler(), self, done, [[]] * idle, began)
+            parts[self._index_name] = _Indices(self._index_sampler(), self, dropped, instead, began)
         with _replaced(loader, **parts):
             iterator = iter(loader)
         for _ in range(idle):

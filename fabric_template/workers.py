@@ -26,11 +26,13 @@ class Recorder:
     Args:
         loader: a map-style DataLoader with workers.
         states: the states to begin with, one for each worker, None for as seeded.
-        idle: the workers below this number are sent an empty batch first, which stands for one that is not loaded.
+        idle: the workers below this number are sent an empty batch first, which stands for one that is not loaded; in a
+            loader without batches (batch_size=None), an item that was trained before.
     """
 
     def __init__(self, loader: DataLoader, states: Sequence[Any] | None = None, idle: int = 0) -> None:
         self.collate, self.init = loader.collate_fn, loader.worker_init_fn
+        self.has_batches = loader.batch_sampler is not None
         self.states, self.idle = states or [None] * loader.num_workers, idle
         size = HEADER + 4 * len(pack_rng_state(find_generators(loader.dataset, self.collate)))  # room for some more
         # a row for each batch that is loaded ahead, for the one that is trained, and for the one before it
@@ -46,14 +48,17 @@ class Recorder:
         self.dataset, state = get_worker_info().dataset, self.states[worker_id]
         if state is not None:
             set_rng_state(state, generators_of(state, self._find, [self.dataset]))
-        self.seeded = pack_rng_state(self._find()) if state is None else None
+        self.began = pack_rng_state(self._find())
+        self.seeded = self.began if state is None else None
         self._note()
 
     def __call__(self, items: Any) -> Any:
         """What collate_fn does; then a note."""
         if self.idles:
             self.idles = False
-            if items == []:
+            if not self.has_batches:
+                set_rng_state(unpack_rng_state(self.began), self.generators)
+            if not self.has_batches or items == []:
                 return None
         batch = self.collate(items)
         self.batches += 1

@@ -252,6 +252,26 @@ def batches_of_indices(**words):
     return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, True), **words)
 
 
+class InBatches(Counted):
+    """Its items are batches."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        x, y = zip(*[super(InBatches, self).__getitem__(4 * index + i) for i in range(4)], strict=True)
+        return torch.stack(x), torch.stack(y)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_without_batches(tmp_path, persistent):
+    """To keep the turns of its workers, some are sent the item before again."""
+    words = {"batch_size": None, "shuffle": True, "num_workers": 2, "persistent_workers": persistent}
+    make = lambda: DataLoader(InBatches(noise=(*LIBRARIES, *GENERATORS)), **words)  # noqa: E731
+    for batch, loader in killed(tmp_path, make, (1, 7, 12, 18)):
+        assert loaded(loader) == 4 * (24 - batch + batch % 2)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
