@@ -1,27 +1,30 @@
 """Reading: checkpoint files opened without trusting them; a damaged one is refused before anything is built from it.
 
-Knows trust.py alone, torch and the standard library, so that the two can be copied by themselves.
+A leaf: torch and the standard library, so that it can be copied alone.
 """
 
+import argparse
 import contextlib
 import errno
 import json
 import os
 import pickle
+import pickletools
 import re
 import stat
 import struct
+import sys
 import warnings
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from .trust import is_pickle, legacy_reason, load_plain
-
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+
 
 _CAUSES = {  # the rest is told in the system's own words
     errno.ENOSPC: "the disk is full",
@@ -30,6 +33,35 @@ _CAUSES = {  # the rest is told in the system's own words
     errno.EROFS: "the file system is read-only",
     errno.EIO: "the disk reports an input/output error",
 }
+
+
+# What `save_hyperparameters()` commonly puts into Trainer's files beyond plain values. Building these runs no code of
+# the file's choice: a path holds text, a Namespace attributes. All else (numpy, ...) needs `trusted=True`.
+_PLAIN_CLASSES = [(argparse.Namespace, "argparse.Namespace")] + [
+    (type(Path()), f"pathlib{module}.{flavour}Path") for module in ("", "._local") for flavour in ("Posix", "Windows")
+]
+
+
+def _omegaconf_classes() -> list:
+    """What a DictConfig of plain values is made of (Hydra's hyperparameters), where omegaconf is in use already."""
+    if "omegaconf" not in sys.modules:
+        return []
+    from omegaconf import DictConfig, ListConfig, base, nodes
+
+    types = [
+        (kind, f"builtins.{kind.__name__}") for kind in (dict, list, int, float, str, bool)
+    ]  # that it notes of keys
+    return [DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, nodes.AnyNode, Any, defaultdict, *types]
+
+
+# torch calls these even with weights_only=True, and each allocates as many bytes as the file likes to say.
+_ALLOCATORS = re.compile(
+    r"(builtins|__builtin__) bytearray|torch(\.\w+)* \w*Tensor|torch\._utils _rebuild_qtensor|torch\.storage TypedStorage"
+)
+# Two more that do, but whose names stand in honest files, too: of a storage, before the key of its part, where it is not
+# called; and of the function that makes bytes of a text by "latin1", and by any other codec something larger.
+_STORAGE = re.compile(r"torch(\.storage)? UntypedStorage")
+_ENCODE = ("name", "_codecs encode")
 
 
 class CheckpointError(ValueError):
@@ -88,15 +120,15 @@ def read_checkpoint(path: str | Path, *, trusted: bool = False, map_location: An
     path = local_path(path)
     # Opened once: what was verified is what is loaded, also while another process renames a new file over the name.
     with _opened(path) as file:
-        legacy = path.suffix != ".safetensors" and is_pickle(file)
+        legacy = path.suffix != ".safetensors" and _is_pickle(file)
         if not (legacy and trusted):
             _verify(file, path)
         if path.suffix == ".safetensors":
             return {"state_dict": _load_safetensors(path, map_location)}
-        reason = legacy_reason(file) if legacy else None
+        reason = _legacy_reason(file) if legacy else None
         try:
             if reason is None:
-                checkpoint, reason = load_plain(file, map_location)
+                checkpoint, reason = _load_plain(file, map_location)
             if reason is not None and not trusted:
                 raise CheckpointError(_needs_trust(path, reason))
             if reason is not None:
@@ -129,7 +161,7 @@ def load_header(path: str | Path) -> dict[str, Any]:
         if damage := _zip_damage(file, os.fstat(file.fileno()).st_size, read_all=False):
             raise DamagedError(f"'{path}' is damaged or no checkpoint: {damage}.")
         try:
-            content, reason = load_plain(file, "meta")
+            content, reason = _load_plain(file, "meta")
         except Exception as error:
             raise DamagedError(f"'{path}' could not be read: {cause_of(error)}.") from error
     if reason is not None:
@@ -250,8 +282,8 @@ def _verify(file: IO[bytes], path: Path) -> None:
         raise DamagedError(f"'{path}' is empty: use another file.")
     if path.suffix == ".safetensors":
         damage = _safetensors_damage(file, size)
-    elif is_pickle(file):
-        raise CheckpointError(_needs_trust(path, legacy_reason(file)))
+    elif _is_pickle(file):
+        raise CheckpointError(_needs_trust(path, _legacy_reason(file)))
     else:
         damage = _zip_damage(file, size)
     file.seek(0)
@@ -314,5 +346,76 @@ def _load_safetensors(path: Path, map_location: Any) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"'{path}' could not be read: {cause_of(error)}. Use another file.") from error
 
 
+def _is_pickle(file: IO[bytes]) -> bool:
+    file.seek(0)
+    start = file.read(2)
+    file.seek(0)
+    return len(start) == 2 and start[0] == 0x80 and start[1] <= pickle.HIGHEST_PROTOCOL
+
+
+def _legacy_reason(file: IO[bytes]) -> str:
+    """Why an old pickle is not loaded, with the first names that it would import (read, not run)."""
+    names: list[str] = []
+    file.seek(0)
+    with contextlib.suppress(Exception):
+        for _ in range(4):  # old torch files are a few pickles in a row: magic number, version, system, the object
+            texts: list[str] = []
+            for op, arg, _ in pickletools.genops(file):
+                if "UNICODE" in op.name:
+                    texts.append(arg)
+                elif op.name in ("GLOBAL", "INST"):
+                    names.append(arg.replace(" ", "."))
+                elif op.name == "STACK_GLOBAL":
+                    names.append(".".join(texts[-2:]))
+    file.seek(0)
+    wants = f" that imports {', '.join(dict.fromkeys(names[:3]))}" if names else ""
+    return f"is an old-style pickle{wants}, which can run any program"
+
+
 def _needs_trust(path: Path, reason: str) -> str:
     return f"'{path}' {reason}; refused. If you know who wrote it, give trusted=True, and save it again from there."
+
+
+def _allocator_in(data: bytes) -> str | None:
+    """The first name in a pickle that could be called for any amount of memory."""
+    under = below = top = None  # what was pushed last: ("name", ...), ("text", ...), None for all else
+    memo: dict[int, Any] = {}
+    for op, arg, _ in pickletools.genops(data):
+        if op.name in ("BINPUT", "LONG_BINPUT"):
+            memo[arg] = top
+            continue
+        under, below, top = below, top, None
+        if op.name in ("GLOBAL", "BINUNICODE"):
+            top = ("name" if op.name == "GLOBAL" else "text", arg)
+        elif op.name in ("BINGET", "LONG_BINGET"):
+            top = memo.get(arg)
+        kind, name = below or (None, "")
+        follows_text = top is not None and top[0] == "text"
+        if kind == "name" and (_ALLOCATORS.fullmatch(name) or (_STORAGE.fullmatch(name) and not follows_text)):
+            return name.replace(" ", ".")
+        if (below == _ENCODE and not follows_text) or (under == _ENCODE and top != ("text", "latin1")):
+            return "_codecs.encode"
+    return None
+
+
+def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
+    """Return the content, or the reason why it takes more than plain values to load it."""
+    with zipfile.ZipFile(file) as archive:
+        data = archive.read(next(n for n in archive.namelist() if n.endswith("/data.pkl") or n == "data.pkl"))
+    if (name := _allocator_in(data)) is not None:
+        return None, f"wants to call {name}, which can take any amount of memory"
+    del data
+    file.seek(0)
+    # The context would also take away, at its end, what the user had allowed before.
+    mine = [
+        entry for entry in _PLAIN_CLASSES + _omegaconf_classes() if entry not in torch.serialization.get_safe_globals()
+    ]
+    try:
+        with torch.serialization.safe_globals(mine), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch warns of here (a newer pickle protocol) ends as our complaint
+            return torch.load(file, map_location=map_location, weights_only=True), None
+    except pickle.UnpicklingError as error:
+        name = re.search(r"GLOBAL (\S+) ", str(error))
+        last = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()
+        what = f"the class or function {name[1]}" if name else f"more than plain values ({last[0] if last else error})"
+        return None, f"wants {what}, which can run any program"
