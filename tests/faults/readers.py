@@ -495,7 +495,8 @@ def warm_up(folder: Path) -> None:
     """Read one good file of each kind, so that what the readers import is imported."""
     import pandas  # noqa: F401
     import safetensors.torch
-    import torch.nested._internal.ops  # by torch itself, for the first nested tensor
+    import torch._subclasses.schema_check_mode  # by torch itself, to print a tensor in an error
+    import torch.nested._internal.ops  # for the first nested tensor
 
     safetensors.torch.save_file({"w": torch.ones(2)}, folder / "good.safetensors")
     (folder / "good.ckpt").write_bytes(BASE)
