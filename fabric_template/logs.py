@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping
@@ -105,11 +106,9 @@ class CSVLogger(FabricCSVLogger):
 
         """
         self.claim()
-        probe = os.path.join(self.log_dir, f".writable-{os.getpid()}")
         with writing(self.log_dir):
-            with open(probe, "wb") as file:
+            with tempfile.TemporaryFile(dir=self.log_dir) as file:  # without a name: a kill leaves nothing behind
                 file.write(b"\n")  # a full disk lets us create the file, but not fill it
-            os.remove(probe)
             for path in (os.path.join(self.log_dir, name) for name in FILES):
                 if os.path.lexists(path):
                     open(path, "ab").close()

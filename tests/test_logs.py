@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 import random
+import tempfile
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -415,6 +416,20 @@ def test_check_writable_makes_the_folder_and_leaves_it_empty(tmp_path, logger):
     logger.check_writable()
     assert (tmp_path / "logs/digits/version_0").is_dir()
     assert files(tmp_path) == {}
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="a file without a name is Linux's")
+def test_a_kill_while_it_is_tried_leaves_no_file(tmp_path, logger, monkeypatch):
+    seen, real = [], tempfile.TemporaryFile
+
+    def opened(*args, **words):
+        file = real(*args, **words)
+        seen.append(files(tmp_path))
+        return file
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", opened)
+    logger.check_writable()
+    assert seen == [{}]
 
 
 @pytest.mark.parametrize("call", ["check_writable", "claim", "log_epoch", "log_metrics", "log_hyperparams"])
