@@ -358,7 +358,10 @@ def test_a_script_with_two_ranks(tmp_path, strategy, parent, number, codes):
     words = {"root": str(tmp_path / "cut"), "strategy": strategy, "parent": parent, "number": number}
     script.write_text(head + PARENT.format(**words))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode in codes, done.stderr
+    # On a busy machine one of gloo's threads may meet the interpreter's end after all is done: torch's, see
+    # https://github.com/pytorch/pytorch/pull/179291
+    is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
+    assert done.returncode in codes or is_torchs, done.stderr
     assert "went on" not in done.stdout
     found = torch.load(tmp_path / "cut/checkpoints/run/version_0/last.ckpt", weights_only=True)
     assert 3 < found["global_step"] < 100
