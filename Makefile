@@ -21,6 +21,7 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python benchmarks/import_time.py
+	$(VENV)/bin/python benchmarks/checkpoint.py
 	$(VENV)/bin/python benchmarks/overhead.py
 
 # about half an hour on two free cores; a part or a smaller number: $(VENV)/bin/python soak/run.py --help

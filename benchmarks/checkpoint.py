@@ -1,0 +1,78 @@
+"""What writing a checkpoint costs: ours and plain torch.save with fsync, in turn, into the same folder.
+
+    python benchmarks/checkpoint.py --megabytes 100 --pairs 12
+
+Ours writes beside the target, syncs, renames and syncs the folder; plain writes over the old file and syncs it. Peak memory
+is that of the whole process over what it had before the weights were made, as a multiple of the weights.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from fabric_template.storage import AtomicCheckpointIO
+
+SPEED, MEMORY = 0.7, 1.1  # goals: at least this much of the plain speed, at most this much of the weights
+
+
+def ours(state, path):
+    AtomicCheckpointIO().save_checkpoint(state, path)
+
+
+def plain(state, path):
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def seconds(save, state, path):
+    began = time.perf_counter()
+    save(state, path)
+    return time.perf_counter() - began
+
+
+def peak():
+    """The most memory that this process has had, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--megabytes", type=int, default=100, help="of weights")
+    parser.add_argument("--pairs", type=int, default=12, help="of one save of each kind")
+    words = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        ours({"w": torch.zeros(1)}, Path(folder, "warm.ckpt"))  # imports, once
+        before, size = peak(), words.megabytes * 10**6
+        layers = [torch.randn(size // 40) for _ in range(10)]
+        state = {"state_dict": {f"layer{i}": layer for i, layer in enumerate(layers)}}
+        times = {ours: [], plain: []}
+        ours(state, Path(folder, "ours.ckpt"))
+        memory = (peak() - before) / size  # before anything else is saved
+        for number in range(words.pairs):
+            for save in (ours, plain) if number % 2 else (plain, ours):
+                times[save].append(seconds(save, state, Path(folder, f"{save.__name__}.ckpt")))
+    ratios = [b / a for a, b in zip(times[ours], times[plain], strict=True)]
+    speed = statistics.median(ratios)
+    print(f"torch {torch.__version__}, {words.megabytes} MB of weights, {words.pairs} pairs, medians")
+    for save, spent in times.items():
+        print(
+            f"{save.__name__:6}{size / 1e6 / statistics.median(spent):8.0f} MB/s, {size / 1e6 / min(spent):.0f} at best"
+        )
+    print(f"ours has {speed:.2f} of the plain speed (goal {SPEED}): {'met' if speed >= SPEED else 'missed'}")
+    print(f"peak memory {memory:.2f} x the weights (goal {MEMORY}): {'met' if memory <= MEMORY else 'missed'}")
+
+
+if __name__ == "__main__":
+    main()
