@@ -45,6 +45,16 @@ def test_max_steps(tmp_path, words, steps):
         shutil.rmtree(tmp_path / f"on_{folder}")
 
 
+def test_max_steps_of_two_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2, "monitor": "val_loss"}
+    make, loader = lambda: Classifier(sync_dist=True), lambda: make_loader(48)
+    whole = fit(tmp_path / "whole", make, loader, val_loader, **words)
+    fit(tmp_path / "cut", make, loader, val_loader, max_steps=4, **words)
+    assert_same_end(whole, fit(tmp_path / "cut", make, loader, val_loader, seed=9, resume="auto", **words))
+    assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
+
+
 def test_max_steps_without_a_last_checkpoint(tmp_path):
     fit(tmp_path, train=lambda: make_loader(24), max_steps=3, max_epochs=2, save_last=False)
     assert not list(tmp_path.rglob("*.ckpt"))
