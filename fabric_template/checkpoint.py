@@ -140,8 +140,9 @@ def loops_state(run: Run) -> dict[str, Any]:
     steps = run.global_step if run.is_automatic else 0
     manual = 0 if run.is_automatic else run.global_step
     schedulers = sum(getattr(config.scheduler, "last_epoch", 0) or 0 for config in run.schedulers)
+    states = run.feed.train.states() if run.feed.train is not None else []  # of loaders that have one
     fit = {
-        "state_dict": {"combined_loader": states} if (states := run.feed.train and run.feed.train.states()) else {},
+        "state_dict": {"combined_loader": states} if states else {},
         "epoch_progress": epoch,
         "epoch_loop.state_dict": {"_batches_that_stepped": run.batches_that_stepped},
         "epoch_loop.batch_progress": batches | {"is_last_batch": place.is_last_batch},

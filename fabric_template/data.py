@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 INFINITE = float("inf")
+RECENT = 1024  # steps of which a handed pass knows what they began with: more than a window of accumulation has
 
 
 class TensorLoader:
@@ -55,8 +57,8 @@ class TensorLoader:
 
     def distribute(self, world_size: int, rank: int, shuffle: bool, repeat: bool = True) -> None:
         """Give this process its share of the samples; all shares are equally long, or (``repeat=False``) none comes twice."""
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        self.share = DistributedSampler(range(len(self.tensors[0])), world_size, rank, shuffle=shuffle, seed=seed)
+        words = {"shuffle": shuffle, "seed": global_seed()}
+        self.share = DistributedSampler(range(len(self.tensors[0])), world_size, rank, **words)
         if not (repeat or self.drop_last):
             without_repeats(self.share)
 
@@ -85,6 +87,11 @@ class TensorLoader:
             order = order.to(tensors[0].device)
         for cut in self._cuts()[: len(self)]:
             yield tuple(tensor[cut] if order is None else tensor[order[cut]] for tensor in tensors)
+
+
+def global_seed() -> int:
+    """What seed_everything has set, from which the ranks draw one order of the samples."""
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
 def without_repeats(sampler: DistributedSampler) -> DistributedSampler:
@@ -239,17 +246,21 @@ class HandedPass:
         self._batches, self._start = batches, start
         triples = ((batch, idx, 0, batches.is_last) for idx, batch in enumerate(batches, batches.fetched))
         self.handed = Handed(triples, note, done=batches.is_last)
-        self._fetched: list[int] = []  # before each step
+        self._steps, self._fetched = (
+            0,
+            deque(maxlen=RECENT),
+        )  # steps begun; batches fetched before each of the last ones
 
     def __iter__(self) -> Iterator:
         for batch, *_ in self.handed.turns():
+            self._steps += 1
             self._fetched.append(self._batches.fetched)
             yield batch
 
     def fetched_after(self, done: int) -> int:
-        """How many batches were fetched for the first so many steps."""
-        step = done - self._start
-        return self._fetched[step] if step < len(self._fetched) else self._batches.fetched
+        """How many batches were fetched for the first so many steps, which are all or nearly all that have begun."""
+        undone = self._steps - (done - self._start)
+        return self._fetched[-undone] if undone > 0 else self._batches.fetched
 
     def close(self) -> None:
         """End the worker processes of this pass."""

@@ -18,7 +18,7 @@ from .data import make_transfer
 from .errors import Misuse
 from .feed import Feed
 from .history import History, name_outputs
-from .hooks import Hooks, is_a, overrides
+from .hooks import TRANSFER_HOOKS, Hooks, is_a, overrides
 from .manual import LoopOptimizer, ManualUpdate
 from .metrics import Metrics
 from .optimizers import SchedulerConfig, parse_optimizers
@@ -153,8 +153,8 @@ class Run:
 
     def make_transfer(self) -> Callable[[Any, int], Any] | None:
         """What brings a batch to its device, through the datamodule's or module's hooks; None: it is there."""
-        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        hooks = [self.hooks.own(self.feed.source, name) or self.hooks.own(self.owner, name) for name in names]
+        source, owner = self.feed.source, self.owner
+        hooks = [self.hooks.own(source, name) or self.hooks.own(owner, name) for name in TRANSFER_HOOKS]
         transfer = make_transfer(self.fabric, self.steps.convert(), hooks)
         return transfer and self.hooks.timed(
             transfer, f"[Strategy]{type(self.fabric.strategy).__name__}.batch_to_device"

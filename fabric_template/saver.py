@@ -79,7 +79,7 @@ class Saver:
                 self._remove_worst(run)
             else:
                 self.best = before
-        if self.save_last and (run.cut is None or path is not None):
+        if self.save_last and (run.cut is None or path is not None):  # a cut epoch's is written: only the best is new
             self.write_last(run, state, epoch=over)
 
     def save_step(self, run: Run, every: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,22 +168,30 @@ def _tell_where(run: Run, error: Exception) -> None:
     """
     run.has_failed = True
     run.metrics.val.reset()  # a validation that was on begins again
-    saver, inexact = run.saver, ""
+    saver, beside = run.saver, None
     if saver is not None and run.fabric.world_size == 1:
         try:
-            if path := saver.save_failed(run):
-                inexact = f"resume={str(path)!r} goes on after step {run.global_step}, not to the bit"
+            beside = saver.save_failed(run)
         except Exception as another:  # a hook of the user's; the first error is the one to be told
             run.warn_once(f"after {type(error).__name__}, the state could not be saved: {cause_of(another)}")
     if hasattr(error, "add_note"):  # Python 3.11
         where = f"in epoch {run.current_epoch}, at batch {run.batches_done}, after step {run.global_step}"
-        exact = "" if inexact else "nothing was saved before"
-        if saver is not None and saver.saved_step is not None:
-            exact = f"resume='last' goes on after step {saver.saved_step}"
-        elif run.resume_path is not None:
-            exact = f"resume={str(run.resume_path)!r} goes on from where this run began"
-        what = [] if saver is None else [f"{exact}, to the bit" if exact and inexact else exact, inexact]
-        error.add_note(f"fabric_template: {'; '.join(filter(None, [where, *what]))}")
+        error.add_note(f"fabric_template: {'; '.join([where, *_ways_on(run, beside)])}")
+
+
+def _ways_on(run: Run, beside: Path | None) -> list[str]:
+    """What to type to go on after an error: from ``last.ckpt``, and from the state that lies beside it."""
+    if run.saver is None:
+        return []
+    exact = None
+    if run.saver.saved_step is not None:
+        exact = f"resume='last' goes on after step {run.saver.saved_step}"
+    elif run.resume_path is not None:
+        exact = f"resume={str(run.resume_path)!r} goes on from where this run began"
+    if beside is None:
+        return [exact or "nothing was saved before"]
+    inexact = f"resume={str(beside)!r} goes on after step {run.global_step}, not to the bit"
+    return [inexact] if exact is None else [f"{exact}, to the bit", inexact]
 
 
 def restore_position(run: Run) -> None:

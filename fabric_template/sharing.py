@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 
 # Lightning's own way to make a custom batch sampler again around another sampler has no public name.
-# tests/test_data.py fails clearly if it goes.
+# tests/test_private_names.py says so in a line if it goes.
 from lightning.fabric.utilities.data import _dataloader_init_kwargs_resolve_sampler, suggested_max_num_workers
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -26,7 +26,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from .data import INFINITE, cuts, length_of, longest_share, without_repeats
+from .data import INFINITE, cuts, global_seed, length_of, longest_share, without_repeats
 
 
 def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be_empty: bool = False) -> Any:
@@ -181,8 +181,7 @@ class _AsManyBatches(BatchSampler):
 
 
 def _share(loader: DataLoader, fabric: Fabric, stage: str, shuffle: bool) -> DataLoader:
-    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-    words = {"num_replicas": fabric.world_size, "rank": fabric.global_rank, "shuffle": shuffle, "seed": seed}
+    words = {"num_replicas": fabric.world_size, "rank": fabric.global_rank, "shuffle": shuffle, "seed": global_seed()}
     if isinstance(loader.sampler, RandomSampler | SequentialSampler):
         sampler: Any = DistributedSampler(loader.dataset, **words)
     else:
@@ -191,9 +190,8 @@ def _share(loader: DataLoader, fabric: Fabric, stage: str, shuffle: bool) -> Dat
         return _drawing_from(loader, without_repeats(sampler))
     plain = type(loader.batch_sampler) is BatchSampler and not loader.drop_last
     if stage == "train" or not (plain or loader.batch_sampler is None):
-        return _drawing_from(
-            loader, sampler
-        )  # batches cut or dropped by a rule of their own: equally many on all ranks
+        # or cut or dropped by a rule of their own: equally many on all ranks
+        return _drawing_from(loader, sampler)
     loader = _drawing_from(loader, without_repeats(sampler))
     return _with_batches(loader, _AsManyBatches(sampler, loader.batch_size, False)) if plain else loader
 

@@ -30,14 +30,8 @@ def fuzz(reader, inputs, seed, keep):
     """Run one reader on so many inputs in this process; atheris ends the process, so the figures are printed before."""
     import atheris
 
-    for name in (
-        "torch",
-        "lightning.fabric",
-        "pandas",
-        "yaml",
-        "jsonargparse",
-    ):  # not ours to instrument: it takes minutes
-        importlib.import_module(name)
+    for name in ("torch", "lightning.fabric", "pandas", "yaml", "jsonargparse"):
+        importlib.import_module(name)  # before: they are not ours to instrument, which takes minutes
     with atheris.instrument_imports(include=["fabric_template"], enable_loader_override=False):
         import readers
 

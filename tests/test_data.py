@@ -12,6 +12,7 @@ from pandas import DataFrame
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fabric_template import FabricLoop, TensorLoader
+from fabric_template.data import RECENT, HandedPass, Pass
 from fabric_template.sharing import NotedBatches
 
 VERBS = ("fit", "validate", "test", "predict")
@@ -512,3 +513,16 @@ def test_predictions_are_written_with_their_samples(interval, several, workers):
     assert (bool(batches), bool(epochs)) == ("batch" in interval, "epoch" in interval)
     for (batch, *_), indices, *_ in batches[:3]:
         assert batch.tolist() == indices
+
+
+def test_a_handed_pass_remembers_its_last_steps_only():
+    """As many as a window of accumulation may have to do again after an error; a pass of any length costs no more."""
+    steps = RECENT + 500
+    batches = HandedPass(Pass(iter(range(2 * steps)), 2 * steps), start=0, note=lambda batch: None)
+    for _ in batches:
+        next(batches.handed)
+        next(batches.handed)
+    assert [batches.fetched_after(done) for done in (steps, steps - 1, steps - RECENT)] == [
+        2 * steps, 2 * steps - 2, 2 * (steps - RECENT),
+    ]  # fmt: skip
+    assert len(batches._fetched) == RECENT
