@@ -23,8 +23,9 @@ class LogsError(ValueError):
 class Table:
     r"""One CSV file that only grows: appended to row by row, replaced as a whole when a column is new.
 
-    A row that the disk refuses is kept, and written with the next one or at the next `sync`. No file is held open:
-    nothing to leak or to pickle, and an append costs some microseconds more.
+    A new column costs one pass over the file's bytes: its cells are not taken apart. A row that the disk refuses is kept,
+    and written with the next one or at the next `sync`. No file is held open: nothing to leak or to pickle, and an append
+    costs some microseconds more.
 
     Args:
         path: the file; made with its first row.
@@ -42,6 +43,7 @@ class Table:
         self.waiting: list[dict[str, str]] = []  # rows that are not on disk yet
         self._columns: list[str] = []
         self._num_rows, self._is_whole = 0, True
+        self._is_ours = False  # whether its bytes are the ones that we write, a row in each line
         self._stamp: tuple[int, ...] | None = None
 
     @property
@@ -63,16 +65,18 @@ class Table:
         """Write the rows that wait, all of them or none."""
         if not self.waiting:
             return
-        known = self.position()["columns"]
-        new = list(dict.fromkeys(column for row in self.waiting for column in row if column not in known))
-        if new or not self._is_whole:  # a power cut, or a full disk, in mid-row: back to the last good one
+        known = dict.fromkeys(self.position()["columns"])
+        columns = list(known | dict.fromkeys(column for row in self.waiting for column in row))
+        if (
+            len(columns) > len(known) or not self._is_whole
+        ):  # or a power cut, a full disk, in mid-row: back to the last good
             rank = {column: i for i, column in enumerate(self.first)}
-            with writing(self.path):
-                rows = [*read_table(self.path)[1][: self._num_rows], *self.waiting]
-            self._rewrite(sorted(known + new, key=lambda c: rank.get(c, len(rank))), rows)
+            columns.sort(key=lambda column: rank.get(column, len(rank)))
+            self._replace(columns, self._widened(list(known), columns) + to_lines(columns, self.waiting))
+            self._num_rows += len(self.waiting)
             self.waiting = []
             return
-        lines = to_lines(known, self.waiting)
+        lines = to_lines(columns, self.waiting)
         with writing(self.path):
             fd = fs.open(self.path, os.O_WRONLY | os.O_APPEND | NOT_A_LINK | BINARY)
             try:
@@ -93,6 +97,9 @@ class Table:
             if stamp is None or stamp != self._stamp:  # new to us, or changed by another hand: read it
                 self._columns, rows, self._is_whole = read_table(self.path)
                 self._num_rows, self._stamp = len(rows), stamp
+                content = to_table(self._columns, rows)
+                one_line_each = content.count(b"\n") == len(rows) + 1
+                self._is_ours = one_line_each and Path(self.path).read_bytes() == content
         waiting = {"waiting": [dict(row) for row in self.waiting]} if self.waiting else {}
         return {"rows": self._num_rows, "columns": list(self._columns), **waiting}
 
@@ -115,7 +122,8 @@ class Table:
             with writing(self.path), suppress(FileNotFoundError):
                 fs.unlink(self.path)
         elif kept != old or len(found) > rows or not whole:
-            self._rewrite(kept, found[:rows])
+            self._replace(kept, to_table(kept, found[:rows]))
+            self._num_rows = min(rows, len(found))
         self.waiting = [dict(row) for row in waiting or []]
         self.flush()
 
@@ -129,11 +137,19 @@ class Table:
             finally:
                 fs.close(fd)
 
-    def _rewrite(self, columns: list[str], rows: list[dict[str, str]]) -> None:
+    def _widened(self, known: list[str], columns: list[str]) -> bytes:
+        """The file with these columns: an empty cell more in each line, where all new ones stand at the end."""
+        with writing(self.path):
+            if self._is_whole and self._is_ours and len(known) > 1 and columns[: len(known)] == known:
+                _, _, lines = Path(self.path).read_bytes().partition(b"\n")
+                return to_table(columns, []) + lines.replace(b"\n", b"," * (len(columns) - len(known)) + b"\n")
+            return to_table(columns, read_table(self.path)[1][: self._num_rows])
+
+    def _replace(self, columns: list[str], content: bytes) -> None:
         with writing(self.path):
             os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
-            replace_file(self.path, to_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]))
-        self._stamp = None  # read it again
+            replace_file(self.path, content)
+            self._columns, self._is_whole, self._is_ours, self._stamp = columns, True, True, self._stamp_now()
 
     def _stamp_now(self) -> tuple[int, ...] | None:
         with suppress(FileNotFoundError):
@@ -163,6 +179,11 @@ def read_table(path: str | os.PathLike) -> tuple[list[str], list[dict[str, str]]
     columns = [column.lstrip("\ufeff") for column in columns]
     rows = [dict(zip(columns, row, strict=False)) for row in (rows[:-1] if torn and closed else rows)]
     return columns, rows, not torn and len(whole) == len(data)
+
+
+def to_table(columns: list[str], rows: list[dict[str, str]]) -> bytes:
+    """A whole file."""
+    return to_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]) if columns else b""
 
 
 def to_lines(columns: list[str], rows: list[dict[str, str]]) -> bytes:
