@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .finished import end_state, restore_end
 from .hooks import is_a, overrides
 from .randomness import rng_state
 from .reading import CheckpointError, explain_mismatch, find_weights
@@ -100,6 +101,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "stepped_before": run.stepped_before,
         "steps_in_epoch": run.steps_in_epoch,
         "seconds": time.monotonic() - run.record.began,
+        **end_state(run),
         "ranks": gathered,
         "loaders_epoch": dict(run.feed.made_in),
         "history": copy.deepcopy(run.history.rows),
@@ -235,6 +237,7 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     run.is_last_batch = ours["is_last_batch"]
     run.stepped_before = ours.get("stepped_before", run.batches_that_stepped - run.batches_done // run.window)
     run.between_epochs = run.batches_done == 0
+    restore_end(run, ours)
     run.history.rows, run.record.rates = [dict(row) for row in ours["history"]], list(ours["rates"])
     run.metrics.callback = dict(of_this_rank(run, ours)["metrics"]["callback"])
     if run.saver is not None:

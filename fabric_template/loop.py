@@ -12,9 +12,10 @@ import torch
 from lightning.fabric import Fabric
 
 from .callbacks import parse_callbacks
-from .config import parse_config, parse_duration
+from .config import parse_config
 from .errors import Misuse
 from .evaluate import evaluate, predict, print_results
+from .finished import end_again, time_left
 from .launch import launch
 from .lightning import StrategyFace
 from .parts import Parts
@@ -165,20 +166,22 @@ class FabricLoop(Parts, TrainerFace):
         signals = run.signals
         run.feed.set_up_train()
         if (run.done() and not run.was_cut_short) or run.config.limit_train_batches == 0:
+            if run.resume_path is not None:
+                end_again(run, self)
             if run.saver is not None:
                 run.saver.nothing_to_do(run)
             return
         if run.schedule.in_this_epoch:
             run.feed.set_up_val()
-        if run.config.max_time and not run.has_timer:
-            signals.deadline = time.monotonic() + parse_duration(run.config.max_time).total_seconds()
+        run.trains_since = time.monotonic()
+        if (left := time_left(run)) is not None:
+            signals.deadline = run.trains_since + left
         run.schedule.start_clock()
         run.metrics.start(run.metrics.train)
         run.hooks.call("on_train_start")
         while (run.was_cut_short or not run.done()) and signals.agreed is None:
             run.hooks.timed(self._train_epoch, "run_training_epoch")(run)
-            if signals.check(run.total_batches, now=True) and run.may_stop:
-                run.should_stop = True
+            run.should_stop |= run.is_late
         if run.saver is not None:
             run.saver.finish(run, interrupted=signals.agreed is not None)
         if signals.agreed is None or is_interactive():
@@ -282,6 +285,9 @@ class FabricLoop(Parts, TrainerFace):
         run.record.epoch(run.metrics.merge())
         run.metrics.epoch_ends()
         run.end_epoch()
+        run.is_late = (
+            run.signals.check(run.total_batches, now=True) and run.may_stop
+        )  # before it is saved how late it is
         if run.saver is not None:
             run.saver.save_epoch(run, score)
             run.check_monitor(score)

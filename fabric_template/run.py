@@ -17,6 +17,7 @@ from .config import LoopConfig
 from .data import make_transfer
 from .errors import Misuse
 from .feed import Feed
+from .finished import is_time_over
 from .history import History, name_outputs
 from .hooks import TRANSFER_HOOKS, Hooks, is_a, overrides
 from .manual import LoopOptimizer, ManualUpdate
@@ -72,6 +73,8 @@ class Run:
         self.is_last_batch = False
         self.between_epochs = True
         self.should_stop = False
+        self.elapsed, self.trains_since = 0.0, None  # seconds trained before a resume; time.monotonic as training began
+        self.is_late = False  # max_time is over as an epoch ends
         self.has_validated = False
         self.window = config.accumulate_grad_batches
         self.placed = False  # whether name and version are chosen
@@ -229,8 +232,8 @@ class Run:
 
     @property
     def was_cut_short(self) -> bool:
-        """Whether max_steps had ended the epoch in its middle that a checkpoint is from; its end comes (once more)."""
-        return self.steps_done and self.restored is not None and not self.between_epochs
+        """Whether the epoch was ended in its middle that a checkpoint is from; its end comes (once more)."""
+        return self.stops and self.restored is not None and not self.between_epochs
 
     def end_epoch(self) -> None:
         """The epoch is over."""
@@ -261,11 +264,15 @@ class Run:
         """Whether max_steps is reached."""
         return self.config.max_steps != -1 and self.global_step >= self.config.max_steps
 
+    @property
+    def stops(self) -> bool:
+        """Whether training ends here, in the middle of an epoch, too."""
+        return self.steps_done or (self.should_stop and self.may_stop) or is_time_over(self)
+
     def done(self) -> bool:
         """Whether to leave the loop of epochs: asked before the first one, too."""
         epochs, _ = self.limits()
-        over = epochs != -1 and self.epochs_done >= epochs
-        return self.feed.num_batches == 0 or self.steps_done or over or (self.should_stop and self.may_stop)
+        return self.feed.num_batches == 0 or self.stops or (epochs != -1 and self.epochs_done >= epochs)
 
     @property
     def may_stop(self) -> bool:

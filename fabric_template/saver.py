@@ -101,7 +101,7 @@ class Saver:
         """An epoch is ended in its middle: what is saved of it is its state here, so that a resume loses nothing of it."""
         if run.cut is None:
             run.cut = state_of(run)
-            if self.save_last:
+            if self.save_last and self._saved_at != _place(run):
                 self.write_last(run, run.cut)
 
     def save_failed(self, run: Run) -> Path | None:
@@ -209,7 +209,7 @@ class Saver:
     def goes_on_from(self, run: Run, path: str | Path) -> None:
         """The run stands where this file has left it."""
         if Path(path) == self.folder / "last.ckpt":
-            self._saved_at = _place(run)
+            self.last_model_path, self._saved_at = str(path), _place(run)
 
 
 def _place(run: Run) -> tuple[int, ...]:

@@ -56,9 +56,11 @@ class Schedule:
 
     def due(self) -> bool:
         """Whether to validate after the batch at hand, in an epoch that validates."""
+        return (self.run.should_stop and self.run.may_stop) or self.is_planned()
+
+    def is_planned(self) -> bool:
+        """The same, of a run that nothing stops."""
         run, batch = self.run, self.batch
-        if run.should_stop and run.may_stop:
-            return True
         if batch is None:
             return time.monotonic() - self.validated_at >= self.seconds
         if batch == INFINITE:

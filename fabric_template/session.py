@@ -14,6 +14,7 @@ from . import checkpoint as ckpt
 from . import profiling
 from .callbacks import add_callbacks_of
 from .errors import Misuse
+from .finished import ended_by, is_time_over, tell_finished
 from .hooks import overrides
 from .lightning import attach, attach_log, detach_log
 from .locks import VersionLock
@@ -118,10 +119,9 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
     run.metrics.start(None)
     run.set_up_optimizers()
     run.hooks.call("on_fit_start")
-    if run.fabric.is_global_zero:
-        run.record.hyperparameters()
     if run.resume_path is not None:
         ckpt.load_training_state(run, run.checkpoint)
+        tell_finished(run)
         epochs, _ = run.limits()
         if epochs != -1 and run.epochs_done > epochs:
             raise Misuse(
@@ -129,6 +129,8 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
                 f" write max_epochs={run.epochs_done + 1} or more to go on"
             )
     run.checkpoint = None
+    if run.fabric.is_global_zero and not (run.resume_path is not None and ended_by(run)):
+        run.record.hyperparameters()
     if run.fabric.is_global_zero:
         positions = run.restored["logs"] if run.restored else [None] * len(run.loggers)
         for logger, position in zip(run.loggers, positions, strict=False):
@@ -224,7 +226,7 @@ def restore_position(run: Run) -> None:
 def finish_batch(run: Run, validate: Callable[[Run], None]) -> None:
     """What was left of the batch when a callback saved the checkpoint, as it stands in the loop after that hook."""
     if run.saved_in == "on_train_epoch_end":
-        if not (run.is_last_of_epoch or run.steps_done):  # of an epoch that was cut short, and now goes on
+        if not (run.is_last_of_epoch or run.stops):  # of an epoch that was cut short, and now goes on
             run.saved_in = None
             run.metrics.batches_go_on()
     elif run.saved_in is not None:
@@ -236,8 +238,10 @@ def finish_batch(run: Run, validate: Callable[[Run], None]) -> None:
         if not run.accumulates:
             step_schedulers(run, "step", plateau=True)
             run.batches_that_stepped += 1
-    if run.steps_done or (run.should_stop and run.may_stop):
+    if run.stops:
         run.feed.batches.close()  # there is no next one
+    if is_time_over(run) and run.saved_in is None and run.schedule.in_this_epoch and not run.schedule.is_planned():
+        validate(run)  # as it was when max_time had ended this epoch
 
 
 def _tear_down(run: Run) -> None:
