@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from .config import LoopConfig
@@ -37,6 +38,11 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
             name = callback.__name__
             raise MisuseOfType(
                 f"callbacks={name}: this is a class, expected an object of it: write callbacks=[{name}(...)]"
+            )
+        if isinstance(callback, str | dict | FunctionType | BuiltinFunctionType | None):
+            raise MisuseOfType(
+                f"callbacks got a {type(callback).__name__}: expected objects with methods named like hooks, such as"
+                " callbacks=[EarlyStopping('val_loss')]"
             )
         for kind, reason in _REFUSED.items():
             if is_a(callback, kind):

@@ -268,6 +268,19 @@ FABRIC_WORDS = (
 )
 
 TRAINER_ONLY = {
+    "epochs": "write max_epochs=",
+    "num_epochs": "write max_epochs=",
+    "steps": "write max_steps=",
+    "gpus": "write accelerator='gpu', devices=",
+    "device": "write accelerator='cpu' or 'gpu', devices=",
+    "amp": "write precision='bf16-mixed' or '16-mixed'",
+    "lr": "give it to your optimizer: torch.optim.Adam(model.parameters(), lr=1e-3)",
+    "learning_rate": "give it to your optimizer: torch.optim.Adam(model.parameters(), lr=1e-3)",
+    "batch_size": "give it to your loader: DataLoader(dataset, batch_size=32)",
+    "optimizer": "give it to fit: fit(model, loader, optimizer=...)",
+    "resume_from_checkpoint": "give the path to fit as resume=",
+    "resume": "give it to fit: fit(model, loader, resume='last')",
+    "checkpoint_callback": "write enable_checkpointing=",
     "use_distributed_sampler": "samplers are made distributed unless the loader already has a DistributedSampler",
     "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
     "enable_autolog_hparams": "hyperparameters are always written to hparams.yaml; logger=False writes nothing",
@@ -346,7 +359,16 @@ _CHECKS: dict[str, tuple] = {
     "enable_progress_bar": _SWITCH,
     "enable_model_summary": _SWITCH,
     "name": ((str,), lambda v: _is_name(v), "a folder's name"),
-    "version": ((int, str, None), lambda v: not isinstance(v, str) or _is_name(v), "None, a number or a folder's name"),
+    "version": (
+        (int, str, None),
+        lambda v: _is_name(v) if isinstance(v, str) else v is None or v >= 0,
+        "None, a number >= 0 or a folder's name",
+    ),
+    "default_root_dir": (
+        (str, os.PathLike, None),
+        lambda v: v is None or "://" not in os.fspath(v),
+        "None or a local folder (a run's rows and files are appended to, synced and renamed)",
+    ),
     "monitor": ((str, None), _anything, 'None or a metric\'s name such as "val_loss"'),
     "mode": ((str,), lambda v: v in ("min", "max"), '"min" or "max"'),
     "save_top_k": ((int,), _at_least(-1), "-1 (all) or an int >= 0"),

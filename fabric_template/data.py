@@ -40,9 +40,16 @@ class TensorLoader:
         self, *tensors: Tensor, batch_size: int = 1, shuffle: bool = False, drop_last: bool = False,
         generator: torch.Generator | None = None, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
+        if wrong := [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor) or not tensor.dim()]:
+            raise TypeError(
+                f"TensorLoader: expected tensors with a first dimension of samples, got {', '.join(wrong)}; write"
+                " TensorLoader(x, y, batch_size=32), and torch.as_tensor(x) for what is no tensor yet"
+            )
         sizes = [len(tensor) for tensor in tensors]
         if not tensors or len(set(sizes)) > 1:
-            raise ValueError(f"TensorLoader: expected tensors of one length, got lengths {sizes}")
+            raise ValueError(
+                f"TensorLoader: expected tensors of one length, got lengths {sizes}: write TensorLoader(x, y)"
+            )
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"TensorLoader: batch_size={batch_size!r}: expected an int >= 1")
         self.tensors = tuple(tensor if device is None else tensor.to(device) for tensor in tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .data import INFINITE, Pass, TensorLoader, is_combined, length_of, set_epoch
 from .errors import Misuse, MisuseOfType
+from .inputs import why_no_loader
 from .position import Sources
 
 
@@ -263,17 +264,12 @@ def check_iterable(loader: Any, origin: str) -> None:
     Raises:
         MisuseOfType: for something that has no batches, and for a list that holds neither loaders nor batches of one kind.
     """
-    holds = {type(item) for item in loader} if isinstance(loader, list | tuple) else set()
-    if len(holds) > 1 and not all(issubclass(kind, int | float | str) for kind in holds):
-        why = "holds neither loaders nor batches of one kind"
-    elif isinstance(loader, Iterable) or hasattr(loader, "__getitem__"):
-        return
-    else:
-        why = "cannot be iterated over"
-    raise MisuseOfType(
-        f"An invalid dataloader was {origin}. Found {loader}: a {type(loader).__name__}, which {why}; expected a DataLoader,"
-        " a TensorLoader or any iterable of batches"
-    )
+    if (why := why_no_loader(loader)) is not None:
+        found = " ".join(str(loader).split())[:200]
+        raise MisuseOfType(
+            f"An invalid dataloader was {origin}. Found {found}: a {type(loader).__name__}, which {why}; expected a"
+            " DataLoader, a TensorLoader or any iterable of batches"
+        )
 
 
 def _holds_loaders(source: Any) -> bool:

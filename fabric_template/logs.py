@@ -259,6 +259,8 @@ def read_logs(path: str | os.PathLike, steps: bool = False) -> "pd.DataFrame":
     """
     import pandas as pd
 
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"read_logs takes a path, not a {type(path).__name__}: read_logs('logs') reads all runs")
     root, filename = Path(os.path.abspath(path)), "steps.csv" if steps else "metrics.csv"
     if root.is_file():
         files = [root.with_name(filename) if steps else root]

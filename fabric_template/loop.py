@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 
 from .callbacks import parse_callbacks
 from .config import parse_config
-from .errors import Misuse
+from .errors import Misuse, MisuseOfType
 from .evaluate import evaluate, predict, print_results
 from .finished import end_again, time_left
 from .launch import launch
@@ -67,6 +67,12 @@ class FabricLoop(Parts, TrainerFace):
         words = {"accelerator": accelerator, "strategy": strategy, "devices": devices, "num_nodes": num_nodes,
                  "precision": precision, "plugins": plugins}  # fmt: skip
         if fabric is not None:
+            if isinstance(fabric, type) or not all(hasattr(fabric, name) for name in ("launch", "setup", "strategy")):
+                what = f"the class {fabric.__name__}" if isinstance(fabric, type) else f"a {type(fabric).__name__}"
+                raise MisuseOfType(
+                    f"FabricLoop(fabric) got {what}: expected a ready lightning.Fabric, FabricLoop(Fabric(devices=2)); all"
+                    " other words are given by name, as in FabricLoop(max_epochs=10, accelerator='cpu')"
+                )
             defaults = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": 1}
             if both := [word for word, value in words.items() if value != defaults.get(word)]:
                 raise Misuse(f"FabricLoop got a ready fabric and {', '.join(both)}: give these to Fabric itself")

@@ -94,8 +94,9 @@ def parse_optimizers(
     elif isinstance(returned, tuple) and len(returned) == 2 and _steps(returned[0]) and _is_scheduler(returned[1]):
         optimizers, schedulers = [returned[0]], [returned[1]]
     else:
+        hint = "; write torch.optim.Adam(model.parameters(), lr=1e-3)" if not isinstance(returned, list | tuple) else ""
         raise MisuseOfType(
-            f"Unknown configuration for model optimizers: {where} returned {_describe(returned)}; expected one of {_SHAPES}"
+            f"Unknown configuration for model optimizers: {where} {_describe(returned)}{hint}; expected one of {_SHAPES}"
         )
     configs = [_parse_scheduler(item, monitor, automatic, where) for item in schedulers]
     if automatic and len(optimizers) > 1:
@@ -219,5 +220,7 @@ def _check_api(scheduler: Any, stepped_by_loop: bool) -> None:
 
 def _describe(returned: Any) -> str:
     if isinstance(returned, list | tuple):
-        return f"a {type(returned).__name__} of {[type(item).__name__ for item in returned]}"
-    return f"a {type(returned).__name__}"
+        return f"returned a {type(returned).__name__} of {[type(item).__name__ for item in returned]}"
+    if isinstance(returned, type):
+        return f"returned the class {returned.__name__}"
+    return f"returned a {type(returned).__name__}"

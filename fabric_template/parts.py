@@ -11,6 +11,8 @@ import torch
 from lightning.fabric import Fabric
 
 from .data import TensorLoader
+from .errors import MisuseOfType
+from .tables import number_of
 
 
 class Parts:
@@ -30,6 +32,9 @@ class Parts:
 
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does."""
+        _check("setup", model, torch.nn.Module, "an nn.Module: loop.setup(model, optimizer, *loaders)")
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            _check("setup", optimizer, torch.optim.Optimizer, "an optimizer: loop.setup(model, optimizer, *loaders)")
         self._launch_parts()
         parts = list(self.fabric.setup(model, optimizer)) if optimizer is not None else [self.fabric.setup(model)]
         for loader in loaders:
@@ -44,11 +49,13 @@ class Parts:
 
     def backward(self, loss: torch.Tensor) -> None:
         """``fabric.backward``: in the loop's precision."""
+        _check("backward", loss, torch.Tensor, "the loss, a tensor: loop.backward(loss)")
         self.fabric.backward(loss)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Give values to the loggers; with an "epoch" among them they are a row of metrics.csv."""
-        scalars = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+        _check("log_dict", metrics, Mapping, "a dict of numbers: loop.log_dict({'epoch': 0, 'train_loss': loss})")
+        scalars = {name: number_of(name, value) for name, value in metrics.items()}
         for logger in self.loggers:
             if "epoch" in scalars and hasattr(logger, "log_epoch"):
                 place = {"epoch": scalars["epoch"], **({} if step is None else {"step": step})}
@@ -58,6 +65,7 @@ class Parts:
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
         """Write a checkpoint of modules, optimizers and values, whole or not at all."""
+        _check("save", path, str | os.PathLike, "a path and a dict: loop.save('mine.ckpt', {'net': net})")
         self._launch_parts()
         self.fabric.save(path, state)
 
@@ -73,3 +81,8 @@ class Parts:
             and os.environ.get("LT_CLI_USED") != "1"
         ):
             self.fabric.launch()
+
+
+def _check(method: str, value: Any, kind: Any, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise MisuseOfType(f"loop.{method} got a {type(value).__name__}: expected {expected}")

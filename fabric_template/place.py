@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from .config import LoopConfig
 from .disk import make_folder
+from .errors import MisuseOfType
 from .logs import CSVLogger
 from .storage import AtomicCheckpointIO
 
@@ -41,10 +42,19 @@ def make_loggers(config: LoopConfig, loggers: Any, fabric: Fabric) -> tuple[list
         return [CSVLogger(os.path.join(config.default_root_dir or ".", "logs"), config.name, config.version)], True
     if not asked:
         return [], False
-    given = list(asked) if isinstance(asked, Iterable) else [asked]
+    given = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
     for logger in given:
+        if isinstance(logger, type) or not callable(getattr(logger, "log_metrics", None)):
+            raise MisuseOfType(
+                f"logger={_word_of(logger)}: expected True (the CSV logger), False, or an object with log_metrics, such as"
+                " logger=CSVLogger('logs'), of this package, of Fabric or of Lightning; or a list of them"
+            )
         _complete(logger)
     return given, False
+
+
+def _word_of(logger: Any) -> str:
+    return repr(logger) if isinstance(logger, str | int | float) else f"a {type(logger).__name__}"
 
 
 def _complete(logger: Any) -> None:

@@ -14,13 +14,14 @@ from .data import INFINITE, length_of
 from .errors import MissingLoader, Misuse, MisuseOfType
 from .feed import loader_argument
 from .hooks import overrides
+from .inputs import check_object, check_parameters, check_path, check_signature
 from .loaders import check_iterable, loaders_in, no_fraction
 from .optimizers import parse_optimizers
 from .place import choose_place
 from .resume import choose_checkpoint
 from .run import Run
 from .signals import starts_processes
-from .steps import FunctionSteps, net_of
+from .steps import FunctionSteps, net_of, takes_batch_idx
 
 if TYPE_CHECKING:
     from .loop import FabricLoop
@@ -43,8 +44,12 @@ def prepare(
     Raises:
         Misuse, MisuseOfType: one line that says what is wrong, where, and what to write instead.
     """
+    check_path("resume", resume, ("last", "best", "auto"))
+    check_path("load", load, ("last", "best"))
     if fn != "fit":
         model, load = _from_last_run(loop, fn, model, load)
+    check_object("model", model)
+    check_object("datamodule", datamodule)
     first = LOADER_OF[fn]
     if hasattr(loaders.get(first), f"{first}_dataloader"):  # a datamodule in the loaders' place
         if datamodule is not None:
@@ -115,6 +120,7 @@ def _owner_of(model: Any, functions: dict[str, Callable | None]) -> tuple[Any, n
     for name, function in given.items():
         if not callable(function):
             raise MisuseOfType(f"{name}={function!r}: expected a function fn(model, batch, batch_idx)")
+        check_signature(function, name, takes_net=True, takes_idx=takes_batch_idx(function, least=3))
     net = net_of(model)
     return (FunctionSteps(net, **given) if given else model), net
 
@@ -145,6 +151,9 @@ def _check_steps(run: Run, fn: str) -> None:
             f"Training with several optimizers is manual. Remove the `optimizer_idx` argument from `{step}` in {name}: set"
             " `self.automatic_optimization = False`, and step each of `self.optimizers()` yourself"
         )
+    steps = {step, "validation_step"} if fn == "fit" and run.feed.has("val") else {step}
+    for each in sorted(name for name in steps if overrides(run.owner, name) is not None):
+        check_signature(getattr(run.owner, each), each, takes_idx=run.takes_idx(each))
     for old, new in _GONE.items():
         if run.is_lightning and callable(getattr(run.owner, old, None)):
             raise NotImplementedError(
@@ -198,7 +207,9 @@ def _check_optimizer(run: Run) -> None:
             " fit(..., optimizer=torch.optim.Adam(model.parameters())) or a method configure_optimizers"
         )
     if run.given_optimizer is not None:
-        parse_optimizers(run.given_optimizer, automatic=run.is_automatic)
+        optimizers, _ = parse_optimizers(run.given_optimizer, automatic=run.is_automatic)
+        if overrides(run.owner, "configure_model") is None:  # which may make the parameters
+            check_parameters(optimizers, run.net, run.name)
     if not run.is_automatic:
         if run.config.gradient_clip_val:
             raise Misuse(

@@ -20,6 +20,7 @@ from .feed import Feed
 from .finished import is_time_over
 from .history import History, name_outputs
 from .hooks import TRANSFER_HOOKS, Hooks, is_a, overrides
+from .inputs import check_parameters
 from .manual import LoopOptimizer, ManualUpdate
 from .metrics import Metrics
 from .optimizers import SchedulerConfig, parse_optimizers
@@ -137,6 +138,7 @@ class Run:
         self.optimizers, self.schedulers = parse_optimizers(
             returned, automatic=self.is_automatic, owner=self.owner, custom_step=custom
         )
+        check_parameters(self.optimizers, self.net, self.name)
         for optimizer in self.optimizers:  # states made before the move (a loaded optimizer) follow their parameters
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():

@@ -47,7 +47,7 @@ class Source:
         )
         self.is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         takes_turns = not self.workers or getattr(loader, "in_order", True)
-        is_plain = not self.is_stateful and type(loader).__iter__ is DataLoader.__iter__
+        is_plain = not self.is_stateful and getattr(type(loader), "__iter__", None) is DataLoader.__iter__
         self.is_indexed = self.is_map_style and takes_turns and is_plain
         self.datasets = [loader.dataset] if self.is_indexed else []
         self.recorder: Recorder | None = None

@@ -440,7 +440,7 @@ def test_validate_without_model():
 
 def test_tensor_loader():
     x, y = make_data(10).tensors
-    words = "TensorLoader: expected tensors of one length, got lengths [10, 9]"
+    words = "TensorLoader: expected tensors of one length, got lengths [10, 9]: write TensorLoader(x, y)"
     refused(ValueError, words, lambda: TensorLoader(x, y[:9]))
     refused(ValueError, "TensorLoader: batch_size=0: expected an int >= 1", lambda: TensorLoader(x, batch_size=0))
 

@@ -206,7 +206,9 @@ def test_fault_10_lists(shape):
     assert net.rates == ([0.1, 0.1] if shape == "[optimizer]" else [0.1, 0.05])
 
 
-@pytest.mark.parametrize("returned", ["sgd", 7, {"scheduler": None}, [object()]], ids=str)
+@pytest.mark.parametrize(
+    "returned", ["sgd", 7, {"scheduler": None}, [object()]], ids=["text", "number", "keys", "list"]
+)
 def test_fault_11_unknown_shapes_are_answered_with_the_known_ones(returned):
     """Unknown shapes become an empty AssertionError."""
     net = nn.Linear(4, 1)
