@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .fingerprint import check_loaded, check_optimizers
 from .finished import end_state, restore_end
 from .hooks import is_a, overrides
 from .randomness import rng_state
@@ -102,6 +103,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "steps_in_epoch": run.steps_in_epoch,
         "seconds": time.monotonic() - run.record.began,
         **end_state(run),
+        "fingerprint": dict(run.fingerprint),
         "ranks": gathered,
         "loaders_epoch": dict(run.feed.made_in),
         "history": copy.deepcopy(run.history.rows),
@@ -217,12 +219,16 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
             f"resume={str(run.resume_path)!r}: the file holds {len(checkpoint['optimizer_states'])} optimizers, this run has"
             f" {len(run.optimizers)}; use load= to take the weights only"
         )
+    ours = run.restored
+    known = (ours or {}).get("fingerprint")
+    check_optimizers(run, known)
     for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
         optimizer.load_state_dict(state)
+        if not known:
+            check_loaded(run, optimizer)
     for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=False):
         config.scheduler.load_state_dict(state)
     run.global_step = int(checkpoint.get("global_step", 0))
-    ours = run.restored
     if ours is None or of_this_rank(run, ours)["train"] is None:
         fit = checkpoint.get("loops", {}).get("fit_loop", {})
         run.feed.loader_states = fit.get("state_dict", {}).get("combined_loader", [])

@@ -15,6 +15,7 @@ from .callbacks import parse_callbacks
 from .config import parse_config
 from .errors import Misuse, MisuseOfType
 from .evaluate import evaluate, predict, print_results
+from .fingerprint import tell_differences
 from .finished import end_again, time_left
 from .launch import launch
 from .lightning import StrategyFace
@@ -177,6 +178,7 @@ class FabricLoop(Parts, TrainerFace):
             if run.saver is not None:
                 run.saver.nothing_to_do(run)
             return
+        tell_differences(run)
         if run.schedule.in_this_epoch:
             run.feed.set_up_val()
         run.trains_since = time.monotonic()

@@ -14,6 +14,7 @@ from . import checkpoint as ckpt
 from . import profiling
 from .callbacks import add_callbacks_of
 from .errors import Misuse
+from .fingerprint import fingerprint
 from .finished import ended_by, is_time_over, tell_finished
 from .hooks import overrides
 from .lightning import attach, attach_log, detach_log
@@ -118,6 +119,7 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
         )
     run.metrics.start(None)
     run.set_up_optimizers()
+    run.fingerprint = fingerprint(run)
     run.hooks.call("on_fit_start")
     if run.resume_path is not None:
         ckpt.load_training_state(run, run.checkpoint)
