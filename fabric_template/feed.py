@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .data import INFINITE, HandedPass, TensorLoader
+from .errors import Misuse
 from .hooks import TRANSFER_HOOKS, overrides
 from .loaders import Loaders
 from .logs import CSVLogger
@@ -34,6 +35,7 @@ class Feed:
         self.val: Loaders | None = None  # what is evaluated, in test and predict too
         self.made_in: dict[str, int] = {}  # the epoch in which each stage's loaders were made
         self.num_batches: int | float = INFINITE  # training batches of an epoch
+        self.was_short = False  # a pass, by what its length says
         self.batches: Any = None  # the pass over the training batches
         self.loader_states: list[Any] = []  # of a checkpoint that has no position of ours, until the pass begins
 
@@ -115,6 +117,30 @@ class Feed:
         """Begin the epoch's pass. The first epoch's was begun with the loader, where Trainer begins it."""
         if self.run.current_epoch > 0:
             self.start_pass()
+
+    def ran_out(self) -> None:
+        """The pass is over before its time: no batch is known to be its last one, and there is no other.
+
+        Raises:
+            Misuse: for a pass of no batches.
+        """
+        run, kinds = self.run, ", ".join(type(loader).__name__ for loader in self.train.loaders)
+        if not run.batches_done:
+            raise Misuse(
+                f"the train loader ({kinds}) gave no batch in epoch {run.current_epoch}: an iterator is used up after one"
+                " pass; give what begins anew with each pass (a DataLoader, a TensorLoader, a list, an object whose __iter__"
+                " makes its iterator), or max_epochs=1"
+            )
+        run.is_last_batch = True
+        if not self.was_short:
+            self.was_short = True
+            lost = run.batches_done % run.window
+            run.warn_once(
+                f"the train loader ({kinds}) gave {run.batches_done} batches where {self.num_batches} were to come (its"
+                " len(), or limit_train_batches): that counts as a whole epoch"
+                + f", and the gradients of the last {lost} batches are lost"
+                * bool(lost)
+            )
 
     @property
     def in_pass(self) -> bool:

@@ -259,6 +259,10 @@ class FabricLoop(Parts, TrainerFace):
                     return
                 if saves:
                     run.saver.save_step(run, config.save_every_n_steps)
+        else:
+            if not (run.is_last_of_epoch or run.stops):
+                feed.ran_out()
+                self._end_pass(run, validates)
         if run.saver is not None and not run.is_last_of_epoch:
             run.saver.cut_short(run)
         self._end_epoch(run)
@@ -269,6 +273,13 @@ class FabricLoop(Parts, TrainerFace):
             run.saver.cut_short(run)
         run.should_stop = True
         if validates:
+            self._validate(run)
+
+    def _end_pass(self, run: Run, validates: bool) -> None:
+        """No batch was known to be the last one: what comes after that comes now."""
+        run.record.note_rates()
+        step_schedulers(run, "epoch", plateau=False)
+        if validates and run.schedule.due_at_end():
             self._validate(run)
 
     def _step_schedulers(self, run: Run) -> None:

@@ -192,6 +192,9 @@ class Run:
                 return train_batch(handed, batch_idx, last_of_window)
             except StopIteration:
                 self.metrics.fx = None
+                if not batch_idx:
+                    self.batches_done = 0
+                    self.feed.ran_out()
                 return {}
             finally:
                 self.is_last_batch = handed.done

@@ -71,6 +71,11 @@ class Schedule:
         count = run.total_batches if run.config.check_val_every_n_epoch is None else run.batches_done
         return count % batch == 0 or (run.is_last_batch and run.hands_iterator)
 
+    def due_at_end(self) -> bool:
+        """Whether to validate at the end of a pass that was shorter than it was to be, as if it had been whole."""
+        each = self.run.config.check_val_every_n_epoch is not None
+        return each and bool(self.batch) and self.run.feed.num_batches % self.batch == 0 and not self.is_planned()
+
 
 def val_check_batch(config: LoopConfig, num_batches: int | float, validates: bool) -> int | float | None:
     """Validate every so many batches; None: by the clock; infinity: at the end of a pass without length.
