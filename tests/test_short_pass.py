@@ -10,7 +10,6 @@ from runs import Snapshots, assert_same_end, fit, logs_of, val_loader
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 
 
