@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .canonical import canonical
 from .fingerprint import check_loaded, check_optimizers
 from .finished import end_state, restore_end
 from .hooks import is_a, overrides
@@ -75,7 +76,7 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
     if not weights_only:
         run.hooks.call_callbacks("on_save_checkpoint", state)
     run.hooks.call_module("on_save_checkpoint", state)
-    return state if weights_only else {**state, OURS: _our_state(run)}  # the hooks see Trainer's keys only
+    return state if weights_only else canonical({**state, OURS: _our_state(run)})  # the hooks see Trainer's keys only
 
 
 def _our_state(run: Run) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         **end_state(run),
         "fingerprint": dict(run.fingerprint),
         "ranks": gathered,
-        "loaders_epoch": dict(run.feed.made_in),
+        "loaders_epoch": dict(sorted(run.feed.made_in.items())),
         "history": copy.deepcopy(run.history.rows),
         "returned": dict(run.history.returned),
         "rates": list(run.record.rates),
