@@ -101,9 +101,11 @@ def choose_place(loop: FabricLoop, run: Run) -> None:
 
 
 def _place_of(path: Path, root: Path) -> tuple[str, int | str] | None:
-    """(name, version) of a checkpoint that lies in this root's own layout."""
-    folder = Path(path).resolve().parent
-    if folder.parent.parent != (root / "checkpoints").resolve():
+    """(name, version) of a checkpoint that lies in this root's own layout, or where a ModelCheckpoint keeps it there."""
+    folder, home = Path(path).resolve().parent, "checkpoints"
+    if folder.name == home and folder.parents[2] == (root / "logs").resolve():
+        folder, home = folder.parent, "logs"
+    if folder.parent.parent != (root / home).resolve():
         return None
     version = folder.name.removeprefix("version_")
     return folder.parent.name, int(version) if version.isdigit() and folder.name != version else folder.name

@@ -73,20 +73,38 @@ def _path_of(argument: str, value: Any, loop: FabricLoop) -> str | Path | None:
         return found
     if value == "auto":
         last = loop.checkpoint_path("last")
-        folders = [last.parent] if last is not None else _folders(root, config.name, config.version)
+        folders = [last.parent] if last is not None else folders_of_callbacks(loop)
+        folders = folders or _folders(root, config.name, config.version)
         return newest_good(folders, config.trusted)
     return value if value is None or "://" in str(value) else Path(value)
 
 
 def _last_of_callbacks(loop: FabricLoop) -> Path | None:
-    """The newest ``last.ckpt`` of a ModelCheckpoint, of an earlier process too, where its folder is known beforehand."""
-    found: list[Path] = []
+    """The newest ``last.ckpt`` of a ModelCheckpoint, of an earlier process too."""
+    names = [f"{name}*.ckpt" for c in loop.checkpoint_callbacks if (name := getattr(c, "CHECKPOINT_NAME_LAST", None))]
+    for folder in folders_of_callbacks(loop):
+        if found := [path for name in names for path in folder.glob(name)]:
+            return max(found, key=lambda path: path.stat().st_mtime)
+    return None
+
+
+def folders_of_callbacks(loop: FabricLoop) -> list[Path]:
+    """Where the loop's ModelCheckpoints keep their files, of earlier processes too: the newest version first."""
+    root, config, folders = Path(loop.default_root_dir), loop.config, []
     for callback in loop.checkpoint_callbacks:
-        name = getattr(callback, "CHECKPOINT_NAME_LAST", None)
-        default = None if loop.loggers else Path(loop.default_root_dir, "checkpoints")
-        if name and (folder := getattr(callback, "dirpath", None) or default):
-            found += Path(folder).glob(f"{name}*{callback.FILE_EXTENSION}")
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+        if own := getattr(callback, "dirpath", None):
+            folders.append(Path(own))
+        elif not loop.loggers:
+            folders.append(root / "checkpoints")
+        else:  # beside the logs of the first logger
+            logger = loop.loggers[0]
+            place = config.name, config.version
+            if not loop._own_logger:  # that counts its versions itself; one that it was given is there
+                name, version = str(logger.name), logger.version
+                is_there = Path(logger.save_dir or root, *_folders(Path(), name, version)).is_dir()
+                place = name, version if is_there else None
+            folders += [path / "checkpoints" for path in _folders(Path(logger.save_dir or root), *place)]
+    return list(dict.fromkeys(folders))
 
 
 def _why_no_best(loop: FabricLoop) -> str:

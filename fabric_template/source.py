@@ -45,6 +45,7 @@ class Source:
         self.is_stateful = trains and all(
             callable(getattr(loader, f"{verb}state_dict", None)) for verb in ("", "load_")
         )
+        self.keeps_workers &= not self.is_stateful  # which puts its workers where they were by itself
         self.is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         takes_turns = not self.workers or getattr(loader, "in_order", True)
         is_plain = not self.is_stateful and getattr(type(loader), "__iter__", None) is DataLoader.__iter__

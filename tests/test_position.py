@@ -444,12 +444,13 @@ class OwnState:
     [
         (lambda: StatefulDataLoader(Counted(), 4, shuffle=True), {}),
         (lambda: StatefulDataLoader(Counted(), 4, shuffle=True, num_workers=2), {}),
+        (lambda: StatefulDataLoader(Counted(), 4, shuffle=True, num_workers=2, persistent_workers=True), {}),
         (lambda: StatefulDataLoader(Counted(), 4, shuffle=True), {"limit_train_batches": 7}),
         (lambda: StatefulDataLoader(StatefulStream(), 4), {}),
         (lambda: StatefulDataLoader(StatefulStream(), 4, num_workers=1), {}),
         (OwnState, {}),
     ],
-    ids=["map", "map+workers", "cut_short", "stream", "stream+workers", "own"],
+    ids=["map", "map+workers", "map+workers_stay", "cut_short", "stream", "stream+workers", "own"],
 )
 def test_loaders_with_state(tmp_path, make, words):
     """They are asked where they are, also one batch behind where the loop looks ahead, and go on by themselves."""

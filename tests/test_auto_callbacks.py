@@ -1,0 +1,53 @@
+"""resume="auto" and "last" where Lightning's ModelCheckpoint keeps the files: they are found where it puts them."""
+
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from runs import assert_same_end, fit, logs_of, tree, val_loader
+
+PLACES = {  # where the files are: words of the callback, the logger
+    "beside_our_logs": (lambda root: {}, lambda root: True),
+    "no_logger": (lambda root: {}, lambda root: False),
+    "own_folder": (lambda root: {"dirpath": root / "kept"}, lambda root: True),
+    "beside_a_logger": (lambda root: {}, lambda root: CSVLogger(root, "csv")),
+    "beside_a_version": (lambda root: {}, lambda root: TensorBoardLogger(root, "board", version="mine")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty", "ignore:The dirpath has changed")
+@pytest.mark.parametrize(
+    ("place", "resume"),
+    [*((place, "auto") for place in PLACES), ("beside_our_logs", "last"), ("beside_a_logger", "last")],
+)
+def test_goes_on(tmp_path, place, resume):
+    make_words, make_logger = PLACES[place]
+
+    def run(name, **words):
+        root = tmp_path / name
+        saving = ModelCheckpoint(save_last=True, **make_words(root))
+        return fit(root, val=val_loader, logger=make_logger(root), callbacks=[saving], **words)
+
+    whole = run("whole", max_epochs=4, resume="auto")  # there is nothing yet: "auto" starts
+    run("parts", max_epochs=2)
+    resumed = run("parts", max_epochs=4, resume=resume, seed=9)
+    assert Path(resumed[0].ckpt_path).is_relative_to(tmp_path / "parts")
+    assert_same_end(whole, resumed)
+    if place in ("beside_our_logs", "no_logger"):
+        assert tree(tmp_path / "whole") == tree(tmp_path / "parts")
+    version = int(place == "own_folder")  # which does not say whose it is: a new one, with all rows
+    assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "parts", version)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_of_the_newest_version_that_has_any(tmp_path):
+    """And a version that is given is looked into alone."""
+    for epochs in (1, 2):
+        fit(tmp_path, max_epochs=epochs, callbacks=[ModelCheckpoint(save_last=True)])
+    folder = "logs/run/version_{}/checkpoints"
+    (tmp_path / folder.format(10)).mkdir(parents=True)
+    loop, _, _ = fit(tmp_path, max_epochs=2, resume="auto", callbacks=[ModelCheckpoint(save_last=True)])
+    assert Path(loop.ckpt_path).parent == tmp_path / folder.format(1)
+    loop, _, _ = fit(tmp_path, max_epochs=2, resume="auto", version=0, callbacks=[ModelCheckpoint(save_last=True)])
+    assert Path(loop.ckpt_path).parent == tmp_path / folder.format(0)
