@@ -177,9 +177,9 @@ def check_format(checkpoint: Mapping[str, Any], path: Any) -> None:
         CheckpointError: one line.
     """
     ours = checkpoint.get(OURS)
-    if isinstance(ours, Mapping) and ours.get("format", 0) > FORMAT:
+    if isinstance(ours, Mapping) and isinstance(number := ours.get("format", 0), int) and number > FORMAT:
         raise CheckpointError(
-            f"'{path}' has format {ours['format']}; this version of fabric_template reads up to {FORMAT}: update it with"
+            f"'{path}' has format {number}; this version of fabric_template reads up to {FORMAT}: update it with"
             " pip install -U, or save the checkpoint with this version"
         )
 
@@ -276,7 +276,7 @@ def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     part = checkpoint.get(type(run.datamodule).__qualname__) if run.datamodule is not None else None
     if part and callable(getattr(run.datamodule, "load_state_dict", None)):
         run.datamodule.load_state_dict(part)
-    if (states := checkpoint.get("callbacks")) is None:
+    if not isinstance(states := checkpoint.get("callbacks"), Mapping):
         return
     known = {getattr(callback, "state_key", type(callback).__qualname__) for callback in run.callbacks}
     missing = sorted(map(str, states.keys() - known))

@@ -16,6 +16,7 @@ from .checkpoint import OURS, check_fits, check_format
 from .disk import set_aside
 from .hooks import overrides
 from .reading import CheckpointError, DamagedError, cause_of, load_header, read_checkpoint
+from .schema import check_resumable
 from .signals import starts_processes
 from .storage import AtomicCheckpointIO, inside
 
@@ -130,6 +131,8 @@ def _check(run: Run, fabric: Fabric) -> None:
             raise
         raise _with_a_better_one(Path(path), error) from error
     check_format(checkpoint, path)
+    if run.resume_path is not None:
+        check_resumable(checkpoint, path)
     own_ways = [overrides(run.owner, name) for name in ("configure_model", "on_load_checkpoint")]
     loads_plainly = type(run.net).load_state_dict is nn.Module.load_state_dict
     if not any(own_ways) and loads_plainly and getattr(run.owner, "strict_loading", True):
@@ -159,7 +162,8 @@ def find_checkpoint(word: str, root: Path, name: str, version: int | str | None)
                 inside(folder, name)  # not through a symbolic link to somewhere else
                 return folder / name
         if word == "best" and (last := folder / "last.ckpt").is_file():
-            kept = read_checkpoint(last).get(OURS, {}).get("kept", {}).get("best", {})
+            check_resumable(checkpoint := read_checkpoint(last), last)
+            kept = (checkpoint.get(OURS) or {}).get("kept", {}).get("best", {})
             existing = {name: score for name, score in kept.items() if (folder / name).is_file()}
             if existing:
                 return folder / min(existing, key=existing.__getitem__)

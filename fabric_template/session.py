@@ -26,6 +26,7 @@ from .reading import cause_of
 from .record import Record
 from .resume import load_file
 from .schedulers import step_schedulers
+from .schema import check_resumable
 from .signals import ending, requeue
 from .steps import Modes
 
@@ -98,6 +99,8 @@ def _set_up(loop: FabricLoop, run: Run) -> None:
     path = run.resume_path or run.load_path
     if path is not None:
         run.checkpoint = load_file(fabric, path, run.config.trusted)
+        if run.resume_path is not None:  # once more: the file may be another one by now
+            check_resumable(run.checkpoint, path)
         ours = run.checkpoint.pop(ckpt.OURS, None)  # hooks see Trainer's keys only
         ckpt.load_weights(run, run.checkpoint)
         if run.resume_path is not None:

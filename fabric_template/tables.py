@@ -124,7 +124,8 @@ class Table:
         elif kept != old or len(found) > rows or not whole:
             self._replace(kept, to_table(kept, found[:rows]))
             self._num_rows = min(rows, len(found))
-        self.waiting = [dict(row) for row in waiting or []]
+        # made safe again: they come from a file
+        self.waiting = [{cell_of(name): cell_of(cell) for name, cell in row.items()} for row in waiting or []]
         self.flush()
 
     def sync(self) -> None:
