@@ -17,6 +17,7 @@ import torch
 from .canonical import canonical
 from .fingerprint import check_loaded, check_optimizers
 from .finished import end_state, restore_end
+from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_scheduler
 from .hooks import is_a, overrides
 from .randomness import rng_state
 from .reading import CheckpointError, explain_mismatch, find_weights
@@ -201,14 +202,16 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     weights = find_weights(checkpoint, run.net.state_dict())
     strict = getattr(run.owner, "strict_loading", True)
-    run.net.load_state_dict(weights, strict=strict if isinstance(strict, bool) else True)
+    with given_to(run.net, run.resume_path or run.load_path):
+        run.net.load_state_dict(weights, strict=strict if isinstance(strict, bool) else True)
 
 
 def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     """Optimizers, schedulers, scaler, counters: what fit needs beyond the weights, the random numbers excepted."""
     precision = run.fabric.strategy.precision
     if scaler := checkpoint.get(type(precision).__qualname__):
-        precision.load_state_dict(scaler)
+        with given_to(precision, run.resume_path):
+            precision.load_state_dict(scaler)
     for key in ("optimizer_states", "lr_schedulers"):
         if key not in checkpoint:
             raise CheckpointError(
@@ -224,11 +227,10 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     known = (ours or {}).get("fingerprint")
     check_optimizers(run, known)
     for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
-        optimizer.load_state_dict(state)
-        if not known:
-            check_loaded(run, optimizer)
+        put_into_optimizer(optimizer, state, run.resume_path)
+        check_loaded(run, optimizer)
     for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=False):
-        config.scheduler.load_state_dict(state)
+        put_into_scheduler(config.scheduler, state, run.resume_path)
     run.global_step = int(checkpoint.get("global_step", 0))
     if ours is None or of_this_rank(run, ours)["train"] is None:
         fit = checkpoint.get("loops", {}).get("fit_loop", {})
@@ -290,5 +292,5 @@ def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
     for callback in run.callbacks:
         state = states.get(getattr(callback, "state_key", type(callback).__qualname__))
-        if state and callable(getattr(callback, "load_state_dict", None)):
-            callback.load_state_dict(copy.deepcopy(state))
+        if callable(getattr(callback, "load_state_dict", None)):
+            put_into_callback(callback, state, run.resume_path or run.load_path)

@@ -218,8 +218,9 @@ def explain_mismatch(expected: dict[str, Any], found: dict[str, Any], limit: int
     differences += [f"unexpected '{key}'" for key in found if key not in expected]
     for key in expected:
         ours, theirs = (getattr(side.get(key), "shape", None) for side in (expected, found))
-        if ours is not None and theirs is not None and ours != theirs:
-            differences.append(f"'{key}' has shape {tuple(theirs)} in the file, {tuple(ours)} in the model")
+        if ours is not None and key in found and ours != theirs:
+            shape = "no shape" if theirs is None else f"shape {tuple(theirs)}"
+            differences.append(f"'{key}' has {shape} in the file, {tuple(ours)} in the model")
     if not differences:
         return None
     count, more = len(differences), len(differences) - limit
@@ -305,11 +306,13 @@ def _zip_damage(file: IO[bytes], size: int, read_all: bool = True) -> str | None
             if sum(m.file_size for m in members) > size:
                 return f"its parts claim to be larger than the file's {size} bytes"
             names = [m.filename for m in members]
-            # Twice a name, a prefix, a "folder" with content: zipfile and torch's own reader would see different bytes.
-            odd = len(set(names)) < len(names) or archive.comment or any(m.external_attr & 0x10 for m in members)
+            # Twice a name (in torch's reader also "A" and "a"), another folder, a prefix, a "folder" with content: zipfile and
+            # torch's own reader would see different bytes.
+            odd = len({name.lower() for name in names}) < len(names) or len({name.split("/")[0] for name in names}) > 1
+            odd = odd or archive.comment or any(m.external_attr & 0x10 for m in members)
             if odd or not members or min(m.header_offset for m in members) != 0:
                 return "its directory is not one that torch.save writes"
-            if not any(name.endswith("/data.pkl") or name == "data.pkl" for name in names):
+            if _pickle_in(names) not in names:
                 return "it is a zip file without a data.pkl"
             if read_all and (bad := archive.testzip()):  # reads everything, 1 MiB at a time
                 return f"the checksum of its part '{bad}' is wrong"
@@ -398,10 +401,37 @@ def _allocator_in(data: bytes) -> str | None:
     return None
 
 
+def _pickle_in(names: list[str]) -> str:
+    """What torch's own reader takes for the pickle: in the folder of the first part."""
+    return f"{names[0].split('/')[0] if names else ''}/data.pkl"
+
+
+def tensors_in(content: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a nest of dicts and lists, once."""
+    seen: set[int] = set()
+    left = [content]
+    while left:
+        item = left.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, dict | list | tuple) and id(item) not in seen:
+            seen.add(id(item))
+            left.extend(item.values() if isinstance(item, dict) else item)
+
+
+def _declared(content: Any) -> int:
+    """The bytes of all tensors, of each view once, if every element had memory of its own."""
+    plain = [tensor for tensor in tensors_in(content) if tensor.layout is torch.strided]
+    views = {
+        (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t.numel() * t.itemsize for t in plain
+    }
+    return sum(views.values())
+
+
 def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
     """Return the content, or the reason why it takes more than plain values to load it."""
     with zipfile.ZipFile(file) as archive:
-        data = archive.read(next(n for n in archive.namelist() if n.endswith("/data.pkl") or n == "data.pkl"))
+        data = archive.read(_pickle_in(archive.namelist()))
     if (name := _allocator_in(data)) is not None:
         return None, f"wants to call {name}, which can take any amount of memory"
     del data
@@ -413,7 +443,12 @@ def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
     try:
         with torch.serialization.safe_globals(mine), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch warns of here (a newer pickle protocol) ends as our complaint
-            return torch.load(file, map_location=map_location, weights_only=True), None
+            content = torch.load(file, map_location=map_location, weights_only=True)
+        declared, size = _declared(content), os.fstat(file.fileno()).st_size
+        told = (
+            f"holds tensors of {declared / 1e6:.0f} MB in {size / 1e6:.1f} MB, as their elements share memory (expand)"
+        )
+        return (content, None) if declared <= 2 * size + 2**26 else (None, told)
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+) ", str(error))
         last = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()

@@ -10,14 +10,13 @@ tuple for a list of just these, an `Is` for one value, and a function for the ta
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .reading import CheckpointError, cause_of
+from .reading import CheckpointError
 
 MOST = 2**48  # of any count
 
@@ -51,7 +50,7 @@ def check(table: Any, value: Any, where: str) -> None:
         check(table(value), value, where)
     elif not isinstance(value, Mapping):
         raise CheckpointError(f"{where} is {_shown(value)}, expected a dict")
-    elif isinstance(key := next(iter(table)), Is):
+    elif isinstance(key := next(iter(table), None), Is):
         for name, part in value.items():
             check(key, name, f"a key of {where}")
             check(table[key], part, f"{where}[{_shown(name)}]")
@@ -92,20 +91,6 @@ def check_resumable(checkpoint: Mapping[str, Any], path: Any) -> None:
         ) from None
 
 
-@contextmanager
-def given_to(taker: str, path: Any) -> Iterator[None]:
-    """Within, a part of the file is put into an object: what that says of a part that it cannot use becomes one line."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"'{path}' does not fit: {taker} does not take what it holds ({cause_of(error)}); resume with the code and"
-            " versions that saved it, or use load= to take the weights only"
-        ) from error
-
-
 def _shown(value: Any) -> str:
     """A value in a few words, however much there is of it."""
     if isinstance(value, Tensor):
@@ -144,7 +129,7 @@ def _is_whole(value: Any, *dtypes: torch.dtype, numel: int | None = None) -> boo
 
 anything = Is("anything", lambda value: True)
 flag = one_of(False, True)
-text = Is("a text", lambda value: isinstance(value, str))
+text = Is("a text", lambda value: isinstance(value, str) and len(value) < 10_000)
 count = number_from(0, MOST, int)
 number = Is("a number", lambda value: type(value) is float or (isinstance(value, int) and abs(value) < 2**63))
 finite = number_from(-1e308, 1e308, float)
@@ -253,12 +238,18 @@ ROWS = {"rows": count, "columns": [text], "waiting?": [{text: text}]}
 
 # ---- the whole
 
+DATA = {"loader?": text, "samples?": maybe(count), "batch_size?": maybe(count)}
+FINGERPRINT = {
+    "accumulate_grad_batches?": count, "precision?": text, "optimizers?": [[text]], "schedulers?": [text],
+    "processes?": count, "versions?": {text: text}, "batches?": maybe(count), "data?": [DATA],
+}  # fmt: skip
 RANK = {"rng": RNG, "train": LOADERS, "val": LOADERS, "returned": RETURNED, "metrics": METRICS}
 OURS = {
     "format?": count, "batch_idx": count, "epoch": count, "saved_in": maybe(text), "is_exact?": flag, "is_last_batch": flag,
     "total_batches": count, "batches_that_stepped": count, "stepped_before?": count, "steps_in_epoch": count,
     "seconds?": number_from(0, MOST, int, float), "ranks": [RANK], "loaders_epoch": {text: count}, "returned": {text: number},
     "history": [{text: cell}], "rates": [number], "kept": {"best?": {file_name: number}},
+    "should_stop?": flag, "elapsed?": number_from(0, MOST, int, float), "fingerprint?": FINGERPRINT,
     "logs": [maybe({one_of("metrics.csv", "steps.csv"): ROWS})],
 }  # fmt: skip
 RULES: dict[str, Callable[[Any], bool]] = {  # between parts that are each what they must be; in words what is wrong otherwise

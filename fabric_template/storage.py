@@ -13,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from .disk import BINARY, fsync_folder, make_folder, write_all
 from .disk import fs as _fs
 from .locks import try_lock
-from .reading import CheckpointError, cause_of, local_path, read_checkpoint
+from .reading import CheckpointError, cause_of, local_path, read_checkpoint, tensors_in
 
 BUFFER = 2**20  # bytes: torch writes a small file in hundreds of pieces
 
@@ -157,16 +157,9 @@ class _Stream:
 
 def _check_room(checkpoint: Any, target: Path) -> None:
     storages: dict[int, int] = {}
-    seen: set[int] = set()
-    stack = [checkpoint]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, torch.Tensor):
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse and the like: an estimate is enough
-                storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-        elif isinstance(item, dict | list | tuple) and id(item) not in seen:
-            seen.add(id(item))
-            stack.extend(item.values() if isinstance(item, dict) else item)
+    for tensor in tensors_in(checkpoint):
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse and the like: an estimate is enough
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     needed, free = sum(storages.values()) + 2**20, _fs.free(target.parent)
     if needed > free:
         raise CheckpointError(

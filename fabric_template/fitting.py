@@ -1,0 +1,141 @@
+"""Fitting: parts of a checkpoint put into the objects that they are for; what does not fit is said in one line.
+
+Optimizers and schedulers take nearly anything from a file, and stumble over it steps later. What they hold by themselves says
+what they must be given.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .hooks import is_a
+from .reading import CheckpointError
+from .schema import Is, anything, check, one_of, text
+
+number = Is(
+    "a number, a tensor of one, or None",
+    lambda value: value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1),
+)
+
+
+@contextmanager
+def given_to(taker: Any, path: Any) -> Iterator[None]:
+    """Within, a part of the file is put into an object: what that says of one that it cannot use becomes one line."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        cause = " ".join(f"{kind}{error}".split())[:300]
+        raise CheckpointError(
+            f"'{path}' does not fit this run: {type(taker).__name__} cannot take what it holds ({cause}); resume with what"
+            " saved it, or use load= to take the weights only"
+        ) from error
+
+
+def like(example: Any) -> Any:
+    """The table for what may stand in this one's place.
+
+    Example:
+        >>> check(like({"lr": 0.1, "betas": (0.9, 0.99)}), {"lr": torch.tensor(0.2), "betas": [0.8, 0.9]}, "file")
+    """
+    if isinstance(example, bool | int | float) or (isinstance(example, Tensor) and example.numel() == 1):
+        return number
+    if isinstance(example, Tensor):
+        shape = tuple(example.shape)
+        return Is(f"a tensor of shape {shape}", lambda value: isinstance(value, Tensor) and tuple(value.shape) == shape)
+    if isinstance(example, Mapping) and example and all(isinstance(key, str) for key in example):
+        return {f"{key}?": like(value) for key, value in example.items()}
+    if isinstance(example, list | tuple) and example:
+        return tuple(like(value) for value in example)
+    return text if isinstance(example, str) else anything
+
+
+def put_into_optimizer(optimizer: Any, state: Mapping[str, Any], path: Any) -> None:
+    """Give an optimizer its state.
+
+    Raises:
+        CheckpointError: it is of another one, in its groups or in what it keeps of a parameter.
+    """
+    with given_to(optimizer, path):
+        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:  # nobody else knows what it holds
+            optimizer.load_state_dict(state)
+            return
+        mine = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        check({"param_groups": tuple(map(like, mine)), "state": {anything: {anything: anything}}}, state, "it")
+        optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:
+            made: dict[Any, Any] = {}
+            for parameter in group["params"]:
+                if held := optimizer.state.get(parameter):
+                    kind = tuple(min(size, 2) for size in parameter.shape), parameter.dtype
+                    made[kind] = made[kind] if kind in made else _made_by_a_step(optimizer, group, *kind)
+                    table = {key: like(_grown(value, parameter)) for key, value in made[kind].items()}
+                    check(table, held, f"the state of a parameter of shape {tuple(parameter.shape)}")
+
+
+def _grown(small: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor of a state, that of a small parameter, as large as this one's: its dimensions are the parameter's, or 1."""
+    if small.dim() == 0:
+        return small
+    pairs = zip(small.shape, parameter.shape, strict=True)
+    return small.new_empty([size if least == min(size, 2) else least for least, size in pairs], device="meta")
+
+
+def _made_by_a_step(optimizer: Any, group: dict[str, Any], shape: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors that one step leaves of a small parameter; none where that cannot be tried, or is not torch's own."""
+    twin = torch.zeros(shape, dtype=dtype)
+    twin.grad = torch.zeros_like(twin)
+    with suppress(Exception):
+        if f"{type(optimizer).__module__}.".startswith("torch.optim."):
+            fresh = copy.copy(optimizer)
+            fresh.param_groups, fresh.state = [{**group, "params": [twin]}], defaultdict(dict)
+            fresh.step()
+            state = {key: value for key, value in fresh.state[twin].items() if isinstance(value, Tensor)}
+            return {key: value for key, value in state.items() if value.dim() in (0, twin.dim())}
+    return {}
+
+
+def put_into_scheduler(scheduler: Any, state: Mapping[str, Any], path: Any) -> None:
+    """Give a scheduler its state, which becomes its attributes: none of them may hide a method, or its optimizer.
+
+    Raises:
+        CheckpointError: it is of another one.
+    """
+    with given_to(scheduler, path):
+        mine = scheduler.state_dict()
+        free = Is("none of its own", lambda key: key in mine or not hasattr(scheduler, key))
+        check({free: anything}, state, "it")
+        check(like(mine), state, "it")
+        scheduler.load_state_dict(state)
+
+
+def put_into_callback(callback: Any, state: Any, path: Any) -> None:
+    """Give a callback its state; of Lightning's own it is known what that is, and which files ModelCheckpoint removes.
+
+    Raises:
+        CheckpointError: it cannot take it.
+    """
+    with given_to(callback, path):
+        if type(callback).__module__.startswith(("lightning.", "pytorch_lightning.")) and state:
+            check(like(callback.state_dict()), state, "it")
+        if is_a(callback, "ModelCheckpoint") and state:
+            check({"best_k_models?": {text: number}}, state, "it")
+            models, folder = state.get("best_k_models", {}), str(state.get("dirpath"))
+            inside = Is(
+                f"a file in {folder!r}",
+                lambda name: (
+                    not name or (os.path.dirname(name) and os.path.normpath(name).startswith(os.path.join(folder, "")))
+                ),
+            )
+            check([inside], [*models, state.get("last_model_path", "")], "its files")
+            check(one_of("", *models), state.get("kth_best_model_path", ""), "its kth_best_model_path")
+        if state:
+            callback.load_state_dict(copy.deepcopy(state))
