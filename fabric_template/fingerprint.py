@@ -114,7 +114,8 @@ def check_loaded(run: Run, optimizer: Any) -> None:
         CheckpointError: one line with the settings that are missing.
     """
     for group in optimizer.param_groups:
-        if missing := sorted(getattr(optimizer, "defaults", {}).keys() - group.keys()):
+        told = getattr(optimizer, "defaults", {}).keys() - {"differentiable"}  # torch adds it to those that lack it
+        if missing := sorted(told - group.keys()):
             what = f"another optimizer than {type(optimizer).__name__} (no {', '.join(missing)} in it)"
             raise _another(run, what, "that one")
 
