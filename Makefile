@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
+# processes that share the tests: more than cores makes those that measure patience fail
+JOBS ?= 2
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: run test lint bench soak clean
@@ -13,7 +15,7 @@ run: $(VENV)/.installed
 	$(VENV)/bin/fabric-template fit
 
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest -q
+	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
