@@ -9,8 +9,8 @@ if _TYPE_CHECKING:
     from .data import TensorLoader
     from .logs import CSVLogger, read_logs
     from .loop import FabricLoop
+    from .opening import CheckpointError
     from .plots import plot_logs
-    from .reading import CheckpointError
     from .storage import AtomicCheckpointIO
 
 __version__ = "0.1.0"
@@ -30,7 +30,7 @@ __all__ = [
 _HOMES = {
     "AtomicCheckpointIO": "storage",
     "CSVLogger": "logs",
-    "CheckpointError": "reading",
+    "CheckpointError": "opening",
     "FabricLoop": "loop",
     "LoopConfig": "config",
     "TensorLoader": "data",

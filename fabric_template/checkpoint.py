@@ -19,8 +19,9 @@ from .fingerprint import check_loaded, check_optimizers
 from .finished import end_state, restore_end
 from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_scheduler
 from .hooks import is_a, overrides
+from .opening import CheckpointError
 from .randomness import rng_state
-from .reading import CheckpointError, explain_mismatch, find_weights
+from .reading import explain_mismatch, find_weights
 
 if TYPE_CHECKING:
     from .run import Run

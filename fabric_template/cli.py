@@ -249,10 +249,11 @@ def _diff(verb: str, argv: list[str]) -> int:
 
 
 def _verify(verb: str, argv: list[str]) -> int:
-    from .reading import SUFFIXES, CheckpointError, verify_checkpoint
+    from .opening import SUFFIXES, CheckpointError, UnreadableError
+    from .reading import verify_checkpoint
 
     given = _arguments(verb, argv, PATH={"help": "a checkpoint, or a folder of them; exit code 1 if one is not whole"})
-    path, bad = Path(given.PATH), 0
+    path, code = Path(given.PATH), 0
     files = [path] if not path.is_dir() else sorted(p for p in path.rglob("[!.]*") if p.suffix in SUFFIXES)
     if not files:
         raise UsageError(f"verify {path}: there is no checkpoint in this folder ({', '.join(SUFFIXES)})")
@@ -260,10 +261,13 @@ def _verify(verb: str, argv: list[str]) -> int:
         try:
             verify_checkpoint(file)
             print(f"whole       {file}")
+        except UnreadableError as error:
+            code = code or 2
+            print(f"not read    {error}")
         except CheckpointError as error:
-            bad += 1
+            code = 1
             print(f"unusable    {error}")
-    return 1 if bad else 0
+    return code
 
 
 if __name__ == "__main__":

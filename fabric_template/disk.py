@@ -68,8 +68,9 @@ def set_aside(path: str | Path, word: str) -> Path:
         'demo.csv.before'
     """
     number = 0
-    while (target := Path(f"{path}.{word}{'' if not number else f'-{number}'}")).exists():
-        number += 1
+    with contextlib.suppress(FileNotFoundError):  # not exists(): what cannot be looked at is not free
+        while os.lstat(target := Path(f"{path}.{word}{'' if not number else f'-{number}'}")):
+            number += 1
     fs.replace(path, target)
     return target
 

@@ -11,10 +11,10 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 
+from .opening import CheckpointError
 from .outcome import Outcome, leave_together, unshare
 from .place import choose_place
 from .progress import is_interactive
-from .reading import CheckpointError
 from .resume import agree_on_checkpoint
 from .run import Run
 from .signals import Forward, ending, starts_processes

@@ -7,7 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from .reading import CheckpointError, cause_of
+from .opening import CheckpointError, cause_of
 
 try:
     import fcntl

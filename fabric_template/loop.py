@@ -19,6 +19,7 @@ from .fingerprint import tell_differences
 from .finished import end_again, time_left
 from .launch import launch
 from .lightning import StrategyFace
+from .opening import is_file
 from .parts import Parts
 from .place import make_loggers, with_safe_files
 from .prepare import prepare
@@ -372,4 +373,4 @@ class FabricLoop(Parts, TrainerFace):
     def checkpoint_path(self, word: str) -> Path | None:
         """The "last" or "best" checkpoint that this loop, or a ModelCheckpoint among its callbacks, has saved."""
         path = getattr(self.checkpoint_callback, f"{word}_model_path", "")
-        return Path(path) if path and Path(path).is_file() else None
+        return Path(path) if path and is_file(path) else None

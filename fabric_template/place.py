@@ -15,6 +15,7 @@ from .config import LoopConfig
 from .disk import make_folder
 from .errors import MisuseOfType
 from .logs import CSVLogger
+from .opening import names_in
 from .storage import AtomicCheckpointIO
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def _claim(root: Path, name: str, csv: CSVLogger | None, keeps: bool, fabric: Fa
     homes += [root / "checkpoints" / name] if keeps else []
     number = -1
     if fabric.is_global_zero:
-        taken = [int(path.name[8:]) for home in homes for path in home.glob("version_*") if path.name[8:].isdigit()]
+        names = [name for home in homes for name in names_in(home) if name.startswith("version_")]
+        taken = [int(name[8:]) for name in names if name[8:].isdigit()]
         number = max(taken, default=-1) + 1
         while True:
             try:

@@ -1,39 +1,27 @@
 """Reading: checkpoint files opened without trusting them; a damaged one is refused before anything is built from it.
 
-A leaf: torch and the standard library, so that it can be copied alone.
+Needs `opening.py`, torch and the standard library: the two can be copied alone.
 """
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import pickle
 import pickletools
 import re
-import stat
 import struct
 import sys
 import warnings
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
-
-
-_CAUSES = {  # the rest is told in the system's own words
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EACCES: "no permission to write there",
-    errno.EROFS: "the file system is read-only",
-    errno.EIO: "the disk reports an input/output error",
-}
-
+from .opening import CheckpointError, DamagedError, cause_of, is_passing, local_path, opened
 
 # What `save_hyperparameters()` commonly puts into Trainer's files beyond plain values. Building these runs no code of
 # the file's choice: a path holds text, a Namespace attributes. All else (numpy, ...) needs `trusted=True`.
@@ -64,29 +52,6 @@ _STORAGE = re.compile(r"torch(\.storage)? UntypedStorage")
 _ENCODE = ("name", "_codecs encode")
 
 
-class CheckpointError(ValueError):
-    """A checkpoint file that cannot be written, read or used; the message is one line that says what to do.
-
-    Example:
-        >>> try:
-        ...     verify_checkpoint("s3://bucket/last.ckpt")
-        ... except CheckpointError as error:
-        ...     print(error)
-        's3://bucket/last.ckpt' is a URL; only local files are opened here: download it first and give the path.
-    """
-
-    def __init__(self, message: object = "") -> None:
-        super().__init__(" ".join(str(message).splitlines()))  # also where a name in the file has several
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint file that is not what was written: cut off, altered, empty, or none at all."""
-
-
-class MissingCheckpoint(CheckpointError, FileNotFoundError):
-    """There is no such file."""
-
-
 def verify_checkpoint(path: str | Path) -> None:
     """Read a file from end to end and raise `CheckpointError` unless it is a whole checkpoint.
 
@@ -98,7 +63,7 @@ def verify_checkpoint(path: str | Path) -> None:
         >>> verify_checkpoint("demo.ckpt")
     """
     path = local_path(path)
-    with _opened(path) as file:
+    with opened(path) as file:
         _verify(file, path)
 
 
@@ -119,7 +84,7 @@ def read_checkpoint(path: str | Path, *, trusted: bool = False, map_location: An
     """
     path = local_path(path)
     # Opened once: what was verified is what is loaded, also while another process renames a new file over the name.
-    with _opened(path) as file:
+    with opened(path) as file:
         legacy = path.suffix != ".safetensors" and _is_pickle(file)
         if not (legacy and trusted):
             _verify(file, path)
@@ -135,10 +100,10 @@ def read_checkpoint(path: str | Path, *, trusted: bool = False, map_location: An
                 warnings.warn(f"'{path}' {reason}; loaded all the same, because of trusted=True.", stacklevel=2)
                 file.seek(0)
                 checkpoint = torch.load(file, map_location=map_location, weights_only=False)
-        except CheckpointError:
-            raise
-        except Exception as error:  # bytes that are no pickle make unpicklers raise anything
-            raise DamagedError(f"'{path}' could not be read: {cause_of(error)}. Use another file.") from error
+        except Exception as error:  # the checksums are right: what was written is no pickle, which is no damage
+            if isinstance(error, CheckpointError) or is_passing(error):
+                raise
+            raise CheckpointError(f"'{path}' could not be read: {cause_of(error)}. Use another file.") from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
             f"'{path}' holds a {type(checkpoint).__name__}, not a dict: save {{'state_dict': model.state_dict()}}."
@@ -157,13 +122,13 @@ def load_header(path: str | Path) -> dict[str, Any]:
         >>> load_header("demo.ckpt")["global_step"]
         3
     """
-    with _opened(local_path(path)) as file:
+    with opened(local_path(path)) as file:
         if damage := _zip_damage(file, os.fstat(file.fileno()).st_size, read_all=False):
             raise DamagedError(f"'{path}' is damaged or no checkpoint: {damage}.")
         try:
             content, reason = _load_plain(file, "meta")
         except Exception as error:
-            raise DamagedError(f"'{path}' could not be read: {cause_of(error)}.") from error
+            raise CheckpointError(f"'{path}' could not be read: {cause_of(error)}.") from error
     if reason is not None:
         raise CheckpointError(_needs_trust(path, reason))
     return content if isinstance(content, dict) else {}
@@ -228,55 +193,6 @@ def explain_mismatch(expected: dict[str, Any], found: dict[str, Any], limit: int
     return f"{count} difference{'s' * (count > 1)}: {'; '.join(differences[:limit])}{end}"
 
 
-def cause_of(error: BaseException) -> str:
-    """One line for an error: the usual disk errors in words, the rest by its own first line."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return _CAUSES.get(error.errno) or str(error.strerror)
-    first = re.split(r"\n|\. ", str(error).strip())[0][:200]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def local_path(path: str | Path) -> Path:
-    """The path as it is; a URL is refused."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):  # two letters or more: "C:/" is a drive
-        raise CheckpointError(
-            f"'{path}' is a URL; only local files are opened here: download it first and give the path."
-        )
-    return Path(path)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        what = "does not exist" if missing else f"cannot be opened: {cause_of(error)}"
-        kind = MissingCheckpoint if missing else CheckpointError
-        raise kind(f"'{path}' {what}; {_nearby(path.parent)}.") from error
-    if stat.S_ISDIR(mode):
-        raise CheckpointError(f"'{path}' is a folder, not a file; {_nearby(path)}.")
-    if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
-        raise CheckpointError(f"'{path}' is not a regular file: give the path of a checkpoint file.")
-    try:
-        file = open(path, "rb")  # noqa: SIM115
-    except OSError as error:
-        raise CheckpointError(f"'{path}' cannot be opened: {cause_of(error)}. Check its permissions.") from error
-    with file:
-        yield file
-
-
-def _nearby(folder: Path) -> str:
-    try:
-        names = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES)
-    except OSError:
-        return f"there is no folder '{folder}' either: check the path"
-    if not names:
-        return f"there are no checkpoints in '{folder}': check the path"
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"in '{folder}' there are: {', '.join(names[:5])}{more}"
-
-
 def _verify(file: IO[bytes], path: Path) -> None:
     size = os.fstat(file.fileno()).st_size
     if size == 0:
@@ -321,6 +237,8 @@ def _zip_damage(file: IO[bytes], size: int, read_all: bool = True) -> str | None
             torch.serialization.get_unsafe_globals_in_checkpoint(file)
         return None
     except Exception as error:  # a damaged directory makes zipfile raise anything
+        if is_passing(error):
+            raise
         return f"it is cut off or altered ({cause_of(error)})"
 
 
@@ -333,6 +251,8 @@ def _safetensors_damage(file: IO[bytes], size: int) -> str | None:
         header = json.loads(file.read(length))
         end = max((int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__"), default=0)
     except Exception as error:
+        if is_passing(error):
+            raise
         return f"its header cannot be read ({cause_of(error)})"
     return None if 8 + length + end == size else f"its tensors need {8 + length + end} bytes, the file has {size}"
 

@@ -15,7 +15,8 @@ from torch import nn
 from .checkpoint import OURS, check_fits, check_format
 from .disk import set_aside
 from .hooks import overrides
-from .reading import CheckpointError, DamagedError, cause_of, load_header, read_checkpoint
+from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file, names_in
+from .reading import load_header, read_checkpoint
 from .schema import check_resumable
 from .signals import starts_processes
 from .storage import AtomicCheckpointIO, inside
@@ -82,9 +83,9 @@ def _path_of(argument: str, value: Any, loop: FabricLoop) -> str | Path | None:
 
 def _last_of_callbacks(loop: FabricLoop) -> Path | None:
     """The newest ``last.ckpt`` of a ModelCheckpoint, of an earlier process too."""
-    names = [f"{name}*.ckpt" for c in loop.checkpoint_callbacks if (name := getattr(c, "CHECKPOINT_NAME_LAST", None))]
+    starts = tuple(name for c in loop.checkpoint_callbacks if (name := getattr(c, "CHECKPOINT_NAME_LAST", None)))
     for folder in folders_of_callbacks(loop):
-        if found := [path for name in names for path in folder.glob(name)]:
+        if found := [folder / one for one in names_in(folder) if one.startswith(starts) and one.endswith(".ckpt")]:
             return max(found, key=lambda path: path.stat().st_mtime)
     return None
 
@@ -158,13 +159,13 @@ def find_checkpoint(word: str, root: Path, name: str, version: int | str | None)
     for folder in _folders(root, name, version):
         names = ["last.ckpt", "exception.ckpt"] if word == "last" else ["best.ckpt"]
         for name in names:
-            if (folder / name).is_file():
+            if is_file(folder / name):
                 inside(folder, name)  # not through a symbolic link to somewhere else
                 return folder / name
-        if word == "best" and (last := folder / "last.ckpt").is_file():
+        if word == "best" and is_file(last := folder / "last.ckpt"):
             check_resumable(checkpoint := read_checkpoint(last), last)
             kept = (checkpoint.get(OURS) or {}).get("kept", {}).get("best", {})
-            existing = {name: score for name, score in kept.items() if (folder / name).is_file()}
+            existing = {name: score for name, score in kept.items() if is_file(folder / name)}
             if existing:
                 return folder / min(existing, key=existing.__getitem__)
     return None
@@ -173,7 +174,8 @@ def find_checkpoint(word: str, root: Path, name: str, version: int | str | None)
 def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
     """What ``"auto"`` means: the checkpoint that is furthest, in the first folder that has any; None: start anew.
 
-    A damaged one is named in a warning and set aside under another name, never deleted; the one before it is next.
+    A damaged one is named in a warning and set aside under another name, never deleted; the one before it is next. One
+    that could not be read is no damaged one: the error is the caller's, and nothing is touched.
 
     Example:
         >>> newest_good([Path("nowhere")])
@@ -195,7 +197,10 @@ def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
 
 def _with_a_better_one(path: Path, error: DamagedError) -> CheckpointError:
     """The same error with the newest good checkpoint of the folder, to be typed instead."""
-    older = next((other for other in by_progress(path.parent) if other != path and _is_good(other)), None)
+    try:
+        older = next((other for other in by_progress(path.parent) if other != path and _is_good(other)), None)
+    except UnreadableError as another:
+        return CheckpointError(f"{error} Whether there is a good one in its folder is not known: {another}")
     if older is None:
         return CheckpointError(f"{error} There is no other in its folder.")
     return CheckpointError(
@@ -207,7 +212,7 @@ def _with_a_better_one(path: Path, error: DamagedError) -> CheckpointError:
 def by_progress(folder: Path) -> list[Path]:
     """The checkpoints in a folder, those of the furthest state first; what cannot be looked into first of all."""
     places: dict[Path, tuple[Any, ...]] = {}
-    for path in folder.glob("*.ckpt"):
+    for path in (folder / name for name in names_in(folder) if name.endswith(".ckpt")):
         try:
             places[path] = _progress(load_header(path))
         except CheckpointError:  # taken for the newest, so that whoever reads it says what is wrong with it
@@ -239,13 +244,15 @@ def _folders(root: Path, name: str, version: int | str | None) -> list[Path]:
     folder = root / name
     if version is not None:
         return [folder / (version if isinstance(version, str) else f"version_{version}")]
-    numbered = [(int(path.name[8:]), path) for path in folder.glob("version_*") if path.name[8:].isdigit()]
-    return [path for _, path in sorted(numbered, reverse=True)]
+    numbered = [(int(one[8:]), one) for one in names_in(folder) if one.startswith("version_") and one[8:].isdigit()]
+    return [folder / one for _, one in sorted(numbered, reverse=True)]
 
 
 def _is_good(path: Path) -> bool:
     try:
         read_checkpoint(path)
+    except UnreadableError:
+        raise
     except CheckpointError:
         return False
     return True

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoint import OURS, state_of
 from .history import is_better
-from .reading import CheckpointError, cause_of, read_checkpoint
+from .opening import CheckpointError, cause_of, is_file
+from .reading import read_checkpoint
 from .storage import UnsyncedError, inside, safe_name
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class Saver:
         self.best = {
             str(self.folder / name): score
             for name, score in state.get("best", {}).items()
-            if (self.folder / name).is_file()
+            if is_file(self.folder / name)
         }
 
     def goes_on_from(self, run: Run, path: str | Path) -> None:

@@ -20,9 +20,9 @@ from .hooks import overrides
 from .lightning import attach, attach_log, detach_log
 from .locks import VersionLock
 from .logs import CSVLogger
+from .opening import cause_of
 from .progress import Progress, can_show_bar, is_interactive, summarize
 from .randomness import set_rng_state
-from .reading import cause_of
 from .record import Record
 from .resume import load_file
 from .schedulers import step_schedulers

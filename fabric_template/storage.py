@@ -13,7 +13,8 @@ from lightning.fabric.plugins import CheckpointIO
 from .disk import BINARY, fsync_folder, make_folder, write_all
 from .disk import fs as _fs
 from .locks import try_lock
-from .reading import CheckpointError, cause_of, local_path, read_checkpoint, tensors_in
+from .opening import CheckpointError, cause_of, local_path
+from .reading import read_checkpoint, tensors_in
 
 BUFFER = 2**20  # bytes: torch writes a small file in hundreds of pieces
 

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "fabric_template"
 FILES = sorted(PACKAGE.rglob("*.py"))
-LEAVES = ["disk", "reading", "data", "hooks", "history", "signals", "progress", "errors"]
+LEAVES = ["disk", "opening", "data", "hooks", "history", "signals", "progress", "errors"]
 
 BLOCK = """
 import sys
@@ -111,17 +111,17 @@ def test_a_leaf_can_be_copied_alone(name, tmp_path):
 
 
 def test_the_leaves_do_their_work_alone(tmp_path):
-    """TensorLoader and the reader of checkpoints, each from its one file; the CSV logger from its three."""
-    for name in ("data", "reading"):
-        shutil.copy(PACKAGE / f"{name}.py", tmp_path / f"my_{name}.py")
-    (tmp_path / "my_logs").mkdir()
-    for name in ("logs", "tables", "disk"):
-        shutil.copy(PACKAGE / f"{name}.py", tmp_path / "my_logs" / f"{name}.py")
+    """TensorLoader and the reader of checkpoints, from one file and from two; the CSV logger from its three."""
+    shutil.copy(PACKAGE / "data.py", tmp_path / "my_data.py")
+    for folder, names in {"my_logs": ("logs", "tables", "disk"), "my_files": ("reading", "opening")}.items():
+        (tmp_path / folder).mkdir()
+        for name in names:
+            shutil.copy(PACKAGE / f"{name}.py", tmp_path / folder / f"{name}.py")
     code = """
 import torch
 from my_data import TensorLoader
 from my_logs.logs import CSVLogger, read_logs
-from my_reading import read_checkpoint
+from my_files.reading import read_checkpoint
 
 assert [len(x) for (x,) in TensorLoader(torch.arange(5), batch_size=2)] == [2, 2, 1]
 logger = CSVLogger("logs", name="mine")

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 
 import fabric_template
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.reading import CheckpointError
+from fabric_template.opening import CheckpointError
 
 PACKAGE = Path(fabric_template.__file__).parent
 FORK = {"strategy": "ddp_fork", "devices": 2}
