@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -158,17 +159,31 @@ def _resume_line(typed: dict[str, str], more: dict[str, str] | None = None) -> s
 
 def _evaluate(verb: str, options: Options, loop: Any, model: Any, data: Any) -> None:
     load, is_first = options.settings.load, loop.fabric.is_global_zero
+    if (out := getattr(options.settings, "out", None)) is not None and is_first:
+        _try_out(Path(out))
     if load is None and is_first:
         print(f"{_program()}: the weights are new ones; --load best takes those of the last fit", file=sys.stderr)
     results = getattr(loop, verb)(model, data, load=load)
     if verb != "predict" or not is_first:
         return
     print(f"predicted   {len(results)} batches; the first: {' '.join(str(results[:1])[1:-1].split())[:200]}")
-    if (out := options.settings.out) is not None:
-        import torch
+    if out is not None:
+        from .storage import AtomicCheckpointIO
 
-        torch.save(results, out)
+        AtomicCheckpointIO().save_checkpoint(results, out)
         print(f"saved       {out}")
+
+
+def _try_out(out: Path) -> None:
+    """Prove that the predictions can be saved there, before hours are spent on them."""
+    try:
+        if out.exists() and not out.is_file():
+            raise UsageError(f"--out {out}: this is no regular file; give the path of a file")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent) as file:  # without a name: a kill leaves nothing behind
+            file.write(b"\n")
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written: {error.strerror}; give another file") from error
 
 
 def _shown(path: Path) -> str:

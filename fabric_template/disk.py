@@ -6,11 +6,19 @@ A leaf: the standard library only.
 import contextlib
 import errno
 import os
+import re
+import secrets
 import shutil
+import stat
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows: no locks, everything else works
+    fcntl = None
 
 
 def _call_of_os(name: str) -> Callable[..., Any]:
@@ -42,21 +50,91 @@ def replace_file(path: str | Path, data: bytes) -> None:
         >>> Path("demo.yaml").read_text()
         'lr: 0.1'
     """
-    temporary = f"{path}.tmp"
+    with replacing(Path(path)) as fd:
+        write_all(fd, data)
+    with contextlib.suppress(OSError):  # the new name is safe once the folder is; not every system can open one
+        fsync_folder(Path(path).parent)
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[int]:
+    """A new file, open for writing, that takes the old one's place and permissions when the block has ended well.
+
+    It has a random name beside the target and is locked as long as this process lives and writes, see `clear_stale`.
+    """
+    temporary, fd = _open_beside(target)
     try:
-        fd = fs.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
         try:
-            write_all(fd, data)
+            made = os.fstat(fd)
+            yield fd
             fs.fsync(fd)
         finally:
             fs.close(fd)
-        fs.replace(temporary, path)
+        try:
+            fs.replace(temporary, target)
+        except OSError:  # a network file system that has lost the answer reports an error of what it has done
+            if not os.path.samestat(made, os.lstat(target)):
+                raise
     except BaseException:
         with contextlib.suppress(OSError):
             fs.unlink(temporary)
         raise
-    with contextlib.suppress(OSError):  # the new name is safe once the folder is; not every system can open one
-        fsync_folder(Path(path).parent)
+
+
+def _open_beside(target: Path) -> tuple[Path, int]:
+    mode = None
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(target).st_mode
+        mode = stat.S_IMODE(found) if stat.S_ISREG(found) else None
+    while True:
+        # The process id is for people; what makes a temporary file stale is that nobody holds its lock.
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOT_A_LINK | BINARY
+        fd = fs.open(temporary, flags, 0o666 if mode is None else mode & 0o777)
+        try:
+            if try_lock(fd) is not False and os.path.samestat(os.fstat(fd), os.lstat(temporary)):
+                if mode is not None and hasattr(os, "fchmod"):
+                    with contextlib.suppress(OSError):  # it is no more open than the old one as it is
+                        os.fchmod(fd, mode)
+                return temporary, fd
+        except FileNotFoundError:
+            pass  # another run has taken it for a stale one, before it was locked
+        except BaseException:
+            fs.close(fd)
+            with contextlib.suppress(OSError):
+                fs.unlink(temporary)
+            raise
+        fs.close(fd)
+
+
+def clear_stale(folder: str | Path, target: str | None = None) -> None:
+    """Remove the temporary files (of one target, or all) that killed processes left: those that nobody holds a lock of.
+
+    Not by process id: in a container they all have the same.
+    """
+    pattern = re.compile(rf"\.{'.+' if target is None else re.escape(target)}\.\d+\.[0-9a-f]{{8}}\.tmp")
+    with contextlib.suppress(OSError):  # tidying fails nothing
+        for path in (Path(folder, name) for name in os.listdir(folder) if pattern.fullmatch(name)):
+            with contextlib.suppress(OSError):
+                fd = os.open(path, os.O_RDONLY | NOT_A_LINK | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait
+                try:
+                    if try_lock(fd):
+                        fs.unlink(path)
+                finally:
+                    os.close(fd)
+
+
+def try_lock(fd: int) -> bool | None:
+    """Return True: ours now. False: another holds it. None: this machine or file system has no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def set_aside(path: str | Path, word: str) -> Path:

@@ -7,12 +7,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from .disk import fcntl, try_lock
 from .opening import CheckpointError, cause_of
-
-try:
-    import fcntl
-except ImportError:  # Windows: no locks, everything else works
-    fcntl = None
 
 
 class VersionLock:
@@ -82,16 +78,3 @@ def _forget_locks() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_locks)
-
-
-def try_lock(fd: int) -> bool | None:
-    """Return True: ours now. False: another holds it. None: this machine or file system has no locks."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True

@@ -9,8 +9,11 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
     from .run import Run
+
+DAY = 24 * 3600.0  # seconds; a result is read within one after it was written
 
 
 @dataclass
@@ -79,9 +84,17 @@ class Outcome:
         The launcher's queue is no way home: it is read only after this process has ended, so that more than a pipe
         holds (64 KB) would block for ever, and tensors in shared memory would be gone.
         """
+        for old in Path(tempfile.gettempdir()).glob("fabric_template_*.outcome"):  # whose reader was killed
+            with suppress(OSError):
+                if old.lstat().st_mtime < time.time() - DAY:
+                    old.unlink()
         handle, path = tempfile.mkstemp(prefix="fabric_template_", suffix=".outcome")
-        with os.fdopen(handle, "wb") as file:
-            torch.save(vars(self), file)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                torch.save(vars(self), file)
+        except BaseException:
+            os.remove(path)
+            raise
         return path
 
     @classmethod

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from . import checkpoint as ckpt
 from . import profiling
 from .callbacks import add_callbacks_of
+from .disk import clear_stale
 from .errors import Misuse
 from .fingerprint import fingerprint
 from .finished import ended_by, is_time_over, tell_finished
@@ -276,7 +278,14 @@ def _one_writer(run: Run) -> VersionLock:
     """Lock the run's version against a second writer, on rank zero, where anything is going to be written."""
     own = next((logger.log_dir for logger in run.loggers if isinstance(logger, CSVLogger)), None)
     lock = VersionLock(own or run.folder or ".")
-    return lock.acquire() if run.fn == "fit" and run.fabric.is_global_zero and (own or run.folder) else lock
+    if run.fn != "fit" or not run.fabric.is_global_zero or not (own or run.folder):
+        return lock
+    lock.acquire()
+    for home in {Path(folder).parent for folder in (own, run.folder) if folder}:  # of this name: all versions
+        with suppress(OSError):  # tidying fails no run
+            for version in os.listdir(home):
+                clear_stale(home / version)
+    return lock
 
 
 def _torch_settings(run: Run) -> Any:

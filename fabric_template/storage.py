@@ -3,16 +3,14 @@
 import contextlib
 import os
 import re
-import secrets
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from .disk import BINARY, fsync_folder, make_folder, write_all
+from .disk import clear_stale, fsync_folder, make_folder, replacing, write_all
 from .disk import fs as _fs
-from .locks import try_lock
 from .opening import CheckpointError, cause_of, local_path
 from .reading import read_checkpoint, tensors_in
 
@@ -42,31 +40,22 @@ class AtomicCheckpointIO(CheckpointIO):
                 "AtomicCheckpointIO has no storage_options: leave them out, or give Fabric another CheckpointIO."
             )
         target = local_path(path)
-        if target.is_dir():
-            raise CheckpointError(f"could not save '{target}': a folder has this name. Give the path of a file.")
-        # The process id is for people; what makes a temporary file stale is that nobody holds its lock.
-        temp = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        if os.path.exists(target) and not os.path.isfile(target):  # a rename would take the place of a device, too
+            what = "a folder has this name" if os.path.isdir(target) else "it is no regular file"
+            raise CheckpointError(f"could not save '{target}': {what}. Give the path of a file.")
         try:
             make_folder(target.parent)
             _check_room(checkpoint, target)
-            fd = _fs.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
-            try:
-                try_lock(fd)
+            with replacing(target) as fd:
                 stream = _Stream(fd)
                 torch.save(checkpoint, stream)  # straight to the file: no second copy of the model in memory
                 stream.flush()
                 if stream.error is not None:
                     raise stream.error
-                _fs.fsync(fd)
-            finally:
-                _fs.close(fd)
-            _fs.replace(temp, target)
         except BaseException as error:
-            with contextlib.suppress(OSError):
-                _fs.unlink(temp)
             if isinstance(error, CheckpointError) or not isinstance(error, Exception):
                 raise  # Ctrl-C stays Ctrl-C
-            kept = "the old file is unchanged" if target.is_file() else "nothing was written"
+            kept = "the old file is unchanged" if os.path.isfile(target) else "nothing was written"
             raise CheckpointError(
                 f"could not save '{target}': {cause_of(error)}; {kept}. Mend that, or save to another folder."
             ) from error
@@ -77,7 +66,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 f"saved '{target}', but its folder could not be synced: {cause_of(error)}; "
                 "the file may not survive a power cut. Save again, or to another disk."
             ) from error
-        _remove_stale(target)
+        clear_stale(target.parent, target.name)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -167,16 +156,3 @@ def _check_room(checkpoint: Any, target: Path) -> None:
             f"not enough room to save '{target}': it needs about {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free. "
             "Free some, or save to another folder."
         )
-
-
-def _remove_stale(target: Path) -> None:
-    """Remove what killed processes left of earlier saves. Not by process id: in a container they all have the same."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.\d+\.[0-9a-f]{{8}}\.tmp")
-    with contextlib.suppress(OSError):  # tidying never fails a save
-        for name in filter(pattern.fullmatch, os.listdir(target.parent)):
-            fd = os.open(target.with_name(name), os.O_RDONLY)
-            try:
-                if try_lock(fd):
-                    _fs.unlink(target.with_name(name))
-            finally:
-                os.close(fd)
