@@ -26,8 +26,10 @@ KINDS = {
 class Layer:
     """While inside, `before(operation, path, size)` is called ahead of each operation under `root`, `after` behind it.
 
-    `before` may raise, kill the process, or return how many bytes of a write are to be written.
+    `before` may raise, kill the process, or return how many bytes of a write are to be written (of a read: to be read).
     """
+
+    operations = OPERATIONS
 
     def __init__(self, root):
         self.root = os.path.realpath(root)
@@ -41,9 +43,9 @@ class Layer:
         """Nothing is noted here; see `PowerCut`."""
 
     def __enter__(self):
-        self._real = {name: getattr(os, name) for name in OPERATIONS}
+        self._real = {name: getattr(os, name) for name in self.operations}
         self._opens = builtins.open, io.open
-        for name in OPERATIONS:
+        for name in self.operations:
             setattr(os, name, self._wrap(name))
         builtins.open = io.open = self._open
         return self

@@ -64,7 +64,7 @@ def test_mutant_renamed_before_it_is_written(tmp_path, monkeypatch):
     def open_under_the_last_name(path, flags, mode=0o777):
         fd = os.open(path, flags, mode)
         if str(path).endswith(".tmp"):
-            os.replace(path, re.sub(r"\.(\w+\.ckpt)\.\d+\.\w+\.tmp$|\.tmp$", r"\1", str(path)))
+            os.replace(path, re.sub(r"\.([\w.]+)\.\d+\.\w{8}\.tmp$", r"\1", str(path)))
         return fd
 
     monkeypatch.setattr(disk.fs, "open", open_under_the_last_name)
