@@ -86,7 +86,7 @@ def _open_beside(target: Path) -> tuple[Path, int]:
     with contextlib.suppress(FileNotFoundError):
         found = os.lstat(target).st_mode
         mode = stat.S_IMODE(found) if stat.S_ISREG(found) else None
-    while True:
+    for _ in range(99):
         # The process id is for people; what makes a temporary file stale is that nobody holds its lock.
         temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOT_A_LINK | BINARY
@@ -105,6 +105,7 @@ def _open_beside(target: Path) -> tuple[Path, int]:
                 fs.unlink(temporary)
             raise
         fs.close(fd)
+    raise OSError(errno.EAGAIN, "its temporary files are taken away", str(target))
 
 
 def clear_stale(folder: str | Path, target: str | None = None) -> None:

@@ -112,6 +112,7 @@ class CSVLogger(FabricCSVLogger):
             for path in (os.path.join(self.log_dir, name) for name in FILES):
                 if os.path.lexists(path):
                     open(path, "ab").close()
+        self.position()  # known from here on, whatever becomes of the disk
 
     @rank_zero_only
     def log_epoch(self, row: Mapping[str, Any]) -> None:

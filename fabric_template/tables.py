@@ -1,6 +1,7 @@
 """Tables: one CSV file that only grows; its rows, its cells, and what is done when the disk refuses them."""
 
 import csv
+import errno
 import io
 import os
 import warnings
@@ -9,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .disk import BINARY, NOT_A_LINK, fs, replace_file, write_all
+from .disk import BINARY, NOT_A_LINK, clear_stale, fs, replace_file, write_all
 
 FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # the last four: full-width ones
 
@@ -43,6 +44,8 @@ class Table:
         self.waiting: list[dict[str, str]] = []  # rows that are not on disk yet
         self._columns: list[str] = []
         self._num_rows, self._is_whole = 0, True
+        self._is_known = False  # whether the file was looked at
+        self._is_sure = True  # False: a write of ours has failed, and behind our rows anything may stand
         self._is_ours = False  # whether its bytes are the ones that we write, a row in each line
         self._stamp: tuple[int, ...] | None = None
 
@@ -67,9 +70,8 @@ class Table:
             return
         known = dict.fromkeys(self.position()["columns"])
         columns = list(known | dict.fromkeys(column for row in self.waiting for column in row))
-        if (
-            len(columns) > len(known) or not self._is_whole
-        ):  # or a power cut, a full disk, in mid-row: back to the last good
+        # a new column; or a power cut, a full disk, in mid-row: back to the last good one
+        if len(columns) > len(known) or not self._is_whole:
             rank = {column: i for i, column in enumerate(self.first)}
             columns.sort(key=lambda column: rank.get(column, len(rank)))
             self._replace(columns, self._widened(list(known), columns) + to_lines(columns, self.waiting))
@@ -79,36 +81,53 @@ class Table:
         lines = to_lines(columns, self.waiting)
         with writing(self.path):
             fd = fs.open(self.path, os.O_WRONLY | os.O_APPEND | NOT_A_LINK | BINARY)
+            self._is_whole = self._is_sure = False  # some of it may be there, or all
             try:
                 write_all(fd, lines)  # unbuffered: the rows leave us whole, in one call
-                self._num_rows += len(self.waiting)
-                self.waiting = []
-            except BaseException:
-                self._is_whole = False  # some of it may be there
-                raise
             finally:
-                self._stamp = self._stamp_now()
                 fs.close(fd)
+        self._num_rows += len(self.waiting)
+        self.waiting, self._is_whole = [], True
+        self._note_stamp()
 
     def position(self) -> dict[str, Any]:
         """Rows and columns on disk, and the rows that wait, if there are any: plain values for a checkpoint."""
-        with writing(self.path):
-            stamp = self._stamp_now()
-            if stamp is None or stamp != self._stamp:  # new to us, or changed by another hand: read it
-                self._columns, rows, self._is_whole = read_table(self.path)
-                self._num_rows, self._stamp = len(rows), stamp
-                content = to_table(self._columns, rows)
-                one_line_each = content.count(b"\n") == len(rows) + 1
-                self._is_ours = one_line_each and Path(self.path).read_bytes() == content
+        try:
+            self._look()
+        except LogsError:
+            if not self._is_known:  # otherwise: as we have written it
+                raise
         waiting = {"waiting": [dict(row) for row in self.waiting]} if self.waiting else {}
         return {"rows": self._num_rows, "columns": list(self._columns), **waiting}
+
+    def _look(self) -> None:
+        """Read the file where it is new to us, or changed by another hand."""
+        with writing(self.path):
+            stamp = self._stamp_now()
+            if not self._is_sure or (stamp is not None and stamp == self._stamp):
+                return
+            columns, rows, is_whole = read_table(self.path)
+            content = to_table(columns, rows)
+            one_line_each = content.count(b"\n") == len(rows) + 1
+            self._is_ours = one_line_each and Path(self.path).read_bytes() == content
+            self._know(columns, len(rows), is_whole)
+            self._stamp = stamp
+
+    def _know(self, columns: list[str], rows: int, is_whole: bool = True) -> None:
+        self._columns, self._num_rows, self._is_whole, self._is_known, self._is_sure = (
+            columns,
+            rows,
+            is_whole,
+            True,
+            True,
+        )
+        self._stamp = None
 
     def rewind(
         self, rows: int = 0, columns: list[str] | None = None, waiting: list[dict[str, str]] | None = None
     ) -> None:
         """Back to what `position` gave: drop what was written since, write what waited then."""
-        with writing(self.path), suppress(FileNotFoundError):
-            fs.unlink(f"{self.path}.tmp")  # what a kill left of a rewrite
+        clear_stale(os.path.dirname(self.path) or ".", os.path.basename(self.path))  # what a kill left of a rewrite
         with writing(self.path):
             old, found, whole = read_table(self.path)
         if len(found) < rows:
@@ -123,7 +142,7 @@ class Table:
                 fs.unlink(self.path)
         elif kept != old or len(found) > rows or not whole:
             self._replace(kept, to_table(kept, found[:rows]))
-            self._num_rows = min(rows, len(found))
+        self._know(kept, min(rows, len(found)) if kept else 0)
         # made safe again: they come from a file
         self.waiting = [{cell_of(name): cell_of(cell) for name, cell in row.items()} for row in waiting or []]
         self.flush()
@@ -149,8 +168,15 @@ class Table:
     def _replace(self, columns: list[str], content: bytes) -> None:
         with writing(self.path):
             os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
+            self._is_whole = self._is_sure = False
             replace_file(self.path, content)
-            self._columns, self._is_whole, self._is_ours, self._stamp = columns, True, True, self._stamp_now()
+        self._columns, self._is_whole, self._is_ours, self._is_known = columns, True, True, True
+        self._note_stamp()
+
+    def _note_stamp(self) -> None:
+        self._is_sure, self._stamp = True, None
+        with suppress(OSError):  # it is read again, then
+            self._stamp = self._stamp_now()
 
     def _stamp_now(self) -> tuple[int, ...] | None:
         with suppress(FileNotFoundError):
@@ -162,7 +188,10 @@ class Table:
 def read_table(path: str | os.PathLike) -> tuple[list[str], list[dict[str, str]], bool]:
     """The header, the whole rows, and whether that was everything: a line counts once its newline is there."""
     try:
-        data = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            data = file.read()
+            if len(data) < os.fstat(file.fileno()).st_size:
+                raise OSError(errno.EIO, "the file ended before its size")
     except FileNotFoundError:
         return [], [], True
     whole = data[: data.rfind(b"\n") + 1]

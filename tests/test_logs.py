@@ -274,7 +274,7 @@ def test_rows_that_waited_come_back_with_the_position(tmp_path, logger, metrics_
         with pytest.raises(LogsError):
             logger.log_epoch(epoch(1))
         place = logger.position()
-    (metrics_csv.parent / "metrics.csv.tmp").write_text("left by a kill")
+    (metrics_csv.parent / ".metrics.csv.7.0123abcd.tmp").write_text("left by a kill")
     again = CSVLogger(tmp_path / "logs", name="digits", version=0)
     again.rewind(place)
     assert files(metrics_csv.parent) == {"metrics.csv": b"epoch,step\n0,10\n1,20\n"}

@@ -19,14 +19,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 from kills import end, fork, warm_up
 from layer import Fault, Layer
 from victim import difference, end_of, train
 
-import torch
-
 KINDS = ("EIO", "EMFILE", "memory", "end")
-NO_MEMORY = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
+NO_MEMORY = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
+)
 
 
 class Reads(Layer):
@@ -56,7 +57,13 @@ class Reads(Layer):
         if kind == "end" and operation == "read":
             return 0
         if kind == "memory":
-            raise RuntimeError(NO_MEMORY) if operation == "load" else MemoryError if operation == "read" else _error("ENOMEM")
+            raise (
+                RuntimeError(NO_MEMORY)
+                if operation == "load"
+                else MemoryError
+                if operation == "read"
+                else _error("ENOMEM")
+            )
         raise _error("EIO" if kind == "end" else kind)
 
     def _path_of(self, file=None):
@@ -108,7 +115,9 @@ def _error(name):
 
 def contents(root):
     """Every file's bytes, but for the lock's, which names a process."""
-    return {str(p.relative_to(root)): p.read_bytes() for p in Path(root).rglob("*") if p.is_file() and p.name != ".lock"}
+    return {
+        str(p.relative_to(root)): p.read_bytes() for p in Path(root).rglob("*") if p.is_file() and p.name != ".lock"
+    }
 
 
 def ending(root):
@@ -207,7 +216,9 @@ def sweep(every):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--every", type=int, default=3, help="which looks fail: each third, each (1); in one way or in all")
+    parser.add_argument(
+        "--every", type=int, default=3, help="which looks fail: each third, each (1); in one way or in all"
+    )
     figures = sweep(parser.parse_args().every)
     print(json.dumps(figures))
     sys.exit(bool(figures["losses"]))
