@@ -54,7 +54,8 @@ class VersionLock:
         fd, self._fd = self._fd, None
         VersionLock._held.discard(self)
         if fd is not None:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # it is closed, whatever is reported
+                os.close(fd)
 
     def __enter__(self) -> "VersionLock":
         return self.acquire()

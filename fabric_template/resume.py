@@ -215,6 +215,8 @@ def by_progress(folder: Path) -> list[Path]:
     for path in (folder / name for name in names_in(folder) if name.endswith(".ckpt")):
         try:
             places[path] = _progress(load_header(path))
+        except UnreadableError:  # now; in a moment it may be read, and be an old one
+            raise
         except CheckpointError:  # taken for the newest, so that whoever reads it says what is wrong with it
             places[path] = (float("inf"), 0, 0)
     resumable = [path for path, place in places.items() if place]

@@ -19,11 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
 from kills import end, fork, warm_up
 from layer import Fault, Layer
-from victim import difference, end_of, train
+from victim import difference, end_of, torch, train  # torch by the victim: it says first how many threads there are
 
+SHORT = {"max_epochs": 2}
 KINDS = ("EIO", "EMFILE", "memory", "end")
 NO_MEMORY = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
@@ -127,16 +127,21 @@ def ending(root):
     return end_of(root)
 
 
-def begin(root):
-    """The files of a run that was killed late in its second epoch."""
-    (code,) = end([fork(_train_until, root)])
-    if code != -signal.SIGKILL:
-        raise RuntimeError(f"the run that was to be killed ended with {code}")
+def begin(home, at=110, **words):
+    """Two sets of files, of a run in `home`/run: killed in its second epoch; the same with a damaged last.ckpt."""
+    root = home / "run"
+    (code,) = end([fork(_train_until, root, at, words)])
+    if code != -signal.SIGKILL or len(list(root.rglob("*.ckpt"))) < 2:
+        raise RuntimeError(f"the run that was to be killed ended with {code}, and left {contents(root).keys()}")
+    root.rename(home / "killed")
+    shutil.copytree(home / "killed", home / "damaged")
+    damage(home / "damaged")
+    return home / "killed", home / "damaged"
 
 
-def _train_until(root):
-    with Fault(root, 150, "SIGKILL"):
-        train(root)
+def _train_until(root, at, words):
+    with Fault(root, at, "SIGKILL"):
+        train(root, **words)
 
 
 def damage(root):
@@ -154,7 +159,7 @@ def check(home, begun, whole, faults):
     try:
         with Reads(root, faults):
             try:
-                train(root)
+                train(root, **SHORT)
             except ValueError as error:  # a CheckpointError, a LogsError
                 told = str(error)
                 if "\n" in told:
@@ -166,7 +171,7 @@ def check(home, begun, whole, faults):
             return f"begun anew: {wrong}; {told}"
         if told is not None and after == before:
             return None  # nothing was touched: what comes of that is known
-        train(root)
+        train(root, **SHORT)
         problem = difference(whole, ending(root))
         return f"{problem}; {told}" if problem else None
     except Exception as error:
@@ -193,13 +198,10 @@ def sweep(every):
     figures = {"looks": 0, "faults": 0, "losses": []}
     try:
         warm_up(home / "warm")
-        begin(home / "killed")
-        shutil.copytree(home / "killed", home / "damaged")
-        damage(home / "damaged")
-        for begun in (home / "killed", home / "damaged"):
+        for begun in begin(home, at=80, **SHORT):
             shutil.copytree(begun, home / "run")
             with Reads(home / "run") as layer:
-                train(home / "run")
+                train(home / "run", **SHORT)
             whole = ending(home / "run")
             shutil.rmtree(home / "run")
             figures["looks"] += layer.count

@@ -34,7 +34,7 @@ WORDS = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-TIMES = ("time", "seconds")  # what a clock says differs from run to run
+TIMES = ("time", "seconds", "elapsed")  # what a clock says differs from run to run
 BEST = ("checkpoints/best.ckpt", "kept", "callbacks")  # what a best file that could not be saved changes
 
 

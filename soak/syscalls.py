@@ -1,0 +1,184 @@
+"""Faults of real system calls, from outside of Python: a preloaded C library fails the n-th call on the files of a run.
+
+    python soak/syscalls.py --faults 100 --seed 1
+
+Whatever reads or writes (Python, torch, C++ of any library): each open, read, write, stat, fsync, rename, ... under the run's
+folder is counted (soak/faults.c), and one or two of them fail: with an error, after they were done, after half, or by SIGKILL.
+The run is one that begins, one that goes on from the files of a killed one, or from those with a damaged last.ckpt. It must end
+well or with one line of ours; what was saved stays, no good file is renamed; the same command then ends as if nothing had been.
+
+Needs a C compiler (cc or gcc), and Linux; without them it says so and ends with 77.
+"""
+
+import argparse
+import ctypes
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+SOAK = Path(__file__).parent
+sys.path.insert(0, str(SOAK.parent / "tests" / "faults"))
+READY = "FABRIC_TEMPLATE_FAULTS"  # set where the library is preloaded
+
+HOW = {"error": 1, "done": 2, "half": 3, "SIGKILL": 4}
+CODES = ("EIO", "EIO", "ENOSPC", "EMFILE", "ENOMEM", "EACCES", "EDQUOT", "ESTALE")
+SKIPPED = 77  # the exit code that test harnesses take for "not run"
+
+
+def preload():
+    """This very script again, with the library compiled and preloaded; it comes back with its exit code."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None or not sys.platform.startswith("linux"):
+        print("skipped: no C compiler (cc, gcc or clang) on a Linux here", file=sys.stderr)
+        return SKIPPED
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "faults.so")
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-O1", "-o", library, SOAK / "faults.c", "-ldl"],
+            check=True,
+            stdout=sys.stderr,
+        )
+        words = {"LD_PRELOAD": str(library), READY: str(library), "OMP_NUM_THREADS": "1"}
+        return subprocess.run([sys.executable, *sys.argv], env={**os.environ, **words}).returncode
+
+
+def campaign(count, seed):
+    """So many faults; returns the figures."""
+    from kills import end, fork, warm_up
+    from reads import begin, contents, ending
+    from victim import BEST, difference, train, without_names
+
+    from fabric_template.reading import CheckpointError, read_checkpoint
+    from fabric_template.storage import AtomicCheckpointIO
+
+    library = ctypes.CDLL(os.environ[READY])  # the one that is preloaded
+    library.faults_disarm.restype, library.faults_hit.restype = ctypes.c_long, ctypes.c_char_p
+    library.faults_arm.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_long, ctypes.c_int, ctypes.c_int)
+    home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)).resolve()
+    root, report, draw, began = home / "run", home / "report", random.Random(seed), time.monotonic()
+    figures = {"seed": seed, "faults": 0, "hits": Counter(), "ends": Counter(), "calls": {}, "losses": []}
+
+    def harmed(faults):
+        """The run with its faults armed, in a process of its own; what it saved and how it ended go to the report."""
+        save = AtomicCheckpointIO.save_checkpoint
+
+        def noting(self, checkpoint, path, storage_options=None):
+            save(self, checkpoint, path, storage_options)
+            if Path(path).name == "last.ckpt":
+                told["saved"] = checkpoint["global_step"]
+
+        AtomicCheckpointIO.save_checkpoint = noting
+        told = {"saved": 0, "end": "well"}
+        library.faults_arm(str(root).encode(), *faults)
+        try:
+            train(root)
+        except Exception as error:
+            told["end"] = "a line" if isinstance(error, ValueError) and "\n" not in str(error) else "a traceback"
+            told["words"] = "".join(traceback.format_exception(error)) if told["end"] != "a line" else str(error)
+        told["calls"], told["hit"] = library.faults_disarm(), library.faults_hit().decode()
+        report.write_text(json.dumps(told))
+
+    def prepared(begun):
+        shutil.rmtree(root, ignore_errors=True)
+        report.unlink(missing_ok=True)
+        if begun is not None:
+            shutil.copytree(begun, root)
+
+    def run(begun, faults):
+        prepared(begun)
+        (exit_code,) = end([fork(harmed, faults)])
+        told = json.loads(report.read_text()) if report.exists() else {"saved": 0, "end": "SIGKILL", "hit": "SIGKILL"}
+        if exit_code not in (0, -signal.SIGKILL):
+            told = {**told, "end": f"exit code {exit_code}"}
+        return told
+
+    def steps(good):
+        """The step of each last.ckpt that is whole."""
+        for path in good.rglob("last.ckpt") if good is not None else ():
+            try:
+                yield read_checkpoint(path)["global_step"]
+            except CheckpointError:
+                continue
+
+    def problem_of(begun, told, whole):
+        damaged = (
+            {p.read_bytes() for p in begun.rglob("last.ckpt")} if begun is not None and "damaged" in begun.name else ()
+        )
+        if told["end"] not in ("well", "a line", "SIGKILL"):
+            return told.get("words", told["end"])
+        files = contents(root)
+        if wrong := [name for name, data in files.items() if ".damaged" in name and data not in damaged]:
+            return f"renamed, and good: {wrong}"
+        if begun is not None and (wrong := [name for name in files if ".before" in name]):
+            return f"begun anew: {wrong}"
+        at_least = max([told["saved"], *steps(begun)])
+        if at_least > max(steps(root), default=0):
+            return f"saved was step {at_least}, there is {max(steps(root), default=0)}"
+        if told["end"] == "a line" and begun is not None and files == contents(begun):
+            return None  # nothing was touched
+        train(root)
+        without = () if told["end"] == "SIGKILL" else BEST  # one that the disk refused was said to be missing, and is
+        return difference(without_names(whole, without), without_names(ending(root), without))
+
+    try:
+        warm_up(home / "warm")
+        states = {}
+        for begun in (None, *begin(home)):
+            name = "new" if begun is None else begun.name
+            told = run(begun, (0, 0, 0, 0))
+            if told["end"] != "well":
+                raise RuntimeError(f"the undisturbed run ended with {told}")
+            states[name] = begun, told["calls"], ending(root)
+            figures["calls"][name] = told["calls"]
+        while figures["faults"] < count:
+            name = draw.choices(list(states), (3, 5, 2))[0]
+            begun, calls, whole = states[name]
+            first = draw.randint(1, calls)
+            second = first + draw.randint(1, 30) if draw.random() < 0.3 else 0
+            kind, word = draw.choices(list(HOW), (5, 3, 2, 1))[0], draw.choice(CODES)
+            told = run(begun, (first, second, HOW[kind], getattr(errno, word)))
+            if not told["hit"]:
+                continue
+            figures["faults"] += 1 + told["hit"].count(";")
+            figures["hits"].update(f"{kind} {one.split()[0]}" for one in told["hit"].split("; "))
+            figures["ends"][told["end"]] += 1
+            try:
+                problem = problem_of(begun, told, whole)
+            except Exception as error:
+                problem = "".join(traceback.format_exception(error))
+            if problem:
+                fault = f"{kind} {word}: {told['hit']}"
+                plan = {"files": name, "calls": [first, second], "fault": fault, "line": told.get("words")}
+                figures["losses"].append({**plan, "problem": problem})
+                print(json.dumps(figures["losses"][-1]), file=sys.stderr, flush=True)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    return {**figures, "seconds": time.monotonic() - began}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--faults", type=int, default=1000, help="how many calls must have failed (1000)")
+    parser.add_argument("--seed", type=int, help="of which call fails and how; drawn and printed if not given")
+    words = parser.parse_args()
+    if READY not in os.environ:
+        sys.exit(preload())
+    seed = words.seed if words.seed is not None else random.SystemRandom().randrange(1, 10**6)
+    print(f"seed {seed}", file=sys.stderr)
+    figures = campaign(words.faults, seed)
+    print(json.dumps(figures))
+    sys.exit(bool(figures["losses"]))
+
+
+if __name__ == "__main__":
+    main()
