@@ -11,7 +11,7 @@ from lightning.fabric import __version__ as lightning_version
 
 from . import __version__
 from .data import INFINITE, length_of
-from .reading import CheckpointError
+from .opening import CheckpointError
 
 if TYPE_CHECKING:
     from .run import Run

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .reading import CheckpointError
+from .opening import CheckpointError
 
 MOST = 2**48  # of any count
 
