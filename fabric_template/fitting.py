@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .hooks import is_a
-from .reading import CheckpointError
+from .opening import CheckpointError
 from .schema import Is, anything, check, one_of, text
 
 number = Is(

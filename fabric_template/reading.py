@@ -128,6 +128,8 @@ def load_header(path: str | Path) -> dict[str, Any]:
         try:
             content, reason = _load_plain(file, "meta")
         except Exception as error:
+            if is_passing(error):
+                raise
             raise CheckpointError(f"'{path}' could not be read: {cause_of(error)}.") from error
     if reason is not None:
         raise CheckpointError(_needs_trust(path, reason))
