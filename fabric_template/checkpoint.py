@@ -20,6 +20,7 @@ from .finished import end_state, restore_end
 from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_scheduler
 from .hooks import is_a, overrides
 from .opening import CheckpointError
+from .optimizers import states_as_saved
 from .randomness import rng_state
 from .reading import explain_mismatch, find_weights
 
@@ -228,7 +229,8 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     known = (ours or {}).get("fingerprint")
     check_optimizers(run, known)
     for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
-        put_into_optimizer(optimizer, state, run.resume_path)
+        with states_as_saved([optimizer]):
+            put_into_optimizer(optimizer, state, run.resume_path)
         check_loaded(run, optimizer)
     for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=False):
         put_into_scheduler(config.scheduler, state, run.resume_path)

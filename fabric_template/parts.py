@@ -12,6 +12,7 @@ from lightning.fabric import Fabric
 
 from .data import TensorLoader
 from .errors import MisuseOfType
+from .optimizers import states_as_saved
 from .tables import number_of
 
 
@@ -72,7 +73,8 @@ class Parts:
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
         """Put a checkpoint's content back into the same modules and optimizers; returns what else it holds."""
         self._launch_parts()
-        return self.fabric.load(path, state)
+        with states_as_saved(getattr(part, "optimizer", part) for part in state.values()):  # unwrapped
+            return self.fabric.load(path, state)
 
     def _launch_parts(self) -> None:
         if (

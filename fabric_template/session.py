@@ -104,6 +104,7 @@ def _set_up(loop: FabricLoop, run: Run) -> None:
         if run.resume_path is not None:  # once more: the file may be another one by now
             check_resumable(run.checkpoint, path)
         ours = run.checkpoint.pop(ckpt.OURS, None)  # hooks see Trainer's keys only
+        run.steps.convert_net()
         ckpt.load_weights(run, run.checkpoint)
         if run.resume_path is not None:
             run.restored = ours

@@ -132,6 +132,11 @@ class Steps:
         self._wrapped: nn.Module | None = None
         self.precision = fabric.strategy.precision
 
+    def convert_net(self) -> None:
+        """Give the net its precision's dtype: before it takes weights, which a narrower one would round."""
+        if self._is_true_precision:
+            self.precision.convert_module(self.net)
+
     def setup(self, training: bool) -> None:
         """Move the net to its device; wrap it for the strategy when it is going to be trained."""
         if training and any(p.requires_grad for p in self.net.parameters()):

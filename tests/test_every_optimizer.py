@@ -1,0 +1,168 @@
+"""Every optimizer and every scheduler class of torch in every precision: a resumed run ends as one that never stopped.
+
+The classes are taken from torch's own modules, so that a new one is met here first.
+"""
+
+import inspect
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from torch import nn
+from torch.optim import lr_scheduler
+
+from fabric_template import FabricLoop, TensorLoader
+
+PRECISIONS = ["32-true", "64-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
+
+
+def classes_of(module, base):
+    found = vars(module).items()
+    return [
+        kind
+        for name, kind in found
+        if inspect.isclass(kind) and issubclass(kind, base) and kind is not base and not name.startswith("_")
+    ]
+
+
+OPTIMIZERS = classes_of(torch.optim, torch.optim.Optimizer)
+SCHEDULERS = classes_of(lr_scheduler, lr_scheduler.LRScheduler) + [torch.optim.swa_utils.SWALR]
+
+
+def make_scheduler(kind, optimizer):
+    words = {
+        "ConstantLR": {"total_iters": 4},
+        "CosineAnnealingLR": {"T_max": 5},
+        "CosineAnnealingWarmRestarts": {"T_0": 2},
+        "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2},
+        "ExponentialLR": {"gamma": 0.7},
+        "LambdaLR": {"lr_lambda": lambda step: 0.9**step},
+        "MultiStepLR": {"milestones": [2, 4, 4]},
+        "MultiplicativeLR": {"lr_lambda": lambda step: 0.7},
+        "OneCycleLR": {"max_lr": 0.1, "total_steps": 20},
+        "PolynomialLR": {"total_iters": 9, "power": 1.7},
+        "ReduceLROnPlateau": {"patience": 0, "threshold": 10.0},
+        "StepLR": {"step_size": 1, "gamma": 0.7},
+        "SWALR": {"swa_lr": 0.01, "anneal_epochs": 5},
+    }
+    if kind is lr_scheduler.ChainedScheduler:
+        parts = [make_scheduler(part, optimizer) for part in (lr_scheduler.StepLR, lr_scheduler.CosineAnnealingLR)]
+        return kind(parts, optimizer)
+    if kind is lr_scheduler.SequentialLR:
+        names = (lr_scheduler.ExponentialLR, lr_scheduler.LinearLR, lr_scheduler.CosineAnnealingWarmRestarts)
+        return kind(optimizer, [make_scheduler(part, optimizer) for part in names], milestones=[2, 5])
+    return kind(optimizer, **words.get(kind.__name__, {}))
+
+
+class Words(nn.Module):
+    """An embedding and a matrix: what sparse optimizers and Muon can be given, too."""
+
+    def __init__(self, optimizer, scheduler, words):
+        super().__init__()
+        self.optimizer, self.scheduler, self.arguments = optimizer, scheduler, words
+        self.words = nn.Embedding(6, 4, sparse=optimizer is torch.optim.SparseAdam)
+        self.out = nn.Linear(4, 3, bias=False)
+
+    def training_step(self, batch):
+        found = self.words(batch[0])
+        if self.words.sparse:
+            return (found**2).sum(1).mean()
+        return nn.functional.cross_entropy(self.out(found), batch[1])
+
+    def configure_optimizers(self):
+        parameters = (self.words if self.words.sparse else self).parameters()
+        optimizer = self.optimizer(parameters, lr=0.05, **self.arguments)
+        scheduler = make_scheduler(self.scheduler, optimizer)
+        interval = "epoch" if self.scheduler is lr_scheduler.ReduceLROnPlateau else "step"
+        words = {"scheduler": scheduler, "interval": interval, "monitor": "train_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": words}
+
+
+class Saves:
+    """Saves at an epoch's end and in the middle of the next one."""
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.global_step == 3:
+            trainer.save_checkpoint("end.ckpt")
+
+    def on_train_batch_end(self, trainer, module, *args):
+        if trainer.global_step == 4:
+            trainer.save_checkpoint("middle.ckpt")
+
+
+def end_of(optimizer, scheduler, precision, resume=None):
+    """The weights, and what the optimizer and the scheduler hold, after two epochs of three batches."""
+    torch.manual_seed(1)
+    words, labels = torch.arange(12) * 5 % 6, torch.arange(12) % 3
+    loop = FabricLoop(
+        FABRICS[precision], max_epochs=2, logger=False, save_last=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[] if resume else [Saves()],
+    )  # fmt: skip
+    eps = inspect.signature(optimizer).parameters.get("eps")
+    small = precision == "16-true" and eps is not None and isinstance(eps.default, float)
+    net = Words(optimizer, scheduler, {"eps": 1e-3} if small else {})  # the default is zero in float16
+    loop.fit(net, TensorLoader(words, labels, batch_size=4, shuffle=True), resume=resume)
+    scheduler = loop.lr_scheduler_configs[0].scheduler
+    return {
+        "weights": net.state_dict(),
+        "optimizer": loop.optimizers[0].state_dict(),
+        "scheduler": scheduler.state_dict(),
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fabrics():
+    for precision in PRECISIONS:
+        words = {"precision": precision}
+        if precision == "16-mixed":  # runs on the CPU with its own scaler
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+            words = {"plugins": MixedPrecision(precision, device="cpu", scaler=scaler)}
+        FABRICS[precision] = Fabric(accelerator="cpu", **words)
+
+
+FABRICS = {}  # made once: to make one takes longer than a run
+
+
+def same_bits(one, other):
+    if isinstance(one, torch.Tensor):
+        alike = type(one) is type(other) and one.dtype == other.dtype and one.shape == other.shape
+        return alike and (one == other).logical_or((one != one) & (other != other)).all()  # also where it is not finite
+    if isinstance(one, dict):
+        return type(one) is type(other) and one.keys() == other.keys() and all(same_bits(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same_bits, one, other))
+    return type(one) is type(other) and (one == other or one != one)
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "scheduler"),
+    [(precision, kind, lr_scheduler.StepLR) for precision in PRECISIONS for kind in OPTIMIZERS]
+    + [(precision, torch.optim.NAdam, kind) for precision in PRECISIONS[:4] for kind in SCHEDULERS],
+    ids=lambda kind: getattr(kind, "__name__", kind),
+)
+def test_a_resumed_run_ends_with_the_same_bits(precision, optimizer, scheduler):
+    if optimizer is torch.optim.LBFGS and precision.startswith("16"):
+        pytest.skip("LBFGS runs with no gradient scaler, and to NaN in float16")
+    whole = end_of(optimizer, scheduler, precision)
+    is_about_scheduler = scheduler is not lr_scheduler.StepLR and precision != "32-true"
+    for file in ("middle.ckpt",) if is_about_scheduler else ("end.ckpt", "middle.ckpt"):
+        resumed = end_of(optimizer, scheduler, precision, resume=file)
+        assert {part: same_bits(whole[part], resumed[part]) for part in whole} == dict.fromkeys(whole, True), file
+
+
+def test_a_loop_of_ones_own_loads_states_in_the_dtypes_in_which_they_were_saved():
+    def parts():
+        net = nn.Linear(4, 3, dtype=torch.bfloat16)
+        return {"net": net, "optimizer": torch.optim.NAdam(net.parameters())}
+
+    loop, saved, loaded = FabricLoop(accelerator="cpu", logger=False), parts(), parts()
+    for _ in range(3):
+        saved["net"](torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        saved["optimizer"].step()
+    state = saved["optimizer"].state_dict()
+    assert {value.dtype for value in state["state"][0].values()} == {torch.bfloat16, torch.float32}
+    loop.save("own.ckpt", saved)
+    loop.load("own.ckpt", loaded)
+    assert same_bits(loaded["optimizer"].state_dict(), state)
