@@ -2,7 +2,7 @@
 
 Keys are Trainer's (``state_dict, optimizer_states, lr_schedulers, epoch, global_step, loops, callbacks, ...``), so that
 ``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` read our files and we read theirs. What
-Trainer does not keep (random states, the position in the epoch, running sums, the history) lies under one key, ours.
+Trainer does not keep (random states, the position in the epoch, running sums, the place in the logs) lies under one key, ours.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .canonical import canonical
+from .earlier import rows_state
 from .fingerprint import check_loaded, check_optimizers
 from .finished import end_state, restore_end
 from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_scheduler
@@ -110,11 +111,10 @@ def _our_state(run: Run) -> dict[str, Any]:
         "fingerprint": dict(run.fingerprint),
         "ranks": gathered,
         "loaders_epoch": dict(sorted(run.feed.made_in.items())),
-        "history": copy.deepcopy(run.history.rows),
         "returned": dict(run.history.returned),
         "rates": list(run.record.rates),
         "kept": run.saver.state_dict() if run.saver is not None else {},
-        "logs": [logger.position() if hasattr(type(logger), "position") else None for logger in run.loggers],
+        **rows_state(run),
     }
 
 
@@ -250,7 +250,7 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     run.stepped_before = ours.get("stepped_before", run.batches_that_stepped - run.batches_done // run.window)
     run.between_epochs = run.batches_done == 0
     restore_end(run, ours)
-    run.history.rows, run.record.rates = [dict(row) for row in ours["history"]], list(ours["rates"])
+    run.record.rates = list(ours["rates"])
     run.metrics.callback = dict(of_this_rank(run, ours)["metrics"]["callback"])
     if run.saver is not None:
         run.saver.load_state_dict(ours["kept"])

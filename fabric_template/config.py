@@ -312,8 +312,14 @@ def _at_least(least: int) -> Any:
     return lambda value: value is None or value >= least
 
 
-def _is_name(value: str) -> bool:
-    return bool(value) and value not in (".", "..") and not set(value) & set('/\\:*?"<>|\0')
+def is_name(value: str) -> bool:
+    r"""Whether this may name a folder, on any system and on one line.
+
+    Example:
+        >>> is_name("digits"), is_name("a/b"), is_name("two\nlines")
+        (True, False, False)
+    """
+    return value not in ("", ".", "..") and value.isprintable() and not set(value) & set('/\\:*?"<>|')
 
 
 def _anything(value: Any) -> bool:
@@ -358,10 +364,10 @@ _CHECKS: dict[str, tuple] = {
     "enable_checkpointing": _SWITCH,
     "enable_progress_bar": _SWITCH,
     "enable_model_summary": _SWITCH,
-    "name": ((str,), lambda v: _is_name(v), "a folder's name"),
+    "name": ((str,), lambda v: is_name(v), "a folder's name"),
     "version": (
         (int, str, None),
-        lambda v: _is_name(v) if isinstance(v, str) else v is None or v >= 0,
+        lambda v: is_name(v) if isinstance(v, str) else v is None or v >= 0,
         "None, a number >= 0 or a folder's name",
     ),
     "default_root_dir": (

@@ -6,6 +6,7 @@ import copy
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -74,25 +75,31 @@ class TensorLoader:
         return len(self.tensors[0]) if self.share is None else len(self.share)
 
     def __len__(self) -> int:
-        return self._num_samples // self.batch_size if self.drop_last else len(self._cuts())
+        samples = self._num_samples
+        return samples // self.batch_size if self.drop_last else count_cuts(samples, self.batch_size, self._most)
 
-    def _cuts(self) -> list[slice]:
-        most = self._num_samples if self.share is None else longest_share(self.share)
-        return cuts(self._num_samples, self.batch_size, most)
+    @property
+    def _most(self) -> int:
+        return self._num_samples if self.share is None else longest_share(self.share)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return self.behind(0)
+
+    def behind(self, done: int) -> Iterator[tuple[Tensor, ...]]:
+        """A pass that begins behind so many batches: its order is drawn whole, these batches are not cut."""
         order = None
         if self.share is not None:
             order = torch.tensor(list(self.share))
         elif self.shuffle:
             order = torch.randperm(self._num_samples, generator=self.generator)
-        return self._batches(order)
+        return self._batches(order, done)
 
-    def _batches(self, order: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
+    def _batches(self, order: Tensor | None, done: int) -> Iterator[tuple[Tensor, ...]]:
         tensors = self.tensors
         if order is not None:
             order = order.to(tensors[0].device)
-        for cut in self._cuts()[: len(self)]:
+        slices = cuts(self._num_samples, self.batch_size, self._most, done)
+        for cut in islice(slices, max(len(self) - done, 0)):
             yield tuple(tensor[cut] if order is None else tensor[order[cut]] for tensor in tensors)
 
 
@@ -114,20 +121,27 @@ def longest_share(sampler: DistributedSampler) -> int:
     return -(-sampler.total_size // sampler.num_replicas)
 
 
-def cuts(samples: int, batch_size: int, most: int) -> list[slice]:
-    """Where to cut batches, the last one shorter; as many batches as a rank has that has ``most`` samples.
+def count_cuts(samples: int, batch_size: int, most: int) -> int:
+    """How many batches `cuts` gives."""
+    number = -(-samples // batch_size)
+    return number + (batch_size > 1 and number < -(-most // batch_size))
+
+
+def cuts(samples: int, batch_size: int, most: int, done: int = 0) -> Iterator[slice]:
+    """Where to cut batches, the last one shorter, behind the first ones; as many as a rank has that has ``most`` samples.
 
     Where that one has a batch of a single sample more, the last batch here is split: a step that talks to the other ranks
     would wait for ever.
 
     Example:
-        >>> cuts(4, 2, most=5)
+        >>> list(cuts(4, 2, most=5))
         [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
     """
-    starts = list(range(0, samples, batch_size))
-    if batch_size > 1 and len(starts) < -(-most // batch_size):
-        starts.append(samples - 1)
-    return [slice(start, end) for start, end in zip(starts, [*starts[1:], samples], strict=True)]
+    plain = range(0, samples, batch_size)
+    split = [samples - 1] * (count_cuts(samples, batch_size, most) - len(plain))
+    split = split[max(done - len(plain), 0) :]
+    starts, ends = chain(plain[done:], split), chain(plain[done:], split, [samples])
+    return map(slice, starts, islice(ends, 1, None))
 
 
 class Pass:

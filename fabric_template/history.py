@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import warnings
@@ -131,6 +132,9 @@ class History:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self._names: dict[str, None] = {}  # of the rows so far that a checkpoint was told of,
+        self._lines: list[str] = []  # and their text, where that is asked for
+        self._told = 0
         self.train, self.val = Returned(), Returned()
         self.returned: dict[str, float] = {}  # the last epoch's means of what the steps returned
         self._warned = False
@@ -173,6 +177,20 @@ class History:
         self.returned = {}
         self.rows.append(row)
         return row
+
+    def state_dict(self, whole: bool) -> dict[str, Any]:
+        """How many rows there are, their names, and the last one, for a checkpoint; ``whole``: all, a line of JSON each."""
+        for row in self.rows[self._told :]:
+            self._names |= dict.fromkeys(row)
+        self._told = len(self.rows)
+        last = self.rows[-1] if self.rows else {}
+        last = {name: last[name] for name in self._names if name in last}
+        state = {"rows": len(self.rows), "names": list(self._names), "last": last}
+        if whole:
+            new = self.rows[len(self._lines) :]
+            self._lines += [json.dumps([row.get(name) for name in self._names], default=str) for row in new]
+            state["lines"] = "\n".join(self._lines)
+        return state
 
     def frame(self) -> Any:
         """The rows as a pandas DataFrame."""

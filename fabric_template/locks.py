@@ -3,7 +3,9 @@
 import contextlib
 import os
 import re
+import warnings
 import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,21 @@ class VersionLock:
         self._fd: int | None = None
 
     def acquire(self) -> "VersionLock":
-        """Take the lock or raise `CheckpointError`; taking it again is no error."""
-        if self._fd is not None or fcntl is None:
+        """Take the lock or raise `CheckpointError`; taking it again is no error. Without locks, one line says so."""
+        if self._fd is not None:
             return self
+        if fcntl is None:
+            return self._without()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise CheckpointError(f"could not lock '{self.folder}': {cause_of(error)}. Use another folder.") from error
-        if try_lock(fd) is False:
+        locked = try_lock(fd)
+        if locked is None:
+            os.close(fd)
+            return self._without()
+        if locked is False:
             holder = re.match(rb"\d+", os.read(fd, 20))
             os.close(fd)
             who = f" (process {holder[0].decode()})" if holder else ""
@@ -47,6 +55,14 @@ class VersionLock:
             os.pwrite(fd, str(os.getpid()).encode(), 0)
         self._fd = fd
         VersionLock._held.add(self)
+        return self
+
+    def _without(self) -> "VersionLock":
+        warnings.warn(
+            f"'{self.folder}' is where files cannot be locked: nothing keeps a second run from writing there; see to it that"
+            " each has a name=... or version=... of its own",
+            stacklevel=3,
+        )
         return self
 
     def release(self) -> None:
@@ -69,6 +85,21 @@ class VersionLock:
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError, TypeError):
             self.release()
+
+
+@contextlib.contextmanager
+def one_writer(folders: Iterable[str | Path | None]) -> Iterator[None]:
+    """Within, all of these are written by nobody else; where one cannot be had, none is held.
+
+    Example:
+        >>> with one_writer(["demo/logs", "demo/checkpoints", "demo/logs", None]):
+        ...     pass
+    """
+    different = {os.path.realpath(folder): folder for folder in folders if folder is not None}
+    with contextlib.ExitStack() as held:
+        for folder in different.values():
+            held.enter_context(VersionLock(folder))
+        yield
 
 
 def _forget_locks() -> None:

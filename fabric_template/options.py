@@ -22,6 +22,7 @@ from .config import _CHECKS, FABRIC_WORDS, TRAINER_ONLY, LoopConfig
 
 PACKAGE = __package__  # another one in a copy
 DIGITS = {"model": f"{PACKAGE}.demos.digits:DigitsClassifier", "data": f"{PACKAGE}.demos.digits:DigitsData"}
+MOST = 10_000_000  # characters in a config file, as its aliases stand for them
 DIGITS_WORDS = {"name": "digits", "max_epochs": 10, "monitor": "val_acc", "mode": "max", "seed": 0}
 
 
@@ -115,7 +116,14 @@ def _read_config(words: dict[str, str]) -> dict[str, Any]:
     import yaml
 
     try:
-        config = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+        text = Path(path).read_text("utf-8")
+        if _unfolded(yaml.compose(text, yaml.SafeLoader), {}) > MOST:
+            raise UsageError(
+                f"--config {path}: its aliases unfold to more than {MOST:,} characters; write less of them"
+            )
+        config = yaml.safe_load(text) or {}
+    except UsageError:
+        raise
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}; --print_config writes such a file") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -138,6 +146,19 @@ def _read_config(words: dict[str, str]) -> dict[str, Any]:
         if part in words and _class_of(config, part) not in (None, words[part]):
             del config[part]  # another class is asked for: the file's arguments are not its
     return config
+
+
+def _unfolded(node: Any, known: dict[int, int]) -> int:
+    """How long a part of a YAML file is, each alias counted as what it stands for; too long, if it holds itself."""
+    if id(node) not in known:
+        known[id(node)] = MOST + 1
+        value = getattr(node, "value", "")
+        if not isinstance(value, str):
+            parts = [part for item in value for part in (item if isinstance(item, tuple) else (item,))]
+            known[id(node)] = min(1 + sum(_unfolded(part, known) for part in parts), MOST + 1)
+        else:
+            known[id(node)] = min(1 + len(value), MOST + 1)
+    return known[id(node)]
 
 
 def _class_of(config: Mapping[str, Any], part: str) -> str | None:
@@ -227,6 +248,10 @@ OWN_HELP = {
     "load": 'Take the weights of a path, "last" or "best".',
     "out": "Save the predictions, a list by batch, with torch.save.",
 }
+CONFIG_HELP = (
+    "A YAML file with any of these options; what is typed wins. It is trusted like a program: the classes that it names are"
+    " imported and run."
+)
 FABRIC_OPTIONS = tuple(inspect.signature(fabric_options).parameters)
 
 
@@ -241,7 +266,7 @@ def _make_parser(
         prog=f"{program} {verb}", usage=f"{program} {verb} [--option value ...]", description=description,
         exit_on_error=False,
     )  # fmt: skip
-    parser.add_argument("--config", action="config", help="A YAML file with any of these options; what is typed wins.")
+    parser.add_argument("--config", action="config", help=CONFIG_HELP)
     for word in OWN[verb]:
         parser.add_argument(f"--{word}", type=str | None, help=OWN_HELP[word])
     known: dict[str, list[str]] = {}

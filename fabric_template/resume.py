@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 
 from .checkpoint import OURS, check_fits, check_format
+from .data import INFINITE
 from .disk import set_aside
 from .hooks import overrides
 from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file, names_in
@@ -63,7 +66,7 @@ def _path_of(argument: str, value: Any, loop: FabricLoop) -> str | Path | None:
     config = loop.config
     root = Path(config.default_root_dir or ".") / "checkpoints"
     if value in ("last", "best"):
-        found = loop.checkpoint_path(value) or find_checkpoint(value, root, config.name, config.version)
+        found = loop.checkpoint_path(value) or find_checkpoint(value, root, config.name, config.version, config.mode)
         if found is None and value == "last":
             found = _last_of_callbacks(loop)
         if found is None:
@@ -150,7 +153,7 @@ def _check(run: Run, fabric: Fabric) -> None:
         )
 
 
-def find_checkpoint(word: str, root: Path, name: str, version: int | str | None) -> Path | None:
+def find_checkpoint(word: str, root: Path, name: str, version: int | str | None, mode: str = "min") -> Path | None:
     """The file that ``"last"`` or ``"best"`` means: of this version, or of the newest version that has one.
 
     Example:
@@ -162,12 +165,13 @@ def find_checkpoint(word: str, root: Path, name: str, version: int | str | None)
             if is_file(folder / name):
                 inside(folder, name)  # not through a symbolic link to somewhere else
                 return folder / name
-        if word == "best" and is_file(last := folder / "last.ckpt"):
+        others = {name for name in names_in(folder) if name.endswith(".ckpt")} - {"last.ckpt", "exception.ckpt"}
+        if word == "best" and others and is_file(last := folder / "last.ckpt"):
             check_resumable(checkpoint := read_checkpoint(last), last)
             kept = (checkpoint.get(OURS) or {}).get("kept", {}).get("best", {})
-            existing = {name: score for name, score in kept.items() if is_file(folder / name)}
+            existing = {name: score for name, score in kept.items() if name in others}
             if existing:
-                return folder / min(existing, key=existing.__getitem__)
+                return folder / (min if mode == "min" else max)(existing, key=existing.__getitem__)
     return None
 
 
@@ -180,9 +184,8 @@ def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
     Example:
         >>> newest_good([Path("nowhere")])
     """
-    candidates = next(filter(None, map(by_progress, folders)), [])
-    aside = []
-    for path in candidates:
+    aside: list[str] = []
+    for path in next(filter(None, map(_first_and_rest, folders)), []):
         try:
             inside(path.parent, path.name)
             read_checkpoint(path, trusted=trusted)
@@ -193,6 +196,13 @@ def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
             return path
     _tell(aside, "resume='auto' starts anew: there is no other checkpoint in this version.")
     return None
+
+
+def _first_and_rest(folder: Path) -> Iterator[Path] | None:
+    """The checkpoints of a folder by progress; None: there are none."""
+    found = by_progress(folder)
+    first = next(found, None)
+    return None if first is None else chain([first], found)
 
 
 def _with_a_better_one(path: Path, error: DamagedError) -> CheckpointError:
@@ -209,18 +219,48 @@ def _with_a_better_one(path: Path, error: DamagedError) -> CheckpointError:
     )
 
 
-def by_progress(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, those of the furthest state first; what cannot be looked into first of all."""
+def by_progress(folder: Path) -> Iterator[Path]:
+    """The checkpoints in a folder, those of the furthest state first; what cannot be looked into before those that can.
+
+    As few as possible are opened: a name that says how far it is ("epoch=3-...", "step=70") is opened only where nothing
+    that was opened is as far. Names can be that old; the time of a file says nothing, once it was copied.
+    """
+    unopened = {folder / name: _said(name) for name in names_in(folder) if name.endswith(".ckpt")}
     places: dict[Path, tuple[Any, ...]] = {}
-    for path in (folder / name for name in names_in(folder) if name.endswith(".ckpt")):
+    whole = {}  # opened, and the epochs and steps that are in it for certain
+    while unopened or places:
+        best = max(places, key=lambda path: (places[path], path.name == "last.ckpt"), default=None)
+        epochs, steps = whole[best] if best is not None else (-1, -1)
+        further = [path for path, (epoch, step) in unopened.items() if epoch >= epochs and step >= steps]
+        if not further:
+            yield best
+            del places[best]
+            continue
+        path = max(further, key=unopened.__getitem__)
+        del unopened[path]
         try:
-            places[path] = _progress(load_header(path))
+            checkpoint = load_header(path)
+            place = _progress(checkpoint)
+            whole[path] = _epochs(checkpoint), (*place, -1)[0]
         except UnreadableError:  # now; in a moment it may be read, and be an old one
             raise
         except CheckpointError:  # taken for the newest, so that whoever reads it says what is wrong with it
-            places[path] = (float("inf"), 0, 0)
-    resumable = [path for path, place in places.items() if place]
-    return sorted(resumable, key=lambda path: (places[path], path.name == "last.ckpt"), reverse=True)
+            place, whole[path] = (INFINITE, 0, 0), (INFINITE, INFINITE)
+        if place:
+            places[path] = place
+
+
+def _said(name: str) -> tuple[float, float]:
+    """The epoch and step that a file's name says, infinite where it does not: ("epoch=3-step=40.ckpt" is (3, 40))."""
+    found = [re.search(rf"(?<![A-Za-z_]){word}=(\d+)(?!\.?\d)", name) for word in ("epoch", "step")]
+    epoch, step = (float(match[1]) if match else INFINITE for match in found)
+    return epoch, step
+
+
+def _epochs(checkpoint: Mapping[str, Any]) -> int:
+    """Whole epochs in a checkpoint, at least."""
+    epochs = _ours(checkpoint).get("epoch", checkpoint.get("epoch"))
+    return epochs if isinstance(epochs, int) else 0
 
 
 def _progress(checkpoint: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -73,8 +73,10 @@ class Saver:
         over = run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
         state = run.cut
         if path is not None:
-            before = self.best
-            self.best = {**({} if self.top_k == 1 else before), str(path): score}
+            before, highest = self.best, self.best_model_score
+            self.best = {**(before if self.top_k > 1 else {}), str(path): score}
+            if self.top_k < 0 and not is_better(score, highest, self.mode):
+                self.best = before  # all are kept: none is looked for but the best
             state = state_of(run, epoch=over) if state is None else state
             if self._write(run, path, state, "best"):
                 self._remove_worst(run)

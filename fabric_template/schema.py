@@ -9,6 +9,7 @@ tuple for a list of just these, an `Is` for one value, and a function for the ta
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -234,6 +235,23 @@ METRICS = {
     "in_batches": maybe(flag), "last_fx": maybe(text),
 }  # fmt: skip
 RETURNED = {"sums": {text: scalar}, "weights": {text: count}, "bad_step": maybe(number_from(-1, MOST, int))}
+
+
+def _are_rows(value: Any) -> bool:
+    try:
+        rows = [json.loads(line) for line in value.splitlines()]
+    except (AttributeError, ValueError, RecursionError):
+        return False
+    return all(isinstance(row, list) and all(map(cell.test, row)) for row in rows)
+
+
+EARLIER = {
+    "rows": count,
+    "names": [text],
+    "last": {text: cell},
+    "lines?": Is("rows in JSON", _are_rows),
+    "home": [cell],
+}
 ROWS = {"rows": count, "columns": [text], "waiting?": [{text: text}]}
 
 # ---- the whole
@@ -248,7 +266,8 @@ OURS = {
     "format?": count, "batch_idx": count, "epoch": count, "saved_in": maybe(text), "is_exact?": flag, "is_last_batch": flag,
     "total_batches": count, "batches_that_stepped": count, "stepped_before?": count, "steps_in_epoch": count,
     "seconds?": number_from(0, MOST, int, float), "ranks": [RANK], "loaders_epoch": {text: count}, "returned": {text: number},
-    "history": [{text: cell}], "rates": [number], "kept": {"best?": {file_name: number}},
+    "history": lambda value: EARLIER if isinstance(value, Mapping) else [{text: cell}],
+    "rates": [number], "kept": {"best?": {file_name: number}},
     "should_stop?": flag, "elapsed?": number_from(0, MOST, int, float), "fingerprint?": FINGERPRINT,
     "logs": [maybe({one_of("metrics.csv", "steps.csv"): ROWS})],
 }  # fmt: skip

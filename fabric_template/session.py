@@ -15,12 +15,13 @@ from . import checkpoint as ckpt
 from . import profiling
 from .callbacks import add_callbacks_of
 from .disk import clear_stale
+from .earlier import bring_back
 from .errors import Misuse
 from .fingerprint import fingerprint
 from .finished import ended_by, is_time_over, tell_finished
 from .hooks import overrides
 from .lightning import attach, attach_log, detach_log
-from .locks import VersionLock
+from .locks import one_writer
 from .logs import CSVLogger
 from .opening import cause_of
 from .progress import Progress, can_show_bar, is_interactive, summarize
@@ -39,14 +40,21 @@ if TYPE_CHECKING:
 
 @contextmanager
 def session(loop: FabricLoop, run: Run) -> Iterator[None]:
-    """Around a run: the module attached, its data prepared, set up and moved; afterwards everything as it was found.
+    """Around a run: its folders locked, the module attached, set up and moved; afterwards everything as it was found.
 
     An error reaches ``on_exception`` of callbacks and datamodule and then the caller, unchanged.
     """
+    with one_writer(folders := _written(run)):
+        _clear(folders)
+        with _attached(loop, run):
+            yield
+
+
+@contextmanager
+def _attached(loop: FabricLoop, run: Run) -> Iterator[None]:
     grad_enabled, modes = torch.is_grad_enabled(), Modes(run.net)
     settings = _torch_settings(run)
     run.stage = "train" if run.fn == "fit" else run.fn
-    lock = _one_writer(run)
     attach(run.owner, loop, run.metrics, compiled=bool(run.config.compile))
     if run.datamodule is not None and hasattr(run.datamodule, "trainer"):
         run.datamodule.trainer = loop
@@ -76,7 +84,6 @@ def session(loop: FabricLoop, run: Run) -> Iterator[None]:
         run.stage = run.cut = None  # the run stays readable; what it saved need not stay in memory
         torch.set_grad_enabled(grad_enabled)
         settings()
-        lock.release()
 
 
 def _set_up(loop: FabricLoop, run: Run) -> None:
@@ -139,16 +146,11 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
     run.checkpoint = None
     if run.fabric.is_global_zero and not (run.resume_path is not None and ended_by(run)):
         run.record.hyperparameters()
-    if run.fabric.is_global_zero:
-        positions = run.restored["logs"] if run.restored else [None] * len(run.loggers)
-        for logger, position in zip(run.loggers, positions, strict=False):
-            if run.resume_path is not None and run.restored and hasattr(type(logger), "rewind"):
-                if logger.position():
-                    logger.rewind(position)
-                else:  # a new place: the rows came with the checkpoint
-                    for row in run.history.rows:
-                        logger.log_epoch(row)
-            elif run.is_auto and run.resume_path is None and hasattr(type(logger), "set_aside"):
+    if run.restored is not None:
+        bring_back(run)
+    elif run.is_auto and run.resume_path is None and run.fabric.is_global_zero:
+        for logger in run.loggers:
+            if hasattr(type(logger), "set_aside"):
                 logger.set_aside()  # of a run that was killed before its first checkpoint, in a version given by name
     run.set_up_update()
     run.net.zero_grad()
@@ -275,18 +277,22 @@ def _add_callbacks_of(owner: Any, loop: FabricLoop, run: Run) -> None:
             attach_log(callback, run.metrics)
 
 
-def _one_writer(run: Run) -> VersionLock:
-    """Lock the run's version against a second writer, on rank zero, where anything is going to be written."""
-    own = next((logger.log_dir for logger in run.loggers if isinstance(logger, CSVLogger)), None)
-    lock = VersionLock(own or run.folder or ".")
-    if run.fn != "fit" or not run.fabric.is_global_zero or not (own or run.folder):
-        return lock
-    lock.acquire()
-    for home in {Path(folder).parent for folder in (own, run.folder) if folder}:  # of this name: all versions
+def _written(run: Run) -> list[str | Path | None]:
+    """The folders that this process writes in the run: its logs and its checkpoints."""
+    if run.fn != "fit" or not run.fabric.is_global_zero:
+        return []
+    loggers = [logger for logger in run.loggers if isinstance(logger, CSVLogger)]
+    for logger in loggers:
+        logger.claim()
+    return [*(logger.log_dir for logger in loggers), run.folder]
+
+
+def _clear(folders: list[str | Path | None]) -> None:
+    """Remove what killed runs of this name have left unfinished, in any version."""
+    for home in {Path(folder).parent for folder in folders if folder}:
         with suppress(OSError):  # tidying fails no run
             for version in os.listdir(home):
                 clear_stale(home / version)
-    return lock
 
 
 def _torch_settings(run: Run) -> Any:

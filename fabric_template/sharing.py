@@ -26,7 +26,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from .data import INFINITE, cuts, global_seed, length_of, longest_share, without_repeats
+from .data import INFINITE, count_cuts, cuts, global_seed, length_of, longest_share, without_repeats
 
 
 def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be_empty: bool = False) -> Any:
@@ -177,7 +177,7 @@ class _AsManyBatches(BatchSampler):
         return (indices[cut] for cut in cuts(len(indices), self.batch_size, longest_share(self.sampler)))
 
     def __len__(self) -> int:
-        return len(cuts(len(self.sampler), self.batch_size, longest_share(self.sampler)))
+        return count_cuts(len(self.sampler), self.batch_size, longest_share(self.sampler))
 
 
 def _share(loader: DataLoader, fabric: Fabric, stage: str, shuffle: bool) -> DataLoader:

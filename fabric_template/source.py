@@ -9,8 +9,9 @@ from contextlib import contextmanager, suppress
 from itertools import chain, islice, repeat
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from .data import TensorLoader
 from .randomness import find_generators, generators_of, rng_state, set_rng_state
 from .workers import Recorder
 
@@ -175,7 +176,7 @@ class Source:
                 iterator = iter(loader)
             if self.first is not None or not self.is_born:
                 self.put_back(self.first or self.began)
-            _drop(indices.drawn, done)
+            indices.drop(done)
             return iterator if self.first is not None else chain.from_iterable(self._noting_first(iterator))
         if self.is_indexed:
             if place["num_workers"] != self.workers:
@@ -187,7 +188,10 @@ class Source:
     def _again(self, done: int) -> Iterator:
         """The batches that are done, asked for and thrown away."""
         self._tell(0 if self.is_cheap else done)
-        iterator = self._with_workers() if self.workers else iter(self.loader)
+        if getattr(type(self.loader), "__iter__", None) is TensorLoader.__iter__:  # which need not cut them
+            iterator, done = self.loader.behind(done), 0
+        else:
+            iterator = self._with_workers() if self.workers else iter(self.loader)
         if self.workers and not self.is_born and self.is_map_style:  # which draws its indices
             self.put_back(self.began)
             iterator = iter(self.loader)
@@ -290,15 +294,25 @@ class _Indices:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator:
-        self.drawn = iter(self.sampler)
-        return self.drawn if self.source is None else chain.from_iterable(self._behind(self.drawn))
+        drawn = self._draw()
+        return drawn if self.source is None else chain.from_iterable(self._behind(drawn))
+
+    def _draw(self) -> Iterator:
+        """The sampler's pass. A plain batch sampler's goes on from indices, so that none are put together to be dropped."""
+        sampler, is_plain = self.sampler, type(self.sampler) is BatchSampler
+        self.drawn, self.size = (iter(sampler.sampler), sampler.batch_size) if is_plain else (iter(sampler), 1)
+        return iter(BatchSampler(self.drawn, self.size, sampler.drop_last)) if is_plain else self.drawn
+
+    def drop(self, done: int) -> None:
+        """Leave out the first so many."""
+        _drop(self.drawn, done * self.size)
 
     def _behind(self, indices: Iterator) -> Iterator[Any]:
         source, self.source = self.source, None
         if self.began is not None:
             source.put_back(self.began)
-            indices = iter(self.sampler)
-        _drop(indices, self.done)
+            indices = self._draw()
+        self.drop(self.done)
         yield self.instead
         yield indices
 

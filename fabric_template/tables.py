@@ -259,6 +259,19 @@ def cell_of(value: Any) -> str:
     return text.replace("\r", "\\r").replace("\n", "\\n").encode("utf-8", "backslashreplace").decode()
 
 
+def value_of(cell: str) -> Any:
+    """What was logged, of the text of its cell: the very number, True, False, or text.
+
+    Example:
+        >>> value_of("0.1"), value_of("3"), value_of("True"), value_of("nan")
+        (0.1, 3, True, nan)
+    """
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(cell)
+    return {"True": True, "False": False}.get(cell, cell)
+
+
 @contextmanager
 def writing(path: str) -> Iterator[None]:
     """What the disk refuses inside becomes a LogsError that names the file."""

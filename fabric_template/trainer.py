@@ -414,6 +414,7 @@ class TrainerFace(MachineFace):
         if self._fitted is not None and self._fitted.owner is run.owner:  # so that it can be resumed
             run = self._fitted
         state = state_of(run, weights_only=bool(weights_only))
+        run.record.sync()  # what it says of the logs is on disk before it
         if self.fabric.is_global_zero:
             save = run.hooks.timed(self.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")
             save(state, filepath, storage_options=storage_options)

@@ -314,10 +314,11 @@ def test_words(tmp_path):
 
 
 def test_a_path_from_elsewhere(tmp_path):
-    """A checkpoint that was moved: a new version, whose metrics.csv begins with the rows that came with it."""
+    """A checkpoint that was moved with its log: a new version, whose metrics.csv begins with the rows of the old one."""
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
     fit(tmp_path / "a", val=val_loader, max_epochs=2)
     shutil.move(tmp_path / "a/checkpoints/run/version_0/last.ckpt", tmp_path / "moved.ckpt")
+    shutil.move(tmp_path / "a/logs/run/version_0/metrics.csv", tmp_path)
     resumed = fit(tmp_path / "b", val=val_loader, seed=4, resume=tmp_path / "moved.ckpt", max_epochs=3)
     assert_same_end(whole, resumed)
     assert logs_of(tmp_path / "b") == logs_of(tmp_path / "whole")

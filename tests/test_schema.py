@@ -72,6 +72,7 @@ def test_rows_that_waited_hold_no_formulas(run, tmp_path):
         for row in (logs := ours["logs"][0]["metrics.csv"]).setdefault("waiting", [{"epoch": "2"}]):
             row |= {"train_loss": "=cmd|'/c calc'!A1", "=1+1": "0\n1"}
         assert logs["rows"] == 2
+        ours["history"] |= {"rows": 3, "last": {"epoch": 2}}
 
     root, path = altered(run, tmp_path, alter)
     on_with(root, path)

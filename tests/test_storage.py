@@ -793,7 +793,7 @@ def test_lock_without_permission_or_without_locks(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     assert f"could not lock '{tmp_path}/file'" in message(VersionLock(tmp_path / "file").acquire)
     monkeypatch.setattr(locks, "fcntl", None)
-    with VersionLock(tmp_path), VersionLock(tmp_path):
+    with pytest.warns(UserWarning, match="cannot be locked"), VersionLock(tmp_path), VersionLock(tmp_path):
         save(STATE, tmp_path / "a.ckpt")
 
 
