@@ -20,9 +20,14 @@ from .hooks import is_a
 from .opening import CheckpointError
 from .schema import Is, anything, check, one_of, text
 
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
+
+
 number = Is(
     "a number, a tensor of one, or None",
-    lambda value: value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1),
+    lambda value: value is None or isinstance(value, int | float) or _is_one(value),
 )
 
 
@@ -46,11 +51,16 @@ def like(example: Any) -> Any:
     Example:
         >>> check(like({"lr": 0.1, "betas": (0.9, 0.99)}), {"lr": torch.tensor(0.2), "betas": [0.8, 0.9]}, "file")
     """
-    if isinstance(example, bool | int | float) or (isinstance(example, Tensor) and example.numel() == 1):
+    if isinstance(example, bool | int | float):
         return number
+    if isinstance(example, Tensor) and example.numel() == 1:
+        return Is("a tensor of one element", _is_one)
     if isinstance(example, Tensor):
         shape = tuple(example.shape)
-        return Is(f"a tensor of shape {shape}", lambda value: isinstance(value, Tensor) and tuple(value.shape) == shape)
+        return Is(
+            f"a tensor of shape {shape}",
+            lambda value: isinstance(value, Tensor) and tuple(value.shape) == shape and not value.is_meta,
+        )
     if isinstance(example, Mapping) and example and all(isinstance(key, str) for key in example):
         return {f"{key}?": like(value) for key, value in example.items()}
     if isinstance(example, list | tuple) and example:
@@ -68,8 +78,11 @@ def put_into_optimizer(optimizer: Any, state: Mapping[str, Any], path: Any) -> N
         if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:  # nobody else knows what it holds
             optimizer.load_state_dict(state)
             return
-        mine = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        check({"param_groups": tuple(map(like, mine)), "state": {anything: {anything: anything}}}, state, "it")
+        groups = tuple(
+            {f"{key}?": number if value is None else like(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        )
+        check({"param_groups": groups, "state": {anything: {anything: anything}}}, state, "it")
         optimizer.load_state_dict(state)
         for group in optimizer.param_groups:
             made: dict[Any, Any] = {}

@@ -345,7 +345,7 @@ def _declared(content: Any) -> int:
     """The bytes of all tensors, of each view once, if every element had memory of its own."""
     plain = [tensor for tensor in tensors_in(content) if tensor.layout is torch.strided]
     views = {
-        (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t.numel() * t.itemsize for t in plain
+        (t.untyped_storage().data_ptr(), t.storage_offset(), t.shape, t.stride()): t.numel() * t.itemsize for t in plain
     }
     return sum(views.values())
 

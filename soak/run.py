@@ -5,8 +5,9 @@
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
 Parts: `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sweep` is tests/faults/sweep.py (every
-operation on the disk fails once in each way), `fuzz` is soak/fuzz.py (needs atheris: the extra `soak`). A seed is printed, and
-gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
+operation on the disk fails once in each way), `fields` is tests/faults/fields.py (one field of a valid checkpoint is altered),
+`fuzz` is soak/fuzz.py (needs atheris: the extra `soak`). A seed is printed, and gives the same instants and inputs again, as
+far as clocks allow. Ends with 1 if anything was lost.
 """
 
 import argparse
@@ -30,6 +31,7 @@ def command_of(part, words, seed):
         "kills": [*python, FAULTS / "kills.py", "--kills", words.kills, "--seed", seed],
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", words.buffer],
+        "fields": [*python, FAULTS / "fields.py", "--fields", words.fields, "--seed", seed],
         "fuzz": [*python, ROOT / "soak" / "fuzz.py", "--inputs", words.inputs, "--seed", seed],
     }[part]
 
@@ -61,6 +63,13 @@ def rows_of(part, seconds, figures):
         kinds = ", ".join(f"{kind} {count}" for kind, count in figures["faults"].items())
         remark = f"{kinds}; {figures['operations']} operations in a run"
         return [("injected faults", sum(figures["faults"].values()), len(figures["losses"]), seconds, remark)]
+    if part == "fields":
+        outcomes, slowest = figures["outcomes"], 1000 * figures["slowest"]
+        remark = (
+            f"{outcomes.get('refused', 0)} refused in one line, {outcomes.get('ended', 0)} went on; slowest check"
+            f" {slowest:.0f} ms; seed {figures['seed']}"
+        )
+        return [("altered fields of checkpoints", figures["fields"], len(figures["losses"]), seconds, remark)]
     return [
         (
             f"fuzzed: {one['reader']}", one["inputs"], sum(one["failures"].values()), one.get("seconds", 0.0),
@@ -81,18 +90,19 @@ def table(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--part", action="append", choices=("kills", "ranks", "sweep", "fuzz"), help="may be repeated; all"
+        "--part", action="append", choices=("kills", "ranks", "sweep", "fuzz", "fields"), help="may be repeated; all"
     )
     parser.add_argument("--kills", type=int, default=1000, help="SIGKILLs of a run in one process (1000)")
     parser.add_argument("--rank-kills", type=int, default=200, help="SIGKILLs of a run in two processes (200)")
     parser.add_argument("--inputs", type=int, default=1_000_000, help="fuzzed files (1000000)")
+    parser.add_argument("--fields", type=int, default=2000, help="altered fields of valid checkpoints (2000)")
     parser.add_argument("--buffer", type=int, default=1, help="bytes that a save of the sweep writes at a time (1)")
     parser.add_argument("--jobs", type=int, default=2, help="parts that run side by side (2)")
     parser.add_argument("--seed", type=int, help="drawn and printed if not given")
     words = parser.parse_args()
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(1, 10**6)
     print(f"seed {seed}", file=sys.stderr)
-    parts = words.part or ["fuzz", "kills", "ranks", "sweep"]  # the longest first
+    parts = words.part or ["fuzz", "kills", "ranks", "sweep", "fields"]  # the longest first
     with ThreadPoolExecutor(words.jobs) as pool:
         found = list(pool.map(lambda part: (part, *run(part, words, seed)), parts))
     rows = [row for part, seconds, figures in found for row in rows_of(part, seconds, figures)]
