@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import schema
 from .hooks import is_a
 from .opening import CheckpointError
 from .schema import Is, anything, check, one_of, text
@@ -27,7 +28,7 @@ def _is_one(value: Any) -> bool:
 
 number = Is(
     "a number, a tensor of one, or None",
-    lambda value: value is None or isinstance(value, int | float) or _is_one(value),
+    lambda value: value is None or schema.number.test(value) or _is_one(value),
 )
 
 

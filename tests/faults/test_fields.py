@@ -19,12 +19,12 @@ import torch
 
 def test_altered_fields():
     """In a process of its own: one that has run a backward cannot fork another that does."""
-    command = [sys.executable, fields.__file__, "--fields", "40", "--seed", "1"]
+    command = [sys.executable, fields.__file__, "--fields", "27", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["losses"] == [], done.stderr
-    assert figures["outcomes"]["ended"] > 5
-    assert figures["outcomes"]["refused"] > 15
+    assert figures["outcomes"]["ended"] > 3
+    assert figures["outcomes"]["refused"] > 8
 
 
 def found(**words):
@@ -38,7 +38,7 @@ def touch(path):
 
 MISDEEDS = {
     "it hangs": lambda kind, root, path: time.sleep(60),
-    "the process died with 6": lambda kind, root, path: signal.raise_signal(signal.SIGABRT),
+    "the process died with 9": lambda kind, root, path: signal.raise_signal(signal.SIGKILL),
     "KeyError: 'a'": lambda kind, root, path: found(outcome="raised", line="KeyError: 'a'"),
     "'secret.ckpt'. are not what they were": lambda kind, root, path: touch(root.parent.parent / "secret.ckpt"),
     "epoch=8-notes.ckpt'. are not what": lambda kind, root, path: (
