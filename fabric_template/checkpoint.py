@@ -22,6 +22,7 @@ from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_s
 from .hooks import is_a, overrides
 from .opening import CheckpointError
 from .optimizers import states_as_saved
+from .pruning import unpruned
 from .randomness import rng_state
 from .reading import explain_mismatch, find_weights
 
@@ -93,6 +94,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "val": feed.val.state(None) if feed.val is not None else None,
         "returned": run.history.train.state_dict(),
         "metrics": run.metrics.state_dict(),
+        "held": run.held.state_dict(),
     }
     gathered = run.gather(ranks)
     return {
@@ -101,6 +103,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "epoch": run.epochs_done,
         "saved_in": place.saved_in,
         "is_exact": place.is_exact,
+        "window": run.window if run.window != run.config.accumulate_grad_batches else None,
         "is_last_batch": place.is_last_batch,
         "total_batches": place.total_batches,
         "batches_that_stepped": run.batches_that_stepped,
@@ -145,7 +148,7 @@ def loops_state(run: Run) -> dict[str, Any]:
             part["processed"] += place.saved_in == "on_train_epoch_end"
         for part in batches.values():
             part["completed"] -= place.saved_in == "on_train_batch_end"
-    steps = run.global_step if run.is_automatic else 0
+    steps, current = (run.global_step, run.steps_in_epoch) if run.is_automatic else (0, 0)
     manual = 0 if run.is_automatic else run.global_step
     schedulers = sum(getattr(config.scheduler, "last_epoch", 0) or 0 for config in run.schedulers)
     states = run.feed.train.states() if run.feed.train is not None else []  # of loaders that have one
@@ -157,7 +160,10 @@ def loops_state(run: Run) -> dict[str, Any]:
         "epoch_loop.scheduler_progress": progress(schedulers, 0, two),
         "epoch_loop.automatic_optimization.state_dict": {},
         "epoch_loop.automatic_optimization.optim_progress": {
-            "optimizer": {"step": progress(steps, run.steps_in_epoch, two), "zero_grad": progress(steps, 0, three)}
+            "optimizer": {
+                "step": progress(steps, run.steps_in_epoch if steps else 0, two),
+                "zero_grad": progress(steps, 0, three),
+            }
         },
         "epoch_loop.manual_optimization.state_dict": {},
         "epoch_loop.manual_optimization.optim_step_progress": progress(manual, 0, two),
@@ -194,7 +200,7 @@ def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -
         CheckpointError: one line.
     """
     expected = net.state_dict()
-    difference = explain_mismatch(expected, find_weights(dict(checkpoint), expected))
+    difference = explain_mismatch(expected, unpruned(find_weights(dict(checkpoint), expected), expected))
     if difference:
         raise CheckpointError(f"'{path}' is of another model: {difference}; build the model with the same arguments")
 
@@ -202,7 +208,8 @@ def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -
 def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     """Put a checkpoint's weights into the module, by its own hooks."""
     run.hooks.call_module("on_load_checkpoint", checkpoint)
-    weights = find_weights(checkpoint, run.net.state_dict())
+    expected = run.net.state_dict()
+    weights = unpruned(find_weights(checkpoint, expected), expected)
     strict = getattr(run.owner, "strict_loading", True)
     with given_to(run.net, run.resume_path or run.load_path):
         run.net.load_state_dict(weights, strict=strict if isinstance(strict, bool) else True)
@@ -228,6 +235,8 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     ours = run.restored
     known = (ours or {}).get("fingerprint")
     check_optimizers(run, known)
+    if ours is not None:
+        run.held.put_back_groups(of_this_rank(run, ours).get("held", {}).get("groups", ()))
     for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
         with states_as_saved([optimizer]):
             put_into_optimizer(optimizer, state, run.resume_path)

@@ -59,7 +59,7 @@ def evaluate(
     with no_grad(inference):
         batches = _timed(run, loaders.start_evaluation(most), "_EvaluationLoop", "test" if stage == "test" else "val")
         handed = Handed(batches, metrics.batch_taken) if hands else None
-        modes = Modes(run.net)
+        run.modes = modes = Modes(run.net)
         try:
             _switch(run, f"on_{word}_model_eval")
             hooks.call(f"on_{word}_start")
@@ -113,7 +113,7 @@ def evaluate(
             else:
                 hooks.call_callbacks(f"on_{word}_model_train")
                 modes.restore()
-            run.stage = before_stage
+            run.stage, run.modes = before_stage, None
     if not any(results) and not sanity and run.history.returned:
         results = [{name: v for name, v in run.history.returned.items() if name.startswith(("val_", "test_"))}]
     return [_as_numbers(result) for result in results]

@@ -164,6 +164,11 @@ class Hooks:
             call(*args)
         metrics.fx = before
 
+    def call_one(self, callback: Any, name: str) -> None:
+        """Call one callback's hook only."""
+        if call := self._of_callback(callback, name):
+            call()
+
     def call_module(self, name: str, *args: Any) -> Any:
         """Call the module's hook only."""
         _, own = self._listeners.get(name) or self._listen(name)

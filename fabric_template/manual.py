@@ -20,8 +20,18 @@ if TYPE_CHECKING:
 class ManualUpdate(AutomaticUpdate):
     """One batch of manual optimization: the module's ``training_step`` does everything through ``self.optimizers()``."""
 
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._used: set[int] = set()  # the optimizers that have stepped in this batch, after the last backward
+
     def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
         """Run the step; returns what ``on_train_batch_end`` gets as outputs."""
+        self._used.clear()
+        outputs = self._outputs_of(batch, batch_idx)
+        self.run.steps_in_epoch = self.run.batches_done  # a batch is a window, whatever has stepped
+        return outputs
+
+    def _outputs_of(self, batch: Any, batch_idx: int) -> Any:
         metrics = self.metrics
         before, metrics.fx = metrics.fx, "training_step"
         output = self.step(batch, batch_idx) if self.takes_idx else self.step(batch)
@@ -43,7 +53,18 @@ class ManualUpdate(AutomaticUpdate):
         """One optimizer's step, called by the module; counts as a step of the run."""
         output = super().step_with(optimizer, closure, **arguments)
         self.run.global_step += 1
+        self.run.steps_in_epoch = self.run.batches_done  # what comes of an error now is behind a step
+        self._used.add(id(optimizer))
         return output
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward with its hooks, for ``manual_backward``."""
+        self._used.clear()
+        super().backward(loss, *args, **kwargs)
+
+    def waiting(self) -> list[Optimizer]:
+        """Those whose parameters may have gradients that a later batch steps with."""
+        return [optimizer for optimizer in self.run.optimizers if id(optimizer) not in self._used]
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Only the hook: in manual optimization the module clips."""

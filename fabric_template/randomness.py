@@ -12,6 +12,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 MOST_ITEMS = 100  # of a list or dict that is searched for generators: longer ones are data
 
@@ -85,19 +86,40 @@ def find_generators(*owners: Any) -> list[Any]:
         >>> [type(found).__name__ for found in find_generators(Noisy())]
         ['Random', 'Generator']
     """
-    found: list[Any] = []
+    return list(find({str(index): owner for index, owner in enumerate(owners)}, is_generator).values())
+
+
+def find(owners: Mapping[str, Any], wanted: Callable[[Any], bool]) -> dict[str, Any]:
+    """What objects hold of a kind, in their attributes or further down, by the way to it.
+
+    Example:
+        >>> class Noisy:
+        ...     __slots__ = ("own",)
+        >>> noisy = Noisy()
+        >>> noisy.own = [random.Random(3)]
+        >>> list(find({"noisy": noisy}, is_generator))
+        ['noisy.own.0']
+    """
+    found: dict[str, Any] = {}
     seen: set[int] = set()
-    left = list(reversed(owners))
+    left = list(reversed(owners.items()))
     while left:
-        item = left.pop()
-        if id(item) in seen or isinstance(item, _LEAVES) or hasattr(type(item), "trainer"):
-            continue  # what knows its trainer knows the whole run
-        seen.add(id(item))
-        if _is_generator(item):
-            found.append(item)
-        else:
-            left += reversed(_parts(item))
+        path, item = left.pop()
+        if id(item) in seen:
+            continue
+        if wanted(item):
+            seen.add(id(item))
+            found[path] = item
+        elif not isinstance(item, _LEAVES) and not _knows_the_run(path, item):
+            seen.add(id(item))
+            left += [(f"{path}.{name}", part) for name, part in reversed(_parts(item))]
     return found
+
+
+def _knows_the_run(path: str, item: Any) -> bool:
+    """Whether an object leads to the whole run: a trainer, and what knows its trainer, but for a module's own modules."""
+    kind = type(item)
+    return hasattr(kind, "fit_loop") or (hasattr(kind, "trainer") and "." in path and "._modules." not in path)
 
 
 def generators_of(state: Mapping[str, Any], find: Callable[[], list[Any]], datasets: Iterable[Any]) -> list[Any]:
@@ -152,25 +174,54 @@ def set_generator_state(generator: Any, state: Any) -> None:
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.Tensor)
 
 
-def _is_generator(item: Any) -> bool:
+def is_generator(item: Any) -> bool:
+    """Whether this is a random generator whose state can be put back."""
+    return isinstance(item, _kinds()) and not isinstance(item, random.SystemRandom)
+
+
+@functools.cache
+def _kinds() -> tuple[type, ...]:
     import numpy
 
-    kinds = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
-    return isinstance(item, kinds) and not isinstance(item, random.SystemRandom)
+    return torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState
 
 
-def _parts(item: Any) -> list[Any]:
-    """What an object is made of, as far as random generators may be in it."""
+_OF_MODULES = frozenset(vars(nn.Module()))  # mostly empty, or parameters
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_OF_THE_RUN = {"trainer", "_trainer", "_fabric", "log", "log_dict", "_parameters", "_buffers", "_modules"}
+
+
+def _parts(item: Any) -> list[tuple[str, Any]]:
+    """What an object is made of, by name, as far as random generators may be in it."""
     if isinstance(item, dict | list | tuple | set):
-        items = item.values() if isinstance(item, dict) else item
-        return list(items) if len(item) <= MOST_ITEMS else []
+        items = item.items() if isinstance(item, dict) else enumerate(item)
+        return [(str(name), part) for name, part in items] if len(item) <= MOST_ITEMS else []
     if isinstance(item, functools.partial):
-        return [item.func, *item.args, *item.keywords.values()]
+        return [("func", item.func), ("args", item.args), ("keywords", item.keywords)]
     if isinstance(item, MethodType):
-        return [item.__self__]
+        return [("self", item.__self__)]
     if isinstance(item, FunctionType):
-        return [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
-    return list(getattr(item, "__dict__", {}).values())
+        return [(str(i), cell.cell_contents) for i, cell in enumerate(item.__closure__ or ()) if _is_filled(cell)]
+    own = getattr(item, "__dict__", {})
+    if isinstance(item, nn.Module):
+        modules = [(f"_modules.{name}", part) for name, part in item._modules.items()]
+        return modules + [
+            (name, part)
+            for name, part in own.items()
+            if type(part) not in _PLAIN and name not in _OF_THE_RUN and (name not in _OF_MODULES or part)
+        ]
+    slots = [name for kind in type(item).__mro__ for name in _slots_of(kind)]
+    return [(name, part) for name, part in own.items() if name not in _OF_THE_RUN] + [
+        (name, getattr(item, name)) for name in slots if hasattr(item, name)
+    ]
+
+
+def _slots_of(kind: type) -> list[str]:
+    names = vars(kind).get("__slots__", ())
+    names = [names] if isinstance(names, str) else list(names)
+    private = f"_{kind.__name__.lstrip('_')}"
+    names = [f"{private}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _is_filled(cell: Any) -> bool:

@@ -18,6 +18,7 @@ from .data import make_transfer
 from .errors import Misuse
 from .feed import Feed
 from .finished import is_time_over
+from .held import Held
 from .history import History, name_outputs
 from .hooks import TRANSFER_HOOKS, Hooks, is_a, overrides
 from .inputs import check_parameters
@@ -98,6 +99,8 @@ class Run:
         self.hooks = Hooks(None, callbacks, owner, self.metrics)
         self.feed = Feed(self, owner if datamodule is None else datamodule)
         self.schedule = Schedule(self)
+        self.held = Held(self)
+        self.modes: Any = None  # in which an evaluation that is on has found the modules
         self._warned: set[str] = set()
         self._seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
         self.predictions: list[list[Any]] = []  # by loader, then by batch
@@ -226,11 +229,7 @@ class Run:
         if not self.has_failed or self.between_epochs:
             return Place(done, total, is_last, fx)
         windows = self.batches_that_stepped - self.stepped_before
-        if self.is_automatic:
-            is_updated = self.steps_in_epoch > windows
-        else:
-            is_updated = self.failed_in == "on_train_batch_end" or self.metrics.active is self.metrics.val
-        if is_updated:
+        if self.steps_in_epoch > windows:
             return Place(done, total, is_last, "on_train_batch_end", is_exact=False)
         undone = max(done - windows * self.window, 0)
         is_exact = undone == 0 and self.feed.is_quiet

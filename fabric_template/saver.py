@@ -39,6 +39,7 @@ class Saver:
         self.best: dict[str, float] = {}  # path -> score
         self.last_model_path = ""
         self._failures: dict[str, str] = {}  # "last" or "best" -> why its newest save failed
+        self._stepped: int | None = None  # optimizer steps after the batch before
         self._saved_at: tuple[int, ...] | None = None  # where the run stood when last.ckpt was written
 
     @property
@@ -87,7 +88,9 @@ class Saver:
 
     def save_step(self, run: Run, every: int) -> None:
         """In the middle of an epoch: rewrite ``last.ckpt`` every so many optimizer steps."""
-        if run.global_step and run.global_step % every == 0:
+        before = run.global_step - 1 if self._stepped is None else self._stepped
+        self._stepped = run.global_step
+        if run.global_step // every > before // every:  # manual optimization may take several at once, or none
             self.write_last(run)
 
     def write_last(self, run: Run, state: dict[str, Any] | None = None, epoch: int | None = None) -> None:
@@ -211,6 +214,7 @@ class Saver:
 
     def goes_on_from(self, run: Run, path: str | Path) -> None:
         """The run stands where this file has left it."""
+        self._stepped = run.global_step
         if Path(path) == self.folder / "last.ckpt":
             self.last_model_path, self._saved_at = str(path), _place(run)
 

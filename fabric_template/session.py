@@ -13,6 +13,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from . import checkpoint as ckpt
 from . import profiling
+from .averaging import go_on
 from .callbacks import add_callbacks_of
 from .disk import clear_stale
 from .earlier import bring_back
@@ -131,8 +132,10 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
             PossibleUserWarning,
         )
     run.metrics.start(None)
+    run.held.set_up()
     run.set_up_optimizers()
     run.fingerprint = fingerprint(run)
+    run.held.set_up_optimizers()
     run.hooks.call("on_fit_start")
     if run.resume_path is not None:
         ckpt.load_training_state(run, run.checkpoint)
@@ -228,8 +231,12 @@ def restore_position(run: Run) -> None:
         run.history.train.load_state_dict(mine["returned"], run.fabric.device)
     run.metrics.load_state_dict(mine["metrics"], run.fabric.device)
     run.history.returned = dict(ours["returned"])
+    go_on(run)
+    run.window = ours.get("window") or run.window
     for stage, state in loaders:
         stage.put_back_generators(state)
+    if held := mine.get("held"):
+        run.held.put_back(held)
     set_rng_state(mine["rng"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ class Source:
     draws the indices of the batches that are done and loads none of them (with batch_size=None and workers, it loads fewer
     items again than it has workers). Any other is asked for its batches again.
 
+    Samplers, batch samplers and datasets with ``state_dict`` and ``load_state_dict`` are put where the pass began, and go on
+    from there as its batches are drawn again; a dataset whose items are not loaded again, where it stood.
+
     Nothing is lost by not loading if an item depends on its index and on random numbers: the libraries' own, or those of
     generators that the dataset or collate_fn holds. Of other traces that loading leaves in a dataset nothing is known.
 
@@ -42,19 +46,24 @@ class Source:
         self.loader, self.counts, self.is_cheap = loader, counts, is_cheap
         self.workers = loader.num_workers if isinstance(loader, DataLoader) else 0
         self.keeps_workers = self.workers > 0 and loader.persistent_workers
-        self.records = records and (trains or self.keeps_workers)
         self.is_stateful = trains and all(
             callable(getattr(loader, f"{verb}state_dict", None)) for verb in ("", "load_")
         )
         self.keeps_workers &= not self.is_stateful  # which puts its workers where they were by itself
+        self.index_parts, self.datasets_with_state = ([], []) if self.is_stateful else _stateful_parts(loader)
+        self.parts = self.index_parts + self.datasets_with_state
+        self.records = records and (trains or self.keeps_workers or bool(self.parts))
         self.is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         takes_turns = not self.workers or getattr(loader, "in_order", True)
         is_plain = not self.is_stateful and getattr(type(loader), "__iter__", None) is DataLoader.__iter__
         self.is_indexed = self.is_map_style and takes_turns and is_plain
         self.datasets = [loader.dataset] if self.is_indexed else []
         self.recorder: Recorder | None = None
+        self.drawn_before: list[Any] | None = None  # indices of the batches that were drawn and not yet trained
         self.noted: list[int] = []  # batches that each worker had noted before the pass
         self.unsent = 0  # batches of the pass that no worker was sent
+        self.indices: _Indices | None = None  # of the pass with workers that is on
+        self.parts_began: list[Any] = []  # states of the parts as the pass began
         self.place: dict[str, Any] | None = None  # where the next pass begins
         self.skipped: deque[int] = deque()  # lengths of the passes before it that are not made again
         self.began: Any = None  # random numbers as the pass began,
@@ -102,7 +111,7 @@ class Source:
 
     def position(self) -> dict[str, Any]:
         """Where the pass stands now."""
-        names = ("began", "first", "born", "is_born", "taken")
+        names = ("began", "first", "born", "is_born", "taken", "parts_began")
         position = {name: getattr(self, name) for name in names}
         position |= {"num_workers": self.workers, "earlier": list(self.earlier)}
         return position | ({"loader": self.loader.state_dict()} if self.is_stateful else {})
@@ -112,8 +121,11 @@ class Source:
         if not self.records or (position is not None and position["taken"] is None):
             return None
         if position is not None:
-            return {**position, "workers": self._states_of_workers(position["taken"])}
+            workers, ahead = self._states_of_workers(position["taken"]), self._drawn_ahead(position["taken"])
+            return {**position, "workers": workers, "ahead": ahead, "parts": self._states(self.parts)}
         state = {"loader": self.loader.state_dict()} if self.is_stateful else {}
+        if self.parts:
+            state["parts"] = self._states(self.parts)
         if self.keeps_workers and self.loader._iterator is not None:
             state |= {"born": self.born, "workers": self._states_of_workers(self._sent())}
         return state or None
@@ -123,9 +135,11 @@ class Source:
         if state is None:
             return
         self.skipped = deque(state.get("earlier", ()))
+        if "began" not in state:
+            _load(self.parts, state.get("parts"))
         if "began" in state or "born" in state:
             self.place = state
-        elif self.is_stateful:
+        elif "loader" in state:
             self.loader.load_state_dict(state["loader"])
             iter(self.loader)  # it stands at the end of a pass: the next call begins a new one
 
@@ -134,6 +148,7 @@ class Source:
     def _begin(self, place: dict[str, Any] | None) -> Iterator:
         """A whole pass; with a place, after the worker processes of another run."""
         loader = self.loader
+        self.parts_began = self._states(self.parts)
         self.began, self.first = rng_state(self.generators()), None
         self.is_born = not self.keeps_workers or loader._iterator is None
         if not self.workers:
@@ -160,6 +175,8 @@ class Source:
         self.began, self.first, self.born, self.is_born = (
             place[name] for name in ("began", "first", "born", "is_born")
         )
+        self.parts_began = place.get("parts_began", [])
+        _load(self.parts, self.parts_began)
         self.put_back(self.born or self.began)
         if self.is_stateful:
             loader.load_state_dict(place["loader"])
@@ -177,8 +194,18 @@ class Source:
             if self.first is not None or not self.is_born:
                 self.put_back(self.first or self.began)
             indices.drop(done)
+            _load(self.datasets_with_state, place.get("parts", [])[len(self.index_parts) :])
             return iterator if self.first is not None else chain.from_iterable(self._noting_first(iterator))
+        if self.datasets_with_state and self.workers:
+            warnings.warn(
+                f"resume: {type(self.datasets_with_state[0]).__name__} has state_dict, but its copies in the worker processes"
+                " change by themselves: in the rest of this epoch they go on from what it was as the epoch began; with"
+                " num_workers=0, or in a loader with state_dict (StatefulDataLoader), it goes on exactly",
+                stacklevel=2,
+            )
         if self.is_indexed:
+            if self.workers and place["num_workers"] == self.workers:
+                self.drawn_before = place.get("ahead")
             if place["num_workers"] != self.workers:
                 return self._with_workers(done, None, self.first or (None if self.is_born else self.began))
             if place["workers"] is not None:
@@ -240,8 +267,12 @@ class Source:
         self.noted = [-self._share(done, worker) for worker in range(self.workers)]
         self.unsent = done - idle
         parts: dict[str, Any] = {"collate_fn": self.recorder, "worker_init_fn": self.recorder.start}
-        if done or began is not None:
-            parts[self._index_name] = _Indices(self._index_sampler(), self, dropped, instead, began)
+        again = (self, dropped, instead, began) if done or began is not None else ()
+        indices = _Indices(self._index_sampler(), *again)
+        if loader.batch_sampler is not None:
+            indices.keep(self.workers * loader.prefetch_factor + 2, self.drawn_before)
+            self.indices, self.drawn_before = indices, None
+        parts[self._index_name] = indices
         with _replaced(loader, **parts):
             iterator = iter(loader)
         for _ in range(idle):
@@ -278,6 +309,18 @@ class Source:
         """How many of the pass's first batches are this worker's: they take turns."""
         return (batches - worker + self.workers - 1) // self.workers
 
+    def _drawn_ahead(self, taken: int) -> list[Any] | None:
+        """The indices that workers were sent ahead of what is trained; a sampler may have drawn them as they were sent."""
+        if self.indices is None:
+            return None
+        drawn, ahead = list(self.indices.sent), self.indices.number - taken
+        is_known = 0 < ahead <= len(drawn) and all(isinstance(i, int) for indices in drawn for i in indices)
+        return drawn[-ahead:] if is_known else None
+
+    @staticmethod
+    def _states(parts: list[Any]) -> list[Any]:
+        return [copy.deepcopy(part.state_dict()) for part in parts]
+
     def _states_of_workers(self, batches: int) -> list[Any] | None:
         if self.recorder is None:
             return None
@@ -289,13 +332,21 @@ class _Indices:
 
     def __init__(self, sampler: Any, source: Source | None = None, done: int = 0, instead: Any = (), began: Any = None):
         self.sampler, self.source, self.done, self.instead, self.began = sampler, source, done, instead, began
+        self.sent: deque[Any] | None = None  # what was drawn last, for workers that are sent it ahead,
+        self.number = 0  # and how many in all
+        self.ahead: list[Any] | None = None
+
+    def keep(self, most: int, ahead: list[Any] | None) -> None:
+        """Keep what is drawn, so many; and give first what another process had drawn ahead."""
+        self.sent, self.ahead = deque(maxlen=most), ahead
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator:
         drawn = self._draw()
-        return drawn if self.source is None else chain.from_iterable(self._behind(drawn))
+        indices = drawn if self.source is None else chain.from_iterable(self._behind(drawn))
+        return indices if self.sent is None else self._kept(indices)
 
     def _draw(self) -> Iterator:
         """The sampler's pass. A plain batch sampler's goes on from indices, so that none are put together to be dropped."""
@@ -307,6 +358,15 @@ class _Indices:
         """Leave out the first so many."""
         _drop(self.drawn, done * self.size)
 
+    def _kept(self, indices: Iterator) -> Iterator[Any]:
+        self.sent.clear()
+        self.number = 0 if self.source is None else self.done
+        for item in indices:
+            if item != []:  # which stands for a batch that is done
+                self.sent.append(item)
+                self.number += 1
+            yield item
+
     def _behind(self, indices: Iterator) -> Iterator[Any]:
         source, self.source = self.source, None
         if self.began is not None:
@@ -314,7 +374,38 @@ class _Indices:
             indices = self._draw()
         self.drop(self.done)
         yield self.instead
+        if ahead := self.ahead:
+            if list(islice(indices, len(ahead))) != ahead:
+                warnings.warn(_LAZY.format(type(self.sampler).__name__), stacklevel=2)
+            yield ahead
         yield indices
+
+
+_LAZY = (
+    "resume: {} draws a batch as it is sent to a worker, from random numbers that training draws from, too: those that were"
+    " sent already are the same, the others only if each batch is drawn by itself; with a generator of its own it is exact"
+)
+
+
+def _stateful_parts(loader: Any) -> tuple[list[Any], list[Any]]:
+    """The samplers, and the datasets, with state_dict and load_state_dict in a DataLoader."""
+    if not isinstance(loader, DataLoader):
+        return [], []
+    samplers = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
+    datasets = [loader.dataset, getattr(loader.dataset, "dataset", None)]
+    return tuple(
+        list(
+            {
+                id(p): p for p in parts if all(callable(getattr(p, f"{v}state_dict", None)) for v in ("", "load_"))
+            }.values()
+        )
+        for parts in (samplers, datasets)
+    )
+
+
+def _load(parts: list[Any], states: list[Any] | None) -> None:
+    for part, state in zip(parts, states or (), strict=False):
+        part.load_state_dict(copy.deepcopy(state))
 
 
 def _drop(iterator: Iterator, number: int) -> None:

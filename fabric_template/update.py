@@ -279,6 +279,10 @@ class AutomaticUpdate:
         self.before_step(self.optimizer)
         return result
 
+    def waiting(self) -> list[Optimizer]:
+        """The optimizers whose gradients wait for another batch, where a checkpoint is saved: none."""
+        return []
+
     def before_step(self, optimizer: Optimizer) -> None:
         """``on_before_optimizer_step``, then clipping."""
         self.hooks.call("on_before_optimizer_step", optimizer)

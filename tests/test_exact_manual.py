@@ -1,0 +1,126 @@
+"""Manual optimization, killed at every batch or ended by an error: it goes on behind the step that was done, to the bit."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from modules import make_loader
+from runs import Snapshots, assert_same_end, fit, logs_of
+from torch import nn
+
+
+class Gan(pl.LightningModule):
+    """A generator that steps each batch, a critic that accumulates two; each toggled, each with a schedule of its own."""
+
+    def __init__(self, toggles=True, every=2):
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggles, self.every = toggles, every
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3))
+        self.critic = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+
+    def training_step(self, batch, batch_idx):
+        of_generator, of_critic = self.optimizers()
+        fake = self.generator(torch.randn(len(batch[0]), 4))
+        if self.toggles:
+            self.toggle_optimizer(of_generator)
+        loss = -self.critic(fake).mean()
+        of_generator.zero_grad()
+        self.manual_backward(loss)
+        of_generator.step()
+        if self.toggles:
+            self.untoggle_optimizer(of_generator)
+            self.toggle_optimizer(of_critic)
+        critic_loss = self.critic(fake.detach()).mean() - self.critic(batch[0]).mean()
+        self.manual_backward(critic_loss / self.every)
+        if (batch_idx + 1) % self.every == 0:
+            of_critic.step()
+            of_critic.zero_grad()
+        if self.toggles:
+            self.untoggle_optimizer(of_critic)
+        for scheduler in self.lr_schedulers()[: 2 if batch_idx % self.every else 1]:
+            scheduler.step()
+        self.log_dict({"g": loss, "c": critic_loss}, on_step=True, on_epoch=True)
+        return {"loss": loss + critic_loss}
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (self.generator, self.critic)]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.95) for o in optimizers]
+
+
+def loader():
+    return make_loader(20)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("toggles", [True, False], ids=["toggled", "plain"])
+def test_killed_at_every_batch(tmp_path, toggles, every):
+    words = {"max_epochs": 2, "log_every_n_steps": 2, "save_every_n_steps": every}
+    whole_root, copies = tmp_path / "whole", tmp_path / "killed"
+    make = lambda: Gan(toggles)  # noqa: E731
+    whole = fit(whole_root, make, loader, callbacks=[Snapshots(whole_root, copies)], **words)
+    for batches in range(min(every, 2), 10):
+        root = copies / str(batches)
+        assert_same_end(whole, fit(root, make, loader, seed=99, resume="last", **words))
+        assert logs_of(root) == logs_of(whole_root), f"killed after {batches} batches"
+
+
+class Saved(Callback):
+    """Notes which step last.ckpt is of, before each batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        path = Path("checkpoints/run/version_0/last.ckpt")
+        if path.exists():
+            self.seen.append(torch.load(path, weights_only=True)["global_step"])
+
+
+def test_no_multiple_is_passed_by(tmp_path):
+    """One step in a batch, two in the next: one that goes from one to three has passed the second."""
+    saved = Saved()
+    fit(".", Gan, loader, callbacks=[saved], max_epochs=1, save_every_n_steps=2)
+    assert saved.seen == [3, 4, 6]
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["between", "on_train_batch_end", "after"])
+def test_an_error_behind_the_step(tmp_path, where):
+    """What is kept beside last.ckpt goes on with the next batch: no step is taken twice."""
+
+    class Fails(Gan):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            if where == "between" and batch_idx == 2:
+                raise Boom
+            return output
+
+    class Hook(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if where == "on_train_batch_end" and batch_idx == 2:
+                raise Boom
+
+    class Log(pl.loggers.Logger):
+        name, version = "log", 0
+
+        def log_hyperparams(self, *args, **words):
+            pass
+
+        def log_metrics(self, metrics, step=None):
+            if where == "after" and step == 2:
+                raise Boom
+
+    words = {"max_epochs": 1, "logger": [Log()], "log_every_n_steps": 1, "version": 0}
+    with pytest.raises(Boom):
+        fit(".", Fails, loader, callbacks=[Hook()], **words)
+    state = torch.load("checkpoints/run/version_0/exception.ckpt", weights_only=True)
+    assert (state["fabric_template"]["batch_idx"], state["global_step"]) == (3, 4)
+    with pytest.warns(UserWarning, match="saved after an error in the middle of a step: training goes on after step 4"):
+        resumed = fit(".", Gan, loader, resume="checkpoints/run/version_0/exception.ckpt", max_epochs=1)
+    assert resumed[0].global_step == 4 + 2 + 1
