@@ -116,7 +116,7 @@ class Held:
                 if path in tensors and tensors[path].shape == value.shape:
                     tensors[path].copy_(value)
         for name, gradient in state["gradients"].items():
-            if name in parameters:
+            if name in parameters and parameters[name].shape == gradient.shape:
                 parameters[name].grad = gradient.to(device, copy=True)
         generators = self._generators()
         for path, part in state["generators"].items():

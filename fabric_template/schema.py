@@ -207,9 +207,10 @@ RNG = {
 
 PASS = {
     "began": RNG, "first": maybe(RNG), "born": maybe(RNG), "is_born": flag, "taken": count, "num_workers": count,
-    "earlier": [count], "workers": maybe([maybe(RNG)]),
+    "earlier": [count], "workers": maybe([maybe(RNG)]), "ahead?": maybe([[seed]]), "parts?": [anything],
+    "parts_began?": [anything],
 }  # fmt: skip
-AFTER = {"born?": maybe(RNG), "workers?": maybe([maybe(RNG)])}
+AFTER = {"born?": maybe(RNG), "workers?": maybe([maybe(RNG)]), "parts?": [anything]}
 
 
 def source(value: Any) -> Any:
@@ -261,13 +262,22 @@ FINGERPRINT = {
     "accumulate_grad_batches?": count, "precision?": text, "optimizers?": [[text]], "schedulers?": [text],
     "processes?": count, "versions?": {text: text}, "batches?": maybe(count), "data?": [DATA],
 }  # fmt: skip
-RANK = {"rng": RNG, "train": LOADERS, "val": LOADERS, "returned": RETURNED, "metrics": METRICS}
+TENSORS = {text: Is("a tensor in memory", _is_whole)}
+HELD = {
+    "pruning?": {"masked?": {text: TENSORS}, "first?": [TENSORS]}, "generators": {text: generator}, "buffers": TENSORS,
+    "settings": {text: {text: Is("a plain value", lambda value: type(value) in (bool, int, float, str, type(None)))}},
+    "groups": [maybe([[maybe(text)]])], "tensors": TENSORS, "gradients": TENSORS,
+}  # fmt: skip
+RANK = {
+    "rng": RNG, "train": LOADERS, "val": LOADERS, "returned": RETURNED, "metrics": METRICS, "held?": HELD,
+}  # fmt: skip
 OURS = {
     "format?": count, "batch_idx": count, "epoch": count, "saved_in": maybe(text), "is_exact?": flag, "is_last_batch": flag,
     "total_batches": count, "batches_that_stepped": count, "stepped_before?": count, "steps_in_epoch": count,
     "seconds?": number_from(0, MOST, int, float), "ranks": [RANK], "loaders_epoch": {text: count}, "returned": {text: number},
     "history": lambda value: EARLIER if isinstance(value, Mapping) else [{text: cell}],
     "rates": [number], "kept": {"best?": {file_name: number}},
+    "window?": maybe(number_from(1, MOST, int)),
     "should_stop?": flag, "elapsed?": number_from(0, MOST, int, float), "fingerprint?": FINGERPRINT,
     "logs": [maybe({one_of("metrics.csv", "steps.csv"): ROWS})],
 }  # fmt: skip
