@@ -7,12 +7,13 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from .data import TensorLoader
+from .indices import Indices, drop, load_states, stateful_parts
 from .randomness import find_generators, generators_of, rng_state, set_rng_state
 from .workers import Recorder
 
@@ -50,7 +51,7 @@ class Source:
             callable(getattr(loader, f"{verb}state_dict", None)) for verb in ("", "load_")
         )
         self.keeps_workers &= not self.is_stateful  # which puts its workers where they were by itself
-        self.index_parts, self.datasets_with_state = ([], []) if self.is_stateful else _stateful_parts(loader)
+        self.index_parts, self.datasets_with_state = ([], []) if self.is_stateful else stateful_parts(loader)
         self.parts = self.index_parts + self.datasets_with_state
         self.records = records and (trains or self.keeps_workers or bool(self.parts))
         self.is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
@@ -62,7 +63,7 @@ class Source:
         self.drawn_before: list[Any] | None = None  # indices of the batches that were drawn and not yet trained
         self.noted: list[int] = []  # batches that each worker had noted before the pass
         self.unsent = 0  # batches of the pass that no worker was sent
-        self.indices: _Indices | None = None  # of the pass with workers that is on
+        self.indices: Indices | None = None  # of the pass with workers that is on
         self.parts_began: list[Any] = []  # states of the parts as the pass began
         self.place: dict[str, Any] | None = None  # where the next pass begins
         self.skipped: deque[int] = deque()  # lengths of the passes before it that are not made again
@@ -136,7 +137,7 @@ class Source:
             return
         self.skipped = deque(state.get("earlier", ()))
         if "began" not in state:
-            _load(self.parts, state.get("parts"))
+            load_states(self.parts, state.get("parts"))
         if "began" in state or "born" in state:
             self.place = state
         elif "loader" in state:
@@ -176,7 +177,7 @@ class Source:
             place[name] for name in ("began", "first", "born", "is_born")
         )
         self.parts_began = place.get("parts_began", [])
-        _load(self.parts, self.parts_began)
+        load_states(self.parts, self.parts_began)
         self.put_back(self.born or self.began)
         if self.is_stateful:
             loader.load_state_dict(place["loader"])
@@ -188,13 +189,13 @@ class Source:
                 stacklevel=2,
             )
         if self.is_indexed and not self.workers:
-            indices = _Indices(self._index_sampler())
+            indices = Indices(self._index_sampler())
             with _replaced(loader, **{self._index_name: indices}):
                 iterator = iter(loader)
             if self.first is not None or not self.is_born:
                 self.put_back(self.first or self.began)
             indices.drop(done)
-            _load(self.datasets_with_state, place.get("parts", [])[len(self.index_parts) :])
+            load_states(self.datasets_with_state, place.get("parts", [])[len(self.index_parts) :])
             return iterator if self.first is not None else chain.from_iterable(self._noting_first(iterator))
         if self.datasets_with_state and self.workers:
             warnings.warn(
@@ -224,7 +225,7 @@ class Source:
             iterator = iter(self.loader)
         if self.first is not None:
             self.put_back(self.first)
-        _drop(iterator, done)
+        drop(iterator, done)
         return iterator
 
     def _tell(self, again: int = 0) -> None:
@@ -268,7 +269,7 @@ class Source:
         self.unsent = done - idle
         parts: dict[str, Any] = {"collate_fn": self.recorder, "worker_init_fn": self.recorder.start}
         again = (self, dropped, instead, began) if done or began is not None else ()
-        indices = _Indices(self._index_sampler(), *again)
+        indices = Indices(self._index_sampler(), *again)
         if loader.batch_sampler is not None:
             indices.keep(self.workers * loader.prefetch_factor + 2, self.drawn_before)
             self.indices, self.drawn_before = indices, None
@@ -325,91 +326,6 @@ class Source:
         if self.recorder is None:
             return None
         return self.recorder.read([noted + self._share(batches, w) for w, noted in enumerate(self.noted)])
-
-
-class _Indices:
-    """A loader's sampler that begins behind the indices of the batches that are done, once; then it is as it was."""
-
-    def __init__(self, sampler: Any, source: Source | None = None, done: int = 0, instead: Any = (), began: Any = None):
-        self.sampler, self.source, self.done, self.instead, self.began = sampler, source, done, instead, began
-        self.sent: deque[Any] | None = None  # what was drawn last, for workers that are sent it ahead,
-        self.number = 0  # and how many in all
-        self.ahead: list[Any] | None = None
-
-    def keep(self, most: int, ahead: list[Any] | None) -> None:
-        """Keep what is drawn, so many; and give first what another process had drawn ahead."""
-        self.sent, self.ahead = deque(maxlen=most), ahead
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator:
-        drawn = self._draw()
-        indices = drawn if self.source is None else chain.from_iterable(self._behind(drawn))
-        return indices if self.sent is None else self._kept(indices)
-
-    def _draw(self) -> Iterator:
-        """The sampler's pass. A plain batch sampler's goes on from indices, so that none are put together to be dropped."""
-        sampler, is_plain = self.sampler, type(self.sampler) is BatchSampler
-        self.drawn, self.size = (iter(sampler.sampler), sampler.batch_size) if is_plain else (iter(sampler), 1)
-        return iter(BatchSampler(self.drawn, self.size, sampler.drop_last)) if is_plain else self.drawn
-
-    def drop(self, done: int) -> None:
-        """Leave out the first so many."""
-        _drop(self.drawn, done * self.size)
-
-    def _kept(self, indices: Iterator) -> Iterator[Any]:
-        self.sent.clear()
-        self.number = 0 if self.source is None else self.done
-        for item in indices:
-            if item != []:  # which stands for a batch that is done
-                self.sent.append(item)
-                self.number += 1
-            yield item
-
-    def _behind(self, indices: Iterator) -> Iterator[Any]:
-        source, self.source = self.source, None
-        if self.began is not None:
-            source.put_back(self.began)
-            indices = self._draw()
-        self.drop(self.done)
-        yield self.instead
-        if ahead := self.ahead:
-            if list(islice(indices, len(ahead))) != ahead:
-                warnings.warn(_LAZY.format(type(self.sampler).__name__), stacklevel=2)
-            yield ahead
-        yield indices
-
-
-_LAZY = (
-    "resume: {} draws a batch as it is sent to a worker, from random numbers that training draws from, too: those that were"
-    " sent already are the same, the others only if each batch is drawn by itself; with a generator of its own it is exact"
-)
-
-
-def _stateful_parts(loader: Any) -> tuple[list[Any], list[Any]]:
-    """The samplers, and the datasets, with state_dict and load_state_dict in a DataLoader."""
-    if not isinstance(loader, DataLoader):
-        return [], []
-    samplers = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
-    datasets = [loader.dataset, getattr(loader.dataset, "dataset", None)]
-    return tuple(
-        list(
-            {
-                id(p): p for p in parts if all(callable(getattr(p, f"{v}state_dict", None)) for v in ("", "load_"))
-            }.values()
-        )
-        for parts in (samplers, datasets)
-    )
-
-
-def _load(parts: list[Any], states: list[Any] | None) -> None:
-    for part, state in zip(parts, states or (), strict=False):
-        part.load_state_dict(copy.deepcopy(state))
-
-
-def _drop(iterator: Iterator, number: int) -> None:
-    deque(islice(iterator, number), maxlen=0)
 
 
 @contextmanager

@@ -1,0 +1,95 @@
+"""Indices: a loader's sampler that begins behind what is done; the samplers and datasets with a state of their own."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+_LAZY = (
+    "resume: {} draws a batch as it is sent to a worker, from random numbers that training draws from, too: those that were"
+    " sent already are the same, the others only if each batch is drawn by itself; with a generator of its own it is exact"
+)
+
+
+class Indices:
+    """A loader's sampler that begins behind the indices of the batches that are done, once; then it is as it was."""
+
+    def __init__(self, sampler: Any, source: Any = None, done: int = 0, instead: Any = (), began: Any = None):
+        self.sampler, self.source, self.done, self.instead, self.began = sampler, source, done, instead, began
+        self.sent: deque[Any] | None = None  # what was drawn last, for workers that are sent it ahead,
+        self.number = 0  # and how many in all
+        self.ahead: list[Any] | None = None
+
+    def keep(self, most: int, ahead: list[Any] | None) -> None:
+        """Keep what is drawn, so many; and give first what another process had drawn ahead."""
+        self.sent, self.ahead = deque(maxlen=most), ahead
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator:
+        drawn = self._draw()
+        indices = drawn if self.source is None else chain.from_iterable(self._behind(drawn))
+        return indices if self.sent is None else self._kept(indices)
+
+    def _draw(self) -> Iterator:
+        """The sampler's pass. A plain batch sampler's goes on from indices, so that none are put together to be dropped."""
+        sampler, is_plain = self.sampler, type(self.sampler) is BatchSampler
+        self.drawn, self.size = (iter(sampler.sampler), sampler.batch_size) if is_plain else (iter(sampler), 1)
+        return iter(BatchSampler(self.drawn, self.size, sampler.drop_last)) if is_plain else self.drawn
+
+    def drop(self, done: int) -> None:
+        """Leave out the first so many."""
+        drop(self.drawn, done * self.size)
+
+    def _kept(self, indices: Iterator) -> Iterator[Any]:
+        self.sent.clear()
+        self.number = 0 if self.source is None else self.done
+        for item in indices:
+            if item != []:  # which stands for a batch that is done
+                self.sent.append(item)
+                self.number += 1
+            yield item
+
+    def _behind(self, indices: Iterator) -> Iterator[Any]:
+        source, self.source = self.source, None
+        if self.began is not None:
+            source.put_back(self.began)
+            indices = self._draw()
+        self.drop(self.done)
+        yield self.instead
+        if ahead := self.ahead:
+            if list(islice(indices, len(ahead))) != ahead:
+                warnings.warn(_LAZY.format(type(self.sampler).__name__), stacklevel=2)
+            yield ahead
+        yield indices
+
+
+def stateful_parts(loader: Any) -> tuple[list[Any], list[Any]]:
+    """The samplers, and the datasets, with state_dict and load_state_dict in a DataLoader."""
+    if not isinstance(loader, DataLoader):
+        return [], []
+    samplers = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
+    datasets = [loader.dataset, getattr(loader.dataset, "dataset", None)]
+    return tuple(list({id(p): p for p in parts if _has_state(p)}.values()) for parts in (samplers, datasets))
+
+
+def _has_state(part: Any) -> bool:
+    return all(callable(getattr(part, f"{verb}state_dict", None)) for verb in ("", "load_"))
+
+
+def load_states(parts: list[Any], states: list[Any] | None) -> None:
+    """Put parts back where they were, as many as there are states."""
+    for part, state in zip(parts, states or (), strict=False):
+        part.load_state_dict(copy.deepcopy(state))
+
+
+def drop(iterator: Iterator, number: int) -> None:
+    """Leave out so many."""
+    deque(islice(iterator, number), maxlen=0)
