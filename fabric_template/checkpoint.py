@@ -113,6 +113,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         **end_state(run),
         "fingerprint": dict(run.fingerprint),
         "ranks": gathered,
+        "buckets": list(run.steps.buckets.order) if run.steps.buckets is not None else [],
         "loaders_epoch": dict(sorted(run.feed.made_in.items())),
         "returned": dict(run.history.returned),
         "rates": list(run.record.rates),

@@ -149,6 +149,8 @@ def start_fit(loop: FabricLoop, run: Run) -> None:
     run.checkpoint = None
     if run.fabric.is_global_zero and not (run.resume_path is not None and ended_by(run)):
         run.record.hyperparameters()
+    if run.steps.buckets is not None:
+        run.steps.buckets.begin(run.restored, run.fabric.backward)
     if run.restored is not None:
         bring_back(run)
     elif run.is_auto and run.resume_path is None and run.fabric.is_global_zero:

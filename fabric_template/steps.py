@@ -17,6 +17,7 @@ from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 
+from .buckets import Buckets
 from .errors import MisuseOfType
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -130,6 +131,7 @@ class Steps:
         self.fabric, self.owner, self.net = fabric, owner, net
         self._compile = compile
         self._wrapped: nn.Module | None = None
+        self.buckets: Buckets | None = None  # of DDP
         self.precision = fabric.strategy.precision
 
     def convert_net(self) -> None:
@@ -141,7 +143,8 @@ class Steps:
         """Move the net to its device; wrap it for the strategy when it is going to be trained."""
         if training and any(p.requires_grad for p in self.net.parameters()):
             wrapped = self.fabric.setup(StepModule(self.net))
-            self._wrapped = None if isinstance(self.fabric.strategy, SingleDeviceStrategy) else wrapped
+            if not isinstance(self.fabric.strategy, SingleDeviceStrategy):
+                self._wrapped, self.buckets = wrapped, Buckets(wrapped, self.fabric.world_size)
         else:
             self.fabric.to_device(self.precision.convert_module(self.net))
         dtype = next((p.dtype for p in self.net.parameters() if p.is_floating_point()), None)
