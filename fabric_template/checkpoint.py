@@ -24,6 +24,7 @@ from .opening import CheckpointError
 from .optimizers import states_as_saved
 from .pruning import unpruned
 from .randomness import rng_state
+from .ranks import gather, part_of
 from .reading import explain_mismatch, find_weights
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "metrics": run.metrics.state_dict(),
         "held": run.held.state_dict(),
     }
-    gathered = run.gather(ranks)
+    gathered = gather(run.fabric, ranks)
     return {
         "format": FORMAT,
         "batch_idx": place.batches_done if not run.between_epochs else 0,
@@ -123,8 +124,8 @@ def _our_state(run: Run) -> dict[str, Any]:
 
 
 def of_this_rank(run: Run, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank gave to the checkpoint; for a rank that was not there, what the last one gave."""
-    return ours["ranks"][min(run.fabric.global_rank, len(ours["ranks"]) - 1)]
+    """What this rank gave to the checkpoint."""
+    return part_of(ours["ranks"], run.fabric.global_rank)
 
 
 def loops_state(run: Run) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from .hooks import TRANSFER_HOOKS, overrides
 from .loaders import Loaders
 from .logs import CSVLogger
 from .profiling import TimedPass
+from .ranks import check_lengths
 from .sharing import ready
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class Feed:
             self.start_pass()
         self.num_batches = self.train.num_batches
         self.train.check_mode()
+        most = (config.max_steps - run.global_step) * run.window if config.max_steps != -1 else INFINITE
+        check_lengths(run.fabric, "train", [min(self.num_batches, run.batches_done + most)], "in their next step")
         run.schedule.set_up(self.num_batches)
         few = config.log_every_n_steps > self.num_batches and not config.fast_dev_run
         if few and run.loggers and any(not isinstance(logger, CSVLogger) for logger in run.loggers):
@@ -170,6 +173,8 @@ class Feed:
         """
         if self.val is None or self._is_due("val"):
             self.val = self._make("val")
+            if self.run.steps.talks:
+                check_lengths(self.run.fabric, "val", self.val.limits, "for rank zero's buffers (BatchNorm)")
             if self.run.stage != "sanity_check" or self.run.schedule.in_this_epoch:
                 self.made_in["val"] = self.run.current_epoch
 

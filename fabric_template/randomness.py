@@ -53,6 +53,29 @@ def set_rng_state(state: Mapping[str, Any], generators: Iterable[Any] = ()) -> N
             set_generator_state(generator, part)
 
 
+def rng_state_of_another(state: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The `rng_state` of a process that has none yet: its own, and always the same, made of another's and a number.
+
+    Example:
+        >>> state = rng_state(); states = [rng_state_of_another(state, number)["torch"] for number in (1, 1, 2)]
+        >>> torch.equal(states[0], states[1]), torch.equal(states[0], states[2])
+        (True, False)
+    """
+    import numpy
+
+    torchs = torch.Generator()
+    torchs.set_state(state["torch"].cpu())
+    seed = int(torch.randint(2**31, (), generator=torchs)) + number
+    other = {
+        "torch": torchs.manual_seed(seed).get_state(),
+        "python": _plain_python(random.Random(seed).getstate()),
+        "numpy": _plain_numpy(numpy.random.RandomState(seed).get_state()),
+    }
+    if "cuda" in state and torch.cuda.is_available():
+        other["cuda"] = [torch.Generator("cuda").manual_seed(seed).get_state()] * len(state["cuda"])
+    return other
+
+
 def pack_rng_state(generators: Iterable[Any] = ()) -> bytes:
     """What `rng_state` returns without CUDA's, in bytes and in half the time: for those who need it at every batch."""
     import numpy

@@ -6,6 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from .data import INFINITE
 from .disk import set_aside
 from .hooks import overrides
 from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file, names_in
+from .ranks import agree_on_file, check_number, come_by_themselves, from_rank_zero
 from .reading import load_header, read_checkpoint
 from .schema import check_resumable
 from .signals import starts_processes
@@ -32,24 +34,36 @@ if TYPE_CHECKING:
 def choose_checkpoint(loop: FabricLoop, run: Run, resume: Any, load: Any) -> None:
     """Find the files that ``resume=`` and ``load=`` mean, and check that they can be used.
 
-    Where every rank has come here by itself (torchrun, SLURM, a script that is started once per rank), "auto" waits for
-    `agree_on_checkpoint`: one rank that sets a damaged file aside must not take it from under another.
+    Ranks that have come here by themselves (torchrun, SLURM) wait for `agree_on_checkpoint`, so that one without a file
+    does not leave the others waiting; so does "auto" in a script that is started once per rank: one rank that sets a
+    damaged file aside must not take it from under another.
     """
-    is_one = loop.fabric.strategy.launcher is None or starts_processes(loop.fabric)
+    fabric = loop.fabric
+    is_one = fabric.strategy.launcher is None or starts_processes(fabric)
     run.is_auto = resume == "auto"
-    run.awaits_auto = run.is_auto and not is_one
-    run.resume_path = None if run.awaits_auto else _path_of("resume", resume, loop)
-    run.load_path = _path_of("load", load, loop)
-    _check(run, loop.fabric)
+    if come_by_themselves(fabric) or (run.is_auto and not is_one):
+        run.awaits = resume, load
+    else:
+        _find(loop, run, resume, load)
 
 
 def agree_on_checkpoint(loop: FabricLoop, run: Run) -> None:
-    """Once the ranks can talk to each other: rank zero finds what "auto" means, and tells the others."""
-    if run.awaits_auto:
-        run.awaits_auto = False
-        found = _path_of("resume", "auto", loop) if loop.fabric.is_global_zero else None
-        run.resume_path = loop.fabric.broadcast(found)
-        _check(run, loop.fabric)
+    """Once the ranks can talk to each other: rank zero finds what "auto" means, and all have the same file, or end."""
+    fabric, awaited = loop.fabric, run.awaits
+    run.awaits = None
+    if awaited is not None and run.is_auto:
+        found = from_rank_zero(fabric, lambda: _path_of("resume", "auto", loop))
+        awaited = found, awaited[1]
+    if fabric.world_size > 1 and not starts_processes(fabric):
+        agree_on_file(fabric, lambda: _find(loop, run, *awaited) if awaited else run.resume_path or run.load_path)
+    elif awaited is not None:
+        _find(loop, run, *awaited)
+
+
+def _find(loop: FabricLoop, run: Run, resume: Any, load: Any) -> str | Path | None:
+    run.resume_path, run.load_path = _path_of("resume", resume, loop), _path_of("load", load, loop)
+    _check(run, loop.fabric)
+    return run.resume_path or run.load_path
 
 
 def load_file(fabric: Fabric, path: str | Path, trusted: bool) -> dict[str, Any]:
@@ -146,6 +160,10 @@ def _check(run: Run, fabric: Fabric) -> None:
             f"resume={str(path)!r}: the file holds weights only (optimizer_states is missing); use load= to start a new"
             " run from them"
         )
+    if run.resume_path is not None:
+        told = check_number(fabric, path, _ours(checkpoint), lambda: _whole(Path(path).parent))
+        if told and fabric.is_global_zero:
+            run.warn_once(told)
     if run.resume_path is not None and not _is_exact(checkpoint):
         run.warn_once(
             f"resume: '{path}' was saved after an error in the middle of a step: training goes on after step"
@@ -261,6 +279,15 @@ def _epochs(checkpoint: Mapping[str, Any]) -> int:
     """Whole epochs in a checkpoint, at least."""
     epochs = _ours(checkpoint).get("epoch", checkpoint.get("epoch"))
     return epochs if isinstance(epochs, int) else 0
+
+
+def _whole(folder: Path) -> Path | None:
+    """The furthest checkpoint in a folder that is from between two epochs."""
+    for path in by_progress(folder):
+        with suppress(CheckpointError):  # a damaged one is none to name
+            if not _ours(load_header(path)).get("batch_idx", True):
+                return path
+    return None
 
 
 def _progress(checkpoint: Mapping[str, Any]) -> tuple[Any, ...]:

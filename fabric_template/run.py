@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from .config import LoopConfig
@@ -60,7 +59,7 @@ class Run:
         self.given_optimizer: Any = None
         self.resume_path: str | Path | None = None
         self.load_path: str | Path | None = None
-        self.is_auto = self.awaits_auto = False  # resume="auto"; still to be agreed on by the ranks
+        self.is_auto, self.awaits = False, None  # resume="auto"; (resume, load), still to be agreed on by the ranks
         self.folder: Path | None = None  # for checkpoints
         self.is_lightning = is_lightning(owner)
 
@@ -400,14 +399,6 @@ class Run:
         self.loop_optimizers = [LoopOptimizer(optimizer, self) for optimizer in self.optimizers]
         if hasattr(self, "update"):
             self.set_up_update()
-
-    def gather(self, value: Any) -> list[Any]:
-        """One value of each rank, on all ranks."""
-        if self.fabric.world_size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.fabric.world_size
-        torch.distributed.all_gather_object(gathered, move_data_to_device(value, "cpu"))
-        return gathered
 
     def warn_once(self, text: str, kind: type[Warning] = UserWarning) -> None:
         """Warn, the first time."""

@@ -164,6 +164,12 @@ class Steps:
         return self._wrapped
 
     @property
+    def talks(self) -> bool:
+        """Whether each step, in a validation too, waits for the other ranks: DDP gives them rank zero's buffers."""
+        ddp = self.buckets and self.buckets.ddp
+        return bool(ddp) and ddp.will_sync_module_buffers()
+
+    @property
     def is_plain(self) -> bool:
         """One device in float32: ``fabric.backward`` and the strategy's step come to ``loss.backward()`` and ``step()``."""
         return type(self.fabric.strategy) is SingleDeviceStrategy and type(self.precision) is Precision

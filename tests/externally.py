@@ -1,0 +1,43 @@
+"""Ranks that come by themselves, as torchrun or SLURM start them; forked here, so that nothing is imported again."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+
+def externally(function, *args, ranks=2, timeout=100):
+    """Call ``function(rank, *args)`` in so many processes; returns the exit code and what was written, of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_rank, args=(rank, ranks, port, function, args)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for rank, process in enumerate(processes):
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            with open(f"err{rank}", "a") as file:
+                file.write("HANGS")
+    return [process.exitcode for process in processes], [Path(f"err{rank}").read_text() for rank in range(ranks)]
+
+
+def _rank(rank, ranks, port, function, args):
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    with open(f"err{rank}", "w") as file:
+        os.dup2(file.fileno(), 2)
+        sys.stderr = file
+        try:
+            function(rank, *args)
+        except Exception:
+            traceback.print_exc()
+            raise SystemExit(1) from None

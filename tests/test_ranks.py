@@ -1,0 +1,232 @@
+"""What the ranks must have in common: their number in the middle of an epoch, their checkpoint, the length of their loaders."""
+
+import copy
+import os
+import re
+import shutil
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from externally import externally
+from modules import Classifier, by_step, make_data, quiet
+from runs import fit, same, val_loader
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from fabric_template import FabricLoop
+from fabric_template.reading import CheckpointError, read_checkpoint
+
+FORK = {"strategy": "ddp_fork"}
+LAST = "checkpoints/run/version_0/last.ckpt"
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks_are_quiet(monkeypatch):
+    """Set, so that Lightning gives each rank no more threads than this process has."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+# ---- another number of processes
+
+
+def numbered():
+    """48 samples that say who they are."""
+    return DataLoader(TensorDataset(*make_data(48).tensors, torch.arange(48)), batch_size=4, shuffle=True)
+
+
+class Numbered(Classifier):
+    """Logs over all ranks; each rank writes down its samples, the state that an epoch began with, and a random number."""
+
+    def __init__(self):
+        super().__init__(by_step, sync_dist=True)
+
+    def on_train_epoch_start(self):
+        optimizers = [optimizer.state_dict() for optimizer in self.trainer.optimizers]
+        schedulers = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
+        weights = {name: value.clone() for name, value in self.state_dict().items()}
+        self.began = copy.deepcopy([weights, optimizers, schedulers, self.global_step])
+        self.samples, self.drawn = [], torch.rand(1).item()
+
+    def training_step(self, batch, batch_idx):
+        self.samples += batch[2].tolist()
+        self.log("score", float(self.current_epoch), on_step=False, on_epoch=True)
+        return super().training_step(batch[:2], batch_idx)
+
+    def on_train_epoch_end(self):
+        found = {"samples": self.samples, "drawn": self.drawn, "began": self.began}
+        torch.save(found, f"epoch{self.current_epoch}_rank{self.global_rank}.pt")
+
+
+def read_epoch(epoch, ranks):
+    return [torch.load(f"epoch{epoch}_rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def test_between_two_epochs_another_number_of_processes_goes_on(recwarn):
+    """2 -> 1 -> 3: each epoch begins with the state that the one before has left, and has each sample once."""
+    words = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
+    fit(".", Numbered, numbered, max_epochs=1, devices=2, **words)
+    states = [read_checkpoint(LAST)]
+    fit(".", Numbered, numbered, max_epochs=2, devices=1, resume="last", **words)
+    states.append(read_checkpoint(LAST))
+    _, _, history = fit(".", Numbered, numbered, max_epochs=3, devices=3, resume="auto", **words)
+    numbers = [str(warning.message) for warning in recwarn if "to the bit" in str(warning.message)]
+    assert numbers == [
+        f"resume: '{LAST}' is of a run with {were}, this one has {now}: it goes on with the same weights, optimizers and"
+        " counters, but not to the bit: the processes have other samples and other random numbers"
+        for were, now in [("2 processes", 1), ("1 process", 3)]
+    ]
+    for epoch, ranks in enumerate([2, 1, 3]):
+        found = read_epoch(epoch, ranks)
+        assert sorted(sample for part in found for sample in part["samples"]) == list(range(48))
+        if epoch:
+            state = states[epoch - 1]
+            saved = [state[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")]
+            assert all(same(part["began"], saved) for part in found)
+    assert len({part["drawn"] for part in read_epoch(2, 3)}) == 3  # not copies of one state
+    assert history[["epoch", "step"]].to_numpy().tolist() == [[0, 6], [1, 18], [2, 22]]
+    assert history.notna().all(axis=None)
+
+
+@pytest.mark.parametrize(("were", "now"), [(2, 1), (1, 2), (2, 4)])
+def test_in_the_middle_of_an_epoch_it_is_refused(tmp_path, were, now):
+    """Before anything is launched: what is named goes on."""
+    words = {"make_module": Numbered, "train": numbered, "monitor": "score", **FORK}
+    fit(".", max_epochs=1, devices=were, **words)
+    fit(".", max_steps=48 // 4 // were + 2, devices=were, resume="last", **words)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError) as error:
+        fit(".", max_epochs=3, devices=now, resume="auto", **words)
+    best, processes = LAST.replace("last", "best"), f"{were} process{'es' * (were > 1)}"
+    assert str(error.value) == (
+        f"resume: '{LAST}' is of a run with {processes}, this one has {now}, and it is from the middle of an epoch, after 2"
+        f" batches, where each process goes on with its own samples: give {were} (devices={were}), or resume= with a"
+        f" checkpoint from an epoch's end, such as '{best}', or load= to start a new run from the weights"
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+    if now == 1:
+        with pytest.warns(UserWarning, match="not to the bit"):
+            loop, *_ = fit(".", max_epochs=2, devices=1, resume=best, **words)
+        assert loop.global_step == 18
+
+
+# ---- ranks that come by themselves
+
+
+MISSING = [f"{word}='last': there is no last.ckpt under 'checkpoints/run'" for word in ("resume", "load")]
+MISSING.append(f"'{LAST}' does not exist; there is no folder 'checkpoints/run/version_0' either")
+
+
+def go_on(rank, homes, words):
+    os.chdir(homes[rank])  # as on two machines: a disk of its own for each
+    loop, *_ = fit(".", Classifier, max_epochs=2, strategy="ddp", devices=2, **words)
+    print("went on to step", loop.global_step, file=sys.stderr)
+
+
+@pytest.fixture
+def disks(tmp_path):
+    """Three of them: with a checkpoint, with another one of the same name and size, and with none."""
+    for name, seed in (("one", 1), ("other", 2)):
+        fit(name, Classifier, seed=seed, max_epochs=1, devices=2, **FORK)
+    (tmp_path / "empty").mkdir()
+    shutil.copytree("one", "same")
+    sizes = {name: (tmp_path / name / LAST).stat().st_size for name in ("one", "other", "same")}
+    return {name: f"'{LAST}' of {size:,} bytes, step 5, checksum " for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize("words", [{"resume": "last"}, {"resume": LAST}, {"resume": "auto"}, {"load": "last"}], ids=str)
+def test_ranks_that_find_different_files(disks, words):
+    """All ranks end with the same line, whether one has another file or none; with the same file they go on."""
+    for homes in (["one", "other"], ["one", "empty"]):
+        codes, errors = externally(go_on, homes, words)
+        lines = [error.strip().splitlines()[-1] for error in errors]
+        assert codes == [1, 1]
+        assert lines[0] == lines[1]
+        start = "fabric_template.reading.CheckpointError: the ranks have not found the same checkpoint: rank 0 (on "
+        assert lines[0].startswith(start)
+        told = lines[0].removeprefix(start)
+        what, other = re.split(
+            r"; rank 1 \(on [^)]*\): ", told.partition("): ")[2].rpartition(": write default_root_dir=")[0]
+        )
+        assert what.startswith(disks["one"])
+        assert other.startswith(disks[homes[1]] if homes[1] in disks else tuple(MISSING)), other
+    codes, errors = externally(go_on, ["one", "same"], words)
+    assert (codes, [error.strip().splitlines()[-1] for error in errors]) == ([0, 0], ["went on to step 10"] * 2)
+
+
+# ---- loaders of different length
+
+
+class Longer(DistributedSampler):
+    """Rank one has two batches more."""
+
+    def __init__(self, num, rank, more):
+        super().__init__(range(num), 2, rank, shuffle=False)
+        self.num_samples += 8 * more * rank
+
+    def __iter__(self):
+        return iter([index % 40 for index in range(self.num_samples)])
+
+
+class Sampled(Classifier):
+    """Makes its loaders on each rank."""
+
+    def __init__(self, train=0, val=0, normed=False, counted=True):
+        super().__init__()
+        self.more, self.counted = (train, val), counted
+        if normed:
+            self.net.append(nn.BatchNorm1d(3))
+
+    def train_dataloader(self):
+        return self._loader(self.more[0])
+
+    def val_dataloader(self):
+        return self._loader(self.more[1])
+
+    def _loader(self, more):
+        sampler = Longer(40, self.global_rank, more)
+        if self.counted:
+            return DataLoader(make_data(40), batch_size=4, sampler=sampler)
+        return DataLoader(Stream(sampler), batch_size=4)
+
+
+class Stream(IterableDataset):
+    """Nobody knows how long it is."""
+
+    def __init__(self, sampler):
+        self.sampler, self.data = sampler, make_data(40)
+
+    def __iter__(self):
+        return (self.data[index] for index in self.sampler)
+
+
+def lengths_differ(stage, lengths, where):
+    one, other = lengths
+    return (
+        f"the ranks have {stage} loaders of different length (rank 0 has {one}, rank 1 has {other} batches): those with more"
+        f" would wait {where} for ever; give each as many, write limit_{stage}_batches=5, or leave the sampler out: the loop"
+        " shares the samples itself"
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "words", "refusal"),
+    [
+        ({"train": 1}, {}, lengths_differ("train", (5, 7), "in their next step")),
+        ({"train": 1}, {"limit_train_batches": 5}, None),
+        ({"train": 1}, {"max_steps": 5}, None),
+        ({"train": 1}, {"max_steps": 6}, lengths_differ("train", (5, 6), "in their next step")),
+        ({"val": 1}, {}, None),
+        ({"val": 1, "normed": True}, {}, lengths_differ("val", (5, 7), "for rank zero's buffers (BatchNorm)")),
+        ({"val": 1, "normed": True}, {"limit_val_batches": 3}, None),
+        ({"counted": False}, {}, None),
+    ],
+    ids=str,
+)
+def test_loaders_of_different_length(made, words, refusal):
+    """They would wait for each other until the group's timeout, half an hour; said at once, where it is so."""
+    words = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2, **words}
+    loop = FabricLoop(**quiet(**words))
+    with nullcontext() if refusal is None else pytest.raises(Exception, match=re.escape(refusal)):
+        loop.fit(Sampled(**made))
