@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
+from torch.multiprocessing.spawn import ProcessException
 
 from .opening import CheckpointError
-from .outcome import Outcome, leave_together, unshare
+from .outcome import Outcome, leave, leave_together, unshare
 from .place import choose_place
 from .progress import is_interactive
+from .ranks import come_by_themselves
 from .resume import agree_on_checkpoint
 from .run import Run
 from .signals import Forward, ending, starts_processes
@@ -39,8 +43,10 @@ def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcom
     if os.environ.get("LT_CLI_USED") == "1":  # fabric run has launched already
         outcome = _in_process(fabric, *rest)
     else:
-        with Forward() if starts_processes(fabric) else nullcontext():
-            outcome = fabric.launch(_caught, *rest)
+        stood = _group_stands()
+        outcome = _in_processes(fabric, *rest)
+        if _group_stands() and not stood:  # ranks that stay: not before the script's end, another run may come
+            atexit.register(leave)
     if isinstance(outcome, Exception):
         raise outcome
     if isinstance(outcome, str):
@@ -52,6 +58,23 @@ def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcom
     if outcome.complaint:
         raise CheckpointError(f"training has come to its end, but not everything is on disk: {outcome.complaint}")
     return outcome
+
+
+def _in_processes(fabric: Fabric, *rest: Any) -> Any:
+    """Launch the ranks; while they run, or are made by this process, a signal reaches them, too."""
+    launcher = fabric.strategy.launcher
+    makes_scripts = hasattr(launcher, "procs") and (launcher.procs or not come_by_themselves(fabric))
+    with Forward(launcher) if starts_processes(fabric) or makes_scripts else nullcontext() as forward:
+        try:
+            return fabric.launch(_caught, *rest)
+        except ProcessException as error:
+            if (number := forward.meaning(error)) is None:
+                raise
+            raise ending(number) from error
+
+
+def _group_stands() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _caught(fabric: Fabric, *rest: Any) -> Any:

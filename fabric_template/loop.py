@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from .profiling import make_profiler
 from .progress import is_interactive
 from .run import Run
 from .schedulers import step_schedulers
-from .session import finish_batch, restore_position, session, start_fit, stop_for
+from .session import finish_batch, heed_signals, restore_position, session, start_fit, stop_for
 from .signals import Signals, is_launched
 from .trainer import TrainerFace
 
@@ -160,14 +161,21 @@ class FabricLoop(Parts, TrainerFace):
     # ---- training
 
     def _fit(self, fabric: Fabric, run: Run) -> Any:
-        with session(self, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
+        together = fabric.world_size > 1 and torch.distributed.is_initialized()
+        signals = run.signals = Signals(together, patience=1.0 if is_launched(fabric) else 0.0)
+        listening = ExitStack()
+        if together:  # alone, a signal ends the set-up at once; here the others would wait for ever
+            listening.enter_context(signals)
+        with listening, session(self, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
             start_fit(self, run)
             self._sanity_check(run)
-            together = fabric.world_size > 1 and torch.distributed.is_initialized()
-            run.signals = Signals(together, patience=1.0 if is_launched(fabric) else 0.0)
-            with torch.enable_grad(), run.signals:
+            heed_signals(run)
+            if not together:
+                listening.enter_context(signals)
+            with torch.enable_grad():
                 self._train(run)
-            stop_for(run, run.signals.agreed)
+            listening.close()
+            stop_for(run, signals.agreed)
 
     def _train(self, run: Run) -> None:
         """Epoch after epoch, until there is a reason to stop."""

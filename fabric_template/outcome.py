@@ -72,7 +72,10 @@ class Outcome:
             outcome.views = to_cpu(
                 {"callback": metrics.callback, "logged": metrics.logged, "progress": metrics.progress}
             )
-            outcome.weights = to_cpu(run.net.state_dict())
+            if (
+                run.stopped_by is None or run.total_batches
+            ):  # else it was stopped while it was set up, layers may be missing
+                outcome.weights = to_cpu(run.net.state_dict())
             outcome.callbacks = [_state_of(callback) for callback in run.callbacks]
             if run.saver is not None:
                 outcome.kept = {"last_model_path": run.saver.last_model_path, "best": run.saver.best}
@@ -153,6 +156,12 @@ def unshare(run: Run) -> None:
     for tensor in itertools.chain(run.net.parameters(), run.net.buffers()):
         if tensor.device.type == "cpu" and tensor.is_shared():
             tensor.data = tensor.data.clone()
+
+
+def leave() -> None:
+    """End this process's part in the group, as the script ends: see `leave_together`, for which nobody waits here."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def leave_together(fabric: Fabric) -> None:

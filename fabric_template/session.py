@@ -101,11 +101,13 @@ def _set_up(loop: FabricLoop, run: Run) -> None:
             if fabric.local_rank == 0 and (per_node or fabric.node_rank == 0):
                 hook()
     fabric.barrier("prepare_data")
+    heed_signals(run)
     if (hook := run.hooks.own(datamodule, "setup")) is not None:
         hook(stage=run.fn)
     run.hooks.call("setup", run.fn)
     if (hook := run.hooks.own(owner, "configure_model")) is not None:
         hook()
+    heed_signals(run)
     path = run.resume_path or run.load_path
     if path is not None:
         run.checkpoint = load_file(fabric, path, run.config.trusted)
@@ -174,6 +176,13 @@ def stop_for(run: Run, number: int | None) -> None:
     if run.fabric.local_rank > 0 and type(environment).__name__ == "LightningEnvironment":
         raise SystemExit(0)  # Lightning kills the first process, which may still be busy, for the exit code of another
     raise ending(number)
+
+
+def heed_signals(run: Run) -> None:
+    """While several ranks are set up: one of them has got a signal, so all end here, together."""
+    if run.signals is not None and run.signals.together:
+        run.signals.check(0, now=True)
+        stop_for(run, run.signals.agreed)
 
 
 def _tell_where(run: Run, error: Exception) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -135,27 +136,48 @@ class Signals(Handlers):
 
 
 class Forward(Handlers):
-    """While processes that we started train, passes the first signal on to them, and waits: they save, and end.
+    """While ranks that we have started train, passes the first signal on to them, and waits: they save, and end.
+
+    A forked rank that does not listen yet ends with the code that the signal stands for. So does a script that is the first
+    rank itself, once the others are gone: nobody would be left to end them.
+
+    Args:
+        launcher: Fabric's, that starts the ranks.
 
     Example:
         >>> with Forward():
         ...     pass  # launch
     """
 
+    def __init__(self, launcher: Any = None) -> None:
+        super().__init__()
+        self.launcher = launcher
+        self.received: int | None = None
+
     def __enter__(self) -> Forward:
         self._others = {child.pid for child in multiprocessing.active_children()}
-        self._is_second = False
         return super().__enter__()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Pass it on."""
-        if self._is_second or os.getpid() != self._pid:  # a forked child has its own handlers, or dies as by default
+        if os.getpid() != self._pid:  # not as by default: torch takes a KeyboardInterrupt of its child for its good end
+            raise SystemExit(128 + number)
+        if self.received is not None:
             self.at_once(number)
             return
-        self._is_second = True
+        self.received = number
         for child in multiprocessing.active_children():
             if child.pid not in self._others:
                 os.kill(child.pid, number)
+        if scripts := getattr(self.launcher, "procs", ()):
+            for process in scripts:
+                process.kill()
+            self.at_once(number)
+
+    def meaning(self, error: Exception) -> int | None:
+        """The signal for which the ranks ended with this error; None for another cause."""
+        code = getattr(error, "exit_code", None) or 0
+        return next((number for number in CAUGHT if number in (self.received, -code, code - 128)), None)
 
 
 def starts_processes(fabric: Fabric) -> bool:
