@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from multiprocessing.util import register_after_fork
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -36,8 +37,6 @@ class Handlers:
         if threading.current_thread() is threading.main_thread():
             for number in CAUGHT:
                 handler = signal.getsignal(number)
-                if isinstance(other := getattr(handler, "__self__", None), Forward):  # a forked child's, of its parent
-                    handler = other._found[number]
                 if handler in (signal.default_int_handler, signal.SIG_DFL):
                     self._found[number] = handler
                     signal.signal(number, self.handle)
@@ -138,8 +137,8 @@ class Signals(Handlers):
 class Forward(Handlers):
     """While ranks that we have started train, passes the first signal on to them, and waits: they save, and end.
 
-    A forked rank that does not listen yet ends with the code that the signal stands for. So does a script that is the first
-    rank itself, once the others are gone: nobody would be left to end them.
+    A forked rank that does not listen yet ends at once, wherever it waits. So does a script that is the first rank itself,
+    once the others are gone: nobody would be left to end them.
 
     Args:
         launcher: Fabric's, that starts the ranks.
@@ -156,12 +155,17 @@ class Forward(Handlers):
 
     def __enter__(self) -> Forward:
         self._others = {child.pid for child in multiprocessing.active_children()}
+        register_after_fork(self, Forward._in_child)
         return super().__enter__()
+
+    def _in_child(self) -> None:
+        """Python's own handler waits for torch to return, and torch takes a rank's KeyboardInterrupt for its good end."""
+        if os.getppid() == self._pid:  # a rank, and not one of its workers
+            for number in self._found:
+                signal.signal(number, signal.SIG_DFL)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Pass it on."""
-        if os.getpid() != self._pid:  # not as by default: torch takes a KeyboardInterrupt of its child for its good end
-            raise SystemExit(128 + number)
         if self.received is not None:
             self.at_once(number)
             return

@@ -1,5 +1,6 @@
 """Ranks that come by themselves, as torchrun or SLURM start them; forked here, so that nothing is imported again."""
 
+import atexit
 import multiprocessing
 import os
 import socket
@@ -7,14 +8,21 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch
 
-def externally(function, *args, ranks=2, timeout=100):
-    """Call ``function(rank, *args)`` in so many processes; returns the exit code and what was written, of each."""
+
+def externally(function, *args, ranks=2, is_launched=True, timeout=100):
+    """Call ``function(rank, *args)`` in so many processes; returns the exit code and what was written, of each.
+
+    Args:
+        is_launched: whether they find each other by what a launcher sets; False: plain scripts.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    launched = (ranks, port) if is_launched else None
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_rank, args=(rank, ranks, port, function, args)) for rank in range(ranks)]
+    processes = [context.Process(target=_rank, args=(rank, launched, function, args)) for rank in range(ranks)]
     for process in processes:
         process.start()
     for rank, process in enumerate(processes):
@@ -27,17 +35,24 @@ def externally(function, *args, ranks=2, timeout=100):
     return [process.exitcode for process in processes], [Path(f"err{rank}").read_text() for rank in range(ranks)]
 
 
-def _rank(rank, ranks, port, function, args):
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test",
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+def _rank(rank, launched, function, args):
+    atexit._clear()
+    if launched:
+        ranks, port = launched
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+            "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test",
+        }  # fmt: skip
     with open(f"err{rank}", "w") as file:
         os.dup2(file.fileno(), 2)
         sys.stderr = file
         try:
             function(rank, *args)
+        except KeyboardInterrupt:  # as Python itself ends; multiprocessing would make it 1
+            raise SystemExit(130) from None
         except Exception:
             traceback.print_exc()
             raise SystemExit(1) from None
+        finally:
+            atexit._run_exitfuncs()  # which a forked process leaves out
+            print("the group stands" if torch.distributed.is_initialized() else "left", file=file)
