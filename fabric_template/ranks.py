@@ -64,10 +64,8 @@ def part_of(ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     return part
 
 
-def check_number(
-    fabric: Fabric, path: Any, ours: Mapping[str, Any], find_whole: Callable[[], Path | None]
-) -> str | None:
-    """In the middle of an epoch refuse another number of processes; between two epochs return what to say of it.
+def check_number(fabric: Fabric, path: Any, ours: Mapping[str, Any], find_whole: Callable[[], Path | None]) -> None:
+    """Refuse another number of processes in the middle of an epoch; between two the fingerprint's line says what is other.
 
     Args:
         fabric: has the ranks.
@@ -79,19 +77,14 @@ def check_number(
         CheckpointError: one line, with what to write.
     """
     were, now = len(ours.get("ranks", ())), number_of(fabric)
-    if were in (0, now):
-        return None
-    numbers = f"'{path}' is of a run with {were} process{'es' * (were > 1)}, this one has {now}"
-    if not ours.get("batch_idx"):
-        return (
-            f"resume: {numbers}: it goes on with the same weights, optimizers and counters, but not to the bit: the processes"
-            " have other samples and other random numbers"
-        )
+    if were in (0, now) or not ours.get("batch_idx"):
+        return
     whole = find_whole()
     raise CheckpointError(
-        f"resume: {numbers}, and it is from the middle of an epoch, after {ours['batch_idx']} batches, where each process goes"
-        f" on with its own samples: give {were} (devices={were}), or resume= with a checkpoint from an epoch's end"
-        f"{f', such as {str(whole)!r}' if whole else ''}, or load= to start a new run from the weights"
+        f"resume: '{path}' is of a run with {were} process{'es' * (were > 1)}, this one has {now}, and it is from the middle of"
+        f" an epoch, after {ours['batch_idx']} batches, where each process goes on with its own samples: give {were}"
+        f" (devices={were}), or resume= with a checkpoint from an epoch's end{f', such as {str(whole)!r}' if whole else ''},"
+        " or load= to start a new run from the weights"
     )
 
 

@@ -161,9 +161,7 @@ def _check(run: Run, fabric: Fabric) -> None:
             " run from them"
         )
     if run.resume_path is not None:
-        told = check_number(fabric, path, _ours(checkpoint), lambda: _whole(Path(path).parent))
-        if told and fabric.is_global_zero:
-            run.warn_once(told)
+        check_number(fabric, path, _ours(checkpoint), lambda: _whole(Path(path).parent))
     if run.resume_path is not None and not _is_exact(checkpoint):
         run.warn_once(
             f"resume: '{path}' was saved after an error in the middle of a step: training goes on after step"

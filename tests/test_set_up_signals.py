@@ -63,7 +63,12 @@ def set_up(rank, strategy, *hit):
 
 @pytest.mark.parametrize(
     ("hook", "rank", "number"),
-    [("prepare_data", 0, "SIGTERM"), ("setup", 1, "SIGINT"), ("configure_model", 0, "SIGUSR1"), ("sanity", 1, "SIGTERM")],
+    [
+        ("prepare_data", 0, "SIGTERM"),
+        ("setup", 1, "SIGINT"),
+        ("configure_model", 0, "SIGUSR1"),
+        ("sanity", 1, "SIGTERM"),
+    ],
 )
 def test_ranks_that_come_by_themselves(hook, rank, number):
     """One of them gets it; the other would wait for it, or end with an error of gloo's."""
@@ -73,7 +78,8 @@ def test_ranks_that_come_by_themselves(hook, rank, number):
 
 
 @pytest.mark.parametrize(
-    ("who", "hook", "number"), [("parent", "setup", "SIGINT"), ("parent", "prepare_data", "SIGTERM"), ("child", "setup", "SIGINT")]
+    ("who", "hook", "number"),
+    [("parent", "setup", "SIGINT"), ("parent", "prepare_data", "SIGTERM"), ("child", "setup", "SIGINT")],
 )
 def test_ranks_that_are_forked(who, hook, number):
     """The script that has forked them gets it, or one of them: the script ends so, and nobody stays."""
