@@ -140,7 +140,9 @@ def test_ranks_that_find_different_files(disks, words):
         lines = [error.splitlines()[-2] for error in errors]
         assert codes == [1, 1]
         assert lines[0] == lines[1]
-        start = "fabric_template.reading.CheckpointError: the ranks have not found the same checkpoint: rank 0 (on "
+        start = (
+            f"{CheckpointError.__module__}.CheckpointError: the ranks have not found the same checkpoint: rank 0 (on "
+        )
         assert lines[0].startswith(start)
         told = lines[0].removeprefix(start)
         what, other = re.split(
