@@ -115,7 +115,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "fingerprint": dict(run.fingerprint),
         "ranks": gathered,
         "buckets": list(run.steps.buckets.order) if run.steps.buckets is not None else [],
-        "loaders_epoch": dict(sorted(run.feed.made_in.items())),
+        "loaders_epoch": dict(sorted(run.feed.made_in.items())) if run.config.reload_dataloaders_every_n_epochs else {},
         "returned": dict(run.history.returned),
         "rates": list(run.record.rates),
         "kept": run.saver.state_dict() if run.saver is not None else {},

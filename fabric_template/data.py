@@ -284,8 +284,9 @@ class HandedPass:
         return self._fetched[-undone] if undone > 0 else self._batches.fetched
 
     def close(self) -> None:
-        """End the worker processes of this pass."""
+        """End the worker processes of this pass, and the pass: no step begins any more."""
         self._batches.close()
+        self.handed.done = True
 
 
 def length_of(loader: Any) -> int | float:
