@@ -277,8 +277,9 @@ def writing(path: str) -> Iterator[None]:
     """What the disk refuses inside becomes a LogsError that names the file."""
     try:
         yield
-    except OSError as error:
+    except (OSError, MemoryError) as error:
+        why = "there is not enough memory" if isinstance(error, MemoryError) else error.strerror or error
         raise LogsError(
-            f"cannot write logs to {path!r}: {error.strerror or error}; "
+            f"cannot write logs to {path!r}: {why}; "
             "choose a folder that can be written, e.g. CSVLogger(root_dir='/tmp/logs'), or logger=False to log nothing"
         ) from error

@@ -1,13 +1,14 @@
-"""The long checks: a thousand SIGKILLs, two hundred of two-process runs, a million fuzzed files; prints a table.
+"""The long checks: SIGKILLs, of two-process runs too, failing system calls, fuzzed files, by the thousand; prints a table.
 
-    make soak                                        all of it, about half an hour on two free cores
+    make soak                                        all of it, about an hour on two free cores
     python soak/run.py --part kills --kills 100      one part, smaller
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
 Parts: `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sweep` is tests/faults/sweep.py (every
-operation on the disk fails once in each way), `fields` is tests/faults/fields.py (one field of a valid checkpoint is altered),
-`fuzz` is soak/fuzz.py (needs atheris: the extra `soak`). A seed is printed, and gives the same instants and inputs again, as
-far as clocks allow. Ends with 1 if anything was lost.
+operation on the disk fails once in each way), `reads` is tests/faults/reads.py (every look at it), `syscalls` is
+soak/syscalls.py (real system calls fail, below Python; needs a C compiler), `fields` is tests/faults/fields.py (one field of a
+valid checkpoint is altered), `fuzz` is soak/fuzz.py (needs atheris: the extra `soak`). A seed is printed, and gives the same
+instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests" / "faults"
+PARTS = ("fuzz", "kills", "syscalls", "ranks", "reads", "sweep", "fields")  # the longest first
+SKIPPED = 77  # the exit code of a part that this machine cannot run
 
 
 def command_of(part, words, seed):
@@ -32,6 +35,8 @@ def command_of(part, words, seed):
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", words.buffer],
         "fields": [*python, FAULTS / "fields.py", "--fields", words.fields, "--seed", seed],
+        "reads": [*python, FAULTS / "reads.py", "--every", "1"],
+        "syscalls": [*python, ROOT / "soak" / "syscalls.py", "--faults", words.faults, "--seed", seed],
         "fuzz": [*python, ROOT / "soak" / "fuzz.py", "--inputs", words.inputs, "--seed", seed],
     }[part]
 
@@ -44,6 +49,7 @@ def run(part, words, seed):
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line[:1] in "{["]
     seconds, figures = time.monotonic() - began, json.loads(lines[-1]) if lines else None
+    figures = figures or ({} if done.returncode == SKIPPED else None)
     print(f"\n{part} has ended\n{table(rows_of(part, seconds, figures))}\n", file=sys.stderr, flush=True)
     return seconds, figures
 
@@ -52,6 +58,8 @@ def rows_of(part, seconds, figures):
     """Lines of the table: what was done, how often, what was lost, seconds, remarks."""
     if figures is None:
         return [(part, 0, "it broke down", seconds, "")]
+    if not figures:
+        return [(part, 0, 0, seconds, "skipped: no C compiler here")]
     if part in ("kills", "ranks"):
         what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}"
         remark = (
@@ -59,6 +67,12 @@ def rows_of(part, seconds, figures):
             f"the first save; seed {figures['seed']}"
         )
         return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
+    if part == "reads":
+        remark = f"{figures['looks']} looks of a resumed run, each alone and with a later one"
+        return [("failing reads", figures["faults"], len(figures["losses"]), seconds, remark)]
+    if part == "syscalls":
+        remark = ", ".join(f"{end} {count}" for end, count in figures["ends"].items()) + f"; seed {figures['seed']}"
+        return [("failing system calls", figures["faults"], len(figures["losses"]), seconds, remark)]
     if part == "sweep":
         kinds = ", ".join(f"{kind} {count}" for kind, count in figures["faults"].items())
         remark = f"{kinds}; {figures['operations']} operations in a run"
@@ -89,11 +103,10 @@ def table(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--part", action="append", choices=("kills", "ranks", "sweep", "fuzz", "fields"), help="may be repeated; all"
-    )
+    parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; all")
     parser.add_argument("--kills", type=int, default=1000, help="SIGKILLs of a run in one process (1000)")
     parser.add_argument("--rank-kills", type=int, default=200, help="SIGKILLs of a run in two processes (200)")
+    parser.add_argument("--faults", type=int, default=1000, help="system calls that fail (1000)")
     parser.add_argument("--inputs", type=int, default=1_000_000, help="fuzzed files (1000000)")
     parser.add_argument("--fields", type=int, default=2000, help="altered fields of valid checkpoints (2000)")
     parser.add_argument("--buffer", type=int, default=1, help="bytes that a save of the sweep writes at a time (1)")
@@ -102,7 +115,7 @@ def main():
     words = parser.parse_args()
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(1, 10**6)
     print(f"seed {seed}", file=sys.stderr)
-    parts = words.part or ["fuzz", "kills", "ranks", "sweep", "fields"]  # the longest first
+    parts = words.part or PARTS
     with ThreadPoolExecutor(words.jobs) as pool:
         found = list(pool.map(lambda part: (part, *run(part, words, seed)), parts))
     rows = [row for part, seconds, figures in found for row in rows_of(part, seconds, figures)]

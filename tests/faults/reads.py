@@ -180,32 +180,40 @@ def check(home, begun, whole, faults):
         shutil.rmtree(root, ignore_errors=True)
 
 
-def plans(count, every):
-    """Which looks fail, and how: every so many alone, and with each of them a later one."""
-    for number, n in enumerate(range(1, count + 1, every)):
-        kinds = [KINDS[number % 4]] if every > 1 else KINDS
-        for turn, kind in enumerate(kinds):
-            yield {n: kind}
-            later = n + 1 + (7 * number + 3 * turn) % 23
-            if later <= count:
-                yield {n: kind, later: KINDS[(number + turn + 1) % 4]}
+def plans(noted, every):
+    """Which looks fail, and how: every so many alone, and each third of them with a later one.
+
+    Of several reads of one file in a row, the first and the last count; with `every` 1, all do, alone and in pairs.
+    """
+    numbers = list(range(1, len(noted) + 1))
+    if every > 1:
+        before, after = [None, *noted], [*noted[1:], None]
+        numbers = [n for n in numbers if not before[n - 1] == noted[n - 1] == after[n - 1]]
+    for number, n in enumerate(numbers[::every]):
+        yield {n: KINDS[number % 4]}
+        if every > 1 and number % 3:
+            continue
+        if (later := n + 1 + 7 * number % 23) <= len(noted):
+            yield {n: KINDS[number % 4], later: KINDS[(number + 1 + number // 4) % 4]}
 
 
-def sweep(every):
-    """All plans on both kinds of files; returns the figures."""
+def sweep(every, names):
+    """All plans on these files; returns the figures."""
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     began = time.monotonic()
     figures = {"looks": 0, "faults": 0, "losses": []}
     try:
         warm_up(home / "warm")
         for begun in begin(home, at=80, **SHORT):
+            if begun.name not in names:
+                continue
             shutil.copytree(begun, home / "run")
             with Reads(home / "run") as layer:
                 train(home / "run", **SHORT)
             whole = ending(home / "run")
             shutil.rmtree(home / "run")
             figures["looks"] += layer.count
-            for faults in plans(layer.count, every):
+            for faults in plans(layer.noted, every):
                 figures["faults"] += len(faults)
                 if problem := check(home, begun, whole, faults):
                     where = {f"{n} {kind}": " ".join(layer.noted[n - 1]) for n, kind in faults.items()}
@@ -219,9 +227,11 @@ def sweep(every):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--every", type=int, default=3, help="which looks fail: each third, each (1); in one way or in all"
+        "--every", type=int, default=3, help="which looks fail: each third of the different ones, all (1)"
     )
-    figures = sweep(parser.parse_args().every)
+    parser.add_argument("--files", nargs="+", default=("killed", "damaged"), help="what a run goes on from; both")
+    words = parser.parse_args()
+    figures = sweep(words.every, words.files)
     print(json.dumps(figures))
     sys.exit(bool(figures["losses"]))
 
