@@ -22,6 +22,7 @@ from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_s
 from .hooks import is_a, overrides
 from .opening import CheckpointError
 from .optimizers import states_as_saved
+from .plain import without_odd
 from .pruning import unpruned
 from .randomness import rng_state
 from .ranks import gather, part_of
@@ -74,7 +75,7 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
                 state[getattr(owner, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name")] = owner._hparams_name
             key, kind = getattr(owner, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters"), type(hparams)
             is_omegaconf = kind.__module__.startswith("omegaconf.")  # Hydra's configurations keep their kind
-            state[key] = hparams if is_omegaconf else dict(hparams)
+            state[key] = hparams if is_omegaconf else hyperparameters_of(run, owner)
             if is_omegaconf:
                 state[getattr(owner, "CHECKPOINT_HYPER_PARAMS_TYPE", "hparams_type")] = kind
     if callable(state_of_data := getattr(run.datamodule, "state_dict", None)) and (part := state_of_data()):
@@ -83,6 +84,15 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
         run.hooks.call_callbacks("on_save_checkpoint", state)
     run.hooks.call_module("on_save_checkpoint", state)
     return state if weights_only else canonical({**state, OURS: _our_state(run)})  # the hooks see Trainer's keys only
+
+
+def hyperparameters_of(run: Run, owner: Any) -> dict[str, Any]:
+    """The hyperparameters of a module or datamodule that a file can hold; said once of the others what becomes of them."""
+    hparams = dict(getattr(owner, "hparams", None) or {})
+    kept, text = (hparams, None) if run.config.trusted else without_odd(hparams)
+    if text is not None:
+        run.warn_once(f"{type(owner).__name__}: {text}")
+    return kept
 
 
 def _our_state(run: Run) -> dict[str, Any]:

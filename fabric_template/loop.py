@@ -81,7 +81,7 @@ class FabricLoop(Parts, TrainerFace):
                 raise Misuse(f"FabricLoop got a ready fabric and {', '.join(both)}: give these to Fabric itself")
         if loggers is not None and given.logger is not None:
             raise Misuse("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
-        self.fabric = with_safe_files(fabric if fabric is not None else Fabric(**words))
+        self.fabric = with_safe_files(fabric if fabric is not None else Fabric(**words), self.config.trusted)
         self.callbacks = parse_callbacks(callbacks, given)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.loggers, self._own_logger = make_loggers(self.config, loggers, self.fabric)
@@ -361,7 +361,7 @@ class FabricLoop(Parts, TrainerFace):
 
     def _run_evaluation(self, fabric: Fabric, run: Run, fn: str, stage: str) -> list[dict]:
         with session(self, run):
-            run.metrics.name_metrics(run.owner)
+            run.metrics.name_metrics(run.net)
             run.transfer = run.make_transfer()
             run.feed.set_up_evaluation(stage)
             run.bar.start(fn, sum(run.feed.val.limits))

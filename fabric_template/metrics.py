@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .entries import Collection, Entry, Meta, float_type
 from .errors import Misuse
+from .metric_states import MetricStates, is_metric
 
 # Where self.log may be called: the hooks where a value can only belong to the epoch, and those where it may be either,
 # with the default (on_step, on_epoch).
@@ -60,8 +61,7 @@ class Metrics:
         self.logged: dict[str, Tensor] = {}
         self.progress: dict[str, float] = {}
         self.row: dict[str, Tensor] = {}  # what goes into the epoch's row of the history
-        self._metric_names: dict[int, str] | None = None
-        self._objects: dict[str, Any] = {}  # the module's torchmetrics by name
+        self._objects: MetricStates | None = None  # the module's torchmetrics
 
     def __deepcopy__(self, memo: dict) -> Metrics:
         """Copies of a module made while it runs (EMA, pruning) log into the same run."""
@@ -236,23 +236,21 @@ class Metrics:
 
     def name_metrics(self, module: Any) -> None:
         """Know the torchmetrics attributes of a module, to refuse those that belong to nobody."""
-        named = module.named_modules() if hasattr(module, "named_modules") else ()
-        self._objects = {name: part for name, part in named if _is_metric(part)}
-        self._metric_names = {id(part): name for name, part in self._objects.items()}
+        self._objects = MetricStates(module)
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch's sums so far and the three views, for a checkpoint in the middle of an epoch."""
+        names = self._objects.names() if self._objects is not None else {}
         entries = [
             {
                 "meta": dataclasses.asdict(dataclasses.replace(entry.meta, sync_dist_group=None)),
                 "total": entry.total, "weight": entry.weight, "step_value": entry.step_value,
-                "object": (self._metric_names or {}).get(id(entry.metric)),
+                "object": names.get(id(entry.metric)),
             }
             for entry in self.train.values()
             if entry.live and entry.meta.sync_dist_group is None
         ]  # fmt: skip
-        # torchmetrics leaves its sums out of state_dict
-        objects = {name: [dict(part.metric_state), part.update_count] for name, part in self._objects.items()}
+        objects = self._objects.state_dict() if self._objects is not None else {}
         _, in_batches, last_fx = self._paused or (None, self._in_batches, self._last_fx)
         place = {"objects": objects, "in_batches": in_batches, "last_fx": last_fx}
         return {"train": entries, "callback": dict(self.callback), "row": dict(self.row), **place}
@@ -261,20 +259,15 @@ class Metrics:
         """Go on from a checkpoint's sums; each name is checked again when it is logged."""
 
         def move(value: Any) -> Any:
-            if isinstance(value, list):
-                return [move(part) for part in value]
             return value.to(device) if isinstance(value, Tensor) else value
 
-        for name, (sums, count) in state["objects"].items():
-            if (metric := self._objects.get(name)) is not None:
-                metric._update_count, metric._computed = count, None  # can be set by no public name
-                for key, value in sums.items():
-                    setattr(metric, key, move(value))
+        self._objects.load_state_dict(state["objects"], device)
+        metrics = self._objects.parts()
         for part in state["train"]:
             meta = Meta(**part["meta"])
             entry = Entry(meta, (), self._all_reduce)
             entry.total, entry.weight, entry.step_value = move(part["total"]), part["weight"], move(part["step_value"])
-            entry.metric, entry.live = self._objects.get(part["object"]), True
+            entry.metric, entry.live = metrics.get(part["object"]), True
             self.train[(meta.fx, meta.name, meta.dataloader_idx if meta.suffix else None)] = entry
             self.train.any_on_step |= meta.on_step
         self.callback = {name: move(value) for name, value in state["callback"].items()}
@@ -315,7 +308,7 @@ class Metrics:
                 " `dataloader_idx` when `add_dataloader_idx=True`"
             )
         _check_loggable(name, value)
-        if _is_metric(value) and attribute is None and self._metric_names is not None:
+        if is_metric(value) and attribute is None and self._objects is not None:
             self._check_attribute(name, value)
         if logger and not self.has_logger:
             warnings.warn(
@@ -335,8 +328,9 @@ class Metrics:
         return entry
 
     def _check_attribute(self, name: str, value: Any) -> None:
-        if id(value) not in self._metric_names:
-            if not self._metric_names:
+        names = self._objects.names()
+        if id(value) not in names:
+            if not names:
                 raise Misuse(
                     "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged."
                     " You can fix this by setting an attribute for the metric in your `LightningModule`."
@@ -344,7 +338,7 @@ class Metrics:
             raise Misuse(
                 "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged."
                 f" You can fix this by calling `self.log({name}, ..., metric_attribute=name)` where `name` is one"
-                f" of {list(self._metric_names.values())}"
+                f" of {list(names.values())}"
             )
 
     def _as_float(self, entry: Entry, value: Tensor) -> Tensor:
@@ -386,10 +380,5 @@ def _levels(fx: str | None, name: str, on_step: bool | None, on_epoch: bool | No
 def _check_loggable(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         raise Misuse(f"`self.log({name}, {value})` was called, but nested dictionaries cannot be logged")
-    if not (isinstance(value, Tensor | numbers.Number) or _is_metric(value)):
+    if not (isinstance(value, Tensor | numbers.Number) or is_metric(value)):
         raise Misuse(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")
-
-
-def _is_metric(value: Any) -> bool:
-    """Whether this is a torchmetrics object, or one of that shape."""
-    return all(hasattr(value, name) for name in ("update", "compute", "reset")) and not isinstance(value, Mapping)

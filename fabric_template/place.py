@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-def with_safe_files(fabric: Fabric) -> Fabric:
+def with_safe_files(fabric: Fabric, trusted: bool = False) -> Fabric:
     """The Fabric with checkpoints that are written whole; a CheckpointIO plugin of the user's own keeps its place."""
     if type(fabric.strategy.checkpoint_io) is TorchCheckpointIO:
-        fabric.strategy.checkpoint_io = AtomicCheckpointIO()
+        fabric.strategy.checkpoint_io = AtomicCheckpointIO(trusted)
     return fabric
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 
+from .checkpoint import hyperparameters_of
 from .data import INFINITE, length_of
 from .errors import MissingLoader, Misuse, MisuseOfType
 from .feed import loader_argument
@@ -73,6 +74,9 @@ def prepare(
         _check_optimizer(run)
         if loop.loggers:
             _check_hyperparameters(run)
+        if run.config.enable_checkpointing or loop.checkpoint_callbacks:
+            for owner in (run.owner, run.datamodule):
+                hyperparameters_of(run, owner)
         if run.config.max_epochs is None and run.limits()[0] == 1000:
             run.warn_once(
                 "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set `max_epochs=-1`.",

@@ -20,6 +20,7 @@ from .data import INFINITE
 from .disk import set_aside
 from .hooks import overrides
 from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file, names_in
+from .plain import brought_back
 from .ranks import agree_on_file, check_number, come_by_themselves, from_rank_zero
 from .reading import load_header, read_checkpoint
 from .schema import check_resumable
@@ -70,7 +71,7 @@ def load_file(fabric: Fabric, path: str | Path, trusted: bool) -> dict[str, Any]
     """Read a checkpoint, by the user's own CheckpointIO where that brings a way to read, otherwise by ours."""
     io = fabric.strategy.checkpoint_io
     if type(io).load_checkpoint in (AtomicCheckpointIO.load_checkpoint, TorchCheckpointIO.load_checkpoint):
-        return read_checkpoint(path, trusted=trusted)
+        return brought_back(read_checkpoint(path, trusted=trusted))
     takes_it = "weights_only" in inspect.signature(io.load_checkpoint).parameters
     return io.load_checkpoint(path, **({"weights_only": not trusted} if takes_it else {}))
 

@@ -86,8 +86,8 @@ class Run:
         self.saved_in: str | None = None  # the hook in which a callback saved the checkpoint that is resumed
         self.restored: dict[str, Any] | None = None  # our part of the checkpoint, until the first epoch has begun
         self.cut: dict[str, Any] | None = None  # the state in which this epoch was cut short
-        self.has_failed = False  # an error ends this run,
-        self.failed_in: str | None = None  # and came from this hook
+        self.has_failed = self.is_proved = False  # an error ends this run; what it saves is known to be readable
+        self.failed_in: str | None = None  # the hook that the error came from
 
         self.optimizers: list[Any] = []
         self.loop_optimizers: list[Any] = []
@@ -152,7 +152,7 @@ class Run:
 
     def set_up_update(self) -> None:
         """Know how a batch becomes an update, and how it comes to its device."""
-        self.metrics.name_metrics(self.owner)
+        self.metrics.name_metrics(self.net)
         self.update = (AutomaticUpdate if self.is_automatic else ManualUpdate)(self)
         self.train_batch = self.hooks.timed(self.update, "run_training_batch")
         if self.hands_iterator:

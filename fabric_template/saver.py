@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import OURS, state_of
+from .errors import Misuse
 from .history import is_better
-from .opening import CheckpointError, cause_of, is_file
-from .reading import read_checkpoint
-from .storage import UnsyncedError, inside, safe_name
+from .opening import CheckpointError, UnreadableError, cause_of, is_file
+from .plain import describe
+from .reading import load_header, read_checkpoint
+from .storage import AtomicCheckpointIO, UnsyncedError, inside, safe_name
 
 if TYPE_CHECKING:
     from .run import Run
@@ -85,6 +87,8 @@ class Saver:
                 self.best = before
         if self.save_last and (run.cut is None or path is not None):  # a cut epoch's is written: only the best is new
             self.write_last(run, state, epoch=over)
+        elif path is not None:
+            prove(run, path)
 
     def save_step(self, run: Run, every: int) -> None:
         """In the middle of an epoch: rewrite ``last.ckpt`` every so many optimizer steps."""
@@ -102,6 +106,7 @@ class Saver:
         path = self.folder / "last.ckpt"
         if self._write(run, path, state, "last"):
             self.last_model_path, self._saved_at = str(path), _place(run)
+            prove(run, path)
 
     def cut_short(self, run: Run) -> None:
         """An epoch is ended in its middle: what is saved of it is its state here, so that a resume loses nothing of it."""
@@ -217,6 +222,41 @@ class Saver:
         self._stepped = run.global_step
         if Path(path) == self.folder / "last.ckpt":
             self.last_model_path, self._saved_at = str(path), _place(run)
+
+
+def prove(run: Run, path: Any) -> None:
+    """A run's first file must be one that our own reader reads; what a later one holds that it does not is said.
+
+    Raises:
+        Misuse: names the values, and what to write instead. The file stays: with trusted=True it can be read.
+    """
+    io = run.fabric.strategy.checkpoint_io
+    if type(io) is not AtomicCheckpointIO or io.trusted:
+        return
+    problem, is_first, run.is_proved = None, not run.is_proved, True
+    if run.fabric.is_global_zero:
+        if io.odd:
+            where, value = io.odd[0]
+            more = f", and {len(io.odd) - 1} more such values" if len(io.odd) > 1 else ""
+            problem = (
+                f"{where} is {describe(value)}{more}: save plain values in its place, or write"
+                " torch.serialization.add_safe_globals([...]) with its class where the program begins, also before resuming"
+            )
+        elif is_first:
+            try:
+                load_header(path)
+            except (UnreadableError, OSError, MemoryError):  # the disk's: asked again at the next save
+                run.is_proved = False
+            except CheckpointError as error:
+                problem = str(error)
+        if problem is not None:
+            problem = f"'{path}' is saved, but can be read back with FabricLoop(trusted=True) only: {problem}"
+    if is_first and run.fabric.world_size > 1:
+        problem = run.fabric.broadcast(problem)
+    if problem is not None and is_first:
+        raise Misuse(problem)
+    if problem is not None:
+        run.warn_once(problem)
 
 
 def _place(run: Run) -> tuple[int, ...]:

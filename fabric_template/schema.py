@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -132,7 +133,10 @@ anything = Is("anything", lambda value: True)
 flag = one_of(False, True)
 text = Is("a text", lambda value: isinstance(value, str) and len(value) < 10_000)
 count = number_from(0, MOST, int)
-number = Is("a number", lambda value: type(value) is float or (isinstance(value, int) and abs(value) < 2**63))
+number = Is(  # NumPy's, too: a callback may log them
+    "a number",
+    lambda value: isinstance(value, float | numpy.number) or (isinstance(value, int) and abs(value) < 2**63),
+)
 finite = number_from(-1e308, 1e308, float)
 seed = number_from(-(2**63), 2**63 - 1, int)
 scalar = Is("a tensor of one element", lambda value: _is_whole(value, numel=1))
@@ -162,8 +166,6 @@ def _is_taken(put: Callable[[Any], None], value: Any) -> bool:
 
 def _bit_generator(value: Any) -> bool:
     """Whether NumPy takes it, with positions inside of what they point into: it does not ask, and crashes later."""
-    import numpy
-
     known = {name: getattr(numpy.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")}
     if (
         not isinstance(value, Mapping)
@@ -232,7 +234,7 @@ META = {
 }  # fmt: skip
 METRICS = {
     "train": [{"meta": META, "total": maybe(scalar), "weight": count, "step_value": maybe(measured), "object": maybe(text)}],
-    "callback": {text: measured}, "row": {text: measured}, "objects": {text: ({text: anything}, count)},
+    "callback": {text: measured}, "row": {text: measured}, "objects": {text: {text: anything}},
     "in_batches": maybe(flag), "last_fx": maybe(text),
 }  # fmt: skip
 RETURNED = {"sums": {text: scalar}, "weights": {text: count}, "bad_step": maybe(number_from(-1, MOST, int))}

@@ -12,6 +12,7 @@ from lightning.fabric.plugins import CheckpointIO
 from .disk import clear_stale, fsync_folder, make_folder, replacing, write_all
 from .disk import fs as _fs
 from .opening import CheckpointError, cause_of, local_path
+from .plain import NOTES, brought_back, store
 from .reading import read_checkpoint, tensors_in
 
 BUFFER = 2**20  # bytes: torch writes a small file in hundreds of pieces
@@ -33,12 +34,19 @@ class AtomicCheckpointIO(CheckpointIO):
         >>> AtomicCheckpointIO().remove_checkpoint("demo/last.ckpt")
     """
 
+    def __init__(self, trusted: bool = False) -> None:
+        self.trusted = trusted  # then what is no plain value is pickled as it is
+        self.odd: list[tuple[str, Any]] = []  # what the last file holds that only trusted=True reads, and where
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write beside the target, fsync, rename. What fails leaves the old file and nothing else."""
         if storage_options is not None:
             raise TypeError(
                 "AtomicCheckpointIO has no storage_options: leave them out, or give Fabric another CheckpointIO."
             )
+        if not self.trusted:
+            checkpoint, notes, self.odd = store(checkpoint)
+            checkpoint = {**checkpoint, NOTES: notes} if notes else checkpoint
         target = local_path(path)
         if os.path.exists(target) and not os.path.isfile(target):  # a rename would take the place of a device, too
             what = "a folder has this name" if os.path.isdir(target) else "it is no regular file"
@@ -72,7 +80,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read without trusting the file, unless `weights_only=False` says that it is trusted."""
-        return read_checkpoint(path, trusted=weights_only is False, map_location=map_location or "cpu")
+        return brought_back(read_checkpoint(path, trusted=weights_only is False, map_location=map_location or "cpu"))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove one file; one that is gone already is no error."""

@@ -403,7 +403,7 @@ class TrainerFace(MachineFace):
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
         """Write a checkpoint of the run as it stands now; after a test of what was trained, of its training."""
-        from .checkpoint import state_of
+        from .saver import prove, state_of
 
         if self._run is None:
             raise AttributeError(
@@ -418,6 +418,7 @@ class TrainerFace(MachineFace):
         if self.fabric.is_global_zero:
             save = run.hooks.timed(self.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")
             save(state, filepath, storage_options=storage_options)
+        prove(run, filepath)
         self.fabric.barrier("save_checkpoint")
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager:

@@ -1,0 +1,107 @@
+"""Metric states: what the torchmetrics objects of a module hold, for a checkpoint; wrappers and collections, too."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from .opening import CheckpointError
+from .plain import is_plain
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class MetricStates:
+    """The metrics of a module by name, and what of theirs a resume needs.
+
+    That is the states that they declare, and any plain attribute that is no longer what it was as the run began: the
+    extremes of a MinMaxMetric, the groups of a MetricCollection, the steps of a MetricTracker.
+
+    Args:
+        module: holds them; they are looked up again at each save, as a MetricTracker grows.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._as_found = {name: _held(part) for name, part in self.parts().items()}
+
+    def parts(self) -> dict[str, Any]:
+        """The metrics by name."""
+        named = self._module.named_modules() if hasattr(self._module, "named_modules") else ()
+        return {name: part for name, part in named if name and is_metric(part)}
+
+    def names(self) -> dict[int, str]:
+        """The names by the metrics' ids."""
+        return {id(part): name for name, part in self.parts().items()}
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Copies of what they hold: torchmetrics leaves it out of its own state_dict."""
+        states: dict[str, dict[str, Any]] = {}
+        for name, part in self.parts().items():
+            before, declared = self._as_found.get(name, {}), vars(part).get("_defaults", ())
+            states[name] = {
+                key: value
+                for key, value in _held(part).items()
+                if key in declared or key not in before or not _same(value, before[key])
+            }
+        return states
+
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
+        """Put it back into the metrics that are there; a MetricTracker makes its steps anew."""
+        parts = self.parts()
+        for name, state in states.items():
+            tracker = parts.get(name.rpartition(".")[0])
+            if name not in parts and callable(increment := getattr(tracker, "increment", None)):
+                increment()
+                parts = self.parts()
+            for key, value in state.items() if name in parts else ():
+                now = getattr(parts[name], key, None)  # of what is no plain attribute there, a file says nothing
+                is_sum = isinstance(now, Tensor | list)
+                if not is_plain(now) or (is_sum and not isinstance(value, Tensor | list)):
+                    raise CheckpointError(
+                        f"resume: the checkpoint's {name}.{key} does not fit {type(parts[name]).__name__}"
+                    )
+                setattr(parts[name], key, _copy(value, device))
+
+
+def is_metric(value: Any) -> bool:
+    """Whether this is a torchmetrics object, or one of that shape."""
+    return all(hasattr(value, name) for name in ("update", "compute", "reset")) and not isinstance(value, Mapping)
+
+
+def _held(part: Any) -> dict[str, Any]:
+    """Copies of a metric's plain attributes."""
+    own = {key: value for key, value in vars(part).items() if key not in _OF_EVERY_MODULE}
+    return {key: _copy(value) for key, value in own.items() if is_plain(value)}
+
+
+def _copy(value: Any, device: torch.device | None = None) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(device or value.device, copy=True)
+    if isinstance(value, dict):
+        new = copy.copy(value)
+        new.update({key: _copy(part, device) for key, part in value.items()})
+        return new
+    if type(value) in (list, tuple, set):
+        return type(value)(_copy(part, device) for part in value)
+    if isinstance(value, deque):
+        return deque((_copy(part, device) for part in value), value.maxlen)
+    return copy.copy(value) if isinstance(value, numpy.ndarray) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return numpy.array_equal(one, other) if isinstance(one, numpy.ndarray) else bool(one == other)
