@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MOST = 1000  # items of a list or dict that is looked through: longer ones are data
+MOST = 10_000  # items of a list or dict that is looked through: longer ones are data
 
 
 def canonical(item: Any, words: dict[str, str] | None = None, depth: int = 20) -> Any:

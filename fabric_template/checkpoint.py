@@ -123,6 +123,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "seconds": time.monotonic() - run.record.began,
         **end_state(run),
         "fingerprint": dict(run.fingerprint),
+        "noticed": run.noticed.state_dict() if run.noticed is not None else {},
         "ranks": gathered,
         "buckets": list(run.steps.buckets.order) if run.steps.buckets is not None else [],
         "loaders_epoch": dict(sorted(run.feed.made_in.items())) if run.config.reload_dataloaders_every_n_epochs else {},

@@ -20,6 +20,7 @@ from .fingerprint import tell_differences
 from .finished import end_again, time_left
 from .launch import launch
 from .lightning import StrategyFace
+from .noticed import Noticed
 from .opening import is_file
 from .parts import Parts
 from .place import make_loggers, with_safe_files
@@ -196,6 +197,7 @@ class FabricLoop(Parts, TrainerFace):
         run.schedule.start_clock()
         run.metrics.start(run.metrics.train)
         run.hooks.call("on_train_start")
+        run.noticed = Noticed(run)
         while (run.was_cut_short or not run.done()) and signals.agreed is None:
             run.hooks.timed(self._train_epoch, "run_training_epoch")(run)
             run.should_stop |= run.is_late

@@ -32,6 +32,7 @@ from .update import AutomaticUpdate
 
 if TYPE_CHECKING:
     from .loop import FabricLoop
+    from .noticed import Noticed
     from .signals import Signals
 
 
@@ -74,6 +75,7 @@ class Run:
         self.is_last_batch = False
         self.between_epochs = True
         self.should_stop = False
+        self.noticed: Noticed | None = None  # once training has begun
         self.fingerprint: dict[str, Any] = {}  # what it is made of
         self.elapsed, self.trains_since = 0.0, None  # seconds trained before a resume; time.monotonic as training began
         self.is_late = False  # max_time is over as an epoch ends

@@ -282,6 +282,7 @@ OURS = {
     "window?": maybe(number_from(1, MOST, int)),
     "should_stop?": flag, "elapsed?": number_from(0, MOST, int, float), "fingerprint?": FINGERPRINT,
     "buckets?": [count],
+    "noticed?": {text: text},
     "logs": [maybe({one_of("metrics.csv", "steps.csv"): ROWS})],
 }  # fmt: skip
 RULES: dict[str, Callable[[Any], bool]] = {  # between parts that are each what they must be; in words what is wrong otherwise

@@ -24,6 +24,7 @@ from .hooks import overrides
 from .lightning import attach, attach_log, detach_log
 from .locks import one_writer
 from .logs import CSVLogger
+from .noticed import tell_forgotten
 from .opening import cause_of
 from .progress import Progress, can_show_bar, is_interactive, summarize
 from .randomness import set_rng_state
@@ -248,6 +249,7 @@ def restore_position(run: Run) -> None:
         stage.put_back_generators(state)
     if held := mine.get("held"):
         run.held.put_back(held)
+    tell_forgotten(run, ours, in_epoch=not run.between_epochs)
     set_rng_state(mine["rng"])
 
 

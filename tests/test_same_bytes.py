@@ -106,7 +106,7 @@ def test_resumed_at_every_step(tmp_path, monkeypatch, make, words):
 
 def test_strings_and_lists_of_their_own():
     """Equal values in other objects have the same form; what is no plain container stays the object that it is."""
-    weights, many = {"w": torch.ones(2)}, list(range(2000))
+    weights, many = {"w": torch.ones(2)}, list(range(20_000))
     shared = ("a b", [1])
     one = canonical({"x": shared, "y": shared, "many": many, "w": weights["w"]})
     assert one == {"x": shared, "y": shared, "many": many, "w": weights["w"]}
