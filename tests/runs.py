@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import logging
 import shutil
 import sys
@@ -117,12 +118,12 @@ class Snapshots(Callback):
     """Copies a run's folder before each batch but the first, as a kill would find it there: <to>/<batches so far>."""
 
     def __init__(self, root, to):
-        self.root, self.to, self.batches = Path(root), Path(to), 0
+        self.root, self.to = Path(root), Path(to)
+        self.batches = itertools.count()  # no plain number: that would be part of what a checkpoint knows of the run
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if self.batches:
-            shutil.copytree(self.root, self.to / str(self.batches))
-        self.batches += 1
+        if batches := next(self.batches):
+            shutil.copytree(self.root, self.to / str(batches))
 
 
 def source_of(code):
