@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def with_safe_files(fabric: Fabric, trusted: bool = False) -> Fabric:
     """The Fabric with checkpoints that are written whole; a CheckpointIO plugin of the user's own keeps its place."""
     if type(fabric.strategy.checkpoint_io) is TorchCheckpointIO:
-        fabric.strategy.checkpoint_io = AtomicCheckpointIO(trusted)
+        fabric.strategy.checkpoint_io = AtomicCheckpointIO(trusted, in_run=True)
     return fabric
 
 

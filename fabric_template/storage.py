@@ -34,7 +34,8 @@ class AtomicCheckpointIO(CheckpointIO):
         >>> AtomicCheckpointIO().remove_checkpoint("demo/last.ckpt")
     """
 
-    def __init__(self, trusted: bool = False) -> None:
+    def __init__(self, trusted: bool = False, in_run: bool = False) -> None:
+        self.in_run = in_run  # then whoever saves says what `odd` holds
         self.trusted = trusted  # then what is no plain value is pickled as it is
         self.odd: list[tuple[str, Any]] = []  # what the last file holds that only trusted=True reads, and where
 
@@ -45,8 +46,9 @@ class AtomicCheckpointIO(CheckpointIO):
                 "AtomicCheckpointIO has no storage_options: leave them out, or give Fabric another CheckpointIO."
             )
         if not self.trusted:
-            checkpoint, notes, self.odd = store(checkpoint)
-            checkpoint = {**checkpoint, NOTES: notes} if notes else checkpoint
+            plain, notes, self.odd = store(checkpoint)
+            if self.in_run or not self.odd:
+                checkpoint = {**plain, NOTES: notes} if notes else plain
         target = local_path(path)
         if os.path.exists(target) and not os.path.isfile(target):  # a rename would take the place of a device, too
             what = "a folder has this name" if os.path.isdir(target) else "it is no regular file"
