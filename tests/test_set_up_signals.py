@@ -105,7 +105,8 @@ def launch(rank):
 
 def test_while_they_are_launched():
     (code,), (error,) = externally(launch, ranks=1, is_launched=False)
-    assert (code, error) == (130, "left\n")
+    assert code == 130, error
+    assert "SIGKILL" not in error  # which torch sends after half a minute
 
 
 # ---- the group
