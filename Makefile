@@ -26,7 +26,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python benchmarks/checkpoint.py
 	$(VENV)/bin/python benchmarks/overhead.py
 
-# about half an hour on two free cores; a part or a smaller number: $(VENV)/bin/python soak/run.py --help
+# about two hours on two free cores; a part or a smaller number: $(VENV)/bin/python soak/run.py --help
 soak: $(VENV)/.installed-soak
 	$(VENV)/bin/python soak/run.py
 

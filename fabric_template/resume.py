@@ -112,6 +112,8 @@ def folders_of_callbacks(loop: FabricLoop) -> list[Path]:
     """Where the loop's ModelCheckpoints keep their files, of earlier processes too: the newest version first."""
     root, config, folders = Path(loop.default_root_dir), loop.config, []
     for callback in loop.checkpoint_callbacks:
+        if not hasattr(callback, "CHECKPOINT_NAME_LAST"):  # what it keeps may be of the middle of a step
+            continue
         if own := getattr(callback, "dirpath", None):
             folders.append(Path(own))
         elif not loop.loggers:

@@ -1,10 +1,11 @@
 """The long checks: SIGKILLs, of two-process runs too, failing system calls, fuzzed files, by the thousand; prints a table.
 
-    make soak                                        all of it, about an hour on two free cores
+    make soak                                        all of it, about two hours on two free cores
     python soak/run.py --part kills --kills 100      one part, smaller
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
-Parts: `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sweep` is tests/faults/sweep.py (every
+Parts: `kills` and `ranks` are tests/faults/kills.py with one process and with two, `configurations` is
+tests/faults/configurations.py (one in twenty with two processes), `sweep` is tests/faults/sweep.py (every
 operation on the disk fails once in each way), `reads` is tests/faults/reads.py (every look at it), `syscalls` is
 soak/syscalls.py (real system calls fail, below Python; needs a C compiler), `fields` is tests/faults/fields.py (one field of a
 valid checkpoint is altered), `fuzz` is soak/fuzz.py (needs atheris: the extra `soak`). A seed is printed, and gives the same
@@ -23,16 +24,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests" / "faults"
-PARTS = ("fuzz", "kills", "syscalls", "ranks", "reads", "sweep", "fields")  # the longest first
+PARTS = (
+    "configurations",
+    "configurations2",
+    "fuzz",
+    "kills",
+    "syscalls",
+    "ranks",
+    "reads",
+    "sweep",
+    "fields",
+)  # the longest first
 SKIPPED = 77  # the exit code of a part that this machine cannot run
 
 
 def command_of(part, words, seed):
     """What is typed for a part by itself."""
     python = [sys.executable]
+    drawn = [*python, FAULTS / "configurations.py", "--seed", seed]
     return {
         "kills": [*python, FAULTS / "kills.py", "--kills", words.kills, "--seed", seed],
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
+        "configurations": [*drawn, "--count", words.configurations],
+        "configurations2": [*drawn, "--count", words.configurations // 20, "--ranks", 2],
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", words.buffer],
         "fields": [*python, FAULTS / "fields.py", "--fields", words.fields, "--seed", seed],
         "reads": [*python, FAULTS / "reads.py", "--every", "1"],
@@ -73,6 +87,11 @@ def rows_of(part, seconds, figures):
     if part == "syscalls":
         remark = ", ".join(f"{end} {count}" for end, count in figures["ends"].items()) + f"; seed {figures['seed']}"
         return [("failing system calls", figures["faults"], len(figures["losses"]), seconds, remark)]
+    if part.startswith("configurations"):
+        what = f"random configurations, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}"
+        ends = ", ".join(f"{kind} {count}" for kind, count in figures["ends"].items())
+        lost = len(figures["losses"]) + len(figures["refused"])
+        return [(what, figures["configurations"], lost, seconds, f"{ends}; {figures['resumed']} resumed from a file")]
     if part == "sweep":
         kinds = ", ".join(f"{kind} {count}" for kind, count in figures["faults"].items())
         remark = f"{kinds}; {figures['operations']} operations in a run"
@@ -107,6 +126,7 @@ def main():
     parser.add_argument("--kills", type=int, default=1000, help="SIGKILLs of a run in one process (1000)")
     parser.add_argument("--rank-kills", type=int, default=200, help="SIGKILLs of a run in two processes (200)")
     parser.add_argument("--faults", type=int, default=1000, help="system calls that fail (1000)")
+    parser.add_argument("--configurations", type=int, default=3000, help="random configurations (3000)")
     parser.add_argument("--inputs", type=int, default=1_000_000, help="fuzzed files (1000000)")
     parser.add_argument("--fields", type=int, default=2000, help="altered fields of valid checkpoints (2000)")
     parser.add_argument("--buffer", type=int, default=1, help="bytes that a save of the sweep writes at a time (1)")
