@@ -21,9 +21,7 @@ from .finished import end_state, restore_end
 from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_scheduler
 from .hooks import is_a, overrides
 from .opening import CheckpointError
-from .optimizers import states_as_saved
 from .plain import without_odd
-from .pruning import unpruned
 from .randomness import rng_state
 from .ranks import gather, part_of
 from .reading import explain_mismatch, find_weights
@@ -213,7 +211,7 @@ def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -
         CheckpointError: one line.
     """
     expected = net.state_dict()
-    difference = explain_mismatch(expected, unpruned(find_weights(dict(checkpoint), expected), expected))
+    difference = explain_mismatch(expected, find_weights(dict(checkpoint), expected))
     if difference:
         raise CheckpointError(f"'{path}' is of another model: {difference}; build the model with the same arguments")
 
@@ -221,8 +219,7 @@ def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -
 def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     """Put a checkpoint's weights into the module, by its own hooks."""
     run.hooks.call_module("on_load_checkpoint", checkpoint)
-    expected = run.net.state_dict()
-    weights = unpruned(find_weights(checkpoint, expected), expected)
+    weights = find_weights(checkpoint, run.net.state_dict())
     strict = getattr(run.owner, "strict_loading", True)
     with given_to(run.net, run.resume_path or run.load_path):
         run.net.load_state_dict(weights, strict=strict if isinstance(strict, bool) else True)
@@ -251,8 +248,7 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     if ours is not None:
         run.held.put_back_groups(of_this_rank(run, ours).get("held", {}).get("groups", ()))
     for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
-        with states_as_saved([optimizer]):
-            put_into_optimizer(optimizer, state, run.resume_path)
+        put_into_optimizer(optimizer, state, run.resume_path)
         check_loaded(run, optimizer)
     for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=False):
         put_into_scheduler(config.scheduler, state, run.resume_path)

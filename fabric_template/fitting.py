@@ -19,6 +19,7 @@ from torch import Tensor
 from . import schema
 from .hooks import is_a
 from .opening import CheckpointError
+from .optimizers import states_as_saved
 from .schema import Is, anything, check, one_of, text
 
 
@@ -57,11 +58,14 @@ def like(example: Any) -> Any:
     if isinstance(example, Tensor) and example.numel() == 1:
         return Is("a tensor of one element", _is_one)
     if isinstance(example, Tensor):
-        shape = tuple(example.shape)
+        shape, is_float = tuple(example.shape), example.is_floating_point()
         return Is(
-            f"a tensor of shape {shape}",
-            lambda value: isinstance(value, Tensor) and tuple(value.shape) == shape and not value.is_meta,
-        )
+            f"a tensor of shape {shape}, {'of floats' if is_float else example.dtype}",
+            lambda value: (
+                isinstance(value, Tensor) and tuple(value.shape) == shape and not value.is_meta
+                and value.layout is torch.strided and value.is_floating_point() == is_float
+            ),
+        )  # fmt: skip
     if isinstance(example, Mapping) and example and all(isinstance(key, str) for key in example):
         return {f"{key}?": like(value) for key, value in example.items()}
     if isinstance(example, list | tuple) and example:
@@ -77,14 +81,16 @@ def put_into_optimizer(optimizer: Any, state: Mapping[str, Any], path: Any) -> N
     """
     with given_to(optimizer, path):
         if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:  # nobody else knows what it holds
-            optimizer.load_state_dict(state)
+            with states_as_saved([optimizer]):
+                optimizer.load_state_dict(state)
             return
         groups = tuple(
             {f"{key}?": number if value is None else like(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         )
         check({"param_groups": groups, "state": {anything: {anything: anything}}}, state, "it")
-        optimizer.load_state_dict(state)
+        with states_as_saved([optimizer]):
+            optimizer.load_state_dict(state)
         for group in optimizer.param_groups:
             made: dict[Any, Any] = {}
             for parameter in group["params"]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .pruning import prune_again, pruning_of
 from .randomness import find, generator_state, is_generator, set_generator_state
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ class Held:
     * non-persistent buffers;
     * ``requires_grad``, train or eval, and what torch's own layers are set to (``Dropout.p``, ``BatchNorm.momentum``): as far
       as it has changed since the set-up, so that what a resumed run is set up with counts where hooks left it alone;
-    * what ``torch.nn.utils.prune`` has masked;
     * in manual optimization, gradients that wait for a later batch;
     * which parameters an optimizer trains, where groups were added; tensors among an optimizer's attributes.
 
@@ -62,7 +60,6 @@ class Held:
             for optimizer, sizes in zip(run.optimizers, self._groups, strict=False)
         ]
         return {
-            "pruning": pruning_of(run),
             "generators": {path: generator_state(generator) for path, generator in self._generators().items()},
             "buffers": _temporary_buffers(run.net),
             "settings": changed,
@@ -98,7 +95,6 @@ class Held:
     def put_back(self, state: Mapping[str, Any]) -> None:
         """Put everything but the groups back, after all hooks that set it up again."""
         net, device = self.run.net, self.run.fabric.device
-        prune_again(self.run, state.get("pruning", {}))
         modules, parameters = dict(net.named_modules()), dict(net.named_parameters())
         for name, own in state["settings"].items():
             for key, value in own.items():

@@ -11,8 +11,9 @@ import torch
 from lightning.fabric import Fabric
 
 from .data import TensorLoader
-from .errors import MisuseOfType
+from .errors import Misuse, MisuseOfType
 from .optimizers import states_as_saved
+from .storage import AtomicCheckpointIO
 from .tables import number_of
 
 
@@ -69,6 +70,13 @@ class Parts:
         _check("save", path, str | os.PathLike, "a path and a dict: loop.save('mine.ckpt', {'net': net})")
         self._launch_parts()
         self.fabric.save(path, state)
+        io = self.fabric.strategy.checkpoint_io
+        if (
+            isinstance(io, AtomicCheckpointIO)
+            and self.fabric.is_global_zero
+            and (problem := io.complaint(path)) is not None
+        ):
+            raise Misuse(problem)
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
         """Put a checkpoint's content back into the same modules and optimizers; returns what else it holds."""

@@ -11,7 +11,6 @@ from .checkpoint import OURS, state_of
 from .errors import Misuse
 from .history import is_better
 from .opening import CheckpointError, UnreadableError, cause_of, is_file
-from .plain import describe
 from .reading import load_header, read_checkpoint
 from .storage import AtomicCheckpointIO, UnsyncedError, inside, safe_name
 
@@ -235,22 +234,14 @@ def prove(run: Run, path: Any) -> None:
         return
     problem, is_first, run.is_proved = None, not run.is_proved, True
     if run.fabric.is_global_zero:
-        if io.odd:
-            where, value = io.odd[0]
-            more = f", and {len(io.odd) - 1} more such values" if len(io.odd) > 1 else ""
-            problem = (
-                f"{where} is {describe(value)}{more}: save plain values in its place, or write"
-                " torch.serialization.add_safe_globals([...]) with its class where the program begins, also before resuming"
-            )
-        elif is_first:
+        problem = io.complaint(path)
+        if problem is None and is_first:
             try:
                 load_header(path)
             except (UnreadableError, OSError, MemoryError):  # the disk's: asked again at the next save
                 run.is_proved = False
             except CheckpointError as error:
-                problem = str(error)
-        if problem is not None:
-            problem = f"'{path}' is saved, but can be read back with FabricLoop(trusted=True) only: {problem}"
+                problem = f"'{path}' is saved, but can be read back with FabricLoop(trusted=True) only: {error}"
     if is_first and run.fabric.world_size > 1:
         problem = run.fabric.broadcast(problem)
     if problem is not None and is_first:

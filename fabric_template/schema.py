@@ -266,7 +266,7 @@ FINGERPRINT = {
 }  # fmt: skip
 TENSORS = {text: Is("a tensor in memory", _is_whole)}
 HELD = {
-    "pruning?": {"masked?": {text: TENSORS}, "first?": [TENSORS]}, "generators": {text: generator}, "buffers": TENSORS,
+    "generators": {text: generator}, "buffers": TENSORS,
     "settings": {text: {text: Is("a plain value", lambda value: type(value) in (bool, int, float, str, type(None)))}},
     "groups": [maybe([[maybe(text)]])], "tensors": TENSORS, "gradients": TENSORS,
 }  # fmt: skip

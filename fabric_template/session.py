@@ -68,6 +68,7 @@ def _attached(loop: FabricLoop, run: Run) -> Iterator[None]:
     except BaseException as error:
         loop._status = "interrupted"
         run.failed_in, run.metrics.fx = run.metrics.fx, None
+        run.has_failed = run.fn == "fit" and run.total_batches > 0 and run.signals.agreed is None  # in a step, perhaps
         if run.fn == "fit" and run.total_batches and isinstance(error, Exception):
             _tell_where(run, error)
         run.hooks.call_callbacks("on_exception", error)

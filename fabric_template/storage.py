@@ -12,7 +12,7 @@ from lightning.fabric.plugins import CheckpointIO
 from .disk import clear_stale, fsync_folder, make_folder, replacing, write_all
 from .disk import fs as _fs
 from .opening import CheckpointError, cause_of, local_path
-from .plain import NOTES, brought_back, store
+from .plain import NOTES, brought_back, describe, store
 from .reading import read_checkpoint, tensors_in
 
 BUFFER = 2**20  # bytes: torch writes a small file in hundreds of pieces
@@ -77,6 +77,18 @@ class AtomicCheckpointIO(CheckpointIO):
                 "the file may not survive a power cut. Save again, or to another disk."
             ) from error
         clear_stale(target.parent, target.name)
+
+    def complaint(self, path: str | Path) -> str | None:
+        """What the last file holds that only trusted=True reads back, and what to save in its place."""
+        if not self.odd:
+            return None
+        where, value = self.odd[0]
+        more = f", and {len(self.odd) - 1} more such values" if len(self.odd) > 1 else ""
+        return (
+            f"'{path}' is saved, but can be read back with FabricLoop(trusted=True) only: {where} is {describe(value)}{more}:"
+            " save plain values in its place, or write torch.serialization.add_safe_globals([...]) with its class where the"
+            " program begins, also before resuming"
+        )
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None

@@ -51,7 +51,8 @@ def last_of(root, version=0):
 
 
 def kept(root):
-    return sorted(path.name for path in Path(root, "checkpoints/run/version_0").iterdir())
+    folder = Path(root, "checkpoints/run/version_0")
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")  # it says who writes there
 
 
 # ---- the layout

@@ -90,14 +90,6 @@ CALLBACKS = {
     ),
     "rates": (lambda: Classifier(by_epoch), lambda: cb.LearningRateMonitor(log_momentum=True)),
     "timer": (lambda: Classifier(sgd), lambda: cb.Timer(timedelta(hours=1), interval="step")),
-    "pruning": (Normed, lambda: cb.ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.3)),
-    "pruning_random": (
-        Normed,
-        lambda: cb.ModelPruning(
-            "random_unstructured", parameter_names=["weight"], amount=0.2, make_pruning_permanent=False,
-            use_lottery_ticket_hypothesis=False,
-        ),
-    ),
 }  # fmt: skip
 
 

@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.loggers import CSVLogger
-from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
@@ -56,10 +55,8 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_iterator", lambda: DataLoader([]), "loaders.py", "to end the workers that a loader keeps"),
     ("_shutdown_workers", _workers, "data.py", "to end worker processes at the end of a pass"),
     ("_modules", lambda: torch.nn.Linear(1, 1), "randomness.py", "a module's own modules, by name, at each save"),
-    ("_parameters", lambda: torch.nn.Linear(1, 1), "pruning.py", "a module's own parameters, by name"),
     ("_buffers", lambda: torch.nn.Linear(1, 1), "held.py", "a module's own buffers, by name"),
     ("_non_persistent_buffers_set", lambda: torch.nn.Linear(1, 1), "held.py", "the buffers that no state_dict has"),
-    ("_original_layers", lambda: ModelPruning("l1_unstructured", parameter_names=["weight"]), "pruning.py", "first weights"),
     ("_send_idx", _workers, "source.py", "to know which batches workers have begun"),
     ("_orig_mod", lambda: torch.compile(torch.nn.Linear(1, 1), backend="eager"), "prepare.py", "to train what was compiled"),
     ("_step_supports_amp_scaling", lambda: torch.optim.SGD([torch.ones(1)], fused=True), "update.py", "fused under 16-mixed"),

@@ -309,6 +309,7 @@ CASES = {
     "parts_log_text": part(lambda loop, root: loop.log_dict("loss")),
     "parts_log_vector": part(lambda loop, root: loop.log_dict({"epoch": 0, "loss": torch.zeros(2)})),
     "parts_save_swapped": part(lambda loop, root: loop.save({"net": nn.Linear(8, 3)}, f"{root}/mine.ckpt")),
+    "parts_save_function": part(lambda loop, root: loop.save("odd.ckpt", {"note": len, "more": lambda: 0})),
     "parts_load_missing": part(lambda loop, root: loop.load("no.ckpt", {})),
     "tensors_none": lambda root: TensorLoader(),
     "tensors_lists": lambda root: TensorLoader([1, 2], [3, 4]),
