@@ -229,8 +229,8 @@ def parse_config(words: dict[str, Any]) -> LoopConfig:
     for word in words:
         if word in known:
             continue
-        if word in TRAINER_ONLY:
-            complaints.append(f"FabricLoop has no argument {word}: {TRAINER_ONLY[word]}")
+        if instead := {**ELSEWHERE, **TRAINER_ONLY}.get(word):
+            complaints.append(f"FabricLoop has no argument {word}: {instead}")
         else:
             near = difflib.get_close_matches(word, [*known, *FABRIC_WORDS], n=1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join([*FABRIC_WORDS, *known])}"
@@ -267,7 +267,8 @@ FABRIC_WORDS = (
     "callbacks",
 )
 
-TRAINER_ONLY = {
+# words of other loops, and of fit
+ELSEWHERE = {
     "epochs": "write max_epochs=",
     "num_epochs": "write max_epochs=",
     "steps": "write max_steps=",
@@ -281,6 +282,9 @@ TRAINER_ONLY = {
     "resume_from_checkpoint": "give the path to fit as resume=",
     "resume": "give it to fit: fit(model, loader, resume='last')",
     "checkpoint_callback": "write enable_checkpointing=",
+}
+
+TRAINER_ONLY = {
     "use_distributed_sampler": "samplers are made distributed unless the loader already has a DistributedSampler",
     "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
     "enable_autolog_hparams": "hyperparameters are always written to hparams.yaml; logger=False writes nothing",

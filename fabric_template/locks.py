@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .disk import fcntl, try_lock
+from .disk import fcntl, make_folder, try_lock
 from .opening import CheckpointError, cause_of
 
 
@@ -34,7 +34,7 @@ class VersionLock:
         if fcntl is None:
             return self._without()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)  # its name safe from a power cut: whoever writes there finds it made
             fd = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise CheckpointError(f"could not lock '{self.folder}': {cause_of(error)}. Use another folder.") from error

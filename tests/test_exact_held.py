@@ -1,6 +1,7 @@
 """What module, callbacks, datamodule and optimizer hold beside their state_dict, killed at every batch and resumed."""
 
 import random
+import shutil
 import warnings
 
 import lightning.pytorch as pl
@@ -148,6 +149,7 @@ def test_saved_inside_a_validation(tmp_path):
     whole = fit(tmp_path / "whole", Frozen, loader, callbacks=[make("kept")], **words)
     files = sorted((tmp_path / "kept").iterdir())
     assert len(files) == 4
+    shutil.copy(tmp_path / "whole/logs/run/version_0/metrics.csv", tmp_path / "kept")  # the history goes with the files
     for index, path in enumerate(files):
         resumed = fit(
             tmp_path / str(index), Frozen, loader, seed=9, resume=path, callbacks=[make(f"kept{index}")], **words

@@ -8,6 +8,7 @@ import decimal
 import enum
 import fractions
 import functools
+import itertools
 import pathlib
 import types
 import typing
@@ -155,13 +156,13 @@ class Holds(pl.Callback):
     """A state of one value, from the second epoch on where that is asked for."""
 
     def __init__(self, value, later=False):
-        self.value, self.later, self.epochs = value, later, 0
+        self.value, self.later, self.epochs = value, later, itertools.count(1)
 
     def on_train_epoch_start(self, trainer, module):
-        self.epochs += 1
+        self.epoch = next(self.epochs)
 
     def state_dict(self):
-        return {"deep": [{"it": None if self.later and self.epochs < 2 else self.value}]}
+        return {"deep": [{"it": None if self.later and self.epoch < 2 else self.value}]}
 
     def load_state_dict(self, state):
         self.found = state["deep"][0]["it"]

@@ -66,7 +66,10 @@ class PowerCut(Layer):
     def note(self, moment):
         """Keep the states that a cut right now could leave."""
         for kind in KINDS:
-            files = tuple(sorted(self._certain(self.root, "") if kind == "nothing" else self._current(kind)))
+            files = tuple(
+                (name, _in_any_root(content, self.root.encode(), b"ROOT") if name.endswith(".yaml") else content)
+                for name, content in sorted(self._certain(self.root, "") if kind == "nothing" else self._current(kind))
+            )
             self.states.setdefault((files, self.saved), State(kind, moment, files, self.saved))
 
     def _certain(self, folder, prefix):
@@ -92,6 +95,11 @@ class PowerCut(Layer):
                 yield name, synced
             else:
                 yield name, now[: (len(synced) + len(now) + 1) // 2] if now.startswith(synced) else now[: len(now) // 2]
+
+
+def _in_any_root(content, root, other):
+    """hparams.yaml names the run's folder, and a finished run does not write it again."""
+    return content and content.replace(root, other)
 
 
 def record(root, **words):
@@ -120,7 +128,9 @@ def check(whole, state, root, **words):
     for name, content in state.files:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(exist_ok=True) if content is None else path.write_bytes(content)
+        path.mkdir(exist_ok=True) if content is None else path.write_bytes(
+            _in_any_root(content, b"ROOT", str(root).encode()) if path.suffix == ".yaml" else content
+        )
     try:
         if state.saved:
             found = max((read_checkpoint(path)["global_step"] for path in root.rglob("last.ckpt")), default=None)

@@ -6,6 +6,7 @@ The mutants are faults put in on purpose, one at a time. One that no check notic
 import os
 import random
 import re
+from contextlib import suppress
 
 import numpy as np
 import power
@@ -64,11 +65,14 @@ def test_mutant_renamed_before_it_is_written(tmp_path, monkeypatch):
     def open_under_the_last_name(path, flags, mode=0o777):
         fd = os.open(path, flags, mode)
         if str(path).endswith(".tmp"):
-            os.replace(path, re.sub(r"\.([\w.]+)\.\d+\.\w{8}\.tmp$", r"\1", str(path)))
+            target = re.sub(r"\.([\w.]+)\.\d+\.\w{8}\.tmp$", r"\1", str(path))
+            with suppress(FileNotFoundError):
+                os.unlink(target)
+            os.link(path, target)
         return fd
 
     monkeypatch.setattr(disk.fs, "open", open_under_the_last_name)
-    monkeypatch.setattr(disk.fs, "replace", lambda source, target: None)
+    monkeypatch.setattr(disk.fs, "replace", lambda source, target: os.unlink(source))
     recorded = power.record(tmp_path / "run", **WORDS)
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

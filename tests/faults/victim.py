@@ -34,7 +34,8 @@ WORDS = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-TIMES = ("time", "seconds", "elapsed")  # what a clock says differs from run to run
+# what a clock says differs from run to run; and a run killed before its first save begins anew, in the next version (home)
+TIMES = ("time", "seconds", "elapsed", "home")
 BEST = ("checkpoints/best.ckpt", "kept", "callbacks")  # what a best file that could not be saved changes
 
 
