@@ -41,7 +41,7 @@ class TensorLoader:
         self, *tensors: Tensor, batch_size: int = 1, shuffle: bool = False, drop_last: bool = False,
         generator: torch.Generator | None = None, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
-        if wrong := [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor) or not tensor.dim()]:
+        if wrong := [type(part).__name__ for part in tensors if not _has_samples(part)]:
             raise TypeError(
                 f"TensorLoader: expected tensors with a first dimension of samples, got {', '.join(wrong)}; write"
                 " TensorLoader(x, y, batch_size=32), and torch.as_tensor(x) for what is no tensor yet"
@@ -101,6 +101,10 @@ class TensorLoader:
         slices = cuts(self._num_samples, self.batch_size, self._most, done)
         for cut in islice(slices, max(len(self) - done, 0)):
             yield tuple(tensor[cut] if order is None else tensor[order[cut]] for tensor in tensors)
+
+
+def _has_samples(tensor: Any) -> bool:
+    return tensor.dim() > 0 if isinstance(tensor, Tensor) else hasattr(tensor, "device") and hasattr(tensor, "__len__")
 
 
 def global_seed() -> int:

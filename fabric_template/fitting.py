@@ -68,6 +68,8 @@ def like(example: Any) -> Any:
         )  # fmt: skip
     if isinstance(example, Mapping) and example and all(isinstance(key, str) for key in example):
         return {f"{key}?": like(value) for key, value in example.items()}
+    if isinstance(example, list) and example and all(isinstance(value, bool | int | float) for value in example):
+        return [number]  # by parameter group, and callbacks add groups
     if isinstance(example, list | tuple) and example:
         return tuple(like(value) for value in example)
     return text if isinstance(example, str) else anything

@@ -1,6 +1,7 @@
 """Checkpoints cross over: from FabricLoop to lightning.Trainer and back, at an epoch's end and in its middle."""
 
 import csv
+import shutil
 import warnings
 
 import lightning.pytorch as pl
@@ -348,6 +349,7 @@ def test_our_own_goes_on_exactly_from_a_callbacks_file(tmp_path, when):
     whole, rows, steps = go(tmp_path / "whole", save=[cb.ModelCheckpoint(tmp_path / "kept", **saver)])
     files = sorted((tmp_path / "kept").glob("*.ckpt"))
     assert len(files) == {"steps": 20, "validations": 4, "epochs": 2}[when]
+    shutil.copy(tmp_path / "whole/logs/run/version_0/metrics.csv", tmp_path / "kept")  # the history goes with the files
     for path in files[:: 3 if when == "steps" else 1]:
         module, *found = go(tmp_path / path.stem, path)
         assert same(dict(module.state_dict()), dict(whole.state_dict())), path

@@ -101,7 +101,7 @@ def test_killed_at_every_step(tmp_path, name):
     whole_root, copies = tmp_path / "whole", tmp_path / "killed"
     snapshots = Snapshots(whole_root, copies)
     whole = fit(whole_root, make, train, callbacks=[make_callback(), snapshots], **words)
-    assert snapshots.batches > 5
+    assert len(list(copies.iterdir())) > 4
     seen, wrong = 0, {}
     for root in sorted(copies.iterdir(), key=lambda path: int(path.name)):
         if not (root / "checkpoints/run/version_0/last.ckpt").exists():  # killed in the first window

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,7 @@ def test_a_plugin_that_raises(tmp_path):
     whole = fit(tmp_path / "whole", max_epochs=4)
     io.calls.clear()
     path = f"bucket://{last_of(tmp_path)}"
+    shutil.copytree(tmp_path / "logs", tmp_path / "b/logs")  # the history goes with the file
     assert_same_end(whole, fit(tmp_path / "b", seed=9, resume=path, max_epochs=4, plugins=[io]))
     assert io.calls == [f"load {path} True"] * 2 + ["save last.ckpt"]
     with pytest.raises(CheckpointError, match="is a URL; only local files are opened here"):

@@ -1,5 +1,6 @@
 """A pass of no batches is an error; one that is shorter than its length says is a warning, and a whole epoch."""
 
+import itertools
 import shutil
 
 import pytest
@@ -17,14 +18,14 @@ class Says(IterableDataset):
     """Gives fewer samples than its length says, in passes from `since` on."""
 
     def __init__(self, gives=16, says=24, since=0):
-        self.gives, self.says, self.since, self.passes = gives, says, since, 0
+        self.gives, self.says, self.since, self.passes = gives, says, since, itertools.count(1)
 
     def __len__(self):
         return self.says
 
     def __iter__(self):
-        self.passes += 1
-        return iter([make_data(24)[i] for i in range(self.gives if self.passes > self.since else self.says)])
+        number = next(self.passes)
+        return iter([make_data(24)[i] for i in range(self.gives if number > self.since else self.says)])
 
 
 def says(**words):

@@ -572,7 +572,8 @@ def test_top_level_must_be_a_dict(tmp_path):
 
 
 def test_what_users_allowed_before_stays_allowed(tmp_path):
-    path = save({"ns": argparse.Namespace(a=1)}, tmp_path / "a.ckpt")
+    path = tmp_path / "a.ckpt"
+    torch.save({"ns": argparse.Namespace(a=1)}, path)
     entry = (argparse.Namespace, "argparse.Namespace")
     with torch.serialization.safe_globals([entry]):
         assert read_checkpoint(path) == {"ns": argparse.Namespace(a=1)}
