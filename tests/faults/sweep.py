@@ -29,10 +29,10 @@ class Trace(Layer):
 
     def __init__(self, root):
         super().__init__(root)
-        self.operations = []
+        self.noted = []
 
     def before(self, operation, path, size):
-        self.operations.append((operation, path))
+        self.noted.append((operation, path))
 
 
 def harmed(root, n, kind):
@@ -69,8 +69,8 @@ def check(home, whole, n, kind):
         shutil.rmtree(root, ignore_errors=True)
 
 
-def sweep(kinds, buffer):
-    """Sweep over all operations, in each of these ways, with saves that write so many bytes at a time."""
+def sweep(kinds, buffer, every=1):
+    """Sweep over all operations (or every so many), in each of these ways, with saves of so many bytes at a time."""
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     began = time.monotonic()
     storage.BUFFER = buffer
@@ -79,9 +79,9 @@ def sweep(kinds, buffer):
         with Trace(home / "whole") as trace:
             train(home / "whole")
         whole = end_of(home / "whole")
-        figures = {"operations": len(trace.operations), "faults": dict.fromkeys(kinds, 0), "losses": []}
-        for n, (operation, path) in enumerate(trace.operations, 1):
-            for kind in kinds:
+        figures = {"operations": len(trace.noted), "faults": dict.fromkeys(kinds, 0), "losses": []}
+        for n, (operation, path) in enumerate(trace.noted, 1):
+            for kind in kinds if n % every == 0 else ():
                 figures["faults"][kind] += 1
                 if problem := check(home, whole, n, kind):
                     where = f"{operation} {os.path.relpath(path, trace.root)}"
@@ -101,8 +101,9 @@ def main():
         default=8192,
         help="bytes that a save writes at a time: a checkpoint of this run comes in a few pieces, with 1 in hundreds (8192)",
     )
+    parser.add_argument("--every", type=int, default=1, help="every so many operations fail; all")
     words = parser.parse_args()
-    figures = sweep(words.kinds, words.buffer)
+    figures = sweep(words.kinds, words.buffer, words.every)
     print(json.dumps(figures))
     sys.exit(bool(figures["losses"]))
 
