@@ -37,7 +37,10 @@ class Handlers:
         if threading.current_thread() is threading.main_thread():
             for number in CAUGHT:
                 handler = signal.getsignal(number)
-                if handler in (signal.default_int_handler, signal.SIG_DFL):
+                is_forwards = isinstance(
+                    getattr(handler, "__self__", None), Forward
+                )  # of a script that is a rank itself
+                if is_forwards or handler in (signal.default_int_handler, signal.SIG_DFL):
                     self._found[number] = handler
                     signal.signal(number, self.handle)
         return self
