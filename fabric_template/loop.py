@@ -315,9 +315,8 @@ class FabricLoop(Parts, TrainerFace):
         run.record.epoch(run.metrics.merge())
         run.metrics.epoch_ends()
         run.end_epoch()
-        run.is_late = (
-            run.signals.check(run.total_batches, now=True) and run.may_stop
-        )  # before it is saved how late it is
+        # before it is saved how late it is
+        run.is_late = run.signals.check(run.total_batches, now=True) and run.may_stop
         if run.saver is not None:
             run.saver.save_epoch(run, score)
             run.check_monitor(score)

@@ -72,9 +72,7 @@ class Outcome:
             outcome.views = to_cpu(
                 {"callback": metrics.callback, "logged": metrics.logged, "progress": metrics.progress}
             )
-            if (
-                run.stopped_by is None or run.total_batches
-            ):  # else it was stopped while it was set up, layers may be missing
+            if run.stopped_by is None or run.total_batches:  # else it was stopped in its set-up: layers may be missing
                 outcome.weights = to_cpu(run.net.state_dict())
             outcome.callbacks = [_state_of(callback) for callback in run.callbacks]
             if run.saver is not None:

@@ -55,10 +55,8 @@ def part_of(ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     if rank < len(ranks):
         return ranks[rank]
     part = {**ranks[0], "rng": rng_state_of_another(ranks[0]["rng"], rank)}
-    for stage in (
-        "train",
-        "val",
-    ):  # the seeds by which the ranks share the samples stay, the first one's workers do not
+    # the seeds by which the ranks share the samples stay, the first one's workers do not
+    for stage in ("train", "val"):
         if part[stage] is not None:
             part[stage] = {**part[stage], "sources": [None] * len(part[stage]["sources"])}
     return part
