@@ -68,8 +68,6 @@ def like(example: Any) -> Any:
         )  # fmt: skip
     if isinstance(example, Mapping) and example and all(isinstance(key, str) for key in example):
         return {f"{key}?": like(value) for key, value in example.items()}
-    if isinstance(example, list) and example and all(isinstance(value, bool | int | float) for value in example):
-        return [number]  # by parameter group, and callbacks add groups
     if isinstance(example, list | tuple) and example:
         return tuple(like(value) for value in example)
     return text if isinstance(example, str) else anything
@@ -135,6 +133,11 @@ def put_into_scheduler(scheduler: Any, state: Mapping[str, Any], path: Any) -> N
         mine = scheduler.state_dict()
         free = Is("none of its own", lambda key: key in mine or not hasattr(scheduler, key))
         check({free: anything}, state, "it")
+        groups = len(getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
+        for key, value in mine.items():
+            theirs = state.get(key)
+            if isinstance(value, list) and isinstance(theirs, list) and len(value) < len(theirs) <= groups:
+                mine[key] = value[:1] * len(theirs)  # a number for each group, of which callbacks have added some
         check(like(mine), state, "it")
         scheduler.load_state_dict(state)
 
