@@ -1,4 +1,4 @@
-"""Every third operation on the disk fails once, in each way: the old state is readable, and the run is finished as if nothing was."""
+"""Every third operation on the disk fails once, in each way: the old state is readable, the run ends as if nothing was."""
 
 import json
 import subprocess
