@@ -19,7 +19,6 @@ from .evaluate import evaluate, predict, print_results
 from .fingerprint import tell_differences
 from .finished import end_again, time_left
 from .launch import launch
-from .lightning import StrategyFace
 from .noticed import Noticed
 from .opening import is_file
 from .parts import Parts
@@ -32,6 +31,7 @@ from .schedulers import step_schedulers
 from .session import finish_batch, heed_signals, restore_position, session, start_fit, stop_for
 from .signals import Signals, is_launched
 from .trainer import TrainerFace
+from .views import StrategyFace
 
 
 class FabricLoop(Parts, TrainerFace):

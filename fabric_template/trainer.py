@@ -9,61 +9,42 @@ from __future__ import annotations
 import math
 import signal
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .errors import Misuse
 from .hooks import is_a
-from .machine import MachineFace
-from .views import AcceleratorView, DataView, EvaluationLoopView, FitLoopView, LoggerView, PredictLoopView, ResultsView
+from .views import (
+    AcceleratorView,
+    DataView,
+    EvaluationLoopView,
+    FitLoopView,
+    LoggerView,
+    PredictLoopView,
+    ResultsView,
+    State,
+    Word,
+    shows,
+)
 
 if TYPE_CHECKING:
     from .run import Run
 
 
-class Word(str):
-    """A word that equals the member of Trainer's enum that has it, and has its ``value``."""
-
-    @property
-    def value(self) -> str:
-        """The word itself."""
-        return str(self)
-
-
-class State(SimpleNamespace):
-    """What runs: ``fn`` ("fit", "validate", "test", "predict"), ``stage``, ``status``; Trainer's enums equal these words."""
-
-    def __eq__(self, other: object) -> bool:
-        return all(getattr(other, name, None) == value for name, value in vars(self).items())
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last run came to its end."""
-        return self.status == "finished"
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the last run was interrupted or failed."""
-        return self.status == "interrupted"
-
-
-class TrainerFace(MachineFace):
+class TrainerFace:
     """Trainer's attributes, read from the run at hand (or the last one); what belongs to fit, from the last fit."""
 
     _run: Run | None
     _runs: dict[str, Run]  # the last one of each verb: what it has set up stays readable, as under Trainer
+    fabric: Any
+    _strategy_face: Any
 
     # ---- progress
 
-    @property
-    def current_epoch(self) -> int:
-        """The epoch that runs, counted from 0; after fit, the number of epochs trained."""
-        return self._run.current_epoch if self._run else 0
+    current_epoch = shows(
+        "_run.current_epoch", "The epoch that runs, from 0; after fit, the number of epochs trained.", 0
+    )
 
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps taken so far."""
-        return self._run.global_step if self._run else 0
+    global_step = shows("_run.global_step", "Optimizer steps taken so far.", 0)
 
     @property
     def max_epochs(self) -> int | None:
@@ -75,15 +56,9 @@ class TrainerFace(MachineFace):
         """How many epochs no ``should_stop`` can end, 0 for none; as configured before anything has run."""
         return self._run.min_epochs if self._run else self.config.min_epochs
 
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the training batch at hand is the last of the epoch."""
-        return bool(self._fitted and self._fitted.is_last_batch)
+    is_last_batch = shows("_fitted.is_last_batch", "Whether the training batch at hand is the epoch's last.", False)
 
-    @property
-    def should_stop(self) -> bool:
-        """Set it to end training after the batch at hand (when min_epochs and min_steps allow)."""
-        return bool(self._fitted and self._fitted.should_stop)
+    should_stop = shows("_fitted.should_stop", "Set it to end training after the batch at hand, if it may end.", False)
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
@@ -105,40 +80,27 @@ class TrainerFace(MachineFace):
     def accumulate_grad_batches(self, value: int) -> None:
         self._required("accumulate_grad_batches").window = value
 
-    @property
-    def num_training_batches(self) -> int | float:
-        """Training batches of an epoch."""
-        return self._fitted.feed.num_batches if self._fitted else math.inf
+    num_training_batches = shows("_fitted.feed.num_batches", "Training batches of an epoch.", math.inf)
 
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader; fit's, unless the last run was validate."""
-        return self._limits_of("validate" if self._run and self._run.fn == "validate" else "fit")
+    num_val_batches = property(
+        lambda self: self._limits_of("validate" if self._run and self._run.fn == "validate" else "fit"),
+        doc="Batches of each validation loader; fit's, unless the last run was validate.",
+    )
 
-    @property
-    def num_test_batches(self) -> list[int | float]:
-        """Batches of each test loader."""
-        return self._limits_of("test")
+    num_test_batches = property(lambda self: self._limits_of("test"), doc="Batches of each test loader.")
+    num_predict_batches = property(lambda self: self._limits_of("predict"), doc="Batches of each loader to predict.")
 
-    @property
-    def num_predict_batches(self) -> list[int | float]:
-        """Batches of each loader to predict."""
-        return self._limits_of("predict")
-
-    @property
-    def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader in fit's sanity check."""
-        return [min(self.num_sanity_val_steps, limit) for limit in self._limits_of("fit")]
+    num_sanity_val_batches = property(
+        lambda self: [min(self.num_sanity_val_steps, limit) for limit in self._limits_of("fit")],
+        doc="Batches of each validation loader in fit's sanity check.",
+    )
 
     def _limits_of(self, verb: str) -> list[int | float]:
         """The batches of each evaluation loader of the last such run."""
         run = self._runs.get(verb)
         return run.feed.val.limits if run and run.feed.val else []
 
-    @property
-    def val_check_batch(self) -> int | float | None:
-        """Validation runs every so many batches."""
-        return self._fitted.schedule.batch if self._fitted else None
+    val_check_batch = shows("_fitted.schedule.batch", "Validation runs every so many batches.")
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -167,39 +129,21 @@ class TrainerFace(MachineFace):
 
     # ---- what was logged
 
-    @property
-    def callback_metrics(self) -> dict[str, Any]:
-        """Every metric logged so far by name, as callbacks see it."""
+    def _logged(self, view: str) -> dict[str, Any]:
+        """One of the three views of what was logged, up to date."""
         if self._run is None:
             return {}
         if self._run.metrics.active:
             self._run.metrics.merge()
-        return self._run.metrics.callback
+        return getattr(self._run.metrics, view)
 
-    @property
-    def logged_metrics(self) -> dict[str, Any]:
-        """What was sent to the loggers."""
-        if self._run is None:
-            return {}
-        if self._run.metrics.active:
-            self._run.metrics.merge()
-        return self._run.metrics.logged
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """What stands beside the progress bar."""
-        if self._run is None:
-            return {}
-        if self._run.metrics.active:
-            self._run.metrics.merge()
-        return self._run.metrics.progress
+    callback_metrics = property(lambda self: self._logged("callback"), doc="Every metric by name, as callbacks see it.")
+    logged_metrics = property(lambda self: self._logged("logged"), doc="What was sent to the loggers.")
+    progress_bar_metrics = property(lambda self: self._logged("progress"), doc="What stands beside the progress bar.")
 
     # ---- parts
 
-    @property
-    def lightning_module(self) -> Any:
-        """The object whose steps run."""
-        return self._run.owner if self._run else None
+    lightning_module = shows("_run.owner", "The object whose steps run.")
 
     @property
     def model(self) -> Any:
@@ -208,44 +152,20 @@ class TrainerFace(MachineFace):
             return None
         return getattr(getattr(self._run, "steps", None), "wrapped", None) or self._run.owner
 
-    @property
-    def datamodule(self) -> Any:
-        """The datamodule given to this run."""
-        return self._run.datamodule if self._run else None
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers themselves."""
-        return self._fitted.optimizers if self._fitted else []
+    datamodule = shows("_run.datamodule", "The datamodule given to this run.")
+    optimizers = shows("_fitted.optimizers", "The optimizers themselves.", list)
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
         self._required("optimizers").replace_optimizers(optimizers)
 
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers with their intervals and monitors."""
-        return self._fitted.schedulers if self._fitted else []
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The training loader, in the shape in which it was given."""
-        return self._run.feed.train.as_given if self._run and self._run.feed.train else None
-
-    @property
-    def val_dataloaders(self) -> Any:
-        """The validation loaders, in the shape in which they were given."""
-        return self._loaders_of("fit", "validate")
-
-    @property
-    def test_dataloaders(self) -> Any:
-        """The test loaders, in the shape in which they were given."""
-        return self._loaders_of("test")
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        """The loaders to predict, in the shape in which they were given."""
-        return self._loaders_of("predict")
+    lr_scheduler_configs = shows("_fitted.schedulers", "The schedulers with their intervals and monitors.", list)
+    train_dataloader = shows("_run.feed.train.as_given", "The training loader, in the shape in which it was given.")
+    val_dataloaders = property(
+        lambda self: self._loaders_of("fit", "validate"), doc="The validation loaders, as given."
+    )
+    test_dataloaders = property(lambda self: self._loaders_of("test"), doc="The test loaders, as given.")
+    predict_dataloaders = property(lambda self: self._loaders_of("predict"), doc="The loaders to predict, as given.")
 
     def _loaders_of(self, *verbs: str) -> Any:
         """The evaluation's loaders, if the last run was one of these verbs: they don't outlive it."""
@@ -287,11 +207,9 @@ class TrainerFace(MachineFace):
         """EarlyStopping callbacks."""
         return [callback for callback in self.callbacks if is_a(callback, "EarlyStopping")]
 
-    @property
-    def early_stopping_callback(self) -> Any:
-        """The first EarlyStopping callback."""
-        callbacks = self.early_stopping_callbacks
-        return callbacks[0] if callbacks else None
+    early_stopping_callback = property(
+        lambda self: next(iter(self.early_stopping_callbacks), None), doc="The first EarlyStopping callback."
+    )
 
     @property
     def progress_bar_callback(self) -> Any:
@@ -315,37 +233,68 @@ class TrainerFace(MachineFace):
 
     # ---- loops: Lightning's callbacks look into them
 
-    @property
-    def fit_loop(self) -> FitLoopView:
-        """How far training is, in the few words that callbacks ask for."""
-        return FitLoopView(self)
-
-    @property
-    def predict_loop(self) -> PredictLoopView:
-        """What was predicted, and of which samples."""
-        return PredictLoopView(self)
-
-    @property
-    def _evaluation_loop(self) -> EvaluationLoopView:
-        return EvaluationLoopView(self)
-
-    @property
-    def _data_connector(self) -> DataView:
-        return DataView(self)
-
-    @property
-    def _logger_connector(self) -> LoggerView:
-        return LoggerView(self)
+    fit_loop = property(FitLoopView, doc="How far training is, in the few words that callbacks ask for.")
+    predict_loop = property(PredictLoopView, doc="What was predicted, and of which samples.")
+    _evaluation_loop = property(EvaluationLoopView)
+    _data_connector = property(DataView)
+    _logger_connector = property(LoggerView)
 
     @property
     def _results(self) -> ResultsView | None:
         return ResultsView(self) if self._run is not None and self._run.fn != "predict" else None
 
+    _accelerator_connector = property(AcceleratorView)
+
+    # ---- where it runs
+
+    strategy = shows("_strategy_face", "Fabric's strategy, with the few words more that callbacks use.")
+    precision = shows("fabric.strategy.precision.precision", 'Such as "32-true" or "bf16-mixed".')
+    precision_plugin = shows("_strategy_face.precision_plugin", "The strategy's precision, with ``clip_gradients``.")
+    is_global_zero = shows("fabric.is_global_zero", "Whether this is the process that writes.")
+    global_rank = shows("fabric.global_rank", "This process's number among all.")
+    local_rank = shows("fabric.local_rank", "This process's number on its machine.")
+    node_rank = shows("fabric.node_rank", "This machine's number.")
+    world_size = shows("fabric.world_size", "The number of processes.")
+
     @property
-    def _accelerator_connector(self) -> AcceleratorView:
-        return AcceleratorView(self)
+    def accelerator(self) -> Any:
+        """The accelerator, as Trainer has it: it can ``get_device_stats``."""
+        from lightning.pytorch import accelerators
+
+        own = self.fabric.accelerator  # Fabric's; Trainer's has the same name
+        twin = getattr(accelerators, type(own).__name__, None)
+        return own if twin is None else twin()
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler under 16-mixed."""
+        return getattr(self.fabric.strategy.precision, "scaler", None)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on this machine."""
+        return len(getattr(self.fabric.strategy, "parallel_devices", None) or [0])
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return getattr(self.fabric.strategy, "num_nodes", 1)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of this machine's devices."""
+        devices = getattr(self.fabric.strategy, "parallel_devices", None) or [self.fabric.device]
+        return [device.index if device.index is not None else i for i, device in enumerate(devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """What a DistributedSampler needs, None for one process."""
+        return getattr(self.fabric.strategy, "distributed_sampler_kwargs", None)
 
     # ---- stages
+
+    def _is_in(self, *stages: str) -> bool:
+        return bool(self._run and self._run.stage in stages)
 
     @property
     def state(self) -> State:
@@ -353,40 +302,18 @@ class TrainerFace(MachineFace):
         run = self._run
         return State(fn=run and Word(run.fn), stage=run and run.stage and Word(run.stage), status=Word(self._status))
 
-    @property
-    def training(self) -> bool:
-        """Whether a training epoch runs."""
-        return bool(self._run and self._run.stage == "train")
+    training = property(lambda self: self._is_in("train"), doc="Whether a training epoch runs.")
+    validating = property(lambda self: self._is_in("validate"), doc="Whether a validation runs.")
+    testing = property(lambda self: self._is_in("test"), doc="Whether a test runs.")
+    predicting = property(lambda self: self._is_in("predict"), doc="Whether predictions are made.")
+    sanity_checking = property(lambda self: self._is_in("sanity_check"), doc="Whether it is validated before training.")
 
-    @property
-    def validating(self) -> bool:
-        """Whether a validation runs."""
-        return bool(self._run and self._run.stage == "validate")
+    evaluating = property(
+        lambda self: self._is_in("validate", "test", "sanity_check"),
+        doc="Whether a validation or a test runs; the sanity check is one, too.",
+    )
 
-    @property
-    def testing(self) -> bool:
-        """Whether a test runs."""
-        return bool(self._run and self._run.stage == "test")
-
-    @property
-    def predicting(self) -> bool:
-        """Whether predictions are made."""
-        return bool(self._run and self._run.stage == "predict")
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Whether this is the short validation before training."""
-        return bool(self._run and self._run.stage == "sanity_check")
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether a validation or a test runs; the sanity check is one, too."""
-        return self.validating or self.testing or self.sanity_checking
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the last run was interrupted or failed."""
-        return self.state.interrupted
+    interrupted = shows("state.interrupted", "Whether the last run was interrupted or failed.")
 
     @property
     def received_sigterm(self) -> bool:

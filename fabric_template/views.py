@@ -10,12 +10,65 @@ so that a release which asks for more fails there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
+from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from .hooks import overrides
+from .update import clip_gradients
 
 if TYPE_CHECKING:
     from .run import Run
+
+
+def shows(path: str, doc: str, otherwise: Any = None) -> property:
+    """A property that shows what stands at the end of a path; `otherwise` (made of a class) where the way there ends in None.
+
+    Example:
+        >>> class Face:
+        ...     run = None
+        ...     steps = shows("run.global_step", "Optimizer steps so far.", 0)
+        >>> Face().steps
+        0
+    """
+    *way, last = path.split(".")
+
+    def show(self: Any) -> Any:
+        for name in way:
+            if (self := getattr(self, name)) is None:
+                return otherwise() if isinstance(otherwise, type) else otherwise
+        return getattr(self, last)
+
+    return property(show, doc=doc)
+
+
+class Word(str):
+    """A word that equals the member of Trainer's enum that has it, and has its ``value``."""
+
+    @property
+    def value(self) -> str:
+        """The word itself."""
+        return str(self)
+
+
+class State(SimpleNamespace):
+    """What runs: ``fn`` ("fit", "validate", "test", "predict"), ``stage``, ``status``; Trainer's enums equal these words."""
+
+    def __eq__(self, other: object) -> bool:
+        return all(getattr(other, name, None) == value for name, value in vars(self).items())
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last run came to its end."""
+        return self.status == "finished"
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last run was interrupted or failed."""
+        return self.status == "interrupted"
 
 
 class Count(NamedTuple):
@@ -62,10 +115,7 @@ class FitLoopView(_View):
         if loop._run is not None:
             loop._run.config = loop.config
 
-    @property
-    def max_batches(self) -> int | float:
-        """Training batches of an epoch."""
-        return self._run.feed.num_batches
+    max_batches = shows("_run.feed.num_batches", "Training batches of an epoch.")
 
     @max_batches.setter
     def max_batches(self, value: int | float) -> None:
@@ -81,14 +131,9 @@ class FitLoopView(_View):
         """The batch at hand, counted over all epochs."""
         return self._run.total_batches - 1
 
-    @property
-    def epoch_loop(self) -> EpochLoopView:
-        """The loop over the batches."""
-        return EpochLoopView(self._loop)
+    epoch_loop = property(lambda self: EpochLoopView(self._loop), doc="The loop over the batches.")
 
-    @property
-    def _skip_backward(self) -> bool:
-        return self._run.update.skips_backward
+    _skip_backward = shows("_run.update.skips_backward", "Whether only the step runs.")
 
     @_skip_backward.setter
     def _skip_backward(self, value: bool) -> None:
@@ -103,25 +148,15 @@ class EpochLoopView(_View):
 
     __slots__ = ()
 
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps so far."""
-        return self._run.global_step
+    global_step = shows("_run.global_step", "Optimizer steps so far.")
+    _batches_that_stepped = shows("_run.batches_that_stepped", "The step that loggers see.")
+    val_loop = property(lambda self: EvaluationLoopView(self._loop), doc="The validation inside fit.")
 
     @property
     def batch_progress(self) -> BatchProgress:
         """Training batches so far."""
         run = self._run
         return BatchProgress(Count(run.batches_done), Count(run.total_batches), run.is_last_batch)
-
-    @property
-    def val_loop(self) -> EvaluationLoopView:
-        """The validation inside fit."""
-        return EvaluationLoopView(self._loop)
-
-    @property
-    def _batches_that_stepped(self) -> int:
-        return self._run.batches_that_stepped
 
     def _should_check_val_epoch(self) -> bool:
         return self._run.schedule.in_this_epoch
@@ -142,9 +177,7 @@ class EvaluationLoopView(_View):
     def _has_run(self) -> bool:
         return self._run.evaluated > 0
 
-    @property
-    def _data_source(self) -> ValSourceView:
-        return ValSourceView(self._loop)
+    _data_source = property(lambda self: ValSourceView(self._loop))
 
 
 class PredictLoopView(EvaluationLoopView):
@@ -152,16 +185,13 @@ class PredictLoopView(EvaluationLoopView):
 
     __slots__ = ()
 
+    epoch_batch_indices = shows("_run.batch_indices", "The indices of the samples, by loader and batch.")
+
     @property
     def predictions(self) -> list[Any]:
         """What was predicted so far, by batch; a list of such lists for several loaders."""
         made = self._run.predictions
         return made if len(made) != 1 else made[0]
-
-    @property
-    def epoch_batch_indices(self) -> list[list[list[int]]]:
-        """The indices of the samples, by loader and batch."""
-        return self._run.batch_indices
 
     @property
     def current_batch_indices(self) -> list[int]:
@@ -184,9 +214,7 @@ class DataView(_View):
 
     __slots__ = ()
 
-    @property
-    def _datahook_selector(self) -> DataView:
-        return self
+    _datahook_selector = property(lambda self: self)
 
     def get_instance(self, hook_name: str) -> Any:
         """The datamodule if it has this hook, otherwise the module."""
@@ -246,3 +274,64 @@ class AcceleratorView(_View):
     def is_distributed(self) -> bool:
         """Whether there are other processes."""
         return self._loop.world_size > 1
+
+
+class StrategyFace:
+    """Fabric's strategy in the words of Trainer's, for modules and callbacks."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+
+    # LightningModule.optimizers() asks by this name
+    _lightning_optimizers = shows("_loop._fitted.loop_optimizers", "The optimizers, each as a module sees it.", list)
+    root_device = shows("_loop.fabric.device", "This process's device.")
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Fabric's precision, which clips beside, for LightningModule.clip_gradients."""
+        face = copy(self._loop.fabric.strategy.precision)
+        face.__class__ = _clipping(type(face))
+        face._loop = self._loop
+        return face
+
+    lightning_module = shows("_loop.lightning_module", "The module.")
+    model = shows("_loop.model", "The module, or its wrapper.")
+    optimizers = shows("_loop.optimizers", "The optimizers.")
+    lr_scheduler_configs = shows("_loop.lr_scheduler_configs", "The schedulers with their intervals and monitors.")
+
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Backward with its hooks, for LightningModule.manual_backward."""
+        run = self._loop._required("backward")
+        run.update.backward(loss, *args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
+        """Reduce a tensor over all processes."""
+        return self._loop.fabric.all_reduce(tensor, group=group, reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) processes say yes."""
+        return self._loop.fabric.strategy.reduce_boolean_decision(decision, all=all)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint file, on rank zero."""
+        if self._loop.fabric.is_global_zero:
+            self._loop.fabric.strategy.checkpoint_io.remove_checkpoint(filepath)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loop" not in vars(self):  # asked while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._loop.fabric.strategy, name)
+
+
+class _Clips:
+    """What Trainer's precision can do and Fabric's cannot."""
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
+        """Clip, for LightningModule.clip_gradients."""
+        algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)  # Lightning's enum, or its word
+        clip_gradients(self._loop._run, optimizer, clip_val, algorithm)
+
+
+@cache
+def _clipping(kind: type) -> type:
+    return type(kind.__name__, (_Clips, kind), {})
