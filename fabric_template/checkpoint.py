@@ -314,4 +314,4 @@ def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     for callback in run.callbacks:
         state = states.get(getattr(callback, "state_key", type(callback).__qualname__))
         if callable(getattr(callback, "load_state_dict", None)):
-            put_into_callback(callback, state, run.resume_path or run.load_path)
+            put_into_callback(callback, state, run.resume_path or run.load_path, checkpoint.get("global_step", 0))

@@ -142,8 +142,10 @@ def put_into_scheduler(scheduler: Any, state: Mapping[str, Any], path: Any) -> N
         scheduler.load_state_dict(state)
 
 
-def put_into_callback(callback: Any, state: Any, path: Any) -> None:
+def put_into_callback(callback: Any, state: Any, path: Any, step: int) -> None:
     """Give a callback its state; of Lightning's own it is known what that is, and which files ModelCheckpoint removes.
+
+    A ModelCheckpoint that has written this very file saves no second one of the same step, as if it had gone on.
 
     Raises:
         CheckpointError: it cannot take it.
@@ -164,3 +166,5 @@ def put_into_callback(callback: Any, state: Any, path: Any) -> None:
             check(one_of("", *models), state.get("kth_best_model_path", ""), "its kth_best_model_path")
         if state:
             callback.load_state_dict(copy.deepcopy(state))
+            if is_a(callback, "ModelCheckpoint") and path is not None and os.path.dirname(path) == callback.dirpath:
+                callback._last_global_step_saved, callback._last_checkpoint_saved = step, str(path)

@@ -30,7 +30,7 @@ class Sources:
     """
 
     def __init__(self, loaders: list[Any], cheap: list[bool], combined: bool, trains: bool, records: bool) -> None:
-        self.combined, self.records = combined, records
+        self.combined, self.trains, self.records = combined, trains, records
         words = {"records": records, "trains": trains, "counts": combined}
         self.each = [
             Source(loader, **words, is_cheap=is_cheap) for loader, is_cheap in zip(loaders, cheap, strict=True)
@@ -55,7 +55,7 @@ class Sources:
         return [generator for source in self.each for generator in source.generators()]
 
     def state(self, taken: int | None) -> dict[str, Any] | None:
-        """Where the pass stands after so many batches, for `resume`; None: between two passes."""
+        """Where the pass stands after so many batches (None: between two passes), for `resume`; None: nothing to tell."""
         if not self.records:
             return None
         positions: list[Any] = [None] * len(self.each)
@@ -65,12 +65,11 @@ class Sources:
             if not self.combined:
                 positions = [{**positions[0], "taken": taken}]
         sources = [source.state(position) for source, position in zip(self.each, positions, strict=True)]
-        return {
-            "sources": sources,
-            "ahead": unpack_rng_state(packed) if packed else None,
-            "generators": [generator_state(generator) for generator in self.generators()],
-            "seeds": self.seeds(),
-        }
+        generators, seeds = [generator_state(generator) for generator in self.generators()], self.seeds()
+        if not (self.trains or any((*sources, *generators, *seeds))):  # as if its loaders had not been made yet
+            return None
+        ahead = unpack_rng_state(packed) if packed else None
+        return {"sources": sources, "ahead": ahead, "generators": generators, "seeds": seeds}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Let the next pass begin there.

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.loggers import CSVLogger
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
@@ -41,6 +42,8 @@ def _workers():
 
 NEEDED = [  # name, who has it, and what we need it for
     ("_hparams_name", lambda: Configured({"a": 1}), "checkpoint.py", "hyperparameters that load_from_checkpoint gives back"),
+    ("_last_global_step_saved", ModelCheckpoint, "fitting.py", "a step that is saved already, after a resume as before"),
+    ("_last_checkpoint_saved", ModelCheckpoint, "fitting.py", "the same, for save_last='link'"),
     ("_log_hyperparams", lambda: Configured({"a": 1}), "record.py", "to respect save_hyperparameters(logger=False)"),
     ("_current_fx_name", pl.LightningModule, "lightning.py", "a module's own log, which ends in Lightning's"),
     ("_mode", lambda: CombinedLoader([]), "loaders.py", "to tell loaders that go together from those that follow each other"),

@@ -80,20 +80,6 @@ EXCLUDED = [  # (why, which)
         "the random numbers of an iterable dataset in persistent_workers, of which a warning tells on resume",
         lambda w: "iterable" in kinds_of(w) and w["persistent"] and w["noise"] != "none",
     ),
-    # found by this script, and not exact yet: each goes as what mends it comes in
-    (
-        "generators of modules and callbacks",
-        lambda w: {"torch_generator", "numpy_generator", "python_generator", "shakes"} & all_words(w),
-    ),
-    ("non-persistent buffers, requires_grad, modes", lambda w: {"buffer", "freezes", "toggles"} & all_words(w)),
-    ("states of optimizers and weights in other precisions", lambda w: {"bf16-true", "64-true"} & all_words(w)),
-    ("torchmetrics", lambda w: w["metric"]),
-    (
-        "Lightning's callbacks that average, thaw and accumulate",
-        lambda w: {"swa", "ema", "averages", "backbone", "unfreezes", "accumulates"} & all_words(w),
-    ),
-    ("manual optimization", lambda w: w["shape"] in ("gan", "manual")),
-    ("lazily drawn batch samplers", lambda w: "lazy" in kinds_of(w)),
 ]
 
 
