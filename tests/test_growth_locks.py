@@ -9,7 +9,7 @@ from modules import make_loader
 from runs import fit, tree
 
 from fabric_template import CSVLogger, disk, locks
-from fabric_template.locks import VersionLock, one_writer
+from fabric_template.locks import one_writer
 from fabric_template.reading import CheckpointError
 
 
@@ -71,7 +71,7 @@ def test_nothing_is_held_afterwards(tmp_path, leaves):
     """Whichever way a run ends, be it that only one of its two locks was to be had."""
     words = {"version": 0, "loggers": [CSVLogger("elsewhere", "run", 0)]}
     if leaves == "refused":
-        with VersionLock("checkpoints/run/version_0"), pytest.raises(CheckpointError, match="another run"):
+        with one_writer(["checkpoints/run/version_0"]), pytest.raises(CheckpointError, match="another run"):
             short(**words)
     elif leaves == "failed":
         boom = Callback()

@@ -1,7 +1,6 @@
 """Checkpoint files: whole or not at all, and read without trust."""
 
 import argparse
-import copy
 import errno
 import io
 import os
@@ -25,7 +24,7 @@ from hypothesis import strategies as st
 from lightning.fabric import Fabric
 
 from fabric_template import locks, storage
-from fabric_template.locks import VersionLock
+from fabric_template.locks import one_writer
 from fabric_template.reading import (
     CheckpointError,
     explain_mismatch,
@@ -746,35 +745,35 @@ def test_inside(tmp_path):
 def test_lock_between_processes_and_after_a_kill(tmp_path):
     folder = tmp_path / "version_0"
     code = f"""
-from fabric_template.locks import VersionLock
-lock = VersionLock({str(folder)!r}).acquire()
+from fabric_template.locks import one_writer
+lock = one_writer([{str(folder)!r}])
+lock.__enter__()
 print("held", flush=True)
 input()
 """
     with python(code) as holder:
         assert holder.stdout.readline() == "held\n"
-        assert message(VersionLock(folder).acquire) == (
+        assert message(one_writer([folder]).__enter__) == (
             f"'{folder}' is being written by another run (process {holder.pid}): give this one another name=... or "
             "version=..., or stop the other."
         )
-        with VersionLock(tmp_path / "version_1"):
+        with one_writer([tmp_path / "version_1"]):
             pass
         holder.kill()
         holder.wait()
-    with VersionLock(folder) as lock:
-        assert lock.acquire() is lock
-        message(VersionLock(folder).acquire)
-        assert pickle.loads(pickle.dumps(lock))._fd is None
-        copy.deepcopy(lock).release()
-        message(VersionLock(folder).acquire)  # a copy that is released takes nothing from the holder
-    VersionLock(folder).acquire().release()
+    with one_writer([folder]):
+        message(one_writer([folder]).__enter__)
+        message(one_writer([folder]).__enter__)  # a try that fails takes nothing from the holder
+    with one_writer([folder]):
+        pass
 
 
 def test_a_forked_worker_does_not_keep_the_lock(tmp_path):
     code = f"""
 import os, signal, time
-from fabric_template.locks import VersionLock
-lock = VersionLock({str(tmp_path)!r}).acquire()
+from fabric_template.locks import one_writer
+lock = one_writer([{str(tmp_path)!r}])
+lock.__enter__()
 if (child := os.fork()) == 0:
     time.sleep(30)
     os._exit(0)
@@ -785,16 +784,17 @@ os.kill(os.getpid(), signal.SIGKILL)
         child = int(process.stdout.readline())
         process.wait()
         try:
-            VersionLock(tmp_path).acquire().release()
+            with one_writer([tmp_path]):
+                pass
         finally:
             os.kill(child, signal.SIGKILL)
 
 
 def test_lock_without_permission_or_without_locks(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    assert f"could not lock '{tmp_path}/file'" in message(VersionLock(tmp_path / "file").acquire)
+    assert f"could not lock '{tmp_path}/file'" in message(one_writer([tmp_path / "file"]).__enter__)
     monkeypatch.setattr(locks, "fcntl", None)
-    with pytest.warns(UserWarning, match="cannot be locked"), VersionLock(tmp_path), VersionLock(tmp_path):
+    with pytest.warns(UserWarning, match="cannot be locked"), one_writer([tmp_path]), one_writer([tmp_path]):
         save(STATE, tmp_path / "a.ckpt")
 
 

@@ -28,7 +28,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])] 
 import torch
 
 from fabric_template import CSVLogger, options, read_logs
-from fabric_template.locks import VersionLock
+from fabric_template.locks import one_writer
 from fabric_template.reading import read_checkpoint
 from fabric_template.resume import newest_good
 
@@ -381,7 +381,7 @@ def lock(choices: Choices) -> tuple[bytes, Any]:
 def _read_lock(path: str, expected: Any) -> None:
     with open(path, "rb+") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        VersionLock(Path(path).parent).acquire()
+        one_writer([Path(path).parent]).__enter__()
 
 
 # ---- the probe
