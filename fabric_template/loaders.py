@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from .data import INFINITE, Pass, TensorLoader, is_combined, length_of, set_epoch
 from .errors import Misuse, MisuseOfType
 from .inputs import why_no_loader
 from .position import Sources
+
+USED_UP = (
+    "an iterator is used up after one pass; give what begins anew with each pass (a DataLoader, a TensorLoader, a list, an"
+    " object whose __iter__ makes its iterator)"
+)
 
 
 class Loaders:
@@ -37,6 +44,8 @@ class Loaders:
         found = loaders_in(source)
         for loader in found:
             check_iterable(loader, origin)
+            if not isinstance(loader, DataLoader | TensorLoader):
+                iter(loader)  # as Trainer's own check does: one that draws its order in there draws it once more
         self.loaders = found if ready is None else [ready(loader) for loader in found]
         self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
         if is_combined(source):
@@ -138,6 +147,9 @@ class Loaders:
             batches = Pass(first if index == 0 else iter(self.sources.each[index]), limit)
             for batch_idx, batch in enumerate(batches):
                 yield batch, batch_idx, index, batches.is_last and index == final
+            if limit and not batches.fetched:
+                name = type(self.loaders[index]).__name__
+                warnings.warn(f"the {self.stage} loader ({name}) gave no batch: {USED_UP}", stacklevel=2)
 
     def close(self) -> None:
         """End the worker processes that loaders keep between passes (persistent_workers)."""
