@@ -14,7 +14,7 @@ from .data import INFINITE, Handed
 from .hooks import is_a, overrides
 from .loaders import Loaders
 from .profiling import timed_batches
-from .steps import Modes, no_grad, takes_batch_idx, takes_iterator
+from .steps import Modes, takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
     from .run import Run
@@ -56,7 +56,7 @@ def evaluate(
         metrics.batches_end()
         results.append({} if sanity else dict(metrics.merge()))
 
-    with no_grad(inference):
+    with torch.inference_mode() if inference else torch.no_grad():
         batches = _timed(run, loaders.start_evaluation(most), "_EvaluationLoop", "test" if stage == "test" else "val")
         handed = Handed(batches, metrics.batch_taken) if hands else None
         run.modes = modes = Modes(run.net)
@@ -141,7 +141,7 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
     kept: list[list[Any]] = [[] for _ in loaders.loaders]
     run.predictions, run.batch_indices = kept, [[] for _ in loaders.loaders]
     run.stage, run.evaluated = "predict", 0
-    with no_grad(inference):
+    with torch.inference_mode() if inference else torch.no_grad():
         batches = _timed(run, loaders.start_evaluation(), "_PredictionLoop", "predict")
         handed = Handed(batches) if has_step and takes_iterator(run.owner.predict_step) else None
         modes = Modes(run.net)

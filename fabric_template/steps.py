@@ -7,8 +7,8 @@ float32. Here every step of every kind goes through the same door.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from torch import nn
 from .buckets import Buckets
 from .errors import MisuseOfType
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
 
 class FunctionSteps:
     """Step functions ``fn(model, batch)`` or ``fn(model, batch, batch_idx)`` as an object with step methods.
@@ -29,7 +27,7 @@ class FunctionSteps:
     Example:
         >>> net = nn.Linear(2, 1)
         >>> steps = FunctionSteps(net, training_step=lambda model, batch: model(batch).sum())
-        >>> steps.training_step(torch.zeros(3, 2), 0).shape
+        >>> steps.training_step(torch.zeros(3, 2)).shape
         torch.Size([])
     """
 
@@ -37,18 +35,7 @@ class FunctionSteps:
         self.net = net
         for name, function in functions.items():
             if function is not None:
-                setattr(self, name, _Bound(function, net))
-
-
-class _Bound:
-    """A step function with its model filled in; a class and not a closure, so that it can be sent to other processes."""
-
-    def __init__(self, function: Callable, net: nn.Module) -> None:
-        self.function, self.net = function, net
-        self.takes_idx = takes_batch_idx(function, least=3)
-
-    def __call__(self, batch: Any, batch_idx: int) -> Any:
-        return self.function(self.net, batch, batch_idx) if self.takes_idx else self.function(self.net, batch)
+                setattr(self, name, partial(function, net))
 
 
 def net_of(owner: Any) -> nn.Module:
@@ -130,7 +117,7 @@ class Steps:
     def __init__(self, fabric: Fabric, owner: Any, net: nn.Module, compile: bool | dict = False) -> None:
         self.fabric, self.owner, self.net = fabric, owner, net
         self._compile = compile
-        self._wrapped: nn.Module | None = None
+        self.wrapped: nn.Module | None = None  # by the strategy (DDP); None on a single device
         self.buckets: Buckets | None = None  # of DDP
         self.precision = fabric.strategy.precision
 
@@ -144,7 +131,7 @@ class Steps:
         if training and any(p.requires_grad for p in self.net.parameters()):
             wrapped = self.fabric.setup(StepModule(self.net))
             if not isinstance(self.fabric.strategy, SingleDeviceStrategy):
-                self._wrapped, self.buckets = wrapped, Buckets(wrapped, self.fabric.world_size)
+                self.wrapped, self.buckets = wrapped, Buckets(wrapped, self.fabric.world_size)
         else:
             self.fabric.to_device(self.precision.convert_module(self.net))
         dtype = next((p.dtype for p in self.net.parameters() if p.is_floating_point()), None)
@@ -157,11 +144,6 @@ class Steps:
     @property
     def _is_true_precision(self) -> bool:
         return str(self.precision.precision).endswith("-true") and self.precision.precision != "32-true"
-
-    @property
-    def wrapped(self) -> nn.Module | None:
-        """The strategy's wrapper (DDP) around the net, None on a single device."""
-        return self._wrapped
 
     @property
     def talks(self) -> bool:
@@ -181,8 +163,8 @@ class Steps:
             return None
         if self._compile:
             method = torch.compile(method, **(self._compile if isinstance(self._compile, dict) else {}))
-        if self._wrapped is not None:
-            method = self._through(self._wrapped, method)
+        if self.wrapped is not None:
+            method = partial(_through, self.wrapped, method)
         context = self.context()
         return method if context is None else _inside(context, method)
 
@@ -202,26 +184,12 @@ class Steps:
 
     def no_sync(self) -> Any:
         """A context in which gradients are not averaged over the ranks: all but the last batch of a window."""
-        return self.fabric.no_backward_sync(self._wrapped)
-
-    @staticmethod
-    def _through(wrapped: nn.Module, method: Callable) -> Callable:
-        def step(*args: Any) -> Any:
-            return wrapped(_Packed(method, args))
-
-        return step
+        return self.fabric.no_backward_sync(self.wrapped)
 
 
-class _Packed:
-    """A call with its arguments, opaque to wrappers that would convert or scatter them."""
-
-    __slots__ = ("args", "method")
-
-    def __init__(self, method: Callable, args: tuple) -> None:
-        self.method, self.args = method, args
-
-    def __call__(self) -> Any:
-        return self.method(*self.args)
+def _through(wrapped: nn.Module, method: Callable, *args: Any) -> Any:
+    """The call with its arguments, opaque to wrappers that would convert or scatter them."""
+    return wrapped(partial(method, *args))
 
 
 def _inside(context: Callable[[], Any], method: Callable) -> Callable:
@@ -252,10 +220,3 @@ class Modes:
         """Put every module back into the mode that it was in."""
         for module, training in self._modes:
             module.training = training
-
-
-@contextmanager
-def no_grad(inference: bool) -> Iterator[None]:
-    """Gradients off inside, and as they were after, also after an error."""
-    with torch.inference_mode() if inference else torch.no_grad():
-        yield
