@@ -106,13 +106,16 @@ def evaluate(
                 run.record.validation(everything)
             hooks.call(f"on_{word}_end")
             metrics.epoch_ends()
-        finally:
-            metrics.fx = None
             if overrides(run.owner, f"on_{word}_model_train"):
                 hooks.call(f"on_{word}_model_train")
             else:
                 hooks.call_callbacks(f"on_{word}_model_train")
                 modes.restore()
+        except BaseException:
+            modes.restore()
+            raise
+        finally:
+            metrics.fx = None
             run.stage, run.modes = before_stage, None
     if not any(results) and not sanity and run.history.returned:
         results = [{name: v for name, v in run.history.returned.items() if name.startswith(("val_", "test_"))}]
@@ -173,8 +176,8 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
                 run.bar.advance(batch_idx + 1)
             hooks.call("on_predict_epoch_end")
             hooks.call("on_predict_end")
-        finally:
             hooks.call_callbacks("on_predict_model_train")
+        finally:
             modes.restore()
     if not keep:
         return None

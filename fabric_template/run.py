@@ -89,7 +89,6 @@ class Run:
         self.restored: dict[str, Any] | None = None  # our part of the checkpoint, until the first epoch has begun
         self.cut: dict[str, Any] | None = None  # the state in which this epoch was cut short
         self.has_failed = self.is_proved = False  # an error ends this run; what it saves is known to be readable
-        self.failed_in: str | None = None  # the hook that the error came from
 
         self.optimizers: list[Any] = []
         self.loop_optimizers: list[Any] = []
@@ -382,8 +381,10 @@ class Run:
     def isolated_rng(self) -> Iterator[None]:
         """Random numbers drawn inside leave no trace."""
         state = rng_state()
-        yield
-        set_rng_state(state)
+        try:
+            yield
+        finally:
+            set_rng_state(state)
 
     def inference(self) -> bool:
         """Whether evaluation may use torch.inference_mode; gloo cannot."""
