@@ -8,7 +8,7 @@ from typing import Any
 
 from .config import LoopConfig
 from .errors import Misuse, MisuseOfType
-from .hooks import is_a, overrides
+from .hooks import HOOKS, is_a, keyword_names, overrides
 
 _REFUSED = {
     "BatchSizeFinder": "it trains by Trainer's tuner: find the size with lightning.Trainer and give it to your loader",
@@ -24,7 +24,7 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
         config: as the user wrote it.
 
     Raises:
-        Misuse, MisuseOfType, RuntimeError: for what cannot work, in the cases in which Trainer refuses it, too.
+        Misuse, TypeError, RuntimeError: for what cannot work, in the cases in which Trainer refuses it, too.
 
     Example:
         >>> from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -44,6 +44,9 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
                 f"callbacks got a {type(callback).__name__}: expected objects with methods named like hooks, such as"
                 " callbacks=[EarlyStopping('val_loss')]"
             )
+        for hook in HOOKS if not hasattr(callback, "state_key") else ():
+            if (method := overrides(callback, hook)) is not None:
+                keyword_names(method, hook)  # raises where it could not be called
         for kind, reason in _REFUSED.items():
             if is_a(callback, kind):
                 raise Misuse(f"{type(callback).__name__} cannot work here: {reason}")

@@ -290,7 +290,7 @@ TRAINER_ONLY = {
     "enable_autolog_hparams": "hyperparameters are always written to hparams.yaml; logger=False writes nothing",
     "model_registry": "download the file yourself and give its path to resume= or load=",
     "ckpt_path": "give the path to fit as resume= (continue the run) or load= (weights only)",
-    "weights_only": "checkpoints are always read with weights_only=True",
+    "weights_only": "checkpoints are read with weights_only=True, unless trusted=True; fit and the other verbs take it, too",
 }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from .data import INFINITE, Handed
 from .hooks import is_a, overrides
 from .loaders import Loaders
 from .profiling import timed_batches
-from .steps import Modes, takes_batch_idx, takes_iterator
+from .steps import Modes, no_grad, takes, takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
     from .run import Run
@@ -43,8 +44,8 @@ def evaluate(
     hooks, metrics, sanity = run.hooks, run.metrics, stage == "sanity_check"
     step_name = f"{word}_step"
     step = hooks.timed(run.steps.get(step_name), f"[Strategy]{type(run.fabric.strategy).__name__}.{step_name}")
-    takes_idx, transfer = run.takes_idx(step_name), run.transfer
-    hands = takes_iterator(getattr(run.owner, step_name))
+    method, transfer = getattr(run.owner, step_name), run.transfer
+    hands, given = takes_iterator(method), _given(method)
     several = len(loaders.loaders) > 1 and loaders.combined is None
     check_dataloader_idx(run, word, step_name, several)
     batch_start, batch_end = f"on_{word}_batch_start", f"on_{word}_batch_end"
@@ -56,7 +57,7 @@ def evaluate(
         metrics.batches_end()
         results.append({} if sanity else dict(metrics.merge()))
 
-    with torch.inference_mode() if inference else torch.no_grad():
+    with no_grad(inference):
         batches = _timed(run, loaders.start_evaluation(most), "_EvaluationLoop", "test" if stage == "test" else "val")
         handed = Handed(batches, metrics.batch_taken) if hands else None
         run.modes = modes = Modes(run.net)
@@ -78,14 +79,14 @@ def evaluate(
                 hooks.call(batch_start, batch, *place)
                 metrics.fx = step_name
                 if handed is None:
-                    output = step(batch, *(place if takes_idx else place[1:]))
+                    output = step(batch, *place[given])
                 elif (output := _take(step, handed)) is _NO_MORE:
                     break
                 else:
                     batch, batch_idx, index = handed.latest
                     place = (batch_idx, index) if several else (batch_idx,)
                 metrics.fx = None
-                run.note_evaluated(output, "test" if stage == "test" else "val", batch_idx)
+                run.note_evaluated(output, "test" if stage == "test" else "val", *place)
                 hooks.call(batch_end, output, batch, *place)
                 metrics.batch_ends()
                 if not sanity:
@@ -106,19 +107,18 @@ def evaluate(
                 run.record.validation(everything)
             hooks.call(f"on_{word}_end")
             metrics.epoch_ends()
+        finally:
+            metrics.fx = None
             if overrides(run.owner, f"on_{word}_model_train"):
                 hooks.call(f"on_{word}_model_train")
             else:
                 hooks.call_callbacks(f"on_{word}_model_train")
                 modes.restore()
-        except BaseException:
-            modes.restore()
-            raise
-        finally:
-            metrics.fx = None
             run.stage, run.modes = before_stage, None
     if not any(results) and not sanity and run.history.returned:
-        results = [{name: v for name, v in run.history.returned.items() if name.startswith(("val_", "test_"))}]
+        returned = {name: v for name, v in run.history.returned.items() if name.startswith(("val_", "test_"))}
+        ends = [f"/dataloader_idx_{index}" if several else "" for index in range(len(results))]
+        results = [{name: v for name, v in returned.items() if name.endswith(end)} for end in ends]
     return [_as_numbers(result) for result in results]
 
 
@@ -136,7 +136,7 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
         run.steps.get("predict_step" if has_step else "forward"),
         f"[Strategy]{type(run.fabric.strategy).__name__}.predict_step",
     )
-    takes_idx = has_step and takes_batch_idx(run.owner.predict_step)
+    given = _given(run.owner.predict_step) if has_step else slice(0)
     if has_step:
         check_dataloader_idx(run, "predict", "predict_step", several)
     writers = [callback.interval for callback in run.callbacks if is_a(callback, "BasePredictionWriter")]
@@ -144,7 +144,7 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
     kept: list[list[Any]] = [[] for _ in loaders.loaders]
     run.predictions, run.batch_indices = kept, [[] for _ in loaders.loaders]
     run.stage, run.evaluated = "predict", 0
-    with torch.inference_mode() if inference else torch.no_grad():
+    with no_grad(inference):
         batches = _timed(run, loaders.start_evaluation(), "_PredictionLoop", "predict")
         handed = Handed(batches) if has_step and takes_iterator(run.owner.predict_step) else None
         modes = Modes(run.net)
@@ -162,7 +162,8 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
                 place = (batch_idx, index) if several else (batch_idx,)
                 hooks.call("on_predict_batch_start", batch, *place)
                 if handed is None:
-                    output = step(batch, *(place if takes_idx else ()))
+                    with nullcontext() if has_step else _advised(run.name, batch):
+                        output = step(batch, *place[given])
                 elif (output := _take(step, handed)) is _NO_MORE:
                     break
                 else:
@@ -176,12 +177,31 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
                 run.bar.advance(batch_idx + 1)
             hooks.call("on_predict_epoch_end")
             hooks.call("on_predict_end")
-            hooks.call_callbacks("on_predict_model_train")
         finally:
+            hooks.call_callbacks("on_predict_model_train")
             modes.restore()
     if not keep:
         return None
     return kept if several else kept[0]
+
+
+@contextmanager
+def _advised(name: str, batch: Any) -> Iterator[None]:
+    """A net is called with the whole batch: where that is more than its input, its error says what to write."""
+    try:
+        yield
+    except TypeError as error:
+        if isinstance(batch, tuple | list) and hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(
+                f"fabric_template: predict called {name} with its batch, a {type(batch).__name__} of {len(batch)}: write"
+                " predict(..., predict_step=lambda net, batch: net(batch[0]))"
+            )
+        raise
+
+
+def _given(step: Callable) -> slice:
+    """Which of (batch_idx, dataloader_idx) a step takes beside the batch."""
+    return slice(0 if takes_batch_idx(step) else 1, 2 if takes(step, "dataloader_idx") else 1)
 
 
 def _indices_of(run: Run, loader: Any, batch_idx: int) -> list[int]:
@@ -221,16 +241,19 @@ def _switch(run: Run, hook: str) -> None:
 
 
 def check_dataloader_idx(run: Run, word: str, step_name: str, several: bool) -> None:
-    """Several loaders need ``dataloader_idx`` in the step and the batch hooks; one loader must not require it."""
+    """Several loaders need ``dataloader_idx`` in the step and the batch hooks; one loader must not require it.
+
+    A plain model's step may leave it out: what it returns is told apart by its name.
+    """
     for hook in (step_name, f"on_{word}_batch_start", f"on_{word}_batch_end"):
         method = overrides(run.owner, hook)
-        if method is None:
+        if method is None or (several and hook == step_name and not run.is_lightning):
             continue
         parameters = inspect.signature(method).parameters
         open_ended = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
         given = parameters.get("dataloader_idx")
         loader = f"{'val' if word == 'validation' else word}_dataloader"
-        name = type(run.owner).__name__
+        name = run.name
         if several and given is None and not open_ended and "dataloader_iter" not in parameters:
             raise RuntimeError(
                 f"You provided multiple `{loader}`, but no `dataloader_idx` argument in `{name}.{hook}()`."

@@ -80,6 +80,6 @@ def end_again(run: Run, trainer: Any) -> None:
     """The weights as they were at the run's end: Lightning's averaging callbacks give the module theirs only then."""
     for callback in run.callbacks:
         # with BatchNorm they are given in an epoch of its own, which is over
-        has_batch_norm = is_a(callback, AVERAGING[1]) and callback.pl_module_contains_batch_norm(run.owner)
+        has_batch_norm = is_a(callback, AVERAGING[1]) and callback.pl_module_contains_batch_norm(run.net)
         if is_a(callback, *AVERAGING) and not (has_batch_norm and run.epochs_done >= run.limits()[0]):
-            callback.on_train_end(trainer, run.owner)
+            callback.on_train_end(trainer, run.net)

@@ -59,6 +59,9 @@ HOOKS: dict[str, tuple[str, ...]] = {
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
+# The names by which a callback that is no Lightning's may ask for what comes first.
+_LOOPS, _MODULES = ("trainer", "loop"), ("module", "model", "pl_module")
+
 _BY_KEYWORD = ("setup", "teardown")  # Trainer gives these their stage by name
 
 # Lightning's base classes define every hook, empty; a method that comes from one of these is not somebody's own.
@@ -107,6 +110,7 @@ class Hooks:
         module: called after the callbacks.
         metrics: told which hook runs, as ``self.log`` depends on it.
         profiler: times every call, if there is one.
+        shown: ``shown(callback, trainer)`` is what that callback gets in the module's place; None: the module.
 
     Example:
         >>> class Print:
@@ -116,9 +120,10 @@ class Hooks:
     """
 
     def __init__(
-        self, trainer: Any, callbacks: Iterable[Any], module: Any, metrics: Any = None, profiler: Any = None
-    ) -> None:
-        self._trainer, self.callbacks, self._module = trainer, list(callbacks), module
+        self, trainer: Any, callbacks: Iterable[Any], module: Any, metrics: Any = None, profiler: Any = None,
+        shown: Callable[[Any, Any], Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._trainer, self.callbacks, self._module, self._shown = trainer, list(callbacks), module, shown
         self._metrics, self.profiler = metrics, profiler
         self._listeners: dict[str, tuple[list[Callable], Callable | None]] = {}
         self._unheard: set[str] = set()
@@ -164,10 +169,10 @@ class Hooks:
             call(*args)
         metrics.fx = before
 
-    def call_one(self, callback: Any, name: str, *args: Any) -> None:
+    def call_one(self, callback: Any, name: str) -> None:
         """Call one callback's hook only."""
         if call := self._of_callback(callback, name):
-            call(*args)
+            call()
 
     def call_module(self, name: str, *args: Any) -> Any:
         """Call the module's hook only."""
@@ -226,10 +231,11 @@ class Hooks:
         if method is None:
             return None
         key = getattr(callback, "state_key", type(callback).__name__)
-        wanted = None if hasattr(callback, "state_key") else keyword_names(method)
+        is_lightnings = hasattr(callback, "state_key")
+        wanted = None if is_lightnings else keyword_names(method, name)
+        trainer, module = self._trainer, self._shown(callback, self._trainer) if self._shown else self._module
         if wanted is None:  # Trainer's way: everything, by position
-            trainer, module = self._trainer, self._module
-            if name in _BY_KEYWORD:
+            if name in _BY_KEYWORD and is_lightnings:
                 method = _by_stage(method)
 
             def positional(*args: Any) -> Any:
@@ -238,8 +244,7 @@ class Hooks:
             return self.timed(positional, f"[Callback]{key}.{name}")
 
         def by_keyword(*args: Any) -> Any:  # Fabric's way: what the method names
-            known = {"trainer": self._trainer, "loop": self._trainer, "module": self._module, "model": self._module,
-                     "pl_module": self._module}  # fmt: skip
+            known = dict.fromkeys(_LOOPS, trainer) | dict.fromkeys(_MODULES, module)
             known |= dict(zip(HOOKS[name], args, strict=False))
             return method(**{word: known[word] for word in wanted if word in known})
 
@@ -253,14 +258,36 @@ def _by_stage(method: Callable) -> Callable:
     return call
 
 
-def keyword_names(method: Callable) -> list[str] | None:
-    """The arguments a callback's method names; None if it takes Trainer's by position (``trainer, pl_module, ...``)."""
+def keyword_names(method: Callable, hook: str) -> list[str] | None:
+    """The arguments a callback's method asks for by name; None if it takes Trainer's by position, whatever their names.
+
+    Raises:
+        TypeError: it can be called in neither way.
+
+    Example:
+        >>> keyword_names(lambda loop, batch_idx: ..., "on_train_batch_start")
+        ['loop', 'batch_idx']
+        >>> keyword_names(lambda loop, net, batch, i: ..., "on_train_batch_start") is None
+        True
+    """
     try:
-        parameters = inspect.signature(method).parameters
+        signature = inspect.signature(method)
     except (TypeError, ValueError):
         return None
-    kinds = {parameter.kind for parameter in parameters.values()}
-    names = list(parameters)
-    if inspect.Parameter.VAR_POSITIONAL in kinds or names[:1] == ["trainer"] and len(names) > 1:
-        return None
-    return names
+    kinds = inspect.Parameter
+    own = [p for p in signature.parameters.values() if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]
+    names = [parameter.name for parameter in own]
+    known = (*_LOOPS, *_MODULES, *HOOKS[hook])
+    is_open = any(p.kind is kinds.VAR_POSITIONAL for p in signature.parameters.values())
+    if not is_open and all(p.name in known or p.default is not kinds.empty for p in own) and names[:1] != ["trainer"]:
+        return names
+    try:
+        signature.bind(*(None,) * (2 + len(HOOKS[hook])))
+    except TypeError:
+        if all(p.name in known or p.default is not kinds.empty for p in own):
+            return names
+        raise TypeError(
+            f"a callback's {hook}{signature} cannot be called: expected"
+            f" {hook}(self, {', '.join(('trainer', 'module', *HOOKS[hook]))}) under whatever names, or only some of these names"
+        ) from None
+    return None

@@ -92,7 +92,7 @@ def check_signature(step: Callable, name: str, takes_net: bool = False, takes_id
     except (TypeError, ValueError):  # of a builtin: it is called as it is
         return
     given = (None,) * (1 + takes_net + takes_idx)
-    named = {"dataloader_idx": 0} if "dataloader_idx" in signature.parameters and not takes_net else {}
+    named = {"dataloader_idx": 0} if "dataloader_idx" in signature.parameters else {}
     try:
         signature.bind(*given, **named)
     except TypeError as error:

@@ -22,13 +22,13 @@ from .launch import launch
 from .noticed import Noticed
 from .opening import is_file
 from .parts import Parts
-from .place import make_loggers, with_safe_files
+from .place import files_settled, make_loggers, with_safe_files
 from .prepare import prepare
 from .profiling import make_profiler
 from .progress import is_interactive
 from .run import Run
 from .schedulers import step_schedulers
-from .session import Session, finish_batch, heed_signals, restore_position, start_fit, stop_for
+from .session import finish_batch, heed_signals, restore_position, session, start_fit, stop_for
 from .signals import Signals, is_launched
 from .trainer import TrainerFace
 from .views import StrategyFace
@@ -96,7 +96,8 @@ class FabricLoop(Parts, TrainerFace):
     def fit(
         self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
         resume: str | Path | None = None, load: str | Path | None = None, optimizer: Any = None,
-        training_step: Callable | None = None, validation_step: Callable | None = None,
+        training_step: Callable | None = None, validation_step: Callable | None = None, *, ckpt_path: Any = None,
+        weights_only: bool | None = None,
     ) -> Any:  # fmt: skip
         """Train; hooks fire where they stand here::
 
@@ -126,6 +127,8 @@ class FabricLoop(Parts, TrainerFace):
             optimizer: whatever configure_optimizers may return, for modules that have none.
             training_step: ``fn(model, batch)`` or ``fn(model, batch, batch_idx)``, returns the loss.
             validation_step: the same; returns a loss, a pair (loss, acc) or a dict.
+            ckpt_path: Trainer's word for resume; for load in the other verbs.
+            weights_only: Trainer's word: False trusts this call's file, as trusted=True of the loop does any.
 
         Returns:
             The history, a pandas DataFrame with the rows of metrics.csv: one per epoch.
@@ -133,30 +136,38 @@ class FabricLoop(Parts, TrainerFace):
         functions = {"training_step": training_step, "validation_step": validation_step}
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         run = prepare(self, "fit", model, loaders, datamodule, resume=resume, load=load, optimizer=optimizer,
-                      functions=functions)  # fmt: skip
+                      functions=functions, ckpt_path=ckpt_path, weights_only=weights_only)  # fmt: skip
         launch(self, self._fit, run)
         return run.history.frame()
 
     def validate(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, load: str | Path | None = None,
-        verbose: bool = True,
+        verbose: bool = True, *, validation_step: Callable | None = None, ckpt_path: Any = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """Run validation_step over the loaders; returns what was logged, a dict for each loader."""
-        return self._evaluate("validate", "val", model, dataloaders, datamodule, load, verbose)
+        run = prepare(self, "validate", model, {"val": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
+                      functions={"validation_step": validation_step}, weights_only=weights_only)  # fmt: skip
+        return self._evaluate(run, "val", verbose)
 
     def test(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, load: str | Path | None = None,
-        verbose: bool = True,
+        verbose: bool = True, *, test_step: Callable | None = None, ckpt_path: Any = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """Run test_step over the loaders; returns what was logged, a dict for each loader."""
-        return self._evaluate("test", "test", model, dataloaders, datamodule, load, verbose)
+        run = prepare(self, "test", model, {"test": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
+                      functions={"test_step": test_step}, weights_only=weights_only)  # fmt: skip
+        return self._evaluate(run, "test", verbose)
 
     def predict(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
-        load: str | Path | None = None,
+        load: str | Path | None = None, *, predict_step: Callable | None = None, ckpt_path: Any = None,
+        weights_only: bool | None = None,
     ) -> list[Any] | None:  # fmt: skip
         """Run predict_step (or forward) over the loaders; returns the outputs by batch, on the CPU."""
-        run = prepare(self, "predict", model, {"predict": dataloaders}, datamodule, load=load)
+        run = prepare(self, "predict", model, {"predict": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
+                      functions={"predict_step": predict_step}, weights_only=weights_only)  # fmt: skip
         return launch(self, self._predict, run, return_predictions is not False).results
 
     # ---- training
@@ -165,9 +176,10 @@ class FabricLoop(Parts, TrainerFace):
         together = fabric.world_size > 1 and torch.distributed.is_initialized()
         signals = run.signals = Signals(together, patience=1.0 if is_launched(fabric) else 0.0)
         listening = ExitStack()
+        listening.enter_context(files_settled(fabric))
         if together:  # alone, a signal ends the set-up at once; here the others would wait for ever
             listening.enter_context(signals)
-        with listening, Session(self, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
+        with listening, session(self, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
             start_fit(self, run)
             self._sanity_check(run)
             heed_signals(run)
@@ -351,17 +363,14 @@ class FabricLoop(Parts, TrainerFace):
 
     # ---- evaluation
 
-    def _evaluate(
-        self, fn: str, stage: str, model: Any, loaders: Any, datamodule: Any, load: Any, verbose: bool
-    ) -> list:
-        run = prepare(self, fn, model, {stage: loaders}, datamodule, load=load)
-        results = launch(self, self._run_evaluation, run, fn, stage).results
+    def _evaluate(self, run: Run, stage: str, verbose: bool) -> list:
+        results = launch(self, self._run_evaluation, run, run.fn, stage).results
         if verbose and self.fabric.is_global_zero:
-            print_results(results, fn)
+            print_results(results, run.fn)
         return results
 
     def _run_evaluation(self, fabric: Fabric, run: Run, fn: str, stage: str) -> list[dict]:
-        with Session(self, run):
+        with session(self, run):
             run.metrics.name_metrics(run.net)
             run.transfer = run.make_transfer()
             run.feed.set_up_evaluation(stage)
@@ -369,7 +378,7 @@ class FabricLoop(Parts, TrainerFace):
             return evaluate(run, run.feed.val, fn, inference=run.inference())
 
     def _predict(self, fabric: Fabric, run: Run, keep: bool) -> Any:
-        with Session(self, run):
+        with session(self, run):
             run.transfer = run.make_transfer()
             run.feed.set_up_evaluation("predict")
             run.bar.start("predict", sum(run.feed.val.limits))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from .config import LoopConfig
 from .disk import make_folder
 from .errors import MisuseOfType
 from .logs import CSVLogger
-from .opening import names_in
+from .opening import CheckpointError, cause_of, names_in
 from .storage import AtomicCheckpointIO
 
 if TYPE_CHECKING:
@@ -25,9 +26,34 @@ if TYPE_CHECKING:
 
 def with_safe_files(fabric: Fabric, trusted: bool = False) -> Fabric:
     """The Fabric with checkpoints that are written whole; a CheckpointIO plugin of the user's own keeps its place."""
-    if type(fabric.strategy.checkpoint_io) is TorchCheckpointIO:
+    io = fabric.strategy.checkpoint_io
+    if type(io) is TorchCheckpointIO:
         fabric.strategy.checkpoint_io = AtomicCheckpointIO(trusted, in_run=True)
+    while (inner := getattr(io, "checkpoint_io", None)) is not None:
+        io = inner
+    if hasattr(
+        io, "checkpoint_io"
+    ):  # AsyncCheckpointIO() and its kin write through another, which Trainer fills in, too
+        io.checkpoint_io = AtomicCheckpointIO(trusted, in_run=True)
     return fabric
+
+
+@contextmanager
+def files_settled(fabric: Fabric) -> Iterator[None]:
+    """On leaving, what a CheckpointIO writes in the background is on disk, or the error of that is raised."""
+    end = getattr(fabric.strategy.checkpoint_io, "teardown", lambda: None)
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):  # the first error is the one to be told
+            end()
+        raise
+    try:
+        end()
+    except Exception as error:
+        raise CheckpointError(
+            f"training has come to its end, but not everything is on disk: {cause_of(error)}"
+        ) from error
 
 
 def make_loggers(config: LoopConfig, loggers: Any, fabric: Fabric) -> tuple[list[Any], bool]:

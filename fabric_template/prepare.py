@@ -38,7 +38,8 @@ LOADER_OF = {"fit": "train", "validate": "val", "test": "test", "predict": "pred
 
 def prepare(
     loop: FabricLoop, fn: str, model: Any, loaders: dict[str, Any], datamodule: Any, *, resume: Any = None, load: Any = None,
-    optimizer: Any = None, functions: dict[str, Callable | None] | None = None,
+    optimizer: Any = None, functions: dict[str, Callable | None] | None = None, ckpt_path: Any = None,
+    weights_only: bool | None = None,
 ) -> Run:  # fmt: skip
     """Check everything that can be checked and make the run's plain part.
 
@@ -47,6 +48,11 @@ def prepare(
     """
     check_path("resume", resume, ("last", "best", "auto"))
     check_path("load", load, ("last", "best"))
+    check_path("ckpt_path", ckpt_path, ("last", "best"))
+    if ckpt_path is not None:  # Trainer's word, in calls that packages make themselves
+        if resume is not None or load is not None:
+            raise Misuse(f"{fn} got ckpt_path= and {'resume' if load is None else 'load'}=: expected one of them")
+        resume, load = (ckpt_path, None) if fn == "fit" else (None, ckpt_path)
     if fn != "fit":
         model, load = _from_last_run(loop, fn, model, load)
     check_object("model", model)
@@ -63,9 +69,11 @@ def prepare(
             f"{fn}(resume={str(resume)!r}, load={str(load)!r}): expected one of them; resume= continues a run with its"
             " optimizer and counters, load= takes the weights only and starts a new one"
         )
-    owner, net = _owner_of(model, functions or {})
+    owner, net = _owner_of(model, functions or {}, loop._run if fn != "fit" else None)
     run = Run(fn, loop.config, owner, net, datamodule, list(loop.callbacks))
     run.feed.given, run.given_optimizer = loaders, optimizer
+    run.may_lack = ckpt_path == "last"
+    run.trusted = loop.config.trusted if weights_only is None else not weights_only
     if fn != "fit" and datamodule is None and loop._run is not None:
         _keep_datamodule(run, loop._run.datamodule, first)
     _check_steps(run, fn)
@@ -106,7 +114,7 @@ def _from_last_run(loop: FabricLoop, fn: str, model: Any, load: Any) -> tuple:
             stacklevel=5,
         )
         load = best
-    return last.owner, load
+    return last.model, load
 
 
 def _keep_datamodule(run: Run, datamodule: Any, stage: str) -> None:
@@ -116,37 +124,38 @@ def _keep_datamodule(run: Run, datamodule: Any, stage: str) -> None:
         run.feed.source = datamodule
 
 
-def _owner_of(model: Any, functions: dict[str, Callable | None]) -> tuple[Any, nn.Module]:
-    """The object that has the steps, and the module that has the parameters."""
+def _owner_of(model: Any, functions: dict[str, Callable | None], last: Run | None) -> tuple[Any, nn.Module]:
+    """The object that has the steps, and the module that has the parameters; the functions of a fit of it still count."""
     if hasattr(model, "_orig_mod") and isinstance(model, nn.Module):  # torch.compile'd: train what is inside
         model = model._orig_mod
     given = {name: function for name, function in functions.items() if function is not None}
     for name, function in given.items():
         if not callable(function):
             raise MisuseOfType(f"{name}={function!r}: expected a function fn(model, batch, batch_idx)")
-        check_signature(function, name, takes_net=True, takes_idx=takes_batch_idx(function, least=3))
     net = net_of(model)
-    return (FunctionSteps(net, **given) if given else model), net
+    if last is not None and last.net is net and isinstance(last.owner, FunctionSteps):
+        given = last.owner.functions | given
+    owner = FunctionSteps(net, **given) if given else model
+    for name, function in given.items():
+        check_signature(function, name, takes_net=True, takes_idx=takes_batch_idx(getattr(owner, name)))
+    return owner, net
 
 
 def _check_steps(run: Run, fn: str) -> None:
     step = STEP_OF[fn]
     name = run.name
     if fn == "predict":
-        if not callable(getattr(run.owner, "predict_step", None)) and not isinstance(run.owner, nn.Module):
+        if not any(callable(getattr(run.owner, word, None)) for word in ("predict_step", "forward")):
             raise Misuse(
                 f"predict requires `forward` method to run, or `predict_step`: {name} has neither; expected a method"
-                " predict_step(batch, batch_idx)"
+                " predict_step(batch, batch_idx), or predict(..., predict_step=fn)"
             )
         return
     if overrides(run.owner, step) is None:
         raise Misuse(
             f"No `{step}()` method defined in {name}: expected a method {step}(batch, batch_idx)"
-            + (
-                " that returns the loss, or a function given as fit(..., training_step=fn) with fn(model, batch, batch_idx)"
-                if fn == "fit"
-                else f"; {fn} needs it"
-            )
+            f"{' that returns the loss' if fn == 'fit' else ''}, or a function given as {fn}(..., {step}=fn) with"
+            " fn(model, batch, batch_idx)"
         )
     if fn == "fit":
         _check_validation(run, name)

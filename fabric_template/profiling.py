@@ -38,7 +38,7 @@ def begin(profiler: Any, run: Run, log_dir: str | None) -> None:
     if profiler is not None and callable(setup := getattr(profiler, "setup", None)):
         rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
         if hasattr(profiler, "_lightning_module"):  # PyTorchProfiler names its modules; Trainer sets it, too
-            profiler._lightning_module = run.owner
+            profiler._lightning_module = run.model
         setup(stage=run.fn, local_rank=rank, log_dir=log_dir)
 
 
@@ -78,9 +78,6 @@ class TimedPass:
     def __iter__(self) -> Iterator:
         action = "[_TrainingEpochLoop].train_dataloader_next"  # Trainer's name for it
         return timed_batches(self._profiler, iter(self._batches), action, lambda batch: self._batches.is_last)
-
-    def __next__(self) -> Any:
-        return next(self._batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)

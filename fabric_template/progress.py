@@ -59,13 +59,6 @@ class Progress:
         self._bar.refresh()
         self._due = time.monotonic() + SECONDS_BETWEEN
 
-    def note(self, text: str) -> None:
-        """Write a line above the bar."""
-        if self._bar is not None:
-            self._bar.write(text)
-        else:
-            print(text)
-
     def close(self) -> None:
         """Clear the bar."""
         if self._bar is not None:

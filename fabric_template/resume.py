@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from .run import Run
 
 
+class MissingError(CheckpointError):
+    """There is no such checkpoint."""
+
+
 def choose_checkpoint(loop: FabricLoop, run: Run, resume: Any, load: Any) -> None:
     """Find the files that ``resume=`` and ``load=`` mean, and check that they can be used.
 
@@ -62,7 +66,14 @@ def agree_on_checkpoint(loop: FabricLoop, run: Run) -> None:
 
 
 def _find(loop: FabricLoop, run: Run, resume: Any, load: Any) -> str | Path | None:
-    run.resume_path, run.load_path = _path_of("resume", resume, loop), _path_of("load", load, loop)
+    try:
+        run.resume_path, run.load_path = _path_of("resume", resume, loop), _path_of("load", load, loop)
+    except MissingError:
+        if not run.may_lack:
+            raise
+        run.warn_once(
+            f'.{run.fn}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be loaded.'
+        )
     _check(run, loop.fabric)
     return run.resume_path or run.load_path
 
@@ -86,7 +97,7 @@ def _path_of(argument: str, value: Any, loop: FabricLoop) -> str | Path | None:
             found = _last_of_callbacks(loop)
         if found is None:
             reason = _why_no_best(loop) if value == "best" else ""
-            raise CheckpointError(
+            raise MissingError(
                 f"{argument}={value!r}{reason}: there is no {value}.ckpt under '{root / config.name}'; expected a run with"
                 f" name={config.name!r} to have saved one: leave {argument} out to start anew, or give a path"
             )
@@ -146,7 +157,7 @@ def _check(run: Run, fabric: Fabric) -> None:
     if path is None:
         return
     try:
-        checkpoint = load_file(fabric, path, run.config.trusted)
+        checkpoint = load_file(fabric, path, run.trusted)
     except DamagedError as error:
         if run.resume_path is None:
             raise

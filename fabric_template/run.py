@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from .config import LoopConfig
 from .data import make_transfer
 from .errors import Misuse
+from .faces import is_lightning, shown_to
 from .feed import Feed
 from .finished import is_time_over
 from .held import Held
@@ -61,6 +63,7 @@ class Run:
         self.resume_path: str | Path | None = None
         self.load_path: str | Path | None = None
         self.is_auto, self.awaits = False, None  # resume="auto"; (resume, load), still to be agreed on by the ranks
+        self.may_lack, self.trusted = False, config.trusted  # a file that is not there is none; it may run any program
         self.folder: Path | None = None  # for checkpoints
         self.is_lightning = is_lightning(owner)
 
@@ -89,6 +92,7 @@ class Run:
         self.restored: dict[str, Any] | None = None  # our part of the checkpoint, until the first epoch has begun
         self.cut: dict[str, Any] | None = None  # the state in which this epoch was cut short
         self.has_failed = self.is_proved = False  # an error ends this run; what it saves is known to be readable
+        self.failed_in: str | None = None  # the hook that the error came from
 
         self.optimizers: list[Any] = []
         self.loop_optimizers: list[Any] = []
@@ -115,7 +119,7 @@ class Run:
         self.metrics = Metrics(fabric.all_reduce, distributed=fabric.world_size > 1)
         self.metrics.enabled = not config.barebones
         self.metrics.has_logger = bool(self.loggers)
-        self.hooks = Hooks(loop, self.callbacks, self.owner, self.metrics, loop.own_profiler)
+        self.hooks = Hooks(loop, self.callbacks, self.owner, self.metrics, loop.own_profiler, partial(shown_to, self))
         self.steps = Steps(fabric, self.owner, self.net, config.compile)
         self.set_up_saver()
 
@@ -172,9 +176,14 @@ class Run:
     # ---- what the module is
 
     @property
+    def model(self) -> Any:
+        """The model as it was given: the owner of the steps, or the net that functions are steps of."""
+        return self.net if isinstance(self.owner, FunctionSteps) else self.owner
+
+    @property
     def name(self) -> str:
         """What the user calls the model in errors: its class."""
-        return type(self.net if isinstance(self.owner, FunctionSteps) else self.owner).__name__
+        return type(self.model).__name__
 
     @property
     def is_automatic(self) -> bool:
@@ -341,9 +350,11 @@ class Run:
         values = {"train_loss": loss} if only_loss else name_outputs(output, "train")
         self.history.train.add(values, self.size_of_batch(), self.total_batches - 1)
 
-    def note_evaluated(self, output: Any, prefix: str, batch_idx: int) -> None:
-        """Keep what an evaluation step of a module that logs nothing returned."""
+    def note_evaluated(self, output: Any, prefix: str, batch_idx: int, loader: int | None = None) -> None:
+        """Keep what an evaluation step of a module that logs nothing returned; of several loaders, by Trainer's names."""
         if not self.metrics.active and (values := name_outputs(output, prefix)):
+            if loader is not None:
+                values = {f"{name}/dataloader_idx_{loader}": value for name, value in values.items()}
             self.history.val.add(values, self.size_of_batch(), batch_idx)
 
     def record_evaluated(self, index: int) -> None:
@@ -381,10 +392,8 @@ class Run:
     def isolated_rng(self) -> Iterator[None]:
         """Random numbers drawn inside leave no trace."""
         state = rng_state()
-        try:
-            yield
-        finally:
-            set_rng_state(state)
+        yield
+        set_rng_state(state)
 
     def inference(self) -> bool:
         """Whether evaluation may use torch.inference_mode; gloo cannot."""
@@ -408,8 +417,3 @@ class Run:
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, kind, stacklevel=3)
-
-
-def is_lightning(owner: Any) -> bool:
-    """Whether this is a LightningModule, of whichever package, by its shape."""
-    return isinstance(getattr(type(owner), "trainer", None), property) and callable(getattr(owner, "log", None))

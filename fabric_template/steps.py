@@ -7,8 +7,8 @@ float32. Here every step of every kind goes through the same door.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,9 +20,13 @@ from torch import nn
 from .buckets import Buckets
 from .errors import MisuseOfType
 
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
 
 class FunctionSteps:
     """Step functions ``fn(model, batch)`` or ``fn(model, batch, batch_idx)`` as an object with step methods.
+
+    For what there is no function, the net's own method stands in; for a test, then, the function that validates.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -35,7 +39,41 @@ class FunctionSteps:
         self.net = net
         for name, function in functions.items():
             if function is not None:
-                setattr(self, name, partial(function, net))
+                setattr(self, name, _Bound(function, net))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in (*STEPS, "forward"):
+            if hasattr(self.net, name):
+                return getattr(self.net, name)
+            if name == "test_step" and "validation_step" in vars(self):
+                return self.validation_step
+        raise AttributeError(f"{type(self.__dict__.get('net')).__name__} has no {name}")
+
+    @property
+    def functions(self) -> dict[str, Callable]:
+        """The functions by the names of their steps."""
+        return {name: bound.function for name, bound in vars(self).items() if isinstance(bound, _Bound)}
+
+
+class _Bound:
+    """A step function with its model filled in; a class and not a closure, so that it can be sent to other processes."""
+
+    def __init__(self, function: Callable, net: nn.Module) -> None:
+        self.function, self.net = function, net
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(self.net, *args)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of a method: without the model."""
+        try:
+            signature = inspect.signature(self.function)
+        except (TypeError, ValueError):  # of a builtin: it is called with all there is
+            raise AttributeError("__signature__") from None
+        first, *rest = signature.parameters.values()
+        is_open = first.kind is inspect.Parameter.VAR_POSITIONAL
+        return signature.replace(parameters=[first, *rest] if is_open else rest)
 
 
 def net_of(owner: Any) -> nn.Module:
@@ -70,14 +108,18 @@ def net_of(owner: Any) -> nn.Module:
     return net
 
 
-def takes_batch_idx(step: Callable, least: int = 2) -> bool:
+def takes_batch_idx(step: Callable) -> bool:
     """Whether a step takes ``(batch, batch_idx)`` or only ``(batch)``."""
+    return takes(step, "batch_idx") or len(inspect.signature(step).parameters.keys() - {"dataloader_idx"}) >= 2
+
+
+def takes(step: Callable, name: str) -> bool:
+    """Whether a step has an argument of this name, or takes whatever it is given."""
     try:
         parameters = inspect.signature(step).parameters
     except (TypeError, ValueError):
         return True
-    kinds = [p.kind for p in parameters.values()]
-    return "batch_idx" in parameters or len(parameters) >= least or inspect.Parameter.VAR_POSITIONAL in kinds
+    return name in parameters or inspect.Parameter.VAR_POSITIONAL in {p.kind for p in parameters.values()}
 
 
 def takes_iterator(step: Callable) -> bool:
@@ -117,7 +159,7 @@ class Steps:
     def __init__(self, fabric: Fabric, owner: Any, net: nn.Module, compile: bool | dict = False) -> None:
         self.fabric, self.owner, self.net = fabric, owner, net
         self._compile = compile
-        self.wrapped: nn.Module | None = None  # by the strategy (DDP); None on a single device
+        self._wrapped: nn.Module | None = None
         self.buckets: Buckets | None = None  # of DDP
         self.precision = fabric.strategy.precision
 
@@ -131,7 +173,7 @@ class Steps:
         if training and any(p.requires_grad for p in self.net.parameters()):
             wrapped = self.fabric.setup(StepModule(self.net))
             if not isinstance(self.fabric.strategy, SingleDeviceStrategy):
-                self.wrapped, self.buckets = wrapped, Buckets(wrapped, self.fabric.world_size)
+                self._wrapped, self.buckets = wrapped, Buckets(wrapped, self.fabric.world_size)
         else:
             self.fabric.to_device(self.precision.convert_module(self.net))
         dtype = next((p.dtype for p in self.net.parameters() if p.is_floating_point()), None)
@@ -144,6 +186,11 @@ class Steps:
     @property
     def _is_true_precision(self) -> bool:
         return str(self.precision.precision).endswith("-true") and self.precision.precision != "32-true"
+
+    @property
+    def wrapped(self) -> nn.Module | None:
+        """The strategy's wrapper (DDP) around the net, None on a single device."""
+        return self._wrapped
 
     @property
     def talks(self) -> bool:
@@ -163,8 +210,8 @@ class Steps:
             return None
         if self._compile:
             method = torch.compile(method, **(self._compile if isinstance(self._compile, dict) else {}))
-        if self.wrapped is not None:
-            method = partial(_through, self.wrapped, method)
+        if self._wrapped is not None:
+            method = self._through(self._wrapped, method)
         context = self.context()
         return method if context is None else _inside(context, method)
 
@@ -184,12 +231,26 @@ class Steps:
 
     def no_sync(self) -> Any:
         """A context in which gradients are not averaged over the ranks: all but the last batch of a window."""
-        return self.fabric.no_backward_sync(self.wrapped)
+        return self.fabric.no_backward_sync(self._wrapped)
+
+    @staticmethod
+    def _through(wrapped: nn.Module, method: Callable) -> Callable:
+        def step(*args: Any) -> Any:
+            return wrapped(_Packed(method, args))
+
+        return step
 
 
-def _through(wrapped: nn.Module, method: Callable, *args: Any) -> Any:
-    """The call with its arguments, opaque to wrappers that would convert or scatter them."""
-    return wrapped(partial(method, *args))
+class _Packed:
+    """A call with its arguments, opaque to wrappers that would convert or scatter them."""
+
+    __slots__ = ("args", "method")
+
+    def __init__(self, method: Callable, args: tuple) -> None:
+        self.method, self.args = method, args
+
+    def __call__(self) -> Any:
+        return self.method(*self.args)
 
 
 def _inside(context: Callable[[], Any], method: Callable) -> Callable:
@@ -220,3 +281,10 @@ class Modes:
         """Put every module back into the mode that it was in."""
         for module, training in self._modes:
             module.training = training
+
+
+@contextmanager
+def no_grad(inference: bool) -> Iterator[None]:
+    """Gradients off inside, and as they were after, also after an error."""
+    with torch.inference_mode() if inference else torch.no_grad():
+        yield

@@ -143,14 +143,14 @@ class TrainerFace:
 
     # ---- parts
 
-    lightning_module = shows("_run.owner", "The object whose steps run.")
+    lightning_module = shows("_run.model", "The model that was given.")
 
     @property
     def model(self) -> Any:
         """The same; under DDP the wrapper."""
         if self._run is None:
             return None
-        return getattr(getattr(self._run, "steps", None), "wrapped", None) or self._run.owner
+        return getattr(getattr(self._run, "steps", None), "wrapped", None) or self._run.model
 
     datamodule = shows("_run.datamodule", "The datamodule given to this run.")
     optimizers = shows("_fitted.optimizers", "The optimizers themselves.", list)
@@ -338,7 +338,7 @@ class TrainerFace:
                 " in fit, validate, test or predict"
             )
         run = self._run
-        if self._fitted is not None and self._fitted.owner is run.owner:  # so that it can be resumed
+        if self._fitted is not None and self._fitted.model is run.model:  # so that it can be resumed
             run = self._fitted
         state = state_of(run, weights_only=bool(weights_only))
         run.record.sync()  # what it says of the logs is on disk before it

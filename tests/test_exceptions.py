@@ -70,18 +70,18 @@ INEXACT = "resume='FOLDER/exception.ckpt' goes on after step"
 @pytest.mark.parametrize(
     ("hook", "at", "words", "note"),
     [
-        ("training_step", 1, {}, "in epoch 0, at batch 1, after step 0; nothing was saved before"),
-        ("training_step", 3, {}, f"in epoch 0, at batch 3, after step 2; {INEXACT} 2, not to the bit"),
+        ("training_step", 1, {}, "in epoch 0, at batch 0, after step 0; nothing was saved before"),
+        ("training_step", 3, {}, f"in epoch 0, at batch 2, after step 2; {INEXACT} 2, not to the bit"),
         (
             "training_step", 9, {},
-            f"in epoch 1, at batch 3, after step 8; {EXACT} 6, to the bit; {INEXACT} 8, not to the bit",
+            f"in epoch 1, at batch 2, after step 8; {EXACT} 6, to the bit; {INEXACT} 8, not to the bit",
         ),
-        ("training_step", 9, {"save_every_n_steps": 4}, f"in epoch 1, at batch 3, after step 8; {EXACT} 8"),
+        ("training_step", 9, {"save_every_n_steps": 4}, f"in epoch 1, at batch 2, after step 8; {EXACT} 8"),
         (
             "on_train_batch_end", 9, {},
-            f"in epoch 1, at batch 3, after step 9; {EXACT} 6, to the bit; {INEXACT} 9, not to the bit",
+            f"in epoch 1, at batch 2, after step 9; {EXACT} 6, to the bit; {INEXACT} 9, not to the bit",
         ),
-        ("training_step", 9, {"enable_checkpointing": False}, "in epoch 1, at batch 3, after step 8"),
+        ("training_step", 9, {"enable_checkpointing": False}, "in epoch 1, at batch 2, after step 8"),
     ],
 )  # fmt: skip
 def test_the_note(tmp_path, hook, at, words, note):

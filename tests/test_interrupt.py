@@ -208,6 +208,9 @@ def test_script(tmp_path, number, codes):
     assert done.returncode in codes, done.stderr
     assert "went on" not in done.stdout
     assert ("KeyboardInterrupt" in done.stderr) == (number == "SIGINT")
+    last = tmp_path / "cut/checkpoints/run/version_0/last.ckpt"
+    told = f"{number}: training stops in epoch 1, after step 8; '{last}' is saved: resume='last' goes on after step 8\n"
+    assert told in done.stderr
     found = torch.load(tmp_path / "cut/checkpoints/run/version_0/last.ckpt", weights_only=True)
     assert found["global_step"] == 8
     assert_same_end(whole, fit(tmp_path / "cut", train=train, seed=9, resume="last", max_epochs=3))

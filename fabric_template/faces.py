@@ -1,0 +1,74 @@
+"""Faces: a plain module or object as Lightning's own callbacks expect it: a LightningModule that shares all it has."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+# What a user's own functions or hooks are called through: they are given what `fit` was given.
+_OF_USERS = ("callbacks.callback", "callbacks.lambda_function")
+
+
+def is_lightning(owner: Any) -> bool:
+    """Whether this is a LightningModule, of whichever package, by its shape."""
+    return isinstance(getattr(type(owner), "trainer", None), property) and callable(getattr(owner, "log", None))
+
+
+def shown_to(run: Any, callback: Any, trainer: Any) -> Any:
+    """What a callback finds in the module's place: what was given; Lightning's own, a LightningModule in any case."""
+    package = None if run.is_lightning else package_of(callback)
+    return run.model if package is None else face_of(run.model, run.net, package, trainer)
+
+
+def package_of(callback: Any) -> str | None:
+    """The package of Lightning's whose own callback this is, or inherits from; None for a user's own.
+
+    Example:
+        >>> from lightning.pytorch.callbacks import Callback, EarlyStopping
+        >>> package_of(EarlyStopping("val_loss")), package_of(Callback())
+        ('lightning.pytorch', None)
+    """
+    for base in type(callback).__mro__:
+        for package in ("lightning.pytorch", "pytorch_lightning"):
+            if base.__module__.startswith(f"{package}.callbacks.") and not base.__module__.endswith(_OF_USERS):
+                return package
+    return None
+
+
+def face_of(model: Any, net: nn.Module, package: str, trainer: Any) -> Any:
+    """The model as a LightningModule of this package: another class over the very same attributes.
+
+    Args:
+        model: as it was given; where it is no module, what the net lacks is found there.
+        net: has the parameters.
+        package: "lightning.pytorch" or "pytorch_lightning", imported by whoever made the callback.
+        trainer: what ``self.trainer`` is.
+    """
+    base = sys.modules[package].LightningModule
+    words = {name: value for name, value in vars(base()).items() if name not in vars(nn.Module())}
+    words |= {
+        "_trainer": trainer,
+        "_automatic_optimization": getattr(model, "automatic_optimization", True),
+        "_example_input_array": getattr(model, "example_input_array", None),
+        "device": property(lambda self: next((p.device for p in self.parameters()), torch.device("cpu"))),
+    }
+    if model is not net:
+
+        def from_model(self: Any, name: str) -> Any:
+            return getattr(model, name) if hasattr(model, name) else nn.Module.__getattr__(self, name)
+
+        words["__getattr__"] = from_model
+    kind = type(type(model).__name__, (_Unheard, *([type(net)] if model is net else []), base), words)
+    face = kind.__new__(kind)
+    object.__setattr__(face, "__dict__", vars(net))
+    return face
+
+
+class _Unheard:
+    """Classes of users that note who inherits from them are not told of a face."""
+
+    def __init_subclass__(cls, **words: Any) -> None:
+        pass

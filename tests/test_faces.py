@@ -1,0 +1,355 @@
+"""Rungs 2 and 3 by everything that was written for modules: the other verbs, Lightning's callbacks, several loaders."""
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    ModelSummary,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from modules import assert_same_weights, make_data
+from runs import loud, same
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fabric_template import FabricLoop, TensorLoader
+
+
+def make_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+def make_optimizer(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_of(net, batch):
+    return cross_entropy(net(batch[0]), batch[1])
+
+
+def loss_and_acc(net, batch, batch_idx):
+    logits = net(batch[0])
+    return cross_entropy(logits, batch[1]), (logits.argmax(1) == batch[1]).float().mean()
+
+
+def make_loaders():
+    train, val = make_data(24), make_data(12, seed=1)
+    return TensorLoader(*train.tensors, batch_size=6), TensorLoader(*val.tensors, batch_size=4)
+
+
+class Steps:
+    def training_step(self, batch):
+        return loss_of(self.net, batch)
+
+    def validation_step(self, batch, batch_idx):
+        return loss_and_acc(self.net, batch, batch_idx)
+
+    def configure_optimizers(self):
+        return make_optimizer(self.net)
+
+
+class Object(Steps):
+    def __init__(self):
+        self.net = make_net()
+
+
+class Module(Steps, nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+
+
+class Lit(Steps, pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch)
+
+    def validation_step(self, batch, batch_idx):
+        loss, _ = super().validation_step(batch, batch_idx)
+        self.log("val_loss", loss)
+
+
+def fit(kind, resume=None, **words):
+    """A run of one rung: (loop, what was given to fit, its net)."""
+    loop = FabricLoop(**loud(**{"max_epochs": 2, "logger": False, **words}))
+    model = make_net() if kind == "functions" else kind()
+    given = {}
+    if kind == "functions":
+        given = {"training_step": loss_of, "validation_step": loss_and_acc, "optimizer": make_optimizer(model)}
+    loop.fit(model, *make_loaders(), resume=resume, **given)
+    return loop, model, getattr(model, "net", model)
+
+
+RUNGS = ["functions", Object, Module]
+
+
+def by_hand(net, batches):
+    """(loss, acc) over the samples, in evaluation mode."""
+    net.eval()
+    with torch.no_grad():
+        values = [torch.stack(loss_and_acc(net, batch, 0)) * len(batch[0]) for batch in batches]
+    net.train()
+    return (sum(values) / 12).tolist()
+
+
+# ---- the other verbs
+
+
+def test_rung_2_the_other_verbs_know_the_functions_of_fit():
+    loop, net, _ = fit("functions", monitor="val_loss", name="verbs")
+    _, val = make_loaders()
+    loss, acc = by_hand(net, val)
+    assert loop.validate(net, val, verbose=False) == [pytest.approx({"val_loss": loss, "val_acc": acc})]
+    assert loop.test(net, val, verbose=False) == [pytest.approx({"test_loss": loss, "test_acc": acc})]
+    x = make_data(12, seed=1).tensors[0]
+    with torch.no_grad():
+        expected = [net.eval()(part) for part in (x[:5], x[5:])]
+    assert same(loop.predict(net, [x[:5], x[5:]]), expected)
+    with pytest.raises(TypeError) as error:
+        loop.predict(net, val)
+    assert getattr(error.value, "__notes__", [])[-1:] in (
+        [],
+        [
+            "fabric_template: predict called Sequential with its batch, a tuple of 2: write"
+            " predict(..., predict_step=lambda net, batch: net(batch[0]))"
+        ],
+    )
+    for word in ("best", "last"):
+        (result,) = loop.validate(net, val, load=word, verbose=False)
+        assert result == {name: pytest.approx(v) for name, v in loop.callback_metrics.items() if "val" in name}
+
+
+@pytest.mark.parametrize("kind", RUNGS)
+def test_the_other_verbs_without_a_model_take_that_of_fit(kind):
+    loop, model, net = fit(kind, monitor="val_loss", name="verbs")
+    _, val = make_loaders()
+    with pytest.warns(UserWarning, match="The best model of the previous `fit` call will be used"):
+        (result,) = loop.validate(dataloaders=val, verbose=False)
+    loss, acc = by_hand(net, val)
+    assert result == pytest.approx({"val_loss": loss, "val_acc": acc})
+    assert loop.model is loop.lightning_module is model
+
+
+def test_rung_2_in_a_new_process_the_verbs_take_functions():
+    _, net, _ = fit("functions", name="verbs")
+    _, val = make_loaders()
+    loss, acc = by_hand(net, val)
+    fresh = FabricLoop(**loud(name="verbs", logger=False))
+    words = {"load": "last", "verbose": False}
+    result = fresh.validate(make_net(), val, validation_step=loss_and_acc, **words)
+    assert result == [pytest.approx({"val_loss": loss, "val_acc": acc})]
+    assert fresh.test(make_net(), val, test_step=loss_of, **words) == [pytest.approx({"test_loss": loss})]
+    classes = fresh.predict(net, val, predict_step=lambda net, batch: net(batch[0]).argmax(1))
+    assert [len(part) for part in classes] == [4, 4, 4]
+    with pytest.raises(
+        ValueError, match=r"No `test_step\(\)` method defined in Sequential: .*test\(\.\.\., test_step=fn\)"
+    ):
+        fresh.test(make_net(), val)
+
+
+def test_rung_2_a_net_with_steps_of_its_own_keeps_those_without_a_function():
+    class Net(nn.Sequential):
+        def validation_step(self, batch):
+            return {"loss": torch.tensor(2.0)}
+
+    net = Net(nn.Linear(8, 3))
+    loop = FabricLoop(**loud(max_epochs=1, logger=False, enable_checkpointing=False))
+    history = loop.fit(net, *make_loaders(), optimizer=make_optimizer(net), training_step=loss_of)
+    assert history["val_loss"].tolist() == [2.0]
+
+
+# ---- what callbacks get
+
+
+class Sees(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_fit_start(self, trainer, pl_module):
+        self.seen.append(pl_module)
+
+    def on_validation_end(self, trainer, pl_module):
+        self.seen.append(trainer.model)
+
+
+@pytest.mark.parametrize("kind", RUNGS)
+def test_a_callback_of_ones_own_gets_what_fit_was_given(kind):
+    class Plain:
+        def on_train_end(self, loop, module):
+            callback.seen.append(module)
+
+    callback = Sees()
+    _, model, _ = fit(kind, callbacks=[callback, Plain()], enable_checkpointing=False)
+    assert len(callback.seen) == 5
+    assert all(part is model for part in callback.seen)
+
+
+class Summary(ModelSummary):
+    @staticmethod
+    def summarize(summary_data, *args, **kwargs):
+        print([(name, values) for name, values in summary_data if name != "Name"], args)
+
+
+CALLBACKS = {
+    "ema": lambda: EMAWeightAveraging(decay=0.5),
+    "average": lambda: WeightAveraging(avg_fn=lambda averaged, new, n: averaged + (new - averaged) / (n + 1)),
+    "swa": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
+    "scheduler": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
+    "summary": lambda: Summary(max_depth=2),
+    "checkpoint": lambda: ModelCheckpoint(monitor="val_loss", filename="best", save_last=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("kind", RUNGS)
+def test_lightnings_callbacks_do_at_rungs_2_and_3_what_they_do_for_a_module(kind, name, capsys, tmp_path):
+    """Weights, optimizer and what is printed; the names of the weights in files are the net's, as without callbacks."""
+    expected, _, net = fit(Lit, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "lit"))
+    shown = capsys.readouterr().out
+    loop, _, mine = fit(kind, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "plain"))
+    assert_same_weights(net, mine)
+    assert loop.global_step == expected.global_step
+    states = [one.optimizers[0].state_dict() for one in (expected, loop)]
+    assert same(*states)
+    if name == "summary":
+        table = capsys.readouterr().out
+        assert shown.count("Linear") == table.count("Linear") == 2
+        assert table == shown or kind == "functions"  # whose net is not one of another's modules
+    last = loop.checkpoint_path("last")
+    weights = torch.load(last, weights_only=True)["state_dict"]
+    assert list(weights) == list((mine if kind == "functions" else nn.ModuleDict({"net": mine})).state_dict())
+
+
+@pytest.mark.parametrize("kind", RUNGS)
+def test_a_run_with_averaged_weights_is_resumed(kind):
+    _, _, whole = fit(kind, max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.5)], name="whole")
+    fit(kind, max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)], name="parts")
+    _, _, net = fit(kind, max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.5)], name="parts", resume="last")
+    assert_same_weights(whole, net)
+
+
+def test_callbacks_of_the_other_package_too():
+    callback = pytorch_lightning.callbacks.GradientAccumulationScheduler({0: 2})
+    loop, _, _ = fit(Object, callbacks=[callback], max_epochs=1)
+    assert loop.global_step == 2
+
+
+def test_a_face_is_the_model_itself_under_another_class():
+    """What is set on it is set on the model, a copy shares nothing, and classes that note their heirs hear of none."""
+    from copy import deepcopy
+
+    from fabric_template.faces import face_of
+
+    heirs = []
+
+    class Net(nn.Linear):
+        def __init_subclass__(cls):
+            heirs.append(cls)
+
+    net = Net(2, 1)
+    face = face_of(net, net, "lightning.pytorch", None)
+    assert isinstance(face, pl.LightningModule)
+    assert isinstance(face, Net)
+    assert (type(face).__name__, face.device, face.automatic_optimization) == ("Net", torch.device("cpu"), True)
+    assert all(a is b for a, b in zip(face.parameters(), net.parameters(), strict=True))
+    face.note = 3
+    face.eval()
+    assert (net.note, net.training) == (3, False)
+    assert torch.equal(face(torch.ones(1, 2)), net(torch.ones(1, 2)))
+    copy = deepcopy(face)
+    assert list(copy.state_dict()) == ["weight", "bias"]
+    assert not any(a is b for a, b in zip(copy.parameters(), net.parameters(), strict=True))
+    assert heirs == []
+    assert not {name for name in vars(net) if name.startswith("_trainer")}
+
+
+# ---- a callback's arguments
+
+
+class Positional:
+    """Other names than ours: by position."""
+
+    def __init__(self):
+        self.heard = []
+
+    def setup(self, who, what, when):
+        self.heard.append((who, what, when))
+
+    def on_train_epoch_end(self, loop, net):
+        self.heard.append((loop, net))
+
+    def on_train_batch_end(self, loop, net, out, data, i):
+        self.heard.append((loop, net, i))
+
+
+class Named:
+    def __init__(self):
+        self.heard = []
+
+    def on_train_batch_end(self, batch_idx, loop):
+        self.heard.append((batch_idx, loop))
+
+    def on_train_epoch_end(self, loop, batches=3):
+        self.heard.append((loop, batches))
+
+
+def test_a_callbacks_arguments_are_meant_by_position_or_by_name():
+    positional, named = Positional(), Named()
+    loop, net, _ = fit("functions", callbacks=[positional, named], max_epochs=1, enable_checkpointing=False)
+    assert positional.heard == [(loop, net, "fit"), *[(loop, net, i) for i in range(4)], (loop, net)]
+    assert named.heard == [*[(i, loop) for i in range(4)], (loop, 3)]
+
+
+def test_a_callback_that_fits_in_neither_way_is_refused_when_the_loop_is_made():
+    class Short:
+        def on_train_batch_end(self, loop, net, loss):
+            pass
+
+    with pytest.raises(TypeError) as error:
+        FabricLoop(callbacks=[Short()])
+    assert str(error.value) == (
+        "a callback's on_train_batch_end(loop, net, loss) cannot be called: expected on_train_batch_end(self, trainer,"
+        " module, outputs, batch, batch_idx) under whatever names, or only some of these names"
+    )
+
+
+# ---- several loaders
+
+
+def of_loader(net, batch, batch_idx, dataloader_idx):
+    return {"loss": torch.tensor(float(dataloader_idx)), "idx": batch_idx}
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (of_loader, [{"loss": 0.0, "idx": 1.0}, {"loss": 1.0, "idx": 0.0}]),
+        (lambda net, batch: len(batch[0]), [{"loss": 4.0}, {"loss": 3.0}]),
+        (lambda net, batch, dataloader_idx: 7.0 + dataloader_idx, [{"loss": 7.0}, {"loss": 8.0}]),
+    ],
+    ids=["index", "only the batch", "only the loader"],
+)
+def test_several_validation_loaders_are_told_apart(step, expected):
+    """By dataloader_idx where a function takes it, and by Trainer's names in any case."""
+    net, (train, val) = make_net(), make_loaders()
+    loaders = [val, TensorLoader(*make_data(3, seed=2).tensors, batch_size=3)]
+    loop = FabricLoop(**loud(max_epochs=1, logger=False, monitor="val_loss/dataloader_idx_1"))
+    words = {"optimizer": make_optimizer(net), "training_step": loss_of, "validation_step": step}
+    history = loop.fit(net, train, loaders, **words)
+    named = [
+        {f"val_{name}/dataloader_idx_{i}": value for name, value in values.items()} for i, values in enumerate(expected)
+    ]
+    assert {name: history[name].item() for name in history if name.startswith("val")} == {**named[0], **named[1]}
+    assert loop.validate(net, loaders, verbose=False) == named
+    assert float(loop.callback_metrics["val_loss/dataloader_idx_1"]) == expected[1]["loss"]
+    assert loop.checkpoint_path("best").name == "best.ckpt"

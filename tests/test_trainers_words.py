@@ -1,0 +1,147 @@
+"""Trainer's words in the four verbs: ckpt_path and weights_only mean what they mean there; files that are written beside."""
+
+import threading
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from modules import Classifier, assert_same_weights, make_loader
+from runs import fit, loud, val_loader
+
+from fabric_template import FabricLoop
+from fabric_template.errors import Misuse
+from fabric_template.opening import CheckpointError
+from fabric_template.storage import AtomicCheckpointIO
+
+
+class Judged(Classifier):
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+
+def given(loop, verb, **words):
+    """What a verb answers with a module of other weights."""
+    torch.manual_seed(7)
+    words = words if verb == "predict" else {"verbose": False, **words}
+    data = [batch[0] for batch in val_loader()] if verb == "predict" else val_loader()
+    return getattr(loop, verb)(Judged(), data, **words)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    return fit(tmp_path, Judged, val=val_loader, max_epochs=2, monitor="val_loss")[0]
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+@pytest.mark.parametrize("path", ["last", "best", "path", None])
+def test_ckpt_path_is_load_in_an_evaluation(trained, verb, path):
+    path = trained.checkpoint_path("last") if path == "path" else path
+    answers = [given(trained, verb, **{word: path}) for word in ("ckpt_path", "load")]
+    if verb == "predict":
+        answers = [torch.cat(answer).tolist() for answer in answers]
+    assert answers[0] == answers[1]
+    assert (trained.ckpt_path is None) == (path is None)
+
+
+def test_ckpt_path_is_resume_in_fit(tmp_path, trained):
+    whole = fit(tmp_path / "whole", Judged, val=val_loader, max_epochs=3)
+    loop, module = FabricLoop(**loud(tmp_path, max_epochs=3)), Judged()
+    history = loop.fit(module, make_loader(), val_loader(), ckpt_path="last")
+    assert_same_weights(whole[1], module)
+    assert history["epoch"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", [pl.Trainer, FabricLoop])
+def test_the_last_of_nothing_is_a_word_to_set_and_forget(tmp_path, kind):
+    loop = kind(**loud(tmp_path, max_epochs=1, logger=False))
+    with pytest.warns(UserWarning, match=r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint avail'):
+        loop.fit(Classifier(), make_loader(), val_loader(), ckpt_path="last", weights_only=None)
+    assert loop.global_step == 10
+
+
+def test_weights_only_says_it_for_one_call(tmp_path, trained):
+    path = tmp_path / "old.ckpt"
+    torch.save({"state_dict": Judged().state_dict(), "note": Path}, path)
+    with pytest.raises(CheckpointError, match="trusted=True"):
+        given(trained, "validate", ckpt_path=path)
+    with pytest.warns(UserWarning, match="loaded all the same"):
+        given(trained, "validate", ckpt_path=path, weights_only=False)
+    trusting = FabricLoop(**loud(tmp_path, trusted=True))
+    with pytest.raises(CheckpointError, match="trusted=True"):
+        given(trusting, "validate", ckpt_path=path, weights_only=True)
+
+
+def test_two_words_for_one_file_are_refused(trained):
+    with pytest.raises(Misuse, match=r"^validate got ckpt_path= and load=: expected one of them$"):
+        given(trained, "validate", ckpt_path="last", load="last")
+    with pytest.raises(Misuse, match=r"^fit got ckpt_path= and resume=: expected one of them$"):
+        trained.fit(Judged(), make_loader(), ckpt_path="last", resume="last")
+
+
+# ---- AsyncCheckpointIO
+
+
+class Slowly(AtomicCheckpointIO):
+    """Writes nothing before the training is over."""
+
+    def __init__(self, over):
+        super().__init__(in_run=True)
+        self.over, self.threads = over, set()
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        assert self.over.wait(30)
+        self.threads.add(threading.current_thread())
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+class Over(pl.Callback):
+    def __init__(self, over):
+        self.over = over
+
+    def on_train_end(self, trainer, pl_module):
+        self.over.set()
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_async_files_are_ours_and_there_at_the_end(tmp_path, as_list):
+    io = AsyncCheckpointIO()
+    sides = [fit(tmp_path / "plain", val=val_loader, max_epochs=2, monitor="val_loss")]
+    plugins = [io] if as_list else io
+    sides += [fit(tmp_path / "async", val=val_loader, max_epochs=2, monitor="val_loss", plugins=plugins)]
+    for word in ("last", "best"):
+        one, other = (torch.load(side[0].checkpoint_path(word), weights_only=True) for side in sides)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one["state_dict"][name], other["state_dict"][name]) for name in one["state_dict"])
+    _, module, _ = fit(tmp_path / "async", val=val_loader, max_epochs=3, resume="last", plugins=AsyncCheckpointIO())
+    assert_same_weights(fit(tmp_path / "whole", val=val_loader, max_epochs=3)[1], module)
+    fit(tmp_path / "again", val=val_loader, max_epochs=1, plugins=io)  # it serves another fit
+
+
+def test_fit_waits_for_what_is_written_beside_it(tmp_path):
+    over = threading.Event()
+    base = Slowly(over)
+    loop, *_ = fit(tmp_path, max_epochs=2, plugins=AsyncCheckpointIO(base), callbacks=[Over(over)])
+    assert torch.load(loop.checkpoint_path("last"), weights_only=True)["global_step"] == 20
+    assert threading.current_thread() not in base.threads
+
+
+def test_a_model_checkpoint_writes_through_it(tmp_path):
+    keeps = ModelCheckpoint(tmp_path / "kept", filename="it")
+    fit(tmp_path, max_epochs=1, plugins=[AsyncCheckpointIO()], callbacks=[keeps])
+    assert torch.load(tmp_path / "kept/it.ckpt", weights_only=True)["global_step"] == 10
+
+
+@pytest.mark.filterwarnings("ignore:could not save")  # where the next save hears of it
+def test_what_could_not_be_written_beside_it_is_raised_at_the_end(tmp_path):
+    class Full(AtomicCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(
+        CheckpointError,
+        match="training has come to its end, but not everything is on disk: .*(No space|the disk is full)",
+    ):
+        fit(tmp_path, max_epochs=1, plugins=AsyncCheckpointIO(Full()))
