@@ -216,6 +216,19 @@ def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -
         raise CheckpointError(f"'{path}' is of another model: {difference}; build the model with the same arguments")
 
 
+def check_trained(checkpoint: Mapping[str, Any], path: Any) -> None:
+    """Refuse a checkpoint that has no state of a training.
+
+    Raises:
+        CheckpointError: one line.
+    """
+    if missing := [key for key in ("optimizer_states", "lr_schedulers") if key not in checkpoint]:
+        raise CheckpointError(
+            f"resume={str(path)!r}: the file holds weights only ({missing[0]} is missing); use load= to start a new run from"
+            " them"
+        )
+
+
 def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     """Put a checkpoint's weights into the module, by its own hooks."""
     run.hooks.call_module("on_load_checkpoint", checkpoint)
@@ -231,12 +244,7 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     if scaler := checkpoint.get(type(precision).__qualname__):
         with given_to(precision, run.resume_path):
             precision.load_state_dict(scaler)
-    for key in ("optimizer_states", "lr_schedulers"):
-        if key not in checkpoint:
-            raise CheckpointError(
-                f"resume={str(run.resume_path)!r}: the file holds weights only ({key} is missing); use load= to start a new"
-                " run from them"
-            )
+    check_trained(checkpoint, run.resume_path)
     if len(checkpoint["optimizer_states"]) != len(run.optimizers):
         raise CheckpointError(
             f"resume={str(run.resume_path)!r}: the file holds {len(checkpoint['optimizer_states'])} optimizers, this run has"

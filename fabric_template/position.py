@@ -66,7 +66,7 @@ class Sources:
                 positions = [{**positions[0], "taken": taken}]
         sources = [source.state(position) for source, position in zip(self.each, positions, strict=True)]
         generators, seeds = [generator_state(generator) for generator in self.generators()], self.seeds()
-        if not (self.trains or any((*sources, *generators, *seeds))):  # as if its loaders had not been made yet
+        if not (self.trains or generators or seeds or any(sources)):  # as if its loaders had not been made yet
             return None
         ahead = unpack_rng_state(packed) if packed else None
         return {"sources": sources, "ahead": ahead, "generators": generators, "seeds": seeds}

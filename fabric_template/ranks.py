@@ -8,7 +8,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,14 +61,13 @@ def part_of(ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     return part
 
 
-def check_number(fabric: Fabric, path: Any, ours: Mapping[str, Any], find_whole: Callable[[], Path | None]) -> None:
+def check_number(fabric: Fabric, path: Any, ours: Mapping[str, Any]) -> None:
     """Refuse another number of processes in the middle of an epoch; between two the fingerprint's line says what is other.
 
     Args:
         fabric: has the ranks.
         path: of the checkpoint.
         ours: our part of it.
-        find_whole: finds a checkpoint from between two epochs.
 
     Raises:
         CheckpointError: one line, with what to write.
@@ -77,12 +75,10 @@ def check_number(fabric: Fabric, path: Any, ours: Mapping[str, Any], find_whole:
     were, now = len(ours.get("ranks", ())), number_of(fabric)
     if were in (0, now) or not ours.get("batch_idx"):
         return
-    whole = find_whole()
     raise CheckpointError(
         f"resume: '{path}' is of a run with {were} process{'es' * (were > 1)}, this one has {now}, and it is from the middle of"
         f" an epoch, after {ours['batch_idx']} batches, where each process goes on with its own samples: give {were}"
-        f" (devices={were}), or resume= with a checkpoint from an epoch's end{f', such as {str(whole)!r}' if whole else ''},"
-        " or load= to start a new run from the weights"
+        f" (devices={were}), or resume= with a checkpoint from an epoch's end, or load= to start a new run from the weights"
     )
 
 

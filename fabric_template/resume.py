@@ -6,8 +6,6 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 
-from .checkpoint import OURS, check_fits, check_format
+from .checkpoint import OURS, check_fits, check_format, check_trained
 from .data import INFINITE
 from .disk import set_aside
 from .hooks import overrides
@@ -161,7 +159,9 @@ def _check(run: Run, fabric: Fabric) -> None:
     except DamagedError as error:
         if run.resume_path is None:
             raise
-        raise _with_a_better_one(Path(path), error) from error
+        raise CheckpointError(
+            f"{error} Or write resume='auto': it sets damaged ones aside, and goes on from the newest good one."
+        ) from error
     check_format(checkpoint, path)
     if run.resume_path is not None:
         check_resumable(checkpoint, path)
@@ -169,14 +169,11 @@ def _check(run: Run, fabric: Fabric) -> None:
     loads_plainly = type(run.net).load_state_dict is nn.Module.load_state_dict
     if not any(own_ways) and loads_plainly and getattr(run.owner, "strict_loading", True):
         check_fits(run.net, checkpoint, path)
-    if run.resume_path is not None and "optimizer_states" not in checkpoint:
-        raise CheckpointError(
-            f"resume={str(path)!r}: the file holds weights only (optimizer_states is missing); use load= to start a new"
-            " run from them"
-        )
-    if run.resume_path is not None:
-        check_number(fabric, path, _ours(checkpoint), lambda: _whole(Path(path).parent))
-    if run.resume_path is not None and not _is_exact(checkpoint):
+    if run.resume_path is None:
+        return
+    check_trained(checkpoint, path)
+    check_number(fabric, path, _ours(checkpoint))
+    if not _is_exact(checkpoint):
         run.warn_once(
             f"resume: '{path}' was saved after an error in the middle of a step: training goes on after step"
             f" {checkpoint.get('global_step')}, not to the bit as without the error"
@@ -214,39 +211,21 @@ def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
     Example:
         >>> newest_good([Path("nowhere")])
     """
-    aside: list[str] = []
-    for path in next(filter(None, map(_first_and_rest, folders)), []):
-        try:
-            inside(path.parent, path.name)
-            read_checkpoint(path, trusted=trusted)
-        except DamagedError as error:
-            aside.append(f"{error} It is set aside as '{_set_aside(path)}'.")
-        else:
-            _tell(aside, f"resume='auto' goes on from '{path}'.")
-            return path
-    _tell(aside, "resume='auto' starts anew: there is no other checkpoint in this version.")
+    for folder in folders:
+        aside: list[str] = []
+        for path in by_progress(folder):
+            try:
+                inside(folder, path.name)
+                read_checkpoint(path, trusted=trusted)
+            except DamagedError as error:
+                aside.append(f"{error} It is set aside as '{_set_aside(path)}'.")
+            else:
+                _tell(aside, f"resume='auto' goes on from '{path}'.")
+                return path
+        if aside:
+            _tell(aside, "resume='auto' starts anew: there is no other checkpoint in this version.")
+            break
     return None
-
-
-def _first_and_rest(folder: Path) -> Iterator[Path] | None:
-    """The checkpoints of a folder by progress; None: there are none."""
-    found = by_progress(folder)
-    first = next(found, None)
-    return None if first is None else chain([first], found)
-
-
-def _with_a_better_one(path: Path, error: DamagedError) -> CheckpointError:
-    """The same error with the newest good checkpoint of the folder, to be typed instead."""
-    try:
-        older = next((other for other in by_progress(path.parent) if other != path and _is_good(other)), None)
-    except UnreadableError as another:
-        return CheckpointError(f"{error} Whether there is a good one in its folder is not known: {another}")
-    if older is None:
-        return CheckpointError(f"{error} There is no other in its folder.")
-    return CheckpointError(
-        f"{error} The newest good one in its folder is '{older}': write resume={str(older)!r}, or resume='auto', which also"
-        " sets the damaged one aside."
-    )
 
 
 def by_progress(folder: Path) -> Iterator[Path]:
@@ -293,15 +272,6 @@ def _epochs(checkpoint: Mapping[str, Any]) -> int:
     return epochs if isinstance(epochs, int) else 0
 
 
-def _whole(folder: Path) -> Path | None:
-    """The furthest checkpoint in a folder that is from between two epochs."""
-    for path in by_progress(folder):
-        with suppress(CheckpointError):  # a damaged one is none to name
-            if not _ours(load_header(path)).get("batch_idx", True):
-                return path
-    return None
-
-
 def _progress(checkpoint: Mapping[str, Any]) -> tuple[Any, ...]:
     """Steps, batches, epochs; nothing for a file that holds weights only, or from which a run does not go on exactly."""
     if "optimizer_states" not in checkpoint or not _is_exact(checkpoint):
@@ -327,16 +297,6 @@ def _folders(root: Path, name: str, version: int | str | None) -> list[Path]:
         return [folder / (version if isinstance(version, str) else f"version_{version}")]
     numbered = [(int(one[8:]), one) for one in names_in(folder) if one.startswith("version_") and one[8:].isdigit()]
     return [folder / one for _, one in sorted(numbered, reverse=True)]
-
-
-def _is_good(path: Path) -> bool:
-    try:
-        read_checkpoint(path)
-    except UnreadableError:
-        raise
-    except CheckpointError:
-        return False
-    return True
 
 
 def _set_aside(path: Path) -> Path:

@@ -149,6 +149,9 @@ class Source:
     def _begin(self, place: dict[str, Any] | None) -> Iterator:
         """A whole pass; with a place, after the worker processes of another run."""
         loader = self.loader
+        if place is not None and len(place["workers"] or ()) not in (0, self.workers):
+            self._tell_number(len(place["workers"]))
+            place = {**place, "workers": None}
         self.parts_began = self._states(self.parts)
         self.began, self.first = rng_state(self.generators()), None
         self.is_born = not self.keeps_workers or loader._iterator is None
@@ -183,17 +186,17 @@ class Source:
             loader.load_state_dict(place["loader"])
             return iter(loader)
         if place["num_workers"] != self.workers:
-            warnings.warn(
-                f"resume: num_workers={self.workers} was {place['num_workers']} in the run that goes on: the batches are the"
-                " same, random numbers drawn in loading them are not; give the same number for the same numbers",
-                stacklevel=2,
-            )
+            self._tell_number(place["num_workers"])
+            if self.keeps_workers:
+                self.born = self.born or self.began  # they are made now, with these random numbers
         if self.is_indexed and not self.workers:
             indices = Indices(self._index_sampler())
             with _replaced(loader, **{self._index_name: indices}):
                 iterator = iter(loader)
             if self.first is not None or not self.is_born:
                 self.put_back(self.first or self.began)
+            elif done:  # workers had drawn them, before they were asked for
+                self.first = rng_state(self.generators())
             indices.drop(done)
             load_states(self.datasets_with_state, place.get("parts", [])[len(self.index_parts) :])
             return iterator if self.first is not None else chain.from_iterable(self._noting_first(iterator))
@@ -227,6 +230,13 @@ class Source:
             self.put_back(self.first)
         drop(iterator, done)
         return iterator
+
+    def _tell_number(self, was: int) -> None:
+        warnings.warn(
+            f"resume: num_workers={self.workers} was {was} in the run that goes on: the batches are the same, random numbers"
+            " drawn in loading them are not; give the same number for the same numbers",
+            stacklevel=2,
+        )
 
     def _tell(self, again: int = 0) -> None:
         """Warn of what takes time, so many batches that are asked for again, and of what is not as it was."""

@@ -1,5 +1,6 @@
 """Position: a run goes on in the middle of a pass with the batches, and the random numbers, of one that never stopped."""
 
+import contextlib
 import random
 import shutil
 from itertools import islice
@@ -10,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from modules import Classifier, make_data, run_trainer
-from runs import Snapshots, assert_same_end, fit, logs_of, tree
+from runs import Snapshots, assert_same_end, fit, logs_of, same, tree
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
@@ -161,6 +162,32 @@ def test_generators_made_with_the_first_item(tmp_path, words):
 
     for batch, loader in killed(tmp_path, make, (1, 7, 12, 18), val=lambda: DataLoader(Late(8, GENERATORS), 4)):
         assert loaded(loader) in [4 * (24 - batch) + asked for asked in range(3)]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+@pytest.mark.parametrize("at", [7, 12], ids=["in an epoch", "between epochs"])
+@pytest.mark.parametrize(("was", "now"), [(0, 2), (2, 0), (2, 3), (3, 2)])
+def test_another_number_of_workers_that_stay(tmp_path, was, now, at):
+    """The batches are the same ones, it is said what is not, and a run that was resumed so can be resumed again."""
+    words = {"max_epochs": 3, "log_every_n_steps": 1, "save_every_n_steps": 1}
+
+    def make(workers):
+        stay = {"num_workers": workers, "persistent_workers": True} if workers else {}
+        return lambda: loader_of(batch_size=4, **stay)
+
+    snapshots = Snapshots(tmp_path / "whole", tmp_path / "at")
+    whole = fit(tmp_path / "whole", by_step, make(was), callbacks=[snapshots], **words)
+    root = tmp_path / "at" / str(at)
+    snapshots = Snapshots(root, tmp_path / "again")
+    told = rf"num_workers={now} was {was} in the run that goes on: the batches are the same"
+    keeps_states = at == 7 or was  # between epochs only workers that stay have numbers of their own
+    with pytest.warns(UserWarning, match=told) if keeps_states else contextlib.nullcontext():
+        resumed = fit(root, by_step, make(now), seed=99, resume="last", callbacks=[snapshots], **words)
+    rest = slice(0, 3 if was and now else 1)  # without workers the next epoch draws another order, resumed or not
+    assert same(*[run[2].drop(columns="time")[rest].to_dict("list") for run in (whole, resumed)])
+    for later in (2, 20 - at):  # in the pass that was gone on with, and in a later one
+        again = fit(tmp_path / "again" / str(later), by_step, make(now), seed=98, resume="last", **words)
+        assert_same_end(resumed, again)
 
 
 class Named(Late):

@@ -95,16 +95,18 @@ def test_in_the_middle_of_an_epoch_it_is_refused(tmp_path, were, now):
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError) as error:
         fit(".", max_epochs=3, devices=now, resume="auto", **words)
-    best, processes = LAST.replace("last", "best"), f"{were} process{'es' * (were > 1)}"
+    processes = f"{were} process{'es' * (were > 1)}"
     assert str(error.value) == (
         f"resume: '{LAST}' is of a run with {processes}, this one has {now}, and it is from the middle of an epoch, after 2"
         f" batches, where each process goes on with its own samples: give {were} (devices={were}), or resume= with a"
-        f" checkpoint from an epoch's end, such as '{best}', or load= to start a new run from the weights"
+        f" checkpoint from an epoch's end, or load= to start a new run from the weights"
     )
     assert sorted(tmp_path.rglob("*")) == before
     if now == 1:
         with pytest.warns(UserWarning, match=r"processes 1 \(was 2\)"):
-            loop, *_ = fit(".", max_epochs=2, devices=1, resume=best, **{**words, "strategy": "auto"})
+            loop, *_ = fit(
+                ".", max_epochs=2, devices=1, resume=LAST.replace("last", "best"), **{**words, "strategy": "auto"}
+            )
         assert loop.global_step == 18
 
 
