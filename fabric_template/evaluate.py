@@ -15,7 +15,7 @@ from .data import INFINITE, Handed
 from .hooks import is_a, overrides
 from .loaders import Loaders
 from .profiling import timed_batches
-from .steps import Modes, no_grad, takes, takes_batch_idx, takes_iterator
+from .steps import Modes, takes, takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
     from .run import Run
@@ -57,7 +57,7 @@ def evaluate(
         metrics.batches_end()
         results.append({} if sanity else dict(metrics.merge()))
 
-    with no_grad(inference):
+    with torch.inference_mode() if inference else torch.no_grad():
         batches = _timed(run, loaders.start_evaluation(most), "_EvaluationLoop", "test" if stage == "test" else "val")
         handed = Handed(batches, metrics.batch_taken) if hands else None
         run.modes = modes = Modes(run.net)
@@ -107,13 +107,16 @@ def evaluate(
                 run.record.validation(everything)
             hooks.call(f"on_{word}_end")
             metrics.epoch_ends()
-        finally:
-            metrics.fx = None
             if overrides(run.owner, f"on_{word}_model_train"):
                 hooks.call(f"on_{word}_model_train")
             else:
                 hooks.call_callbacks(f"on_{word}_model_train")
                 modes.restore()
+        except BaseException:
+            modes.restore()
+            raise
+        finally:
+            metrics.fx = None
             run.stage, run.modes = before_stage, None
     if not any(results) and not sanity and run.history.returned:
         returned = {name: v for name, v in run.history.returned.items() if name.startswith(("val_", "test_"))}
@@ -144,7 +147,7 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
     kept: list[list[Any]] = [[] for _ in loaders.loaders]
     run.predictions, run.batch_indices = kept, [[] for _ in loaders.loaders]
     run.stage, run.evaluated = "predict", 0
-    with no_grad(inference):
+    with torch.inference_mode() if inference else torch.no_grad():
         batches = _timed(run, loaders.start_evaluation(), "_PredictionLoop", "predict")
         handed = Handed(batches) if has_step and takes_iterator(run.owner.predict_step) else None
         modes = Modes(run.net)
@@ -177,8 +180,8 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
                 run.bar.advance(batch_idx + 1)
             hooks.call("on_predict_epoch_end")
             hooks.call("on_predict_end")
-        finally:
             hooks.call_callbacks("on_predict_model_train")
+        finally:
             modes.restore()
     if not keep:
         return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .data import INFINITE, HandedPass, TensorLoader
 from .errors import Misuse
 from .hooks import TRANSFER_HOOKS, overrides
-from .loaders import Loaders
+from .loaders import USED_UP, Loaders
 from .logs import CSVLogger
 from .profiling import TimedPass
 from .ranks import check_lengths
@@ -130,9 +130,7 @@ class Feed:
         run, kinds = self.run, ", ".join(type(loader).__name__ for loader in self.train.loaders)
         if not run.batches_done:
             raise Misuse(
-                f"the train loader ({kinds}) gave no batch in epoch {run.current_epoch}: an iterator is used up after one"
-                " pass; give what begins anew with each pass (a DataLoader, a TensorLoader, a list, an object whose __iter__"
-                " makes its iterator), or max_epochs=1"
+                f"the train loader ({kinds}) gave no batch in epoch {run.current_epoch}: {USED_UP}, or max_epochs=1"
             )
         run.is_last_batch = True
         if not self.was_short:

@@ -169,10 +169,10 @@ class Hooks:
             call(*args)
         metrics.fx = before
 
-    def call_one(self, callback: Any, name: str) -> None:
+    def call_one(self, callback: Any, name: str, *args: Any) -> None:
         """Call one callback's hook only."""
         if call := self._of_callback(callback, name):
-            call()
+            call(*args)
 
     def call_module(self, name: str, *args: Any) -> Any:
         """Call the module's hook only."""

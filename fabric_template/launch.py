@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from torch.multiprocessing.spawn import ProcessException
 
+from .desk import desk, first_error, leave_error
 from .opening import CheckpointError
 from .outcome import Outcome, leave, leave_together, unshare
 from .place import choose_place
@@ -37,21 +38,16 @@ def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcom
         run.follow(loop._run)
     loop._run, loop._status = run, "running"
     loop._runs[run.fn] = run
-    if run.config.seed is not None:
-        Fabric.seed_everything(run.config.seed, workers=True, verbose=False)
-    fabric, rest = loop.fabric, (loop, function, run, args, os.getpid())
-    if os.environ.get("LT_CLI_USED") == "1":  # fabric run has launched already
-        outcome = _in_process(fabric, *rest)
-    else:
-        stood = _group_stands()
-        outcome = _in_processes(fabric, *rest)
-        if _group_stands() and not stood:  # ranks that stay: not before the script's end, another run may come
-            atexit.register(leave)
-    if isinstance(outcome, Exception):
-        raise outcome
-    if isinstance(outcome, str):
-        outcome = Outcome.from_file(outcome)
-    outcome.bring_back(run)
+    seeds = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS") if run.config.seed is not None else ()
+    try:
+        with _kept(*seeds):
+            if seeds:
+                Fabric.seed_everything(run.config.seed, workers=True, verbose=False)
+            outcome = _anywhere(loop.fabric, loop, function, run, args, os.getpid())
+        outcome.bring_back(run)
+    except BaseException:
+        loop._status = "interrupted"
+        raise
     loop._status = "finished" if run.stopped_by is None else "interrupted"
     if outcome.is_from_elsewhere and run.stopped_by is not None and not is_interactive():
         raise ending(run.stopped_by)
@@ -60,34 +56,75 @@ def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcom
     return outcome
 
 
-def _in_processes(fabric: Fabric, *rest: Any) -> Any:
-    """Launch the ranks; while they run, or are made by this process, a signal reaches them, too."""
-    launcher = fabric.strategy.launcher
+def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
+    """Where the strategy says: in this process, in others, or in all that somebody else has launched."""
+    if os.environ.get("LT_CLI_USED") == "1":  # fabric run has launched already
+        return _in_process(fabric, "", *rest)
+    stood = _group_stands()
+    try:
+        return _in_processes(fabric, *rest)
+    finally:
+        if _group_stands() and not stood:  # ranks that stay: not before the script's end, another run may come
+            atexit.register(leave)
+
+
+def _in_processes(fabric: Fabric, *rest: Any) -> Outcome:
+    """Launch the ranks; while they run, or are made by this process, a signal reaches them, too.
+
+    An error of theirs is raised here as it was there.
+    """
+    launcher, starts = fabric.strategy.launcher, starts_processes(fabric)
     makes_scripts = hasattr(launcher, "procs") and (launcher.procs or not come_by_themselves(fabric))
-    with Forward(launcher) if starts_processes(fabric) or makes_scripts else nullcontext() as forward:
+    with ExitStack() as around:
+        forward = around.enter_context(Forward(launcher)) if starts or makes_scripts else None
+        around.enter_context(_kept(*["MASTER_PORT"] * starts))
+        folder = around.enter_context(desk()) if starts else ""
         try:
-            return fabric.launch(_caught, *rest)
+            outcome = fabric.launch(_caught, folder, *rest)
         except ProcessException as error:
-            if (number := forward.meaning(error)) is None:
-                raise
-            raise ending(number) from error
+            if (number := forward.meaning(error)) is not None:
+                raise ending(number) from error
+            if (first := first_error(folder)) is not None:
+                raise first from error
+            raise
+        if isinstance(outcome, str):
+            outcome = Outcome.from_file(outcome)
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+@contextmanager
+def _kept(*names: str) -> Iterator[None]:
+    """Variables of the environment that Lightning sets within are as they were afterwards."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def _group_stands() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _caught(fabric: Fabric, *rest: Any) -> Any:
+def _caught(fabric: Fabric, folder: str, *rest: Any) -> Any:
     """In the caller's process an error is handed back: Fabric's launch leaves DataLoader patched if it passes through."""
     try:
-        return _in_process(fabric, *rest)
-    except Exception as error:
-        if os.getpid() != rest[-1]:
+        return _in_process(fabric, folder, *rest)
+    except BaseException as error:
+        if os.getpid() == rest[-1]:
+            return error
+        leave_error(error, folder)
+        if isinstance(error, Exception):
             raise
-        return error
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error  # which torch takes for a good end
 
 
-def _in_process(fabric: Fabric, loop: FabricLoop, function: Callable, run: Run, args: tuple, caller: int) -> Any:
+def _in_process(
+    fabric: Fabric, folder: str, loop: FabricLoop, function: Callable, run: Run, args: tuple, caller: int
+) -> Any:
     """What each process does: its own set-up, the function, and the way back."""
     loop.fabric, loop._run, loop._runs[run.fn] = fabric, run, run
     elsewhere = os.getpid() != caller
@@ -100,17 +137,16 @@ def _in_process(fabric: Fabric, loop: FabricLoop, function: Callable, run: Run, 
         choose_place(loop, run)
         run.set_up(loop, fabric)
         results = function(fabric, run, *args)
-    except (KeyboardInterrupt, SystemExit):
-        if not elsewhere or run.stopped_by is None:
+    except BaseException as error:
+        stopped = run.stopped_by is not None and not isinstance(error, Exception)
+        for process in () if stopped else getattr(fabric.strategy.launcher, "procs", ()):
+            process.kill()  # else they would wait for this one, for ever
+        if not (stopped and elsewhere):
             raise
         results = None  # the state is saved; the caller's process ends as the signal says
-    except Exception:
-        for process in getattr(fabric.strategy.launcher, "procs", ()):  # else they would wait for this one, for ever
-            process.kill()
-        raise
     outcome = Outcome.of(run, results, elsewhere)
     if not elsewhere:
         return outcome
-    path = outcome.to_file() if fabric.local_rank == 0 else None
+    path = outcome.to_file(folder) if fabric.local_rank == 0 else None
     leave_together(fabric)
     return path

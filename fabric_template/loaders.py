@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from .data import INFINITE, Pass, TensorLoader, is_combined, length_of, set_epoch
 from .errors import Misuse, MisuseOfType
 from .inputs import why_no_loader
 from .position import Sources
+
+USED_UP = (
+    "an iterator is used up after one pass; give what begins anew with each pass (a DataLoader, a TensorLoader, a list, an"
+    " object whose __iter__ makes its iterator)"
+)
 
 
 class Loaders:
@@ -34,9 +41,12 @@ class Loaders:
     ) -> None:  # fmt: skip
         self.source, self.stage = source, stage
         self.combined: Any = None  # Lightning's CombinedLoader, where several loaders give one batch
+        self._evaluated: Iterator | None = None  # the loader whose evaluation is on
         found = loaders_in(source)
         for loader in found:
             check_iterable(loader, origin)
+            if not isinstance(loader, DataLoader | TensorLoader):
+                iter(loader)  # as Trainer's own check does: one that draws its order in there draws it once more
         self.loaders = found if ready is None else [ready(loader) for loader in found]
         self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
         if is_combined(source):
@@ -129,18 +139,33 @@ class Loaders:
             batches = iter(self.combined.__next__, None)
             return ((batch, idx, 0, False) for batch, idx, _ in Pass(batches, self.num_batches))
         limits = [min(limit, most) for limit in self.limits]
-        first = iter(self.sources.each[0]) if self.loaders else iter(())  # drawn here, as Trainer does
+        first = self._evaluated = (
+            iter(self.sources.each[0]) if self.loaders else iter(())
+        )  # drawn here, as Trainer does
         return self._sequence(first, limits)
 
     def _sequence(self, first: Iterator, limits: list) -> Iterator[tuple[Any, int, int, bool]]:
         final = max((index for index, limit in enumerate(limits) if limit), default=0)
         for index, limit in enumerate(limits):
-            batches = Pass(first if index == 0 else iter(self.sources.each[index]), limit)
+            self._evaluated = first if index == 0 else iter(self.sources.each[index])
+            batches = Pass(self._evaluated, limit)
             for batch_idx, batch in enumerate(batches):
                 yield batch, batch_idx, index, batches.is_last and index == final
+            self._end_evaluated()
+            if limit and not batches.fetched:
+                name = type(self.loaders[index]).__name__
+                warnings.warn(f"the {self.stage} loader ({name}) gave no batch: {USED_UP}", stacklevel=2)
+
+    def _end_evaluated(self) -> None:
+        """End the worker processes of a pass of evaluation, those kept for the next one aside."""
+        iterator, self._evaluated = self._evaluated, None
+        kept = [getattr(loader, "_iterator", None) for loader in self.loaders]
+        if callable(shut_down := getattr(iterator, "_shutdown_workers", None)) and iterator not in kept:
+            shut_down()
 
     def close(self) -> None:
-        """End the worker processes that loaders keep between passes (persistent_workers)."""
+        """End the worker processes: of a pass that an error has ended, and those kept between passes (persistent_workers)."""
+        self._end_evaluated()
         if self.combined is not None:
             self.combined.reset()
         for loader in self.loaders:

@@ -28,7 +28,7 @@ from .profiling import make_profiler
 from .progress import is_interactive
 from .run import Run
 from .schedulers import step_schedulers
-from .session import finish_batch, heed_signals, restore_position, session, start_fit, stop_for
+from .session import Session, finish_batch, heed_signals, restore_position, start_fit, stop_for
 from .signals import Signals, is_launched
 from .trainer import TrainerFace
 from .views import StrategyFace
@@ -179,7 +179,7 @@ class FabricLoop(Parts, TrainerFace):
         listening.enter_context(files_settled(fabric))
         if together:  # alone, a signal ends the set-up at once; here the others would wait for ever
             listening.enter_context(signals)
-        with listening, session(self, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
+        with listening, Session(self, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
             start_fit(self, run)
             self._sanity_check(run)
             heed_signals(run)
@@ -370,7 +370,7 @@ class FabricLoop(Parts, TrainerFace):
         return results
 
     def _run_evaluation(self, fabric: Fabric, run: Run, fn: str, stage: str) -> list[dict]:
-        with session(self, run):
+        with Session(self, run):
             run.metrics.name_metrics(run.net)
             run.transfer = run.make_transfer()
             run.feed.set_up_evaluation(stage)
@@ -378,7 +378,7 @@ class FabricLoop(Parts, TrainerFace):
             return evaluate(run, run.feed.val, fn, inference=run.inference())
 
     def _predict(self, fabric: Fabric, run: Run, keep: bool) -> Any:
-        with session(self, run):
+        with Session(self, run):
             run.transfer = run.make_transfer()
             run.feed.set_up_evaluation("predict")
             run.bar.start("predict", sum(run.feed.val.limits))

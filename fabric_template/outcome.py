@@ -8,12 +8,8 @@ import logging
 import multiprocessing
 import os
 import sys
-import tempfile
-import time
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +21,6 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
     from .run import Run
-
-DAY = 24 * 3600.0  # seconds; a result is read within one after it was written
 
 
 @dataclass
@@ -79,32 +73,15 @@ class Outcome:
                 outcome.kept = {"last_model_path": run.saver.last_model_path, "best": run.saver.best}
         return outcome
 
-    def to_file(self) -> str:
-        """Write it to a temporary file, for the caller's process; returns the path.
-
-        The launcher's queue is no way home: it is read only after this process has ended, so that more than a pipe
-        holds (64 KB) would block for ever, and tensors in shared memory would be gone.
-        """
-        for old in Path(tempfile.gettempdir()).glob("fabric_template_*.outcome"):  # whose reader was killed
-            with suppress(OSError):
-                if old.lstat().st_mtime < time.time() - DAY:
-                    old.unlink()
-        handle, path = tempfile.mkstemp(prefix="fabric_template_", suffix=".outcome")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                torch.save(vars(self), file)
-        except BaseException:
-            os.remove(path)
-            raise
+    def to_file(self, folder: str) -> str:
+        """Write it for the caller's process; returns the path."""
+        torch.save(vars(self), path := os.path.join(folder, "outcome"))
         return path
 
     @classmethod
     def from_file(cls, path: str) -> Outcome:
-        """Read what `to_file` wrote, and remove the file."""
-        try:
-            return cls(**torch.load(path, weights_only=False))  # our own child's file, written a moment ago
-        finally:
-            os.remove(path)
+        """Read what `to_file` wrote."""
+        return cls(**torch.load(path, weights_only=False))  # our own child's file, written a moment ago
 
     @property
     def is_from_elsewhere(self) -> bool:

@@ -84,8 +84,10 @@ class Record:
         """The epoch is over: Trainer's values for the others, one whole row for the CSV and the history."""
         run = self.run
         run.batches_that_stepped -= 1  # the epoch's values stand at its last step
-        self.values(metrics, by_row=False)
-        run.batches_that_stepped += 1
+        try:
+            self.values(metrics, by_row=False)
+        finally:
+            run.batches_that_stepped += 1
         seconds, self.began = time.monotonic() - self.began, time.monotonic()
         rates = self.rates or run.learning_rates()
         row = run.history.add(run.current_epoch, run.global_step, run.metrics.take_row(), rates, seconds)

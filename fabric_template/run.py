@@ -392,8 +392,10 @@ class Run:
     def isolated_rng(self) -> Iterator[None]:
         """Random numbers drawn inside leave no trace."""
         state = rng_state()
-        yield
-        set_rng_state(state)
+        try:
+            yield
+        finally:
+            set_rng_state(state)
 
     def inference(self) -> bool:
         """Whether evaluation may use torch.inference_mode; gloo cannot."""

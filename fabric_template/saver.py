@@ -11,7 +11,7 @@ from .checkpoint import OURS, state_of
 from .errors import Misuse
 from .history import is_better
 from .opening import CheckpointError, UnreadableError, cause_of, is_file
-from .reading import load_header, read_checkpoint
+from .reading import read_checkpoint
 from .storage import AtomicCheckpointIO, UnsyncedError, inside, safe_name
 
 if TYPE_CHECKING:
@@ -37,16 +37,12 @@ class Saver:
 
     def __init__(self, folder: Path, monitor: str | None, mode: str, top_k: int, save_last: bool) -> None:
         self.folder, self.monitor, self.mode, self.top_k, self.save_last = folder, monitor, mode, top_k, save_last
+        self.dirpath = str(folder)
         self.best: dict[str, float] = {}  # path -> score
         self.last_model_path = ""
         self._failures: dict[str, str] = {}  # "last" or "best" -> why its newest save failed
         self._stepped: int | None = None  # optimizer steps after the batch before
         self._saved_at: tuple[int, ...] | None = None  # where the run stood when last.ckpt was written
-
-    @property
-    def dirpath(self) -> str:
-        """The folder."""
-        return str(self.folder)
 
     @property
     def best_model_path(self) -> str:
@@ -70,7 +66,7 @@ class Saver:
     def save_epoch(self, run: Run, score: float | None) -> None:
         """The epoch is over: keep its checkpoint if its score is among the best, and as the last."""
         path = None if score is None or self.top_k == 0 else self._path_for(run, score)
-        if self.monitor is not None and run.fabric.world_size > 1:
+        if self.monitor is not None:
             path = run.fabric.broadcast(path)  # scores may differ: rank zero's counts
         over = run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
         state = run.cut
@@ -159,8 +155,7 @@ class Saver:
                 failure = str(error)
             except Exception as error:  # a plugin's own
                 failure = f"could not save '{path}': {cause_of(error)}."
-        if run.fabric.world_size > 1:
-            failure = run.fabric.broadcast(failure)
+        failure = run.fabric.broadcast(failure)
         if failure is None:
             self._failures.pop(kind, None)
             return True
@@ -234,17 +229,11 @@ def prove(run: Run, path: Any) -> None:
         return
     problem, is_first, run.is_proved = None, not run.is_proved, True
     if run.fabric.is_global_zero:
-        problem = io.complaint(path)
-        if problem is None and is_first:
-            try:
-                load_header(path)
-            except (UnreadableError, OSError, MemoryError):  # the disk's: asked again at the next save
-                run.is_proved = False
-            except CheckpointError as error:
-                problem = f"'{path}' is saved, but can be read back with FabricLoop(trusted=True) only: {error}"
-    if is_first and run.fabric.world_size > 1:
-        problem = run.fabric.broadcast(problem)
-    if problem is not None and is_first:
+        try:
+            problem = io.complaint(path, reads=is_first)
+        except (UnreadableError, OSError, MemoryError):  # the disk's: asked again at the next save
+            run.is_proved = False
+    if is_first and (problem := run.fabric.broadcast(problem)) is not None:
         raise Misuse(problem)
     if problem is not None:
         run.warn_once(problem)

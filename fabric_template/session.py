@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from .errors import Misuse
 from .fingerprint import fingerprint
 from .finished import ended_by, is_time_over, tell_finished
 from .hooks import is_a, overrides
-from .lightning import attach, attach_log, detach_log
+from .lightning import attach, attach_log, keep_if_well
 from .locks import one_writer
 from .logs import CSVLogger
 from .noticed import tell_forgotten
@@ -42,63 +43,91 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-@contextmanager
-def session(loop: FabricLoop, run: Run) -> Iterator[None]:
+class Session:
     """Around a run: its folders locked, the module attached, set up and moved; afterwards everything as it was found.
 
-    An error reaches ``on_exception`` of callbacks and datamodule and then the caller, unchanged.
+    What gives a thing back is noted before the thing is changed, so that whatever fails, at whatever line, all comes back.
+    An error reaches ``on_exception`` of callbacks and datamodule and then the caller, unchanged (a StopIteration, too, which
+    no generator would let through).
     """
-    with one_writer(folders := _written(run)):
-        _clear(folders)
-        with _attached(loop, run):
-            yield
+
+    def __init__(self, loop: FabricLoop, run: Run) -> None:
+        self.loop, self.run, self._found = loop, run, ExitStack()
+
+    def __enter__(self) -> None:
+        loop, run, found = self.loop, self.run, self._found
+        with found:
+            run.record = Record(run)
+            folders = _written(run)
+            found.enter_context(one_writer(folders))
+            _clear(folders)
+            found.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+            _set_switches(run, found)
+            found.callback(_rest, run)
+            found.callback(run.feed.close)
+            modes = Modes(run.net)
+            found.push(lambda kind, *_: kind and modes.restore())
+            try:
+                attach(run.owner, loop, run.metrics, found, compiled=bool(run.config.compile))
+                _set_up(loop, run, found)
+            except BaseException as error:
+                _tell(loop, run, error)
+                raise
+            self._found = found.pop_all()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._found:
+            try:
+                if error is not None:
+                    raise error
+                _tear_down(self.run)
+                profiling.end(self.loop.own_profiler)
+            except BaseException as error:
+                _tell(self.loop, self.run, error)
+                raise
 
 
-@contextmanager
-def _attached(loop: FabricLoop, run: Run) -> Iterator[None]:
-    grad_enabled, modes = torch.is_grad_enabled(), Modes(run.net)
-    settings = _torch_settings(run)
-    run.stage = "train" if run.fn == "fit" else run.fn
-    attach(run.owner, loop, run.metrics, compiled=bool(run.config.compile))
-    if run.datamodule is not None and hasattr(run.datamodule, "trainer"):
-        run.datamodule.trainer = loop
-    try:
-        _set_up(loop, run)
-        yield
-        _tear_down(run)
-        profiling.end(loop.own_profiler)
-    except BaseException as error:
-        loop._status = "interrupted"
-        run.failed_in, run.metrics.fx = run.metrics.fx, None
-        run.has_failed = run.fn == "fit" and run.total_batches > 0 and run.signals.agreed is None  # in a step, perhaps
-        if run.fn == "fit" and run.total_batches and isinstance(error, Exception):
-            _tell_where(run, error)
-        run.hooks.call_callbacks("on_exception", error)
-        if (hook := overrides(run.datamodule, "on_exception")) is not None:
-            hook(error)
-        run.record.finalize("failed")
-        modes.restore()
-        raise
-    finally:
-        run.bar.close()
-        run.feed.close()
-        for part in (run.owner, *run.callbacks):
-            detach_log(part, run.metrics)
-        run.metrics.to_cpu()
-        run.metrics.start(None)
-        run.stage = run.cut = None  # the run stays readable; what it saved need not stay in memory
-        torch.set_grad_enabled(grad_enabled)
-        settings()
+def _rest(run: Run) -> None:
+    """The run stays readable; what it saved and what it computed with need not stay in memory."""
+    run.metrics.to_cpu()
+    run.metrics.start(None)
+    run.metrics.fx = run.stage = run.cut = None
 
 
-def _set_up(loop: FabricLoop, run: Run) -> None:
-    """The part that all runs share: data, setup hooks, weights, devices."""
+def _tell(loop: FabricLoop, run: Run, error: BaseException) -> None:
+    """Tell callbacks, datamodule and loggers; what fails in that is said beside the error, and does not take its place."""
+
+    def beside(what: str, call: Callable, *args: Any) -> None:
+        try:
+            call(*args)
+        except Exception as another:
+            with suppress(Warning):  # where warnings are errors
+                run.warn_once(f"after {type(error).__name__}, {what}: {cause_of(another)}")
+
+    loop._status, run.failed_in, run.metrics.fx = "interrupted", run.metrics.fx, None
+    run.has_failed = run.fn == "fit" and run.total_batches > 0 and run.signals.agreed is None  # in a step, perhaps
+    if run.fn == "fit" and run.total_batches and isinstance(error, Exception):
+        _tell_where(run, error, beside)
+    run.metrics.fx = "on_exception"
+    for part in run.callbacks:
+        beside(f"on_exception of {type(part).__name__} failed", run.hooks.call_one, part, "on_exception", error)
+    if (hook := overrides(run.datamodule, "on_exception")) is not None:
+        beside(f"on_exception of {type(run.datamodule).__name__} failed", hook, error)
+    beside("the loggers could not be closed", run.record.finalize, "failed")
+
+
+def _set_up(loop: FabricLoop, run: Run, found: ExitStack) -> None:
+    """The part that all runs share: data, setup hooks, weights, devices; what is to be given back is noted."""
     fabric, owner, datamodule = run.fabric, run.owner, run.datamodule
-    run.record = Record(run)
+    run.stage = "train" if run.fn == "fit" else run.fn
+    if hasattr(datamodule, "trainer"):
+        keep_if_well(found, datamodule, "trainer")
+        datamodule.trainer = loop
     profiling.begin(loop.own_profiler, run, loop.log_dir)
-    _add_callbacks_of(owner, loop, run)
+    _add_callbacks_of(owner, loop, run, found)
     shown = run.config.enable_progress_bar and fabric.is_global_zero and can_show_bar()
     run.bar = Progress(shown and loop.progress_bar_callback is None, lambda: loop.progress_bar_metrics)
+    found.callback(run.bar.close)
     for part in (datamodule, owner):
         if (hook := run.hooks.own(part, "prepare_data")) is not None:
             per_node = getattr(part, "prepare_data_per_node", True)
@@ -207,7 +236,7 @@ def heed_signals(run: Run) -> None:
         stop_for(run, run.signals.agreed)
 
 
-def _tell_where(run: Run, error: Exception) -> None:
+def _tell_where(run: Run, error: Exception, beside: Callable) -> None:
     """Save the state, and add to the error where it came and what goes on from where.
 
     Between two steps the state is exact, and is ``last.ckpt``. In the middle of one it is not: dropout has drawn, BatchNorm
@@ -216,20 +245,17 @@ def _tell_where(run: Run, error: Exception) -> None:
     """
     run.has_failed = True
     run.metrics.val.reset()  # a validation that was on begins again
-    saver, beside = run.saver, None
-    if saver is not None and run.fabric.world_size == 1:
-        try:
-            beside = saver.save_failed(run)
-        except Exception as another:  # a hook of the user's; the first error is the one to be told
-            run.warn_once(f"after {type(error).__name__}, the state could not be saved: {cause_of(another)}")
+    paths: list[Path | None] = []
+    if run.saver is not None and run.fabric.world_size == 1:
+        beside("the state could not be saved", lambda: paths.append(run.saver.save_failed(run)))
     if hasattr(error, "add_note"):  # Python 3.11
         is_in_batch = run.metrics.train.batch is not None or run.failed_in is not None  # else the next was fetched
         place = f"in epoch {run.current_epoch}, at batch {max(run.batches_done - is_in_batch, 0)}"
         where = f"{f'after epoch {run.epochs_done - 1}' if run.between_epochs else place}, after step {run.global_step}"
-        error.add_note(f"fabric_template: {'; '.join([where, *_ways_on(run, beside)])}")
+        error.add_note(f"fabric_template: {'; '.join([where, *_ways_on(run, *paths)])}")
 
 
-def _ways_on(run: Run, beside: Path | None) -> list[str]:
+def _ways_on(run: Run, beside: Path | None = None) -> list[str]:
     """What to type to go on after an error: from ``last.ckpt``, and from the state that lies beside it."""
     if run.saver is None:
         return []
@@ -308,7 +334,7 @@ def _tear_down(run: Run) -> None:
     run.record.finalize("success")
 
 
-def _add_callbacks_of(owner: Any, loop: FabricLoop, run: Run) -> None:
+def _add_callbacks_of(owner: Any, loop: FabricLoop, run: Run, found: ExitStack) -> None:
     """The module's own callbacks join the run's; one that saves checkpoints takes over from the loop."""
     callbacks = add_callbacks_of(run.hooks.own(owner, "configure_callbacks"), run.callbacks)
     loop.callbacks = run.callbacks = run.hooks.callbacks = callbacks
@@ -317,7 +343,7 @@ def _add_callbacks_of(owner: Any, loop: FabricLoop, run: Run) -> None:
         run.saver = None
     for callback in run.callbacks:
         if hasattr(callback, "state_key"):  # Lightning's have self.log
-            attach_log(callback, run.metrics)
+            attach_log(callback, run.metrics, found)
 
 
 def _written(run: Run) -> list[str | Path | None]:
@@ -338,11 +364,13 @@ def _clear(folders: list[str | Path | None]) -> None:
                 clear_stale(home / version)
 
 
-def _torch_settings(run: Run) -> Any:
-    """Set what the configuration says of PyTorch's global switches; returns what puts them back."""
-    config = run.config
-    algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
+def _set_switches(run: Run, found: ExitStack) -> None:
+    """Set what the configuration says of PyTorch's global switches; they are given back as they are now."""
+    config, warn_only = run.config, torch.is_deterministic_algorithms_warn_only_enabled()
+    found.callback(
+        torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn_only
+    )
+    found.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     if config.deterministic is not None:
         torch.use_deterministic_algorithms(bool(config.deterministic), warn_only=config.deterministic == "warn")
     if config.deterministic and config.benchmark:
@@ -354,9 +382,3 @@ def _torch_settings(run: Run) -> Any:
         torch.backends.cudnn.benchmark = config.benchmark
     elif config.deterministic:
         torch.backends.cudnn.benchmark = False
-
-    def restore() -> None:
-        torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
-        torch.backends.cudnn.benchmark = benchmark
-
-    return restore

@@ -50,7 +50,7 @@ def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be
     """
     several = fabric.world_size > 1
     if several and hasattr(loader, "distribute"):
-        shuffled = loader.shuffle and not overfit
+        shuffled, loader = loader.shuffle and not overfit, copy.copy(loader)  # it may be given for another stage, too
         loader.distribute(fabric.world_size, fabric.global_rank, shuffled, repeat=stage == "train")
     if isinstance(loader, DataLoader):
         shuffled = is_shuffled(loader)

@@ -78,7 +78,7 @@ class Source:
 
     def __iter__(self) -> Iterator:
         if not self.records:
-            return iter(self.loader)
+            return begun(self.loader)
         if self.skipped:
             self.earlier.append(self.skipped[0])
             return repeat(None, self.skipped.popleft())
@@ -156,7 +156,7 @@ class Source:
         self.began, self.first = rng_state(self.generators()), None
         self.is_born = not self.keeps_workers or loader._iterator is None
         if not self.workers:
-            return chain.from_iterable(self._noting_first(iter(loader)))
+            return chain.from_iterable(self._noting_first(begun(loader)))
         if not self.is_born:
             sent = self._sent()
             self.noted = [noted + self._share(sent, worker) for worker, noted in enumerate(self.noted)]
@@ -184,7 +184,7 @@ class Source:
         self.put_back(self.born or self.began)
         if self.is_stateful:
             loader.load_state_dict(place["loader"])
-            return iter(loader)
+            return begun(loader)
         if place["num_workers"] != self.workers:
             self._tell_number(place["num_workers"])
             if self.keeps_workers:
@@ -222,7 +222,7 @@ class Source:
         if getattr(type(self.loader), "__iter__", None) is TensorLoader.__iter__:  # which need not cut them
             iterator, done = self.loader.behind(done), 0
         else:
-            iterator = self._with_workers() if self.workers else iter(self.loader)
+            iterator = self._with_workers() if self.workers else begun(self.loader)
         if self.workers and not self.is_born and self.is_map_style:  # which draws its indices
             self.put_back(self.began)
             iterator = iter(self.loader)
@@ -270,7 +270,7 @@ class Source:
         """
         loader = self.loader
         if not self.is_indexed:
-            return iter(loader)
+            return begun(loader)
         # so many workers had one batch more: each is sent an empty one, to keep the turns; or, without batches, its last item
         idle = done % self.workers
         dropped, instead = (done - idle, []) if loader.batch_sampler is None else (done, [[]] * idle)
@@ -336,6 +336,30 @@ class Source:
         if self.recorder is None:
             return None
         return self.recorder.read([noted + self._share(batches, w) for w, noted in enumerate(self.noted)])
+
+
+def begun(loader: Any) -> Iterator:
+    """A pass over a loader, of which only `next` is asked from here on: one that is its own iterator would start over.
+
+    Example:
+        >>> class Own:
+        ...     def __iter__(self): self.number = 0; return self
+        ...     def __next__(self): self.number += 1; return self.number
+        >>> batches = begun(Own()); next(batches), next(iter(batches))
+        (1, 2)
+    """
+    iterator = iter(loader)
+    is_plain = isinstance(loader, DataLoader) and iterator is not loader  # whose workers are ended by its own names
+    return iterator if is_plain or type(iterator).__module__ == "builtins" else _rest_of(iterator)
+
+
+def _rest_of(iterator: Any) -> Iterator:
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        yield batch
 
 
 @contextmanager

@@ -7,8 +7,8 @@ float32. Here every step of every kind goes through the same door.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,7 +159,7 @@ class Steps:
     def __init__(self, fabric: Fabric, owner: Any, net: nn.Module, compile: bool | dict = False) -> None:
         self.fabric, self.owner, self.net = fabric, owner, net
         self._compile = compile
-        self._wrapped: nn.Module | None = None
+        self.wrapped: nn.Module | None = None  # by the strategy (DDP); None on a single device
         self.buckets: Buckets | None = None  # of DDP
         self.precision = fabric.strategy.precision
 
@@ -173,7 +173,7 @@ class Steps:
         if training and any(p.requires_grad for p in self.net.parameters()):
             wrapped = self.fabric.setup(StepModule(self.net))
             if not isinstance(self.fabric.strategy, SingleDeviceStrategy):
-                self._wrapped, self.buckets = wrapped, Buckets(wrapped, self.fabric.world_size)
+                self.wrapped, self.buckets = wrapped, Buckets(wrapped, self.fabric.world_size)
         else:
             self.fabric.to_device(self.precision.convert_module(self.net))
         dtype = next((p.dtype for p in self.net.parameters() if p.is_floating_point()), None)
@@ -186,11 +186,6 @@ class Steps:
     @property
     def _is_true_precision(self) -> bool:
         return str(self.precision.precision).endswith("-true") and self.precision.precision != "32-true"
-
-    @property
-    def wrapped(self) -> nn.Module | None:
-        """The strategy's wrapper (DDP) around the net, None on a single device."""
-        return self._wrapped
 
     @property
     def talks(self) -> bool:
@@ -210,8 +205,8 @@ class Steps:
             return None
         if self._compile:
             method = torch.compile(method, **(self._compile if isinstance(self._compile, dict) else {}))
-        if self._wrapped is not None:
-            method = self._through(self._wrapped, method)
+        if self.wrapped is not None:
+            method = partial(_through, self.wrapped, method)
         context = self.context()
         return method if context is None else _inside(context, method)
 
@@ -231,26 +226,12 @@ class Steps:
 
     def no_sync(self) -> Any:
         """A context in which gradients are not averaged over the ranks: all but the last batch of a window."""
-        return self.fabric.no_backward_sync(self._wrapped)
-
-    @staticmethod
-    def _through(wrapped: nn.Module, method: Callable) -> Callable:
-        def step(*args: Any) -> Any:
-            return wrapped(_Packed(method, args))
-
-        return step
+        return self.fabric.no_backward_sync(self.wrapped)
 
 
-class _Packed:
-    """A call with its arguments, opaque to wrappers that would convert or scatter them."""
-
-    __slots__ = ("args", "method")
-
-    def __init__(self, method: Callable, args: tuple) -> None:
-        self.method, self.args = method, args
-
-    def __call__(self) -> Any:
-        return self.method(*self.args)
+def _through(wrapped: nn.Module, method: Callable, *args: Any) -> Any:
+    """The call with its arguments, opaque to wrappers that would convert or scatter them."""
+    return wrapped(partial(method, *args))
 
 
 def _inside(context: Callable[[], Any], method: Callable) -> Callable:
@@ -281,10 +262,3 @@ class Modes:
         """Put every module back into the mode that it was in."""
         for module, training in self._modes:
             module.training = training
-
-
-@contextmanager
-def no_grad(inference: bool) -> Iterator[None]:
-    """Gradients off inside, and as they were after, also after an error."""
-    with torch.inference_mode() if inference else torch.no_grad():
-        yield

@@ -11,9 +11,9 @@ from lightning.fabric.plugins import CheckpointIO
 
 from .disk import clear_stale, fsync_folder, make_folder, replacing, write_all
 from .disk import fs as _fs
-from .opening import CheckpointError, cause_of, local_path
+from .opening import CheckpointError, UnreadableError, cause_of, local_path
 from .plain import NOTES, brought_back, describe, store
-from .reading import read_checkpoint, tensors_in
+from .reading import load_header, read_checkpoint
 
 BUFFER = 2**20  # bytes: torch writes a small file in hundreds of pieces
 
@@ -55,7 +55,6 @@ class AtomicCheckpointIO(CheckpointIO):
             raise CheckpointError(f"could not save '{target}': {what}. Give the path of a file.")
         try:
             make_folder(target.parent)
-            _check_room(checkpoint, target)
             with replacing(target) as fd:
                 stream = _Stream(fd)
                 torch.save(checkpoint, stream)  # straight to the file: no second copy of the model in memory
@@ -78,17 +77,29 @@ class AtomicCheckpointIO(CheckpointIO):
             ) from error
         clear_stale(target.parent, target.name)
 
-    def complaint(self, path: str | Path) -> str | None:
-        """What the last file holds that only trusted=True reads back, and what to save in its place."""
-        if not self.odd:
-            return None
-        where, value = self.odd[0]
-        more = f", and {len(self.odd) - 1} more such values" if len(self.odd) > 1 else ""
-        return (
-            f"'{path}' is saved, but can be read back with FabricLoop(trusted=True) only: {where} is {describe(value)}{more}:"
-            " save plain values in its place, or write torch.serialization.add_safe_globals([...]) with its class where the"
-            " program begins, also before resuming"
-        )
+    def complaint(self, path: str | Path, reads: bool = False) -> str | None:
+        """What the last file holds that only trusted=True reads back, and what to save in its place.
+
+        Args:
+            path: of that file.
+            reads: whether it is read once, to see.
+        """
+        told = None
+        if self.odd:
+            where, value = self.odd[0]
+            more = f", and {len(self.odd) - 1} more such values" if len(self.odd) > 1 else ""
+            told = (
+                f"{where} is {describe(value)}{more}: save plain values in its place, or write"
+                " torch.serialization.add_safe_globals([...]) with its class where the program begins, also before resuming"
+            )
+        elif reads:
+            try:
+                load_header(path)
+            except UnreadableError:
+                raise
+            except CheckpointError as error:
+                told = str(error)
+        return told and f"'{path}' is saved, but can be read back with FabricLoop(trusted=True) only: {told}"
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -165,16 +176,3 @@ class _Stream:
                 write_all(self.fd, data)
         except BaseException as error:
             self.error = error
-
-
-def _check_room(checkpoint: Any, target: Path) -> None:
-    storages: dict[int, int] = {}
-    for tensor in tensors_in(checkpoint):
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse and the like: an estimate is enough
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    needed, free = sum(storages.values()) + 2**20, _fs.free(target.parent)
-    if needed > free:
-        raise CheckpointError(
-            f"not enough room to save '{target}': it needs about {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free. "
-            "Free some, or save to another folder."
-        )

@@ -45,6 +45,7 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_last_global_step_saved", ModelCheckpoint, "fitting.py", "a step that is saved already, after a resume as before"),
     ("_last_checkpoint_saved", ModelCheckpoint, "fitting.py", "the same, for save_last='link'"),
     ("_log_hyperparams", lambda: Configured({"a": 1}), "record.py", "to respect save_hyperparameters(logger=False)"),
+    ("_trainer", pl.LightningModule, "lightning.py", "to give back, after an error, the trainer that a module had"),
     ("_current_fx_name", pl.LightningModule, "lightning.py", "a module's own log, which ends in Lightning's"),
     ("_trainer", pl.LightningModule, "faces.py", "a plain module as Lightning's callbacks expect it: its trainer"),
     ("_automatic_optimization", pl.LightningModule, "faces.py", "the same: who steps"),

@@ -12,7 +12,8 @@ import torch
 from modules import Classifier
 from runs import assert_same_end, fit, logs_of, tree
 
-from fabric_template import cli, disk, outcome
+from fabric_template import cli, disk
+from fabric_template.desk import DAY, desk
 from fabric_template.disk import clear_stale, replace_file, try_lock
 from fabric_template.opening import CheckpointError
 from fabric_template.outcome import Outcome
@@ -193,16 +194,16 @@ def test_a_file_that_is_cleared_before_it_is_locked_is_made_anew(tmp_path, monke
 
 def test_results_that_nobody_read_go_after_a_day(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    old, young = tmp_path / "fabric_template_old.outcome", tmp_path / "fabric_template_young.outcome"
-    for path, age in ((old, outcome.DAY + 60), (young, outcome.DAY - 60)):
-        path.write_bytes(b"")
+    old, young = tmp_path / "fabric_template_old.desk", tmp_path / "fabric_template_young.desk"
+    for path, age in ((old, DAY + 60), (young, DAY - 60)):
+        path.mkdir()
         os.utime(path, (time.time() - age,) * 2)
-    path = Outcome(results=1).to_file()
-    assert (old.exists(), young.exists()) == (False, True)
-    assert Outcome.from_file(path).results == 1
-    monkeypatch.setattr(torch, "save", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        Outcome(results=1).to_file()
+    with desk() as folder:
+        assert (old.exists(), young.exists()) == (False, True)
+        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+        assert Outcome.from_file(Outcome(results=1).to_file(folder)).results == 1
+    with pytest.raises(RuntimeError), desk() as folder:
+        Outcome(results=1).to_file(f"{folder}/none")
     assert os.listdir(tmp_path) == [young.name]
 
 

@@ -1,0 +1,152 @@
+"""Whatever can be iterated over as a loader: the batches that Trainer takes from it, also after a resume."""
+
+import itertools
+import shutil
+
+import pytest
+import torch
+from modules import Classifier, assert_parity, make_loader, quiet
+from runs import Snapshots, assert_same_end, fit, logs_of
+from test_sharing import FORK, Sees, seen
+
+from fabric_template import FabricLoop, TensorLoader
+
+BATCHES = list(make_loader(24, shuffle=False))
+
+
+class Own:
+    """Its own iterator: ``__iter__`` draws an order, starts over and returns itself."""
+
+    def __iter__(self):
+        self.order = iter(torch.randperm(6).tolist())
+        return self
+
+    def __next__(self):
+        return BATCHES[next(self.order)]
+
+
+class OwnWithLength(Own):
+    def __len__(self):
+        return 6
+
+
+class Around:
+    """Hands out another object that is its own iterator."""
+
+    def __init__(self):
+        self.inner = Own()
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+class Function:
+    """A generator function, which draws when its first batch is asked for."""
+
+    def __iter__(self):
+        for index in torch.randperm(6).tolist():
+            yield BATCHES[index]
+
+
+class Items:
+    """No more than ``__getitem__``."""
+
+    def __getitem__(self, index):
+        return BATCHES[index]
+
+
+class Of(torch.utils.data.DataLoader):
+    """A DataLoader that is its own iterator."""
+
+    def __init__(self):
+        super().__init__(make_loader(24).dataset, batch_size=4, shuffle=True)
+
+    def __iter__(self):
+        self.batches = super().__iter__()
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+KINDS = [Own, OwnWithLength, Around, Function, Items, Of]
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_as_trainer(make):
+    """In training, in the sanity check and in validation, whole and limited."""
+    assert_parity(Classifier, make, make, max_epochs=2)
+    assert_parity(Classifier, make, make, max_epochs=2, limit_train_batches=4, limit_val_batches=3)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_several_as_trainer(together):
+    class Pairs(Classifier):
+        def training_step(self, batch, batch_idx):
+            return sum(super(Pairs, self).training_step(part, batch_idx) for part in batch)
+
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            return super().validation_step(batch, batch_idx)
+
+    loaders = lambda: [Own(), OwnWithLength()]  # noqa: E731
+    assert_parity(
+        *((Pairs, loaders) if together else (type("Two", (Pairs,), {"training_step": Classifier.training_step}), Own)),
+        loaders,
+        max_epochs=2,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*of this epoch that were trained before, which takes the time of loading them")
+@pytest.mark.parametrize("make", KINDS)
+def test_goes_on_in_the_middle(tmp_path, make):
+    words = {"train": make, "max_epochs": 2, "save_every_n_steps": 1}
+    whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **words)
+    for batches in (2, 9):
+        root = tmp_path / "killed" / str(batches)
+        assert_same_end(whole, fit(root, seed=9, resume="last", **words))
+        assert logs_of(root) == logs_of(tmp_path / "whole")
+        shutil.rmtree(root)
+
+
+def once():
+    """A generator, which gives its batches in one pass only."""
+    return itertools.chain(BATCHES)
+
+
+def test_one_pass_is_enough_for_one_epoch():
+    assert_parity(Classifier, once, once, max_epochs=1, num_sanity_val_steps=0)
+
+
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+def test_used_up(tmp_path, verb):
+    """An error where nothing would be trained, a warning where nothing is evaluated; each says what to give."""
+    hint = r"an iterator is used up after one pass; give what begins anew with each pass \(a DataLoader"
+    if verb == "fit":
+        with pytest.raises(ValueError, match=rf"the train loader \(chain\) gave no batch in epoch 1: {hint}"):
+            fit(tmp_path, train=once, max_epochs=2)
+        with pytest.warns(UserWarning, match=rf"the val loader \(chain\) gave no batch: {hint}"):
+            fit(tmp_path, val=once, max_epochs=2)
+        return
+
+    class Tests(Classifier):
+        def test_step(self, batch, batch_idx):
+            self.log("loss", self(batch[0]).sum())
+
+        def predict_step(self, batch, batch_idx):
+            return self(batch[0])
+
+    loop, module, _ = fit(tmp_path, Tests, max_epochs=1)
+    batches = once()
+    getattr(loop, verb)(module, batches)
+    stage = "val" if verb == "validate" else verb
+    with pytest.warns(UserWarning, match=rf"the {stage} loader \(chain\) gave no batch: {hint}"):
+        getattr(loop, verb)(module, batches)
+
+
+def test_one_loader_for_training_and_validation_on_two_ranks(tmp_path):
+    """Equally long parts to train on, each sample once to validate; the loader itself is shared among nobody."""
+    loader = TensorLoader(torch.arange(7.0)[:, None], batch_size=7)
+    FabricLoop(**quiet(**FORK, max_epochs=1, num_sanity_val_steps=0)).fit(Sees(tmp_path), loader, loader)
+    assert seen(tmp_path, "validate") == [[[0, 2, 4, 6]], [[1, 3, 5]]]
+    assert [sorted(*batches) for batches in seen(tmp_path, "fit")] == [[0, 2, 4, 6], [0, 1, 3, 5]]
+    assert loader.share is None
