@@ -94,7 +94,6 @@ def _run(verb: str, argv: list[str]) -> None:
     options = read_options(verb, argv, _program(), VERBS[verb])
     if options is None:
         return
-    from lightning.fabric import Fabric
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from .loop import FabricLoop
@@ -104,8 +103,6 @@ def _run(verb: str, argv: list[str]) -> None:
         loop = FabricLoop(**{word: options.settings[word] for word in words})
     except (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException) as error:
         raise UsageError(str(error)) from error  # Fabric's own checks of what was typed; no code of a user has run
-    if loop.config.seed is not None:
-        Fabric.seed_everything(loop.config.seed, workers=True, verbose=False)  # the first weights come from it, too
     parts = options.make_parts()
     {"fit": _fit}.get(verb, _evaluate)(verb, options, loop, parts["model"], parts.get("data"))
 

@@ -109,20 +109,22 @@ class LoopConfig:
     version: int | str | None = None
     """The run's version. None: the next free number, or the resumed run's own."""
     monitor: str | None = None
-    """The logged metric that says which checkpoint is best. None: only the last one is kept."""
+    """The metric that says which checkpoint is best, asked after each validation and epoch. None: only the last one is kept."""
     mode: str = "min"
     """Whether the best monitor is the smallest ("min") or the largest ("max")."""
     save_top_k: int = 1
     """Keep the best k checkpoints by monitor: k = 1 is best.ckpt, otherwise epoch=..-<monitor>=...ckpt; -1: all."""
     save_last: bool = True
-    """Keep last.ckpt, rewritten at the end of each epoch."""
+    """Keep last.ckpt, rewritten at the end of each epoch and after each validation inside one."""
     save_every_n_steps: int | None = None
     """Also rewrite last.ckpt every so many optimizer steps, in the middle of epochs."""
     trusted: bool = False
     """Also read checkpoints that need arbitrary classes (pickles of old). Such a file can run any program: True only for
     files whose writer you know."""
     seed: int | None = None
-    """Seed Python, NumPy and PyTorch, on every rank and in every worker, when fit starts. None: leave them as they are."""
+    """Seed Python, NumPy and PyTorch, on every rank and in every worker, when the loop is made and again as each run starts.
+    Make the model after the loop, or write seed_everything(1) before it: weights that are there already stay as they are.
+    None: leave the random numbers as they are."""
     compile: bool | dict[str, Any] = False
     """torch.compile the steps (True, or its keywords)."""
 

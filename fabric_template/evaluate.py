@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .data import INFINITE, Handed
+from .history import name_outputs
 from .hooks import is_a, overrides
 from .loaders import Loaders
 from .profiling import timed_batches
@@ -65,11 +66,11 @@ def evaluate(
             _switch(run, f"on_{word}_model_eval")
             hooks.call(f"on_{word}_start")
             hooks.call(f"on_{word}_epoch_start")
-            current = 0
+            current, keeps = 0, True
             for batch, batch_idx, index, _ in batches if handed is None else handed.turns():
                 if index != current:
                     store()
-                    current = index
+                    current, keeps = index, True
                 run.evaluated += 1
                 run.evaluated_in_all += 1
                 if transfer is not None and handed is None:
@@ -86,7 +87,8 @@ def evaluate(
                     batch, batch_idx, index = handed.latest
                     place = (batch_idx, index) if several else (batch_idx,)
                 metrics.fx = None
-                run.note_evaluated(output, "test" if stage == "test" else "val", *place)
+                if keeps:
+                    keeps = _keep(run, output, "test" if stage == "test" else "val", *place)
                 hooks.call(batch_end, output, batch, *place)
                 metrics.batch_ends()
                 if not sanity:
@@ -94,17 +96,16 @@ def evaluate(
                 run.bar.advance(batch_idx + 1)
             store()
             metrics.val.dataloader_idx = None
-            if not sanity:
-                run.history.end_validation(run.all_reduce)
-                if not run.is_lightning:  # a plain module's returned values are its metrics
-                    metrics.callback.update({name: torch.tensor(v) for name, v in run.history.returned.items()})
+            returned = {} if sanity else run.history.end_validation(run.all_reduce)
+            if not run.is_lightning:  # a plain module's returned values are its metrics
+                metrics.callback.update({name: torch.tensor(value) for name, value in returned.items()})
             hooks.call(f"on_{word}_epoch_end")
             at_end = {} if sanity else metrics.merge()
             everything = {name: value for result in reversed(results) for name, value in result.items()} | at_end
             for result in results:
                 result.update(at_end)
             if not sanity:
-                run.record.validation(everything)
+                run.record.validation(everything if run.is_lightning else {**returned, **everything}, returned)
             hooks.call(f"on_{word}_end")
             metrics.epoch_ends()
             if overrides(run.owner, f"on_{word}_model_train"):
@@ -118,11 +119,31 @@ def evaluate(
         finally:
             metrics.fx = None
             run.stage, run.modes = before_stage, None
-    if not any(results) and not sanity and run.history.returned:
-        returned = {name: v for name, v in run.history.returned.items() if name.startswith(("val_", "test_"))}
+    if returned and not (run.is_lightning and any(results)):
         ends = [f"/dataloader_idx_{index}" if several else "" for index in range(len(results))]
-        results = [{name: v for name, v in returned.items() if name.endswith(end)} for end in ends]
+        results = [
+            {name: value for name, value in returned.items() if name.endswith(end)} | result
+            for end, result in zip(ends, results, strict=True)
+        ]
     return [_as_numbers(result) for result in results]
+
+
+def _keep(run: Run, output: Any, prefix: str, batch_idx: int, loader: int | None = None) -> bool:
+    """Keep what a step returned beside what it logs, of a LightningModule that logs the loss only; whether to go on so.
+
+    Of several loaders it stands under Trainer's names. Who logs all that it returns pays for that once in a pass.
+    """
+    end = "" if loader is None else f"/dataloader_idx_{loader}"
+    values = {f"{name}{end}": value for name, value in name_outputs(output, prefix).items()}
+    if run.metrics.active:
+        logged = {f"{name}{end}" for _, name, index in run.metrics.active if index == loader}
+        allowed = {f"{prefix}_loss{end}"} if run.is_lightning else values.keys()
+        values = {name: values[name] for name in values if name in allowed and name not in logged}
+        if not values:
+            return False
+    if values:
+        run.history.val.add(values, run.size_of_batch(), batch_idx)
+    return True
 
 
 def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any] | None:

@@ -81,6 +81,9 @@ class Feed:
         if self.train is not None and not self._is_due("train"):
             return
         run, config = self.run, self.run.config
+        if config.limit_train_batches == 0:
+            self.num_batches = 0
+            return
         is_resumed = self.train is not None and run.resume_path is not None
         seeds = self.train.sources.seeds() if is_resumed else []  # of the run that goes on
         self.train = self._make("train")
@@ -176,11 +179,18 @@ class Feed:
             if self.run.stage != "sanity_check" or self.run.schedule.in_this_epoch:
                 self.made_in["val"] = self.run.current_epoch
 
-    def set_up_evaluation(self, stage: str) -> None:
-        """Make the loaders of validate, test or predict; a sampler that shuffles by epoch does it by the last one."""
+    def set_up_evaluation(self, stage: str) -> bool:
+        """Make the loaders of validate, test or predict; a sampler that shuffles by epoch does it by the last one.
+
+        Returns:
+            False: the limit is 0, and nobody was asked for them.
+        """
+        if getattr(self.run.config, f"limit_{stage}_batches") == 0:
+            return False
         self.val = self._make(stage)
         self.val.check_mode()
         self.val.set_epoch(self.run.current_epoch)
+        return True
 
     # ---- the end
 

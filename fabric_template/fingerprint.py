@@ -31,6 +31,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "precision": str(run.fabric.strategy.precision.precision),
         "optimizers": [_kin(optimizer) for optimizer in run.optimizers],
         "schedulers": [type(config.scheduler).__name__ for config in run.schedulers],
+        "settings": settings_of(run),
         "processes": run.fabric.world_size,
         "versions": {name: ".".join(text.split(".")[:2]) for name, text in VERSIONS.items()},  # a third number mends
     }
@@ -39,12 +40,39 @@ def fingerprint(run: Run) -> dict[str, Any]:
 def tell_differences(run: Run) -> None:
     """As the first pass begins: note the data, too, and name in one line what is other than in the run that goes on."""
     run.fingerprint |= of_data(run)
-    found = differences(run.fingerprint, run.restored.get("fingerprint")) if run.restored is not None else []
-    if found and run.fabric.is_global_zero:
+    before = (run.restored or {}).get("fingerprint")
+    if not isinstance(before, Mapping) or not run.fabric.is_global_zero:
+        return
+    if kept := differences(run.fingerprint["settings"], before.get("settings")):
+        run.warn_once(
+            f"resume: in the code, and otherwise in the run that goes on: {'; '.join(kept)}. It goes on with what it was; to"
+            " change that, set it in on_train_start (for group in loop.optimizers[0].param_groups: group['lr'] = 0.01), or"
+            " write load= in the place of resume= to start a new run from the weights"
+        )
+    if found := differences({name: part for name, part in run.fingerprint.items() if name != "settings"}, before):
         run.warn_once(
             f"resume: other than in the run that goes on: {'; '.join(found)}. It goes on with what it has now, and not with"
             " the numbers that it would have had"
         )
+
+
+def settings_of(run: Run) -> dict[str, str]:
+    """The numbers and words that optimizers and schedulers are made with, which a resume takes from the file."""
+    parts: list[tuple[str, dict[str, Any]]] = []
+    for optimizer in run.optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            own = {**group, "lr": group.get("initial_lr", group.get("lr")), "initial_lr": None}
+            rest = {key: own[key] for key in ("lr", "weight_decay") if key in own}  # of which there may be hundreds
+            parts.append((type(optimizer).__name__ + f".{index}" * (index > 0), rest if index else own))
+    parts += [(type(config.scheduler).__name__, config.scheduler.state_dict()) for config in run.schedulers]
+    found: dict[str, str] = {}
+    for number, (name, values) in enumerate(parts):
+        name += f" {number}" * any(other == name for other, _ in parts[:number])
+        for key, value in values.items():
+            value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            if isinstance(value, bool | int | float | str) or (key == "betas" and isinstance(value, tuple)):
+                found[f"{name}.{key}"] = str(value)
+    return found
 
 
 def of_data(run: Run) -> dict[str, Any]:

@@ -145,10 +145,12 @@ class History:
         self.warn_of_nan(step)
         self.train.reset()
 
-    def end_validation(self, all_reduce: Callable[..., Tensor] | None = None) -> None:
-        """A validation is over: read its means."""
-        self.returned.update(self.val.means(all_reduce))
+    def end_validation(self, all_reduce: Callable[..., Tensor] | None = None) -> dict[str, float]:
+        """A validation is over: its means."""
+        means = self.val.means(all_reduce)
+        self.returned.update(means)
         self.val.reset()
+        return means
 
     def warn_of_nan(self, step: int) -> None:
         """Say once that the training loss is no number any more, and since when."""

@@ -90,6 +90,8 @@ class FabricLoop(Parts, TrainerFace):
         self._strategy_face = StrategyFace(self)
         self._run, self._runs = None, {}
         self._status = "initializing"
+        if self.config.seed is not None:  # for a model that is made after the loop; fit seeds once more
+            Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
     # ---- the four verbs
 
@@ -338,11 +340,14 @@ class FabricLoop(Parts, TrainerFace):
         feed = run.feed
         if not run.accumulates:
             run.clear_gradients()
-        kept = run.metrics.pause()
+        kept, before = run.metrics.pause(), run.measured()
         feed.set_up_val()
         feed.val.set_epoch(run.current_epoch)
         evaluate(run, feed.val, "validate")
+        score = None if run.measured() is before else run.score()
         run.metrics.resume(kept)
+        if run.saver is not None:
+            run.saver.save_validation(run, score)
         run.has_validated = True
         run.schedule.start_clock()
 
@@ -373,14 +378,18 @@ class FabricLoop(Parts, TrainerFace):
         with Session(self, run):
             run.metrics.name_metrics(run.net)
             run.transfer = run.make_transfer()
-            run.feed.set_up_evaluation(stage)
+            run.net.zero_grad()
+            if not run.feed.set_up_evaluation(stage):
+                return []
             run.bar.start(fn, sum(run.feed.val.limits))
             return evaluate(run, run.feed.val, fn, inference=run.inference())
 
     def _predict(self, fabric: Fabric, run: Run, keep: bool) -> Any:
         with Session(self, run):
             run.transfer = run.make_transfer()
-            run.feed.set_up_evaluation("predict")
+            run.net.zero_grad()
+            if not run.feed.set_up_evaluation("predict"):
+                return None
             run.bar.start("predict", sum(run.feed.val.limits))
             return predict(run, run.feed.val, keep, run.inference())
 

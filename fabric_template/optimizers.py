@@ -100,6 +100,8 @@ def parse_optimizers(
             f"Unknown configuration for model optimizers: {where} {_describe(returned)}{hint}; expected one of {_SHAPES}"
         )
     configs = [_parse_scheduler(item, monitor, automatic, where) for item in schedulers]
+    if automatic and not optimizers:
+        raise MisuseOfType(f"{where} returned an empty list: expected one of {_SHAPES}; None trains nothing")
     if automatic and len(optimizers) > 1:
         raise RuntimeError(
             "Training with multiple optimizers is only supported with manual optimization. Set"

@@ -31,6 +31,7 @@ class Parts:
 
     fabric: Fabric
     loggers: list[Any]
+    _run: Any  # the last one
 
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does."""
@@ -55,9 +56,15 @@ class Parts:
         self.fabric.backward(loss)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Give values to the loggers; with an "epoch" among them they are a row of metrics.csv."""
+        """Give values to the loggers; with an "epoch" among them they are a row of metrics.csv.
+
+        In a hook or step of a run they join the row of the epoch that runs, or are a row of steps.csv.
+        """
         _check("log_dict", metrics, Mapping, "a dict of numbers: loop.log_dict({'epoch': 0, 'train_loss': loss})")
         scalars = {name: number_of(name, value) for name, value in metrics.items()}
+        if (run := self._run) is not None and run.stage is not None:
+            run.record.given(scalars, step)
+            return
         for logger in self.loggers:
             if "epoch" in scalars and hasattr(logger, "log_epoch"):
                 place = {"epoch": scalars["epoch"], **({} if step is None else {"step": step})}

@@ -13,6 +13,8 @@ from .tables import LogsError
 if TYPE_CHECKING:
     from .run import Run
 
+_NONE: Mapping[str, Any] = {}
+
 
 class Record:
     """Sends what was logged where it belongs.
@@ -54,10 +56,15 @@ class Record:
             self.values(run.metrics.step_log())
             run.history.warn_of_nan(run.total_batches - 1)
 
-    def values(self, metrics: Mapping[str, Any], step: int | None = None, by_row: bool = True) -> None:
-        """Values at one step, for all loggers; None: at a logged "step", or where the run stands, beside the epoch."""
+    def values(
+        self, metrics: Mapping[str, Any], step: int | None = None, by_row: bool = True, more: Mapping[str, Any] = _NONE
+    ) -> None:
+        """Values at one step, for all loggers; None: at a logged "step", or where the run stands, beside the epoch.
+
+        What is ``more`` is for our own CSV only.
+        """
         run = self.run
-        if not metrics or not (self.by_value or self.by_row):
+        if not (metrics or (more and by_row)) or not (self.by_value or self.by_row):
             return
         run.metrics.logged.update(metrics)
         scalars = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
@@ -66,15 +73,23 @@ class Record:
         elif step is None:
             scalars.setdefault("epoch", run.current_epoch)
             step = run.batches_that_stepped
-        for logger in self.by_value + (self.by_row if by_row else []):
-            self._try(logger.log_metrics, metrics=scalars, step=step)
+        for logger in (self.by_value if metrics else []) + (self.by_row if by_row else []):
+            own = {**more, **scalars} if logger in self.by_row else scalars
+            self._try(logger.log_metrics, metrics=own, step=step)
             if callable(save := getattr(logger, "save", None)):
                 save()
 
-    def validation(self, metrics: Mapping[str, Any]) -> None:
-        """A validation inside fit is over; in the middle of an epoch its values are a row of the steps."""
+    def validation(self, metrics: Mapping[str, Any], returned: Mapping[str, Any]) -> None:
+        """A validation is over; in the middle of an epoch its values, those returned, too, are a row of the steps."""
+        self.values(metrics, by_row=not self.run.is_last_of_epoch, more=returned)
+
+    def given(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        """What a hook or a step gives to ``loop.log_dict``; with the epoch that runs among it, it joins that one's row."""
         run = self.run
-        self.values(metrics, by_row=not run.is_last_of_epoch)
+        joins = run.fn == "fit" and not run.between_epochs and metrics.get("epoch") == run.current_epoch
+        if joins:
+            run.metrics.row.update({name: value for name, value in metrics.items() if name not in ("epoch", "step")})
+        self.values(metrics, step, by_row=not joins)
 
     def note_rates(self) -> None:
         """The learning rates of the step just taken, before a scheduler of the epoch changes them."""
@@ -84,8 +99,10 @@ class Record:
         """The epoch is over: Trainer's values for the others, one whole row for the CSV and the history."""
         run = self.run
         run.batches_that_stepped -= 1  # the epoch's values stand at its last step
+        returned = {} if run.is_lightning else run.history.returned  # a plain module's values are its metrics
+        trained = {name: value for name, value in returned.items() if name.startswith("train_")}
         try:
-            self.values(metrics, by_row=False)
+            self.values({**trained, **metrics}, by_row=False)
         finally:
             run.batches_that_stepped += 1
         seconds, self.began = time.monotonic() - self.began, time.monotonic()

@@ -321,6 +321,10 @@ class Run:
         """The value of a metric now, None if it was not logged."""
         return self.known_metrics().get(name)
 
+    def measured(self) -> Any:
+        """The monitor's newest value as it was made, None where there is none."""
+        return {**self.history.returned, **self.metrics.callback}.get(self.config.monitor)
+
     def score(self) -> float | None:
         """The monitor's value for checkpoints; None without a monitor, or where this epoch did not measure it."""
         monitor = self.config.monitor
@@ -346,16 +350,10 @@ class Run:
 
     def note_returned(self, output: Any, loss: Tensor) -> None:
         """Keep what the training step returned, for the history and to notice a loss that is no number."""
-        only_loss = isinstance(output, Tensor) or self.metrics.active  # a module that logs has named the rest itself
+        named_itself = self.is_lightning and self.metrics.active  # the rest, by logging it
+        only_loss = isinstance(output, Tensor) or named_itself
         values = {"train_loss": loss} if only_loss else name_outputs(output, "train")
         self.history.train.add(values, self.size_of_batch(), self.total_batches - 1)
-
-    def note_evaluated(self, output: Any, prefix: str, batch_idx: int, loader: int | None = None) -> None:
-        """Keep what an evaluation step of a module that logs nothing returned; of several loaders, by Trainer's names."""
-        if not self.metrics.active and (values := name_outputs(output, prefix)):
-            if loader is not None:
-                values = {f"{name}/dataloader_idx_{loader}": value for name, value in values.items()}
-            self.history.val.add(values, self.size_of_batch(), batch_idx)
 
     def record_evaluated(self, index: int) -> None:
         """After an evaluation batch: values that are logged per step."""

@@ -42,6 +42,7 @@ class Saver:
         self.last_model_path = ""
         self._failures: dict[str, str] = {}  # "last" or "best" -> why its newest save failed
         self._stepped: int | None = None  # optimizer steps after the batch before
+        self._judged: int | None = None  # the epoch whose newest validation was judged when it was over
         self._saved_at: tuple[int, ...] | None = None  # where the run stood when last.ckpt was written
 
     @property
@@ -65,10 +66,28 @@ class Saver:
 
     def save_epoch(self, run: Run, score: float | None) -> None:
         """The epoch is over: keep its checkpoint if its score is among the best, and as the last."""
-        path = None if score is None or self.top_k == 0 else self._path_for(run, score)
+        over = run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
+        self._keep(run, None if self._judged == over else score, over, f"epoch={over}")
+
+    def save_validation(self, run: Run, score: float | None) -> None:
+        """The same after a validation in the middle of an epoch, to go on behind it; at its end `save_epoch` does it.
+
+        Args:
+            run: as it stands now.
+            score: what this validation says of the monitor; None: nothing.
+        """
+        self._judged = None
+        if run.is_last_of_epoch or run.cut is not None or run.steps_done or (run.should_stop and run.may_stop):
+            return
+        self._judged = None if score is None else run.epochs_done
+        run.metrics.fx = "on_validation_end"  # as if a callback had saved there
+        self._keep(run, score, None, f"epoch={run.epochs_done}-step={run.global_step}")
+        run.metrics.fx = None
+
+    def _keep(self, run: Run, score: float | None, over: int | None, place: str) -> None:
+        path = None if score is None or self.top_k == 0 else self._path_for(place, score)
         if self.monitor is not None:
             path = run.fabric.broadcast(path)  # scores may differ: rank zero's counts
-        over = run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
         state = run.cut
         if path is not None:
             before, highest = self.best, self.best_model_score
@@ -166,26 +185,23 @@ class Saver:
             )
         return False
 
-    def _path_for(self, run: Run, score: float) -> Path | None:
+    def _path_for(self, place: str, score: float) -> Path | None:
         """The file for this score, None if it is not among the best."""
         if self.top_k == 1:
             if not is_better(score, self.best_model_score, self.mode):
                 return None
             return self.folder / "best.ckpt"
-        if (
-            self.top_k > 0
-            and len(self.best) >= self.top_k
-            and not is_better(score, self.best[self._worst()], self.mode)
-        ):
+        worst = self.best[self._worst()] if len(self.best) >= self.top_k > 0 else None
+        if self.top_k > 0 and not is_better(score, worst, self.mode):
             return None
-        return self.folder / (safe_name(f"epoch={run.current_epoch - 1}-{self.monitor}={score:.4f}") + ".ckpt")
+        return self.folder / (safe_name(f"{place}-{self.monitor}={score:.4f}") + ".ckpt")
 
     def _worst(self) -> str:
         return (max if self.mode == "min" else min)(self.best, key=self.best.__getitem__)
 
     def _remove_worst(self, run: Run) -> None:
         """The new one is safe on disk: the worst may go."""
-        newest = next(reversed(self.best))
+        newest = next(reversed(self.best), None)
         while 0 < self.top_k < len(self.best):
             worst = self._worst()
             del self.best[worst]
@@ -201,10 +217,12 @@ class Saver:
 
     def state_dict(self) -> dict[str, Any]:
         """Scores by file name: the folder may have moved when the run goes on."""
-        return {"best": {Path(path).name: score for path, score in self.best.items()}}
+        judged = {} if self._judged is None else {"judged": self._judged}
+        return {"best": {Path(path).name: score for path, score in self.best.items()}, **judged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Know again which files are the best, as far as they are still there."""
+        self._judged = state.get("judged")
         self.best = {
             str(self.folder / name): score
             for name, score in state.get("best", {}).items()

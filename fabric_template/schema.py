@@ -262,7 +262,7 @@ ROWS = {"rows": count, "columns": [text], "waiting?": [{text: text}]}
 DATA = {"loader?": text, "samples?": maybe(count), "batch_size?": maybe(count)}
 FINGERPRINT = {
     "accumulate_grad_batches?": count, "precision?": text, "optimizers?": [[text]], "schedulers?": [text],
-    "processes?": count, "versions?": {text: text}, "batches?": maybe(count), "data?": [DATA],
+    "processes?": count, "versions?": {text: text}, "settings?": {text: text}, "batches?": maybe(count), "data?": [DATA],
 }  # fmt: skip
 TENSORS = {text: Is("a tensor in memory", _is_whole)}
 HELD = {
@@ -278,7 +278,7 @@ OURS = {
     "total_batches": count, "batches_that_stepped": count, "stepped_before?": count, "steps_in_epoch": count,
     "seconds?": number_from(0, MOST, int, float), "ranks": [RANK], "loaders_epoch": {text: count}, "returned": {text: number},
     "history": lambda value: EARLIER if isinstance(value, Mapping) else [{text: cell}],
-    "rates": [number], "kept": {"best?": {file_name: number}},
+    "rates": [number], "kept": {"best?": {file_name: number}, "judged?": count},
     "window?": maybe(number_from(1, MOST, int)),
     "should_stop?": flag, "elapsed?": number_from(0, MOST, int, float), "fingerprint?": FINGERPRINT,
     "buckets?": [count],

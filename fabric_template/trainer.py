@@ -153,7 +153,13 @@ class TrainerFace:
         return getattr(getattr(self._run, "steps", None), "wrapped", None) or self._run.model
 
     datamodule = shows("_run.datamodule", "The datamodule given to this run.")
-    optimizers = shows("_fitted.optimizers", "The optimizers themselves.", list)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers themselves; a plain object that steps them itself gets those that count their steps."""
+        if (run := self._fitted) is None:
+            return []
+        return run.optimizers if run.is_automatic or run.is_lightning else run.loop_optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:

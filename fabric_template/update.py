@@ -12,6 +12,7 @@ from torch.optim import LBFGS, Optimizer
 
 from .errors import Misuse, MisuseOfType
 from .hooks import overrides
+from .optimizers import NoOptimizer
 
 if TYPE_CHECKING:
     from .run import Run
@@ -40,7 +41,7 @@ class AutomaticUpdate:
             run.steps.get("training_step"), f"[Strategy]{type(fabric.strategy).__name__}.training_step"
         )
         self.takes_idx = run.takes_idx("training_step")
-        self.optimizer: Any = run.optimizers[0]
+        self.optimizer: Any = run.optimizers[0] if run.optimizers else NoOptimizer()  # manual, with one of its own
         self.clip_val, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
         self.scaler = getattr(fabric.strategy.precision, "scaler", None)
         self.own_step = overrides(owner, "optimizer_step")
@@ -121,10 +122,7 @@ class AutomaticUpdate:
                 )
         if loss is None:
             return None
-        if self.heard or self.own_backward is not None:
-            self.backward(loss)
-        else:
-            self._backward(loss)
+        self.backward(loss)
         return loss.detach() if self.needs_value else None
 
     @property
@@ -149,14 +147,15 @@ class AutomaticUpdate:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward with its hooks, scaled when there is a scaler."""
-        hooks = self.hooks
-        hooks.call("on_before_backward", loss)
+        if self.heard:
+            self.hooks.call("on_before_backward", loss)
         if self.own_backward is None:
             self._backward(loss, *args, **kwargs)
         else:
             scaled = loss if self.scaler is None else self.scaler.scale(loss)
             self._named("backward", self.own_backward, scaled, *args, **kwargs)
-        hooks.call("on_after_backward")
+        if self.heard:
+            self.hooks.call("on_after_backward")
 
     def _loss_in(self, output: Any) -> Tensor | None:
         """The loss in what a step returned when that is no tensor; None to skip the batch."""
@@ -239,8 +238,7 @@ class AutomaticUpdate:
             self._check_called()
         else:
             self.closure()
-            if self.heard or self.clip_val or self.own_clip is not None:
-                self.before_step(self.optimizer)
+            self.before_step(self.optimizer)
             if self.is_plain:
                 self.optimizer.step()
             else:
@@ -280,12 +278,16 @@ class AutomaticUpdate:
         return result
 
     def waiting(self) -> list[Optimizer]:
-        """The optimizers whose gradients wait for another batch, where a checkpoint is saved: none."""
-        return []
+        """The optimizers whose gradients wait for another batch, where a checkpoint is saved: in the middle of a window.
+
+        After an error the run goes on behind the last whole one.
+        """
+        return self.run.optimizers if self.run.accumulates and not self.run.has_failed else []
 
     def before_step(self, optimizer: Optimizer) -> None:
         """``on_before_optimizer_step``, then clipping."""
-        self.hooks.call("on_before_optimizer_step", optimizer)
+        if self.heard:
+            self.hooks.call("on_before_optimizer_step", optimizer)
         if self.own_clip is not None:
             words = {"gradient_clip_val": self.clip_val, "gradient_clip_algorithm": self.clip_algorithm}
             self._named("configure_gradient_clipping", self.own_clip, optimizer, **words)

@@ -117,11 +117,16 @@ def test_it_is_of_plain_values(tmp_path):
     fit(tmp_path, lambda: Classifier(by_step), train(), max_epochs=1)
     found = torch.load(tmp_path / "checkpoints/run/version_0/last.ckpt", weights_only=True)["fabric_template"]
     assert list(found["fingerprint"]["versions"]) == ["python", "torch", "lightning", "fabric_template"]
-    assert {**found["fingerprint"], "versions": None} == {
+    settings = found["fingerprint"]["settings"]
+    assert {name: settings[name] for name in ("SGD.lr", "SGD.momentum", "StepLR.gamma", "StepLR.step_size")} == {
+        "SGD.lr": "0.1", "SGD.momentum": "0.9", "StepLR.gamma": "0.7", "StepLR.step_size": "3",
+    }  # fmt: skip
+    assert {**found["fingerprint"], "versions": None, "settings": None} == {
         "accumulate_grad_batches": 1,
         "precision": "32-true",
         "optimizers": [["SGD"]],
         "schedulers": ["StepLR"],
+        "settings": None,
         "processes": 1,
         "versions": None,
         "batches": 6,

@@ -1,0 +1,138 @@
+"""Which checkpoint is best is asked after every validation, those inside an epoch too, as Trainer's ModelCheckpoint does."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from modules import Classifier, make_loader, quiet, run_trainer
+from runs import Plain, Snapshots, assert_same_end, fit, logs_of, loud, same, tree, val_loader
+
+from fabric_template import FabricLoop
+
+EPOCH = {"train": lambda: make_loader(32), "val": val_loader, "num_sanity_val_steps": 0}  # eight batches
+
+
+def scored(*scores, every=2):
+    """A module whose n-th validation, after so many steps each, measures the n-th score."""
+
+    class Scored(Classifier):
+        def validation_step(self, batch, batch_idx):
+            self.log("score", float(scores[max(self.trainer.global_step // every - 1, 0)]))
+
+    return Scored
+
+
+def files_of(root):
+    """(step, score in the name) of each checkpoint but the last."""
+    paths = [path for path in root.rglob("*.ckpt") if path.name != "last.ckpt"]
+    return {torch.load(path, weights_only=False)["global_step"]: path for path in paths}
+
+
+@pytest.mark.parametrize(("top_k", "mode"), [(1, "min"), (2, "max"), (-1, "min")])
+def test_the_files_of_trainer(tmp_path, mode, top_k):
+    """The same steps are kept, with the same weights; the best of them is the same."""
+    make, words = scored(5, 1, 3, 4, 2, 6, 0.5, 9), {"val_check_interval": 0.25, "max_epochs": 2}
+    callback = ModelCheckpoint(tmp_path / "trainer", monitor="score", mode=mode, save_top_k=top_k)
+    saving = {"enable_checkpointing": True, "callbacks": [callback], "num_sanity_val_steps": 0}
+    run_trainer(make, EPOCH["train"], val_loader, **words, **saving)
+    loop, *_ = fit(tmp_path / "loop", make, monitor="score", mode=mode, save_top_k=top_k, **EPOCH, **words)
+    theirs, ours = files_of(tmp_path / "trainer"), files_of(tmp_path / "loop")
+    assert sorted(theirs) == sorted(ours)
+    for step, path in theirs.items():
+        one, other = (torch.load(file, weights_only=False) for file in (path, ours[step]))
+        assert same(dict(one["state_dict"]), dict(other["state_dict"])), step
+        assert same(one["optimizer_states"], other["optimizer_states"]), step
+    saver = loop.checkpoint_callback
+    assert saver.best_model_score == callback.best_model_score
+    assert torch.load(saver.best_model_path, weights_only=True)["global_step"] == (14 if mode == "min" else 16)
+    reader = FabricLoop(**loud(tmp_path / "loop"), mode=mode)
+    reader.validate(Classifier(), val_loader(), load="best", verbose=False)
+    assert reader.ckpt_path == saver.best_model_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"val_check_interval": 3, "accumulate_grad_batches": 2},  # in the middle of a window
+        {"val_check_interval": 3, "check_val_every_n_epoch": None, "max_steps": 12},
+    ],
+    ids=str,
+)
+def test_goes_on_behind_a_validation(tmp_path, words):
+    """Killed after any of them: the same weights, rows and files as if nothing had been."""
+    words = {**EPOCH, "monitor": "val_loss", "save_top_k": 2, "max_epochs": 2, **words}
+    whole = fit(tmp_path / "run", callbacks=[Snapshots(tmp_path / "run", tmp_path / "killed")], **words)
+    for batches in (3, 11):  # what was saved last is of the validation after 3, and after 8 or 9
+        root = tmp_path / "killed" / str(batches)
+        assert_same_end(whole, fit(root, seed=9, resume="last", **words))
+        assert logs_of(root) == logs_of(tmp_path / "run")
+        assert tree(root) == tree(tmp_path / "run")
+        for path in (tmp_path / "run").rglob("*.ckpt"):
+            one, other = (
+                torch.load(file, weights_only=True) for file in (path, root / path.relative_to(tmp_path / "run"))
+            )
+            for state in (one, other):
+                for name in ("seconds", "elapsed"):
+                    state["fabric_template"].pop(name)
+                state["fabric_template"].pop("history"), state["fabric_template"].pop("logs")
+            assert same(one, other), path
+        shutil.rmtree(root)
+
+
+def test_an_endless_epoch_is_saved_after_each_validation(tmp_path):
+    class Endless:
+        def __iter__(self):
+            while True:
+                yield from make_loader(32)
+
+    copies = Snapshots(tmp_path / "run", tmp_path / "killed")
+    fit(tmp_path / "run", Plain, train=Endless, val=val_loader, max_steps=6, val_check_interval=2, monitor="val_loss",
+        callbacks=[copies])  # fmt: skip
+    steps = [
+        torch.load(tmp_path / f"killed/{batches}/checkpoints/run/version_0/last.ckpt", weights_only=True)["global_step"]
+        for batches in (2, 3, 4, 5)
+    ]
+    assert steps == [2, 2, 4, 4]
+    assert (tmp_path / "killed/3/checkpoints/run/version_0/best.ckpt").exists()
+
+
+def test_what_only_the_epoch_measures_is_judged_at_its_end(tmp_path):
+    """A validation in its middle says nothing of the training loss: that of the epoch before is not judged again."""
+    loop, _, history = fit(
+        tmp_path, max_epochs=2, val_check_interval=2, monitor="train_loss_epoch", save_top_k=-1, **EPOCH
+    )
+    names = sorted(path.name for path in tmp_path.rglob("epoch=*.ckpt"))
+    values = history["train_loss"]
+    assert names == [f"epoch={epoch}-train_loss_epoch={values[epoch]:.4f}.ckpt" for epoch in (0, 1)]
+
+
+@pytest.mark.parametrize(("top_k", "kept"), [(1, 1), (2, 2), (-1, 4)])
+@pytest.mark.parametrize("interval", [1.0, 0.5])
+def test_a_score_that_is_no_number(tmp_path, top_k, kept, interval):
+    """It is never among the best; where all are kept it is, and is not the best of them."""
+    scores = [math.nan, 3, math.nan, 2]
+    loop, *_ = fit(
+        tmp_path, scored(*scores, every=8 if interval == 1.0 else 4), monitor="score", save_top_k=top_k,
+        max_epochs=4 if interval == 1.0 else 2, val_check_interval=interval, **EPOCH,
+    )  # fmt: skip
+    assert loop.checkpoint_callback.best_model_score == 2
+    assert torch.load(loop.checkpoint_path("best"), weights_only=True)["global_step"] == (32 if interval == 1.0 else 16)
+    assert len([path for path in tmp_path.rglob("*.ckpt") if path.name != "last.ckpt"]) == kept
+    assert FabricLoop(**quiet()).checkpoint_path("best") is None
+
+
+def test_stopped_by_a_validation_in_the_middle(tmp_path):
+    """Its score counts once, with the state of the cut; a resume knows that."""
+
+    class Stops(Callback):
+        def on_validation_end(self, trainer, module):
+            trainer.should_stop = trainer.should_stop or trainer.global_step == 4
+
+    words = {**EPOCH, "val_check_interval": 2, "monitor": "score", "save_top_k": 3, "max_epochs": 1}
+    fit(tmp_path, scored(5, 1, 3, 4), callbacks=[Stops()], **words)
+    steps = {step: path.name for step, path in files_of(tmp_path).items()}
+    assert steps == {2: "epoch=0-step=2-score=5.0000.ckpt", 4: "epoch=0-score=1.0000.ckpt"}
+    fit(tmp_path, scored(5, 1, 3, 4), resume="last", **words)
+    assert sorted(files_of(tmp_path)) == [4, 6, 8]

@@ -1,0 +1,138 @@
+"""What steps return stands in the record beside what they log, in the middle of an epoch, too."""
+
+import pytest
+import torch
+from both import Notes
+from modules import Classifier, assert_parity, make_loader
+from runs import Plain, fit, val_loader
+from torch import nn
+
+from fabric_template import read_logs
+
+
+class Half(Plain):
+    """Returns a pair, and logs one thing more; in training a dict."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.log("norm", sum(p.norm() for p in self.net.parameters()), on_step=False, on_epoch=True)
+        return {"loss": loss, "size": len(batch[0])}
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_size", float(len(batch[0])), reduce_fx="max")
+        return super().validation_step(batch, batch_idx)
+
+
+class HalfLit(Classifier):
+    """A LightningModule that logs the accuracy and returns the loss, with more that was never meant for a record."""
+
+    def validation_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.log("val_acc", (logits.argmax(1) == batch[1]).float().mean())
+        return {"loss": nn.functional.cross_entropy(logits, batch[1]), "size": len(batch[0])}
+
+
+def without_logging(make):
+    """The same means, of a module that logs nothing."""
+
+    class Silent(make):
+        log = lambda *_, **__: None  # noqa: E731
+
+    return Silent
+
+
+@pytest.mark.parametrize(
+    ("make", "columns"),
+    [
+        (Half, ["train_loss", "train_size", "norm", "val_loss", "val_acc", "val_size"]),
+        (HalfLit, ["train_loss", "train_acc", "val_loss", "val_acc"]),
+    ],
+)
+def test_beside_what_is_logged(tmp_path, make, columns):
+    """The values are those of the same module that logs nothing; `monitor` finds them, also after the first epoch."""
+    words = {"val": val_loader, "max_epochs": 3, "monitor": "val_loss"}
+    loop, module, history = fit(tmp_path / "one", make, **words)
+    silent = fit(tmp_path / "silent", without_logging(make), **words)[2]
+    assert sorted(history.columns) == sorted(["epoch", "step", "lr", "time", *columns])
+    assert history["val_loss"].tolist() == silent["val_loss"].tolist()
+    assert loop.checkpoint_callback.best_model_score == history["val_loss"].min()
+    unseen = {"train_loss", "train_size"} if make is Half else {"val_loss"}  # Trainer knows what was logged
+    assert set(columns) - unseen <= loop.callback_metrics.keys()
+    (result,) = loop.validate(module, val_loader(), verbose=False)
+    if make is Half:
+        assert history["train_size"].tolist() == silent["train_size"].tolist()
+        assert history["val_acc"].tolist() == silent["val_acc"].tolist()
+        assert result == {name: history[name].iloc[-1] for name in ("val_loss", "val_acc", "val_size")}
+    else:
+        assert result == {"val_acc": history["val_acc"].iloc[-1]}  # as Trainer
+
+
+def test_a_lightning_modules_metrics_stay_those_of_trainer():
+    assert_parity(HalfLit, make_loader, val_loader, max_epochs=2, val_check_interval=0.5)
+
+
+def test_what_is_logged_wins(tmp_path):
+    class Both(Plain):
+        def training_step(self, batch):
+            self.log("train_loss", 5.0, on_step=False, on_epoch=True)
+            return super().training_step(batch)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", 7.0)
+            return super().validation_step(batch, batch_idx)
+
+    loop, _, history = fit(tmp_path, Both, val=val_loader, max_epochs=2)
+    assert (history["train_loss"].tolist(), history["val_loss"].tolist()) == ([5.0, 5.0], [7.0, 7.0])
+    assert history["val_acc"].between(0, 1).all()
+    assert loop.callback_metrics["val_loss"] == 7.0
+
+
+class Silent(Classifier):
+    log = lambda *_, **__: None  # noqa: E731
+
+    def validation_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("make", [Plain, Half, Silent, HalfLit])
+def test_validations_inside_an_epoch(tmp_path, make):
+    """Each has a row of its own in steps.csv, the epoch's last one in metrics.csv."""
+    words = {"val": val_loader, "max_epochs": 1, "val_check_interval": 2, "limit_train_batches": 5}
+    notes = Notes()
+    fit(tmp_path, make, **words)
+    steps = read_logs(tmp_path / "logs/run", steps=True)
+    assert steps["step"].tolist() == [1, 3]
+    assert steps["epoch"].tolist() == [0, 0]
+    assert steps["val_loss"].notna().all()
+    assert read_logs(tmp_path / "logs/run")["val_loss"].tolist() == steps["val_loss"].tolist()[-1:]  # no newer one
+    _, _, history = fit(tmp_path / "notes", make, logger=notes, **words)
+    found = [(step, sorted(values.keys() - {"epoch"})) for step, values in notes.rows]
+    validated, trained = {
+        Plain: (["val_acc", "val_loss"], ["train_loss"]),
+        Half: (["val_acc", "val_loss", "val_size"], ["norm", "train_loss", "train_size"]),
+        Silent: ([], []),
+        HalfLit: (["val_acc"], ["train_acc", "train_loss_epoch"]),
+    }[make]
+    assert found == [(s, names) for s, names in ((1, validated), (3, validated), (4, trained)) if names]
+    assert history["val_loss"].notna().all()
+    assert torch.isfinite(torch.tensor(history["train_loss"].tolist())).all()
+
+
+def test_of_several_loaders(tmp_path):
+    """Each by Trainer's name for it; what a step logs for one of them is its own."""
+
+    class Two(Half):
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            if dataloader_idx:
+                self.log("val_loss", 5.0)
+            return Plain.validation_step(self, batch, batch_idx)
+
+    loop, module, history = fit(tmp_path, Two, val=lambda: [val_loader(), val_loader()], max_epochs=1)
+    results = loop.validate(module, [val_loader(), val_loader()], verbose=False)
+    assert [sorted(result) for result in results] == [
+        [f"{name}/dataloader_idx_{index}" for name in ("val_acc", "val_loss")] for index in (0, 1)
+    ]
+    everything = results[0] | results[1]
+    assert everything["val_loss/dataloader_idx_1"] == 5.0
+    assert everything["val_acc/dataloader_idx_0"] == everything["val_acc/dataloader_idx_1"]
+    assert history[list(everything)].iloc[0].to_dict() == everything
