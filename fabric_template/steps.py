@@ -39,7 +39,8 @@ class FunctionSteps:
         self.net = net
         for name, function in functions.items():
             if function is not None:
-                setattr(self, name, _Bound(function, net))
+                setattr(self, name, partial(function, net))
+        self.functions = {name: function for name, function in functions.items() if function is not None}
 
     def __getattr__(self, name: str) -> Any:
         if name in (*STEPS, "forward"):
@@ -48,32 +49,6 @@ class FunctionSteps:
             if name == "test_step" and "validation_step" in vars(self):
                 return self.validation_step
         raise AttributeError(f"{type(self.__dict__.get('net')).__name__} has no {name}")
-
-    @property
-    def functions(self) -> dict[str, Callable]:
-        """The functions by the names of their steps."""
-        return {name: bound.function for name, bound in vars(self).items() if isinstance(bound, _Bound)}
-
-
-class _Bound:
-    """A step function with its model filled in; a class and not a closure, so that it can be sent to other processes."""
-
-    def __init__(self, function: Callable, net: nn.Module) -> None:
-        self.function, self.net = function, net
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(self.net, *args)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of a method: without the model."""
-        try:
-            signature = inspect.signature(self.function)
-        except (TypeError, ValueError):  # of a builtin: it is called with all there is
-            raise AttributeError("__signature__") from None
-        first, *rest = signature.parameters.values()
-        is_open = first.kind is inspect.Parameter.VAR_POSITIONAL
-        return signature.replace(parameters=[first, *rest] if is_open else rest)
 
 
 def net_of(owner: Any) -> nn.Module:
