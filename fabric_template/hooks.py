@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 # In the order of a run. Callbacks get (trainer, module, *these); modules get these.
@@ -124,7 +125,7 @@ class Hooks:
         shown: Callable[[Any, Any], Any] | None = None,
     ) -> None:  # fmt: skip
         self._trainer, self.callbacks, self._module, self._shown = trainer, list(callbacks), module, shown
-        self._metrics, self.profiler = metrics, profiler
+        self._metrics, self.profiler = metrics or SimpleNamespace(fx=None), profiler
         self._listeners: dict[str, tuple[list[Callable], Callable | None]] = {}
         self._unheard: set[str] = set()
 
@@ -134,40 +135,24 @@ class Hooks:
             return None
         callbacks, own = self._listeners.get(name) or self._listen(name)
         metrics = self._metrics
-        before = metrics.fx if metrics is not None else None
-        if metrics is not None:
-            metrics.fx = name
+        before, metrics.fx = metrics.fx, name
         for call in callbacks:
             call(*args)
         result = own(*args) if own is not None else None
-        if metrics is not None:
-            metrics.fx = before
+        metrics.fx = before
         return result
 
     def call_epoch_end(self, name: str) -> None:
         """Call the module before the callbacks that monitor, so that they see what the module logs here."""
-        metrics = self._metrics
-        before, metrics.fx = metrics.fx, name
         monitors = [callback for callback in self.callbacks if is_monitor(callback)]
-        for callback in self.callbacks:
-            if callback not in monitors and (call := self._of_callback(callback, name)):
-                call()
-        own = self._of_module(name)
-        if own is not None:
-            own()
-        for callback in monitors:
-            if call := self._of_callback(callback, name):
-                call()
-        metrics.fx = before
+        others = [callback for callback in self.callbacks if callback not in monitors]
+        first, last = ([self._of_callback(callback, name) for callback in part] for part in (others, monitors))
+        self._call(name, [*first, self._of_module(name), *last])
 
     def call_callbacks(self, name: str, *args: Any) -> None:
         """Call the callbacks' hook only."""
         callbacks, _ = self._listeners.get(name) or self._listen(name)
-        metrics = self._metrics
-        before, metrics.fx = metrics.fx, name
-        for call in callbacks:
-            call(*args)
-        metrics.fx = before
+        self._call(name, callbacks, *args)
 
     def call_one(self, callback: Any, name: str, *args: Any) -> None:
         """Call one callback's hook only."""
@@ -177,11 +162,13 @@ class Hooks:
     def call_module(self, name: str, *args: Any) -> Any:
         """Call the module's hook only."""
         _, own = self._listeners.get(name) or self._listen(name)
-        if own is None:
-            return None
-        metrics = self._metrics
+        return self._call(name, [own], *args)
+
+    def _call(self, name: str, listeners: list[Callable | None], *args: Any) -> Any:
+        metrics, result = self._metrics, None
         before, metrics.fx = metrics.fx, name
-        result = own(*args)
+        for call in filter(None, listeners):
+            result = call(*args)
         metrics.fx = before
         return result
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .opening import CheckpointError
 from .plain import is_plain
+from .reading import tensors_in
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -82,17 +83,9 @@ def _held(part: Any) -> dict[str, Any]:
 
 
 def _copy(value: Any, device: torch.device | None = None) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to(device or value.device, copy=True)
-    if isinstance(value, dict):
-        new = copy.copy(value)
-        new.update({key: _copy(part, device) for key, part in value.items()})
-        return new
-    if type(value) in (list, tuple, set):
-        return type(value)(_copy(part, device) for part in value)
-    if isinstance(value, deque):
-        return deque((_copy(part, device) for part in value), value.maxlen)
-    return copy.copy(value) if isinstance(value, numpy.ndarray) else value
+    """A value of its own, its tensors on the device, without their history."""
+    memo = {id(part): part.detach().to(device or part.device, copy=True) for part in tensors_in(value)}
+    return copy.deepcopy(value, memo)
 
 
 def _same(one: Any, other: Any) -> bool:

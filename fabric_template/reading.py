@@ -14,7 +14,7 @@ import struct
 import sys
 import warnings
 import zipfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -50,6 +50,8 @@ _ALLOCATORS = re.compile(
 # called; and of the function that makes bytes of a text by "latin1", and by any other codec something larger.
 _STORAGE = re.compile(r"torch(\.storage)? UntypedStorage")
 _ENCODE = ("name", "_codecs encode")
+
+_OLD = "is an old-style pickle, which can run any program"
 
 
 def verify_checkpoint(path: str | Path) -> None:
@@ -90,7 +92,7 @@ def read_checkpoint(path: str | Path, *, trusted: bool = False, map_location: An
             _verify(file, path)
         if path.suffix == ".safetensors":
             return {"state_dict": _load_safetensors(path, map_location)}
-        reason = _legacy_reason(file) if legacy else None
+        reason = _OLD if legacy else None
         try:
             if reason is None:
                 checkpoint, reason = _load_plain(file, map_location)
@@ -202,7 +204,7 @@ def _verify(file: IO[bytes], path: Path) -> None:
     if path.suffix == ".safetensors":
         damage = _safetensors_damage(file, size)
     elif _is_pickle(file):
-        raise CheckpointError(_needs_trust(path, _legacy_reason(file)))
+        raise CheckpointError(_needs_trust(path, _OLD))
     else:
         damage = _zip_damage(file, size)
     file.seek(0)
@@ -278,25 +280,6 @@ def _is_pickle(file: IO[bytes]) -> bool:
     return len(start) == 2 and start[0] == 0x80 and start[1] <= pickle.HIGHEST_PROTOCOL
 
 
-def _legacy_reason(file: IO[bytes]) -> str:
-    """Why an old pickle is not loaded, with the first names that it would import (read, not run)."""
-    names: list[str] = []
-    file.seek(0)
-    with contextlib.suppress(Exception):
-        for _ in range(4):  # old torch files are a few pickles in a row: magic number, version, system, the object
-            texts: list[str] = []
-            for op, arg, _ in pickletools.genops(file):
-                if "UNICODE" in op.name:
-                    texts.append(arg)
-                elif op.name in ("GLOBAL", "INST"):
-                    names.append(arg.replace(" ", "."))
-                elif op.name == "STACK_GLOBAL":
-                    names.append(".".join(texts[-2:]))
-    file.seek(0)
-    wants = f" that imports {', '.join(dict.fromkeys(names[:3]))}" if names else ""
-    return f"is an old-style pickle{wants}, which can run any program"
-
-
 def _needs_trust(path: Path, reason: str) -> str:
     return f"'{path}' {reason}; refused. If you know who wrote it, give trusted=True, and save it again from there."
 
@@ -336,7 +319,7 @@ def tensors_in(content: Any) -> Iterator[torch.Tensor]:
         item = left.pop()
         if isinstance(item, torch.Tensor):
             yield item
-        elif isinstance(item, dict | list | tuple) and id(item) not in seen:
+        elif isinstance(item, dict | list | tuple | deque) and id(item) not in seen:
             seen.add(id(item))
             left.extend(item.values() if isinstance(item, dict) else item)
 

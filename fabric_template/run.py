@@ -317,10 +317,6 @@ class Run:
             self.metrics.merge()
         return {**self.history.returned, **self.metrics.callback}
 
-    def monitored(self, name: str) -> Any:
-        """The value of a metric now, None if it was not logged."""
-        return self.known_metrics().get(name)
-
     def measured(self) -> Any:
         """The monitor's newest value as it was made, None where there is none."""
         return {**self.history.returned, **self.metrics.callback}.get(self.config.monitor)

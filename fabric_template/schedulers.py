@@ -34,7 +34,7 @@ def _step(run: Run, config: Any) -> None:
     """Step one scheduler, with its monitor's value when it wants one."""
     value = None
     if config.reduce_on_plateau:
-        value = run.monitored(config.monitor)
+        value = run.known_metrics().get(config.monitor)
         if value is None:
             known = sorted(run.known_metrics())
             if config.strict:
