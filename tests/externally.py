@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 
-def externally(function, *args, ranks=2, is_launched=True, timeout=100):
+def externally(function, *args, ranks=2, is_launched=True, timeout=250):
     """Call ``function(rank, *args)`` in so many processes; returns the exit code and what was written, of each.
 
     Args:

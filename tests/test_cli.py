@@ -503,7 +503,7 @@ def test_the_same_script_under_every_launcher(launcher, strategy, ranks):
         Path("lit.py").write_text(LIT)
         Path("script.py").write_text(SCRIPT)
         command = [*launcher, "script.py", strategy]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
         # On a busy machine one of gloo's threads may meet the interpreter's end after all is done: torch's, see
         # https://github.com/pytorch/pytorch/pull/179291
         if "terminate called without an active exception" not in done.stderr:

@@ -204,7 +204,7 @@ def test_script(tmp_path, number, codes):
     """The program ends as the signal would end it, after the save; then it is resumed."""
     whole = fit(tmp_path / "whole", train=train, max_epochs=3)
     code = SCRIPT.format(root=str(tmp_path / "cut"), number=number)
-    done = subprocess.run(source_of(code), capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(source_of(code), capture_output=True, text=True, timeout=250, cwd=tmp_path)
     assert done.returncode in codes, done.stderr
     assert "went on" not in done.stdout
     assert ("KeyboardInterrupt" in done.stderr) == (number == "SIGINT")
@@ -360,7 +360,7 @@ def test_a_script_with_two_ranks(tmp_path, strategy, parent, number, codes):
     head = source_of("")[-1]
     words = {"root": str(tmp_path / "cut"), "strategy": strategy, "parent": parent, "number": number}
     script.write_text(head + PARENT.format(**words))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, cwd=tmp_path)
     # On a busy machine one of gloo's threads may meet the interpreter's end after all is done: torch's, see
     # https://github.com/pytorch/pytorch/pull/179291
     is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT

@@ -19,7 +19,7 @@ KERNEL = "fabric-template-test"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
 
 
-def execute(notebook, folder, timeout=120):
+def execute(notebook, folder, timeout=250):
     """Run every cell in a new kernel of this very Python, made known in the folder; returns the executed copy."""
     spec = folder / "jupyter" / "kernels" / KERNEL / "kernel.json"
     spec.parent.mkdir(parents=True)

@@ -41,7 +41,7 @@ def start(root, number, waits_for="", **words):
 def test_at_once(tmp_path):
     """Both begin in the same millisecond; each writes its own files only, and they are those of a run that was alone."""
     runs = [start(tmp_path, i) for i in range(2)]
-    outputs = [run.communicate(timeout=120) for run in runs]
+    outputs = [run.communicate(timeout=250) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outputs
     versions = [output.strip()[-1] for output, _ in outputs]
     assert sorted(versions) == ["0", "1"]
