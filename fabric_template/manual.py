@@ -22,6 +22,7 @@ class ManualUpdate(AutomaticUpdate):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
+        self._ddp = run.steps.ddp
         self._used: set[int] = set()  # the optimizers that have stepped in this batch, after the last backward
 
     def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
@@ -60,6 +61,10 @@ class ManualUpdate(AutomaticUpdate):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward with its hooks, for ``manual_backward``."""
         self._used.clear()
+        if self._ddp is not None:
+            from lightning.pytorch.overrides.distributed import prepare_for_backward
+
+            prepare_for_backward(self._ddp, loss)
         super().backward(loss, *args, **kwargs)
 
     def waiting(self) -> list[Optimizer]:

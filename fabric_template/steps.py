@@ -16,6 +16,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .buckets import Buckets
 from .errors import MisuseOfType
@@ -163,10 +164,14 @@ class Steps:
         return str(self.precision.precision).endswith("-true") and self.precision.precision != "32-true"
 
     @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """What sums gradients over the ranks, if it is DDP."""
+        return self.buckets.ddp if self.buckets is not None else None
+
+    @property
     def talks(self) -> bool:
         """Whether each step, in a validation too, waits for the other ranks: DDP gives them rank zero's buffers."""
-        ddp = self.buckets and self.buckets.ddp
-        return bool(ddp) and ddp.will_sync_module_buffers()
+        return self.ddp is not None and self.ddp.will_sync_module_buffers()
 
     @property
     def is_plain(self) -> bool:
@@ -181,7 +186,9 @@ class Steps:
         if self._compile:
             method = torch.compile(method, **(self._compile if isinstance(self._compile, dict) else {}))
         if self.wrapped is not None:
-            method = partial(_through, self.wrapped, method)
+            by_hand = name == "training_step" and not getattr(self.owner, "automatic_optimization", True)
+            through = partial(_by_hand, self.ddp) if by_hand and self.ddp is not None else _through
+            method = partial(through, self.wrapped, method)
         context = self.context()
         return method if context is None else _inside(context, method)
 
@@ -207,6 +214,20 @@ class Steps:
 def _through(wrapped: nn.Module, method: Callable, *args: Any) -> Any:
     """The call with its arguments, opaque to wrappers that would convert or scatter them."""
     return wrapped(partial(method, *args))
+
+
+def _by_hand(ddp: DistributedDataParallel, wrapped: nn.Module, method: Callable, *args: Any) -> Any:
+    """The same for a step with backwards of its own: DDP is made ready before each, and not for one after the step."""
+
+    def step() -> Any:
+        output = method(*args)
+        ddp.require_backward_grad_sync = False
+        return output
+
+    try:
+        return wrapped(step)
+    finally:
+        ddp.require_backward_grad_sync = True
 
 
 def _inside(context: Callable[[], Any], method: Callable) -> Callable:

@@ -1,0 +1,92 @@
+"""Manual optimization on two ranks: every backward is summed over them, from the first one on, as under Trainer."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.strategies import DDPStrategy
+from modules import assert_same_metrics, assert_same_weights, make_loader, run_loop, run_trainer
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks_are_quiet(monkeypatch):
+    """Set, so that Lightning gives each rank no more threads than this process has."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+class Manual(pl.LightningModule):
+    """Steps every second batch; returns a loss without a graph, or nothing."""
+
+    def __init__(self, returns=True):
+        super().__init__()
+        self.net, self.returns, self.automatic_optimization = nn.Linear(8, 3), returns, False
+
+    def loss_of(self, batch):
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss_of(batch)
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss.detach() if self.returns else None
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss_of(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Gan(Manual):
+    """Two networks, each with backwards of its own in one batch; the second one only in every second batch."""
+
+    def __init__(self, toggles=False, **words):
+        super().__init__(**words)
+        self.other, self.toggles = nn.Linear(8, 3), toggles
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        losses = (
+            (self.loss_of(batch), first),
+            ((self.other(batch[0]) - self.net(batch[0]).detach()).square().mean(), second),
+        )
+        for loss, optimizer in losses if batch_idx % 2 == 0 else losses[:1]:
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(net.parameters(), lr=0.02) for net in (self.net, self.other)]
+
+
+def val():
+    return make_loader(18, shuffle=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters=True was specified")
+@pytest.mark.parametrize(
+    ("make", "unused", "steps"),
+    [
+        (Manual, False, 4),
+        (lambda: Manual(returns=False), True, 4),
+        (Gan, True, 16),
+        (lambda: Gan(toggles=True), True, 16),
+    ],
+    ids=["one", "unused", "gan", "toggled"],
+)
+def test_as_under_trainer(make, unused, steps):
+    ends = []
+    for run, strategy in ((run_trainer, pl.strategies.DDPStrategy), (run_loop, DDPStrategy)):
+        words = {"start_method": "fork", "find_unused_parameters": unused}
+        ends.append(run(make, make_loader, val, max_epochs=2, strategy=strategy(**words), devices=2))
+    (trainer, expected), (loop, module) = ends
+    assert_same_weights(expected, module)
+    assert_same_metrics(trainer, loop)
+    assert loop.global_step == steps  # Trainer's main process says 0
