@@ -203,7 +203,8 @@ def stop_for(run: Run, number: int | None) -> None:
         return
     if run.fabric.is_global_zero:
         _tell_stopped(run, number)
-        requeue(number, saved=run.saver is not None and run.saver.complaint() is None)
+        if not run.signals.was_theirs:  # whose handler may do so itself
+            requeue(number, saved=run.saver is not None and run.saver.complaint() is None)
     if is_interactive():
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)

@@ -25,12 +25,12 @@ AGREE_EVERY = 1.0  # seconds
 class Handlers:
     """Sets a handler for the signals that end a run; on leaving, the handlers are as found.
 
-    Handlers can only be set in the main thread; elsewhere nothing changes. Somebody's own handler stays; only Python's
-    and the system's defaults are replaced.
+    Handlers can only be set in the main thread; elsewhere nothing changes. Somebody's own handler for SIGTERM or SIGUSR1 is
+    called as well, in the process where it was set; one for Ctrl-C stays alone, and what is ignored stays so.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, object] = {}
+        self._found: dict[int, Any] = {}
         self._pid = os.getpid()
 
     def __enter__(self):  # noqa: ANN204
@@ -40,7 +40,8 @@ class Handlers:
                 is_forwards = isinstance(
                     getattr(handler, "__self__", None), Forward
                 )  # of a script that is a rank itself
-                if is_forwards or handler in (signal.default_int_handler, signal.SIG_DFL):
+                is_default = handler in (signal.default_int_handler, signal.SIG_DFL)
+                if is_forwards or is_default or (callable(handler) and number != signal.SIGINT):
                     self._found[number] = handler
                     signal.signal(number, self.handle)
         return self
@@ -53,10 +54,21 @@ class Handlers:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """What is done when a signal comes."""
 
-    def at_once(self, number: int) -> None:
-        """Give way: the signal does what it does by default."""
+    def theirs(self, number: int, frame: FrameType | None) -> bool:
+        """Call somebody's own handler, if there is one, and say so."""
+        handler = self._found.get(number)
+        if isinstance(forward := getattr(handler, "__self__", None), Forward):
+            return forward.theirs(number, frame)
+        if is_own := callable(handler) and handler is not signal.default_int_handler:
+            handler(number, frame)
+        return is_own
+
+    def at_once(self, number: int, frame: FrameType | None) -> None:
+        """Give way: the signal does what it does by default, and ends the program after somebody's own handler, too."""
         for caught, handler in self._found.items():
             signal.signal(caught, handler)
+        if self.theirs(number, frame):
+            raise ending(number)
         signal.raise_signal(number)
 
 
@@ -83,6 +95,7 @@ class Signals(Handlers):
         self.together, self.patience = together, patience
         self.received: int | None = None  # by this process
         self.agreed: int | None = None  # by all
+        self.was_theirs = False  # whether somebody's own handler has heard of it, too
         self.deadline: float | None = None  # in time.monotonic's seconds, for max_time
         self._received_at = 0.0
         self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), 0, 0
@@ -133,8 +146,9 @@ class Signals(Handlers):
             self.received, self._received_at = number, time.monotonic()
             if not self.together:
                 self.agreed = number
+            self.was_theirs = self.theirs(number, frame)
         elif time.monotonic() - self._received_at >= self.patience:
-            self.at_once(number)
+            self.at_once(number, frame)
 
 
 class Forward(Handlers):
@@ -170,7 +184,7 @@ class Forward(Handlers):
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Pass it on."""
         if self.received is not None:
-            self.at_once(number)
+            self.at_once(number, frame)
             return
         self.received = number
         for child in multiprocessing.active_children():
@@ -179,7 +193,8 @@ class Forward(Handlers):
         if scripts := getattr(self.launcher, "procs", ()):
             for process in scripts:
                 process.kill()
-            self.at_once(number)
+            self.at_once(number, frame)
+        self.theirs(number, frame)
 
     def meaning(self, error: Exception) -> int | None:
         """The signal for which the ranks ended with this error; None for another cause."""
