@@ -17,10 +17,6 @@ class Buckets:
 
     Three ranks or more add in an order that depends on where in its bucket a gradient lies, so that a resumed run has
     other last bits unless it begins with the buckets of the run that it goes on. Two ranks have only one order.
-
-    Args:
-        wrapped: the module as Fabric has wrapped it.
-        world_size: how many ranks there are.
     """
 
     def __init__(self, wrapped: nn.Module, world_size: int) -> None:
@@ -35,10 +31,6 @@ class Buckets:
         """Begin with the buckets of the run that goes on, or note those of a new one.
 
         They are laid by a backward of zeros, in which nobody's code takes part.
-
-        Args:
-            ours: our part of the checkpoint.
-            backward: Fabric's.
         """
         if not self.matter:
             return

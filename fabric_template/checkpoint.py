@@ -191,11 +191,7 @@ def loops_state(run: Run) -> dict[str, Any]:
 
 
 def check_format(checkpoint: Mapping[str, Any], path: Any) -> None:
-    """Refuse a checkpoint of a newer format than we know.
-
-    Raises:
-        CheckpointError: one line.
-    """
+    """Refuse a checkpoint of a newer format than we know."""
     ours = checkpoint.get(OURS)
     if isinstance(ours, Mapping) and isinstance(number := ours.get("format", 0), int) and number > FORMAT:
         raise CheckpointError(
@@ -205,11 +201,7 @@ def check_format(checkpoint: Mapping[str, Any], path: Any) -> None:
 
 
 def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -> None:
-    """Refuse a checkpoint of another model, naming the first keys and shapes that differ.
-
-    Raises:
-        CheckpointError: one line.
-    """
+    """Refuse a checkpoint of another model, naming the first keys and shapes that differ."""
     expected = net.state_dict()
     difference = explain_mismatch(expected, find_weights(dict(checkpoint), expected))
     if difference:
@@ -217,11 +209,7 @@ def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -
 
 
 def check_trained(checkpoint: Mapping[str, Any], path: Any) -> None:
-    """Refuse a checkpoint that has no state of a training.
-
-    Raises:
-        CheckpointError: one line.
-    """
+    """Refuse a checkpoint that has no state of a training."""
     if missing := [key for key in ("optimizer_states", "lr_schedulers") if key not in checkpoint]:
         raise CheckpointError(
             f"resume={str(path)!r}: the file holds weights only ({missing[0]} is missing); use load= to start a new run from"

@@ -333,11 +333,6 @@ def make_transfer(fabric: Fabric, convert: Callable | None, hooks: list[Callable
     """What brings a batch to its device: precision, ``on_before_batch_transfer``, the move, ``on_after_batch_transfer``.
 
     None when there is nothing to do.
-
-    Args:
-        fabric: has the device.
-        convert: the precision's conversion, or None.
-        hooks: the three hooks' methods, None where nobody overrides them.
     """
     before, move, after = hooks
     device = fabric.device

@@ -123,11 +123,7 @@ def differences(now: Mapping[str, Any], before: Any) -> list[str]:
 
 
 def check_optimizers(run: Run, before: Any) -> None:
-    """Refuse the states of optimizers of another kind; a renamed or derived class takes them.
-
-    Raises:
-        CheckpointError: one line with both kinds.
-    """
+    """Refuse the states of optimizers of another kind; a renamed or derived class takes them."""
     before = before.get("optimizers", ()) if isinstance(before, Mapping) else ()
     for optimizer, kin in zip(run.optimizers, before, strict=False):
         own = _kin(optimizer)
@@ -136,11 +132,7 @@ def check_optimizers(run: Run, before: Any) -> None:
 
 
 def check_loaded(run: Run, optimizer: Any) -> None:
-    """The same, once its state is loaded, for a file that says nothing of its optimizers.
-
-    Raises:
-        CheckpointError: one line with the settings that are missing.
-    """
+    """The same, once its state is loaded, for a file that says nothing of its optimizers."""
     for group in optimizer.param_groups:
         told = getattr(optimizer, "defaults", {}).keys() - {"differentiable"}  # torch adds it to those that lack it
         if missing := sorted(told - group.keys()):

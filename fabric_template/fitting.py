@@ -74,11 +74,7 @@ def like(example: Any) -> Any:
 
 
 def put_into_optimizer(optimizer: Any, state: Mapping[str, Any], path: Any) -> None:
-    """Give an optimizer its state.
-
-    Raises:
-        CheckpointError: it is of another one, in its groups or in what it keeps of a parameter.
-    """
+    """Give an optimizer its state."""
     with given_to(optimizer, path):
         if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:  # nobody else knows what it holds
             with states_as_saved([optimizer]):
@@ -124,11 +120,7 @@ def _made_by_a_step(optimizer: Any, group: dict[str, Any], shape: Any, dtype: to
 
 
 def put_into_scheduler(scheduler: Any, state: Mapping[str, Any], path: Any) -> None:
-    """Give a scheduler its state, which becomes its attributes: none of them may hide a method, or its optimizer.
-
-    Raises:
-        CheckpointError: it is of another one.
-    """
+    """Give a scheduler its state, which becomes its attributes: none of them may hide a method, or its optimizer."""
     with given_to(scheduler, path):
         mine = scheduler.state_dict()
         free = Is("none of its own", lambda key: key in mine or not hasattr(scheduler, key))
@@ -146,9 +138,6 @@ def put_into_callback(callback: Any, state: Any, path: Any, step: int) -> None:
     """Give a callback its state; of Lightning's own it is known what that is, and which files ModelCheckpoint removes.
 
     A ModelCheckpoint that has written this very file saves no second one of the same step, as if it had gone on.
-
-    Raises:
-        CheckpointError: it cannot take it.
     """
     with given_to(callback, path):
         if type(callback).__module__.startswith(("lightning.", "pytorch_lightning.")) and state:

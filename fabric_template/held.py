@@ -25,9 +25,6 @@ class Held:
       as it has changed since the set-up, so that what a resumed run is set up with counts where hooks left it alone;
     * in manual optimization, gradients that wait for a later batch;
     * which parameters an optimizer trains, where groups were added; tensors among an optimizer's attributes.
-
-    Args:
-        run: a fit.
     """
 
     def __init__(self, run: Run) -> None:

@@ -16,9 +16,6 @@ from .errors import Misuse, MisuseOfType
 def check_object(argument: str, value: Any) -> None:
     """Refuse a class where an object of it is meant.
 
-    Raises:
-        MisuseOfType: one line.
-
     Example:
         >>> check_object("model", nn.Linear)
         Traceback (most recent call last):
@@ -31,11 +28,7 @@ def check_object(argument: str, value: Any) -> None:
 
 
 def check_path(argument: str, value: Any, words: tuple[str, ...]) -> None:
-    """Refuse what names no file, such as True or a state dict.
-
-    Raises:
-        Misuse, MisuseOfType: one line.
-    """
+    """Refuse what names no file, such as True or a state dict."""
     known = f"expected a path, {' or '.join(map(repr, words))}"
     if value is not None and not isinstance(value, str | os.PathLike):
         hint = "; weights that are in memory go in by model.load_state_dict(...)" if argument == "load" else ""
@@ -83,9 +76,6 @@ def check_signature(step: Callable, name: str, takes_net: bool = False, takes_id
         name: "training_step" and so on.
         takes_net: whether it is a function.
         takes_idx: whether the loop gives it the index, too.
-
-    Raises:
-        MisuseOfType: one line that shows both signatures.
     """
     try:
         signature = inspect.signature(step)
@@ -104,11 +94,7 @@ def check_signature(step: Callable, name: str, takes_net: bool = False, takes_id
 
 
 def check_parameters(optimizers: list[Any], net: nn.Module, name: str) -> None:
-    """Refuse optimizers that have nothing of the model; plain tensors among their parameters are the user's own matter.
-
-    Raises:
-        Misuse: one line.
-    """
+    """Refuse optimizers that have nothing of the model; plain tensors among their parameters are the user's own matter."""
     own = {id(parameter) for parameter in net.parameters()}
     theirs = [p for optimizer in optimizers for group in optimizer.param_groups for p in group.get("params", ())]
     if any(isinstance(p, nn.Parameter) for p in theirs) and not any(id(p) in own for p in theirs):

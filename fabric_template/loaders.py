@@ -81,11 +81,7 @@ class Loaders:
             return INFINITE
 
     def check_mode(self) -> None:
-        """Train on loaders together, predict from one after another.
-
-        Raises:
-            Misuse: for a CombinedLoader of another mode.
-        """
+        """Train on loaders together, predict from one after another."""
         if self.combined is None or (self.combined._mode == "sequential") == (self.stage == "predict"):
             return
         if self.stage == "train":
@@ -191,11 +187,7 @@ class Loaders:
         return self.sources.loader_states()
 
     def load_states(self, states: list[Any]) -> None:
-        """Give it back to them, before a pass begins.
-
-        Raises:
-            Misuse: when they are not as many.
-        """
+        """Give it back to them, before a pass begins."""
         stateful = [source.loader for source in self.sources.each if source.is_stateful]
         if states and len(states) != len(stateful):
             raise Misuse(
@@ -280,11 +272,7 @@ def loaders_in(source: Any) -> list[Any]:
 
 
 def check_iterable(loader: Any, origin: str) -> None:
-    """Refuse what is no loader.
-
-    Raises:
-        MisuseOfType: for something that has no batches, and for a list that holds neither loaders nor batches of one kind.
-    """
+    """Refuse what is no loader."""
     if (why := why_no_loader(loader)) is not None:
         found = " ".join(str(loader).split())[:200]
         raise MisuseOfType(

@@ -30,9 +30,6 @@ class Noticed:
 
     Of module and submodules, callbacks, datamodule and training datasets. A checkpoint holds the digests of those that
     have changed since training began. Where an object has another value after a resume, nothing has brought it back.
-
-    Args:
-        run: as training begins.
     """
 
     def __init__(self, run: Run) -> None:

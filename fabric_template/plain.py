@@ -90,9 +90,6 @@ def is_plain(value: Any) -> bool:
 def restore(plain: Any, note: Any) -> Any:
     """Bring back what `store` was given.
 
-    Raises:
-        CheckpointError: when the note does not fit the value.
-
     Example:
         >>> restore(*store({"seen": deque([1], maxlen=3)})[:2])
         {'seen': deque([1], maxlen=3)}

@@ -72,11 +72,7 @@ class Sources:
         return {"sources": sources, "ahead": ahead, "generators": generators, "seeds": seeds}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Let the next pass begin there.
-
-        Raises:
-            Misuse: when the loaders are not as many as they were.
-        """
+        """Let the next pass begin there."""
         if len(state["sources"]) != len(self.each):
             raise Misuse(
                 f"resume: the checkpoint is of a run with {len(state['sources'])} loaders, this one has {len(self.each)}:"

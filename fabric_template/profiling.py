@@ -15,11 +15,7 @@ _EXPECTED = ", ".join(f'"{word}"' for word in _WORDS)
 
 
 def make_profiler(asked: Any) -> Any:
-    """The profiler that was asked for, by its word or as an object; None for none.
-
-    Raises:
-        Misuse: for another word.
-    """
+    """The profiler that was asked for, by its word or as an object; None for none."""
     if asked is None:
         return None
     if isinstance(asked, str):

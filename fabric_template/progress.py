@@ -15,10 +15,6 @@ SECONDS_BETWEEN = 0.2  # a bar that is drawn more often costs steps and shows no
 class Progress:
     """A tqdm bar that looks at the clock in each step, and at the values only when it is drawn.
 
-    Args:
-        enabled: False makes every call do nothing.
-        values: called when the bar is drawn, for the numbers beside it (each may cost a device sync).
-
     Example:
         >>> bar = Progress(enabled=False)
         >>> bar.start("epoch 0", 10); bar.advance(1); bar.close()

@@ -146,13 +146,7 @@ def _knows_the_run(path: str, item: Any) -> bool:
 
 
 def generators_of(state: Mapping[str, Any], find: Callable[[], list[Any]], datasets: Iterable[Any]) -> list[Any]:
-    """The generators whose states were noted, none if they are not as many; a dataset may make its own with its first item.
-
-    Args:
-        state: what was noted, the generators' states among it.
-        find: finds the generators that are there.
-        datasets: asked for an item each, where generators are missing.
-    """
+    """The generators whose states were noted, none if they are not as many; a dataset may make its own with its first item."""
     noted = len(state.get("generators", ()))
     found = find() if noted else []
     if len(found) < noted:

@@ -62,16 +62,7 @@ def part_of(ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
 
 
 def check_number(fabric: Fabric, path: Any, ours: Mapping[str, Any]) -> None:
-    """Refuse another number of processes in the middle of an epoch; between two the fingerprint's line says what is other.
-
-    Args:
-        fabric: has the ranks.
-        path: of the checkpoint.
-        ours: our part of it.
-
-    Raises:
-        CheckpointError: one line, with what to write.
-    """
+    """Refuse another number of processes in the middle of an epoch; between two the fingerprint's line says what is other."""
     were, now = len(ours.get("ranks", ())), number_of(fabric)
     if were in (0, now) or not ours.get("batch_idx"):
         return
@@ -100,11 +91,7 @@ def from_rank_zero(fabric: Fabric, find: Callable[[], Any]) -> Any:
 
 
 def agree_on_file(fabric: Fabric, find: Callable[[], Any]) -> None:
-    """Let each rank find its checkpoint, and compare what they have found: without a shared disk one name may be two files.
-
-    Raises:
-        CheckpointError: on all ranks; one line that says which rank has what.
-    """
+    """Let each rank find its checkpoint, and compare what they have found: without a shared disk one name may be two files."""
     error = None
     try:
         found = _describe(find())
@@ -144,17 +131,7 @@ def _describe(path: Any) -> str:
 
 
 def check_lengths(fabric: Fabric, stage: str, lengths: list[int | float], why: str) -> None:
-    """Refuse loaders of which one rank has more batches than another: the one would wait for the other, until a timeout.
-
-    Args:
-        fabric: has the ranks.
-        stage: "train" or "val".
-        lengths: of this rank's loaders, in batches; infinite where that is not known.
-        why: what they would wait in.
-
-    Raises:
-        Misuse: on all ranks; one line with the lengths.
-    """
+    """Refuse loaders of which one rank has more batches than another: the one would wait for the other, until a timeout."""
     found = [sum(part) for part in gather(fabric, lengths)]
     if max(found) != min(found) and max(found) != INFINITE:
         told = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(found))

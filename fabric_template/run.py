@@ -330,11 +330,7 @@ class Run:
         return float(known[monitor]) if monitor in known else None
 
     def check_monitor(self, score: float | None) -> None:
-        """Refuse a monitor that was never logged, once the epoch is safe on disk.
-
-        Raises:
-            Misuse: the message lists what was logged.
-        """
+        """Refuse a monitor that was never logged, once the epoch is safe on disk."""
         monitor = self.config.monitor
         if monitor is None or score is not None or (self.schedule.validates and not self.has_validated):
             return

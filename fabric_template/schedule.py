@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """When a fit validates: every so many batches, at an epoch's end, or by the clock.
-
-    Args:
-        run: the fit.
-    """
+    """When a fit validates: every so many batches, at an epoch's end, or by the clock."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -28,11 +24,7 @@ class Schedule:
         self.validated_at = 0.0
 
     def set_up(self, num_batches: int | float) -> None:
-        """Know the length of an epoch.
-
-        Raises:
-            Misuse: for an interval that does not fit it.
-        """
+        """Know the length of an epoch."""
         self.batch = val_check_batch(self.run.config, num_batches, self.validates)
         if self.batch is None:
             self.seconds = parse_duration(self.run.config.val_check_interval).total_seconds()

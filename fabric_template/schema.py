@@ -33,9 +33,6 @@ class Is(NamedTuple):
 def check(table: Any, value: Any, where: str) -> None:
     """Refuse a value that is not as its table says.
 
-    Raises:
-        CheckpointError: where it stands, what it is, what was expected.
-
     Example:
         >>> check({"epoch": count, "rates?": [number]}, {"epoch": 3, "rates": [0.1]}, "file")
     """
@@ -67,13 +64,6 @@ def check(table: Any, value: Any, where: str) -> None:
 
 def check_resumable(checkpoint: Mapping[str, Any], path: Any) -> None:
     """Refuse a file of which a resume cannot use something, before any of it is used.
-
-    Args:
-        checkpoint: the whole file.
-        path: named in the error.
-
-    Raises:
-        CheckpointError: one line.
 
     Example:
         >>> try:

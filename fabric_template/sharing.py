@@ -197,11 +197,7 @@ def _share(loader: DataLoader, fabric: Fabric, stage: str, shuffle: bool) -> Dat
 
 
 def _drawing_from(loader: DataLoader, sampler: Sampler) -> DataLoader:
-    """A copy of the loader with another sampler, and its batch sampler made again around that.
-
-    Raises:
-        TypeError: for a batch sampler that cannot be made again.
-    """
+    """A copy of the loader with another sampler, and its batch sampler made again around that."""
     batch_sampler = loader.batch_sampler
     if type(batch_sampler) is BatchSampler:
         batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, batch_sampler.drop_last)

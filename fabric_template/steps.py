@@ -123,14 +123,7 @@ class StepModule(nn.Module):
 
 
 class Steps:
-    """The steps of one run, each ready to be called.
-
-    Args:
-        fabric: says where and in which precision they run.
-        owner: has the methods.
-        net: has the parameters.
-        compile: torch.compile them, True or its keywords.
-    """
+    """The steps of one run, each ready to be called."""
 
     def __init__(self, fabric: Fabric, owner: Any, net: nn.Module, compile: bool | dict = False) -> None:
         self.fabric, self.owner, self.net = fabric, owner, net

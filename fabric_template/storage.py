@@ -78,12 +78,7 @@ class AtomicCheckpointIO(CheckpointIO):
         clear_stale(target.parent, target.name)
 
     def complaint(self, path: str | Path, reads: bool = False) -> str | None:
-        """What the last file holds that only trusted=True reads back, and what to save in its place.
-
-        Args:
-            path: of that file.
-            reads: whether it is read once, to see.
-        """
+        """What the last file holds that only trusted=True reads back, and what to save in its place."""
         told = None
         if self.odd:
             where, value = self.odd[0]

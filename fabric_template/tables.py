@@ -28,10 +28,6 @@ class Table:
     and written with the next one or at the next `sync`. No file is held open: nothing to leak or to pickle, and an append
     costs some microseconds more.
 
-    Args:
-        path: the file; made with its first row.
-        first: the columns that stand first.
-
     Example:
         >>> table = Table("demo.csv", ("epoch",))
         >>> table.append({"loss": 0.5, "epoch": 0})
