@@ -183,13 +183,16 @@ class Feed:
         """Make the loaders of validate, test or predict; a sampler that shuffles by epoch does it by the last one.
 
         Returns:
-            False: the limit is 0, and nobody was asked for them.
+            False under a limit of 0, where nobody is asked for them.
         """
-        if getattr(self.run.config, f"limit_{stage}_batches") == 0:
+        run = self.run
+        run.net.zero_grad()
+        if getattr(run.config, f"limit_{stage}_batches") == 0:
             return False
         self.val = self._make(stage)
         self.val.check_mode()
-        self.val.set_epoch(self.run.current_epoch)
+        self.val.set_epoch(run.current_epoch)
+        run.bar.start(run.fn, sum(self.val.limits))
         return True
 
     # ---- the end

@@ -378,20 +378,14 @@ class FabricLoop(Parts, TrainerFace):
         with Session(self, run):
             run.metrics.name_metrics(run.net)
             run.transfer = run.make_transfer()
-            run.net.zero_grad()
-            if not run.feed.set_up_evaluation(stage):
-                return []
-            run.bar.start(fn, sum(run.feed.val.limits))
-            return evaluate(run, run.feed.val, fn, inference=run.inference())
+            due = run.feed.set_up_evaluation(stage)
+            return evaluate(run, run.feed.val, fn, inference=run.inference()) if due else []
 
     def _predict(self, fabric: Fabric, run: Run, keep: bool) -> Any:
         with Session(self, run):
             run.transfer = run.make_transfer()
-            run.net.zero_grad()
-            if not run.feed.set_up_evaluation("predict"):
-                return None
-            run.bar.start("predict", sum(run.feed.val.limits))
-            return predict(run, run.feed.val, keep, run.inference())
+            due = run.feed.set_up_evaluation("predict")
+            return predict(run, run.feed.val, keep, run.inference()) if due else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the last runs: their parts belong to this process."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,19 @@ class Parts:
     _run: Any  # the last one
 
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
-        """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does."""
+        """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.
+
+        To clip, write ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``, which knows of scaled gradients; it adds
+        them up in the optimizer's order, and so to other last bits than ``clip_grad_norm_(model.parameters(), 1.0)``.
+        """
         _check("setup", model, torch.nn.Module, "an nn.Module: loop.setup(model, optimizer, *loaders)")
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             _check("setup", optimizer, torch.optim.Optimizer, "an optimizer: loop.setup(model, optimizer, *loaders)")
         self._launch_parts()
         parts = list(self.fabric.setup(model, optimizer)) if optimizer is not None else [self.fabric.setup(model)]
+        object.__setattr__(
+            parts[0], "__class__", _with_own_names(type(parts[0]))
+        )  # Fabric's would set the model's as well
         for loader in loaders:
             if isinstance(loader, torch.utils.data.DataLoader):
                 loader = self.fabric.setup_dataloaders(loader)
@@ -98,6 +106,16 @@ class Parts:
             and os.environ.get("LT_CLI_USED") != "1"
         ):
             self.fabric.launch()
+
+
+@cache
+def _with_own_names(kind: type) -> type:
+    """Fabric's wrapper, in which modules, parameters and buffers have the names that the model gives them."""
+
+    def named_modules(self: Any, *args: Any, **words: Any) -> Any:
+        return self.module.named_modules(*args, **words)
+
+    return type(kind.__name__, (kind,), {"named_modules": named_modules})
 
 
 def _check(method: str, value: Any, kind: Any, expected: str) -> None:

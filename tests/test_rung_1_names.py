@@ -1,0 +1,51 @@
+"""Rung 1: what `loop.setup` returns has the model's own names, so that code which goes by them goes on working."""
+
+import copy
+
+import pytest
+import torch
+from modules import quiet
+from torch import nn
+
+from fabric_template import FabricLoop
+
+
+def make_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_names(precision):
+    bare = make_net()
+    names = {
+        kind: [name for name, _ in getattr(bare, f"named_{kind}")()] for kind in ("modules", "parameters", "buffers")
+    }
+    loop = FabricLoop(**quiet(precision=precision))
+    net, optimizer = loop.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    assert {kind: [name for name, _ in getattr(net, f"named_{kind}")()] for kind in names} == names
+    assert [id(p) for p in net.parameters()] == [id(p) for p in bare.parameters()]
+    assert [name for name, _ in net.named_parameters(prefix="net")][0] == "net.0.weight"
+    assert list(net.state_dict()) == list(bare.state_dict())
+    assert type(bare) is nn.Sequential
+    assert type(net).__mro__[1].__name__ == "_FabricModule"
+    net.eval()
+    assert not bare[1].training
+    net.train()
+    loop.backward(net(torch.ones(3, 4)).sum())
+    optimizer.step()
+    other = copy.deepcopy(net)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), net.parameters(), strict=True))
+    net.mine = 3
+    assert bare.mine == 3
+
+
+def test_clipping_is_in_the_optimizers_order():
+    """As the docstring of `setup` says; the model's order has a sum with other last bits."""
+    bare = make_net()
+    groups = [{"params": bare[index].parameters()} for index in (3, 0, 1)]
+    loop = FabricLoop(**quiet())
+    net, optimizer = loop.setup(bare, torch.optim.SGD(groups, lr=0.1))
+    loop.backward(net(torch.randn(16, 4)).square().mean())
+    expected = torch.nn.utils.get_total_norm([p.grad for group in optimizer.param_groups for p in group["params"]])
+    assert loop.fabric.clip_gradients(net, optimizer, max_norm=1e-3).equal(expected)
