@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .canonical import canonical
 from .earlier import rows_state
 from .fingerprint import check_loaded, check_optimizers
 from .finished import end_state, restore_end
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 OURS = "fabric_template"
 FORMAT = 1
+MOST = 10_000  # items of a list or dict that is looked through: longer ones are data
 
 
 # ---- a run's state
@@ -139,14 +139,10 @@ def of_this_rank(run: Run, ours: Mapping[str, Any]) -> dict[str, Any]:
 
 def loops_state(run: Run) -> dict[str, Any]:
     """Trainer's progress counters, as its own loops would hold them at this point."""
+    all_four = ("ready", "started", "processed", "completed")
 
-    def counts(done: int, names: tuple[str, ...] = ("ready", "started", "processed", "completed")) -> dict[str, int]:
-        return dict.fromkeys(names, done)
-
-    def progress(
-        total: int, current: int, names: tuple[str, ...] = ("ready", "started", "processed", "completed")
-    ) -> dict:
-        return {"total": counts(total, names), "current": counts(current, names)}
+    def progress(total: int, current: int, names: tuple[str, ...] = all_four) -> dict[str, Any]:
+        return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
 
     two, three = ("ready", "completed"), ("ready", "started", "completed")
     place = run.place()
@@ -311,3 +307,26 @@ def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
         state = states.get(getattr(callback, "state_key", type(callback).__qualname__))
         if callable(getattr(callback, "load_state_dict", None)):
             put_into_callback(callback, state, run.resume_path or run.load_path, checkpoint.get("global_step", 0))
+
+
+def canonical(item: Any, words: dict[str, str] | None = None, depth: int = 20) -> Any:
+    """The same nest of plain values with one object for equal strings, and of its own for each list, dict and tuple.
+
+    Pickle writes an object once, and a reference where it comes again. A run that was resumed holds the same names as the
+    run that was not, but some of them in other objects, and its files would be longer or shorter for it.
+
+    Example:
+        >>> import pickle
+        >>> one, other = ["a b", "a b"], ["a b", "".join(["a", " b"])]
+        >>> pickle.dumps(one) == pickle.dumps(other), pickle.dumps(canonical(one)) == pickle.dumps(canonical(other))
+        (False, True)
+    """
+    words = {} if words is None else words
+    kind = type(item)
+    if kind is str:
+        return words.setdefault(item, item)
+    if kind not in (dict, list, tuple) or len(item) > MOST or not depth:
+        return item
+    if kind is dict:
+        return {canonical(key, words, 1): canonical(value, words, depth - 1) for key, value in item.items()}
+    return kind([canonical(value, words, depth - 1) for value in item])

@@ -20,16 +20,11 @@ from . import schema
 from .hooks import is_a
 from .opening import CheckpointError
 from .optimizers import states_as_saved
-from .schema import Is, anything, check, one_of, text
-
-
-def _is_one(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
-
+from .schema import Is, anything, check, one_of, scalar, text
 
 number = Is(
     "a number, a tensor of one, or None",
-    lambda value: value is None or schema.number.test(value) or _is_one(value),
+    lambda value: value is None or schema.number.test(value) or scalar.test(value),
 )
 
 
@@ -56,7 +51,7 @@ def like(example: Any) -> Any:
     if isinstance(example, bool | int | float):
         return number
     if isinstance(example, Tensor) and example.numel() == 1:
-        return Is("a tensor of one element", _is_one)
+        return scalar
     if isinstance(example, Tensor):
         shape, is_float = tuple(example.shape), example.is_floating_point()
         return Is(

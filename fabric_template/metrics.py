@@ -330,15 +330,12 @@ class Metrics:
     def _check_attribute(self, name: str, value: Any) -> None:
         names = self._objects.names()
         if id(value) not in names:
-            if not names:
-                raise Misuse(
-                    "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged."
-                    " You can fix this by setting an attribute for the metric in your `LightningModule`."
-                )
+            way = "setting an attribute for the metric in your `LightningModule`."
+            if names:
+                way = f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of {list(names.values())}"
             raise Misuse(
-                "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged."
-                f" You can fix this by calling `self.log({name}, ..., metric_attribute=name)` where `name` is one"
-                f" of {list(names.values())}"
+                "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can fix this by"
+                f" {way}"
             )
 
     def _as_float(self, entry: Entry, value: Tensor) -> Tensor:

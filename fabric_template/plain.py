@@ -129,17 +129,10 @@ def describe(value: Any) -> str:
         >>> describe(torch.nn.ReLU), describe(torch.nn.ReLU())
         ('the class ReLU', 'a ReLU')
     """
-    kind = type(value).__name__
-    word = (
-        "class"
-        if isinstance(value, type)
-        else "module"
-        if kind == "module"
-        else "function"
-        if "function" in kind
-        else ""
-    )
-    return f"the {word} {value.__name__}" if word else f"a {kind}"
+    kind = "class" if isinstance(value, type) else type(value).__name__
+    if (name := getattr(value, "__name__", None)) is None:
+        return f"a {kind}"
+    return f"the {'function' if 'function' in kind else kind} {name}"
 
 
 class _Storing:

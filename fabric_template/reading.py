@@ -176,7 +176,7 @@ def find_weights(checkpoint: dict[str, Any], expected: Iterable[str] = ()) -> di
     return weights
 
 
-def explain_mismatch(expected: dict[str, Any], found: dict[str, Any], limit: int = 3) -> str | None:
+def explain_mismatch(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
     """Say in one line how two state dicts differ in keys and shapes; None if they do not.
 
     Example:
@@ -192,9 +192,9 @@ def explain_mismatch(expected: dict[str, Any], found: dict[str, Any], limit: int
             differences.append(f"'{key}' has {shape} in the file, {tuple(ours)} in the model")
     if not differences:
         return None
-    count, more = len(differences), len(differences) - limit
-    end = f"; and {more} more" if more > 0 else ""
-    return f"{count} difference{'s' * (count > 1)}: {'; '.join(differences[:limit])}{end}"
+    count = len(differences)
+    end = f"; and {count - 3} more" if count > 3 else ""
+    return f"{count} difference{'s' * (count > 1)}: {'; '.join(differences[:3])}{end}"
 
 
 def _verify(file: IO[bytes], path: Path) -> None:

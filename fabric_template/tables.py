@@ -110,14 +110,8 @@ class Table:
             self._stamp = stamp
 
     def _know(self, columns: list[str], rows: int, is_whole: bool = True) -> None:
-        self._columns, self._num_rows, self._is_whole, self._is_known, self._is_sure = (
-            columns,
-            rows,
-            is_whole,
-            True,
-            True,
-        )
-        self._stamp = None
+        self._columns, self._num_rows, self._is_whole = columns, rows, is_whole
+        self._is_known, self._is_sure, self._stamp = True, True, None
 
     def rewind(
         self, rows: int = 0, columns: list[str] | None = None, waiting: list[dict[str, str]] | None = None

@@ -82,7 +82,7 @@ ODD = {
     "lambda": (lambda: 1, "the function <lambda>", None),
     "module": (nn.Linear(1, 1), "a Linear", None),
     "python module": (types, "the module types", None),
-    "generator": ((i for i in "a"), "a generator", None),
+    "generator": ((i for i in "a"), "the generator <genexpr>", None),
     "long double": (np.longdouble(1), "a longdouble", None),
     "defaultdict of a lambda": (collections.defaultdict(lambda: 1, a=2), "a defaultdict", {"a": 2}),
 }

@@ -684,7 +684,10 @@ def test_explain_mismatch():
     assert explain_mismatch({"a": W, "b": W, "c": W}, {"c": B, "d": W, "e": W}) == (
         "5 differences: missing 'a'; missing 'b'; unexpected 'd'; and 2 more"
     )
-    assert explain_mismatch({"a": W, "b": W}, {}, limit=1) == "2 differences: missing 'a'; and 1 more"
+    assert (
+        explain_mismatch(dict.fromkeys("abcd", W), {})
+        == "4 differences: missing 'a'; missing 'b'; missing 'c'; and 1 more"
+    )
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
