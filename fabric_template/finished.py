@@ -37,9 +37,33 @@ def restore_end(run: Run, ours: Mapping[str, Any]) -> None:
 
 def time_left(run: Run) -> float | None:
     """Seconds of max_time that are left, those counted that were trained before a resume; None: no limit here."""
-    if not run.config.max_time or run.has_timer:
+    if not run.config.max_time:
+        return None
+    if run.has_timer:
+        _say_once(run, f"max_time={run.config.max_time!r} is ignored: the callbacks have a Timer already")
         return None
     return parse_duration(run.config.max_time).total_seconds() - run.elapsed
+
+
+def heeds_time(run: Run) -> bool:
+    """Whether a run that is late ends here, as far as min_epochs and min_steps allow."""
+    if not run.may_stop:
+        tell_held_back(run, f"max_time={run.config.max_time!r} is over")
+    return run.may_stop
+
+
+def tell_held_back(run: Run, why: str) -> None:
+    """Say once that the run was to stop and goes on, unless the epoch at hand is the last that it must have."""
+    epochs = run.epochs_done + (run.is_last_of_epoch and not run.between_epochs)
+    if epochs < run.min_epochs or run.global_step < (run.config.min_steps or 0):
+        words = f"`min_epochs={run.config.min_epochs}` or `min_steps={run.config.min_steps}`"
+        _say_once(run, f"{why} but the required {words} has not been met. Training will continue...")
+
+
+def _say_once(run: Run, text: str) -> None:
+    if run.fabric.is_global_zero and text not in run.said:
+        run.said.add(text)
+        print(text, file=sys.stderr)
 
 
 def is_time_over(run: Run) -> bool:

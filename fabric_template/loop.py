@@ -17,7 +17,7 @@ from .config import parse_config
 from .errors import Misuse, MisuseOfType
 from .evaluate import evaluate, predict, print_results
 from .fingerprint import tell_differences
-from .finished import end_again, time_left
+from .finished import end_again, heeds_time, time_left
 from .launch import launch
 from .noticed import Noticed
 from .opening import is_file
@@ -30,6 +30,7 @@ from .run import Run
 from .schedulers import step_schedulers
 from .session import Session, finish_batch, heed_signals, restore_position, start_fit, stop_for
 from .signals import Signals, is_launched
+from .strategies import as_fabrics
 from .trainer import TrainerFace
 from .views import StrategyFace
 
@@ -68,7 +69,7 @@ class FabricLoop(Parts, TrainerFace):
     ) -> None:  # fmt: skip
         given = parse_config(config)
         self.config = given.resolved()
-        words = {"accelerator": accelerator, "strategy": strategy, "devices": devices, "num_nodes": num_nodes,
+        words = {"accelerator": accelerator, "strategy": as_fabrics(strategy), "devices": devices, "num_nodes": num_nodes,
                  "precision": precision, "plugins": plugins}  # fmt: skip
         if fabric is not None:
             if isinstance(fabric, type) or not all(hasattr(fabric, name) for name in ("launch", "setup", "strategy")):
@@ -275,7 +276,7 @@ class FabricLoop(Parts, TrainerFace):
                 if run.schedulers:
                     step_schedulers(run, "step", plateau=True)
                 run.batches_that_stepped += 1
-                if checks and not last and signals.check(run.total_batches) and run.may_stop:
+                if checks and not last and signals.check(run.total_batches) and heeds_time(run):
                     self._cut_short(run, validates and not validated)
             if last or (limited and run.steps_done) or (run.should_stop and run.may_stop):
                 break
@@ -330,7 +331,7 @@ class FabricLoop(Parts, TrainerFace):
         run.metrics.epoch_ends()
         run.end_epoch()
         # before it is saved how late it is
-        run.is_late = run.signals.check(run.total_batches, now=True) and run.may_stop
+        run.is_late = run.signals.check(run.total_batches, now=True) and heeds_time(run)
         if run.saver is not None:
             run.saver.save_epoch(run, score)
             run.check_monitor(score)

@@ -31,6 +31,7 @@ from .saver import Saver
 from .schedule import Schedule
 from .steps import FunctionSteps, Steps, takes_batch_idx, takes_iterator
 from .update import AutomaticUpdate
+from .views import Word
 
 if TYPE_CHECKING:
     from .loop import FabricLoop
@@ -57,7 +58,7 @@ class Run:
     def __init__(
         self, fn: str, config: LoopConfig, owner: Any, net: nn.Module, datamodule: Any, callbacks: list
     ) -> None:
-        self.fn, self.config, self.owner, self.net, self.datamodule = fn, config, owner, net, datamodule
+        self.fn, self.config, self.owner, self.net, self.datamodule = Word(fn), config, owner, net, datamodule
         self.callbacks, self.loggers = callbacks, []
         self.given_optimizer: Any = None
         self.resume_path: str | Path | None = None
@@ -106,6 +107,7 @@ class Run:
         self.held = Held(self)
         self.modes: Any = None  # in which an evaluation that is on has found the modules
         self._warned: set[str] = set()
+        self.said: set[str] = set()  # on stderr, once
         self._seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
         self.predictions: list[list[Any]] = []  # by loader, then by batch
         self.batch_indices: list[list[list[int]]] = []  # the samples of each, for callbacks that write predictions

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from .errors import Misuse
+from .finished import tell_held_back
 from .hooks import is_a
 from .views import (
     AcceleratorView,
@@ -64,6 +65,8 @@ class TrainerFace:
     def should_stop(self, value: bool) -> None:
         if self._fitted is not None:
             self._fitted.should_stop = value
+            if value:
+                tell_held_back(self._fitted, "The loop was signaled to stop")
 
     @property
     def gradient_clip_algorithm(self) -> Word | None:
@@ -306,7 +309,7 @@ class TrainerFace:
     def state(self) -> State:
         """What runs."""
         run = self._run
-        return State(fn=run and Word(run.fn), stage=run and run.stage and Word(run.stage), status=Word(self._status))
+        return State(fn=run and run.fn, stage=run and run.stage and Word(run.stage), status=Word(self._status))
 
     training = property(lambda self: self._is_in("train"), doc="Whether a training epoch runs.")
     validating = property(lambda self: self._is_in("validate"), doc="Whether a validation runs.")

@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.loggers import CSVLogger
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
 from torch.utils.data import DataLoader
@@ -45,8 +46,16 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_last_global_step_saved", ModelCheckpoint, "fitting.py", "a step that is saved already, after a resume as before"),
     ("_last_checkpoint_saved", ModelCheckpoint, "fitting.py", "the same, for save_last='link'"),
     ("_log_hyperparams", lambda: Configured({"a": 1}), "record.py", "to respect save_hyperparameters(logger=False)"),
+    *[(name, DDPStrategy, "strategies.py", "to make Fabric's strategy of Trainer's") for name in (
+        "_accelerator", "_precision_plugin", "_checkpoint_io", "_ddp_comm_hook", "_model_averaging_period", "_timeout",
+        "_start_method", "_ddp_kwargs",
+    )],
     ("_trainer", pl.LightningModule, "lightning.py", "to give back, after an error, the trainer that a module had"),
     ("_current_fx_name", pl.LightningModule, "lightning.py", "a module's own log, which ends in Lightning's"),
+    *[(name, DDPStrategy, "strategies.py", "to make Fabric's strategy of Trainer's") for name in (
+        "_accelerator", "_precision_plugin", "_checkpoint_io", "_ddp_comm_hook", "_model_averaging_period", "_timeout",
+        "_start_method", "_ddp_kwargs",
+    )],
     ("_trainer", pl.LightningModule, "faces.py", "a plain module as Lightning's callbacks expect it: its trainer"),
     ("_automatic_optimization", pl.LightningModule, "faces.py", "the same: who steps"),
     ("_example_input_array", pl.LightningModule, "faces.py", "the same: what a summary is made with"),
