@@ -103,6 +103,6 @@ def test_stages_are_trainers():
         loop.fit(module, datamodule=data)
         for verb in ("validate", "test", "predict"):
             getattr(loop, verb)(module, datamodule=data)
-        return [(stage.value, stage == TrainerFn(stage.value), f"{stage}") for stage in heard]
+        return [(stage.value, stage == TrainerFn(stage.value)) for stage in heard]
 
     assert run(fabric_template.FabricLoop) == run(pl.Trainer)
