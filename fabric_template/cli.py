@@ -6,12 +6,14 @@ Nothing heavy is imported before a verb needs it: a word of help must not wait f
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import shutil
 import sys
 import tempfile
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ VERBS = {
     "diff": "show what a copy has changed",
     "verify": "read checkpoints from end to end: are they whole?",
 }
+
+OF_A_RUN = ("model", "data", "config", "name", "version", "default_root_dir", "accelerator", "devices", "precision")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if not _is_for_users(error):
             raise
-        print(f"{_program()}: {' '.join(str(error).split())}", file=sys.stderr)
+        text = " ".join(str(error).split())
+        if "is of another model" in text:
+            text += ": repeat the --model options of its fit, --model.hidden 32 or whatever they were"
+        print(f"{_program()}: {text}", file=sys.stderr)
         return 2
     return 0
 
@@ -108,30 +115,39 @@ def _run(verb: str, argv: list[str]) -> None:
 
 
 def _fit(verb: str, options: Options, loop: Any, model: Any, data: Any) -> None:
-    start = time.perf_counter()
+    start, typed = time.perf_counter(), {k: v for k, v in options.typed.items() if k not in ("resume", "load")}
     try:
-        history = loop.fit(model, data, resume=options.settings.resume, load=options.settings.load)
-    except KeyboardInterrupt:
+        loop.fit(model, data, resume=options.settings.resume, load=options.settings.load)
+    except (KeyboardInterrupt, SystemExit) as stop:
         if loop.fabric.is_global_zero and loop.checkpoint_path("last") is not None:
-            print(f"\ninterrupted; go on with\n{_resume_line(options.typed)}", file=sys.stderr)
-        raise SystemExit(130) from None
+            print(f"\ninterrupted; go on with\n{_again('fit', {'resume': 'last', **typed})}", file=sys.stderr)
+        raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
     if loop.fabric.is_global_zero:
         what = type(model).__name__ + (f" on {type(data).__name__}" if data is not None else "")
         seconds = time.perf_counter() - start
-        print(f"\ntrained     {what}: {loop.current_epoch} epochs, {loop.global_step} steps, {seconds:.1f} s")
-        _print_summary(loop, history, options.typed)
+        done = f"{_count(loop.current_epoch, 'epoch')}, {_count(loop.global_step, 'step')}"
+        print(f"\ntrained     {what}: {done}, {seconds:.1f} s")
+        _print_summary(loop, typed)
 
 
-def _print_summary(loop: Any, history: Any, typed: dict[str, str]) -> None:
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+def _print_summary(loop: Any, typed: dict[str, Any]) -> None:
     """What came out, where it is, and what to type next."""
-    config, log_dir = loop.config, getattr(loop.logger, "log_dir", None)
-    metrics = [name for name in history if name not in ("epoch", "step", "time") and not name.startswith("lr")]
-    numbers = history[metrics].select_dtypes("number").ffill()  # with a validation every other epoch: the latest
-    if len(numbers):
-        print(f"at the end  {', '.join(f'{name} {value:.4f}' for name, value in numbers.iloc[-1].items())}")
-    if config.monitor in numbers:
-        best = getattr(numbers[config.monitor], f"idx{config.mode}")()
-        print(f"best        {config.monitor} {numbers[config.monitor][best]:.4f} in epoch {history['epoch'][best]}")
+    config, log_dir, rows = loop.config, getattr(loop.logger, "log_dir", None), loop._run.history.rows
+    told: dict[str, str] = {}
+    for row in rows:  # the latest of each, with its epoch where that is not the last one
+        age = "" if row is rows[-1] else f" (epoch {row['epoch']})"
+        names = [name for name in row if name not in ("epoch", "step", "time") and not name.startswith("lr")]
+        told |= {name: f"{name} {row[name]:.4f}{age}" for name in names if isinstance(row[name], int | float)}
+    if told:
+        print(f"at the end  {', '.join(told.values())}")
+    scores = [(row[config.monitor], row["epoch"]) for row in rows if config.monitor in row]
+    if scores := [(score, epoch) for score, epoch in scores if not math.isnan(score)]:
+        score, epoch = (min if config.mode == "min" else max)(scores, key=itemgetter(0))
+        print(f"best        {config.monitor} {score:.4f} in epoch {epoch}")
     has_csv = bool(log_dir) and Path(log_dir, "metrics.csv").is_file()
     if has_csv:
         print(f"log         {_shown(Path(log_dir, 'metrics.csv'))}")
@@ -142,16 +158,19 @@ def _print_summary(loop: Any, history: Any, typed: dict[str, str]) -> None:
         print(f"picture     {_shown(picture)}")
     if last is not None:
         limits = {"max_epochs": config.max_epochs, "max_steps": config.max_steps}
-        print(f"go on       {_resume_line(typed, {k: str(2 * v) for k, v in limits.items() if v not in (None, -1)})}")
+        more = {k: str(2 * v) for k, v in limits.items() if v not in (None, -1)}
+        print(f"go on       {_again('fit', {'resume': 'last', **typed, **more})}")
+    if last is not None and loop.enable_validation:
+        same = {word: value for word, value in typed.items() if word.partition(".")[0] in OF_A_RUN}
+        print(f"validate    {_again('validate', {'load': 'last' if config.monitor is None else 'best', **same})}")
     if has_csv:
         print(f"plot        {_program()} plot {shlex.quote(_shown(Path(log_dir)))}")
 
 
-def _resume_line(typed: dict[str, str], more: dict[str, str] | None = None) -> str:
-    """What was typed, with ``--resume last`` and, if it came to its end, a later one."""
-    words = {word: value for word, value in typed.items() if word not in ("resume", "load")}
-    words = {"resume": "last", **words, **(more or {})}
-    return f"{_program()} fit {shlex.join(token for word, value in words.items() for token in (f'--{word}', value))}"
+def _again(verb: str, words: dict[str, Any]) -> str:
+    """A command with these words, as it is typed."""
+    given = [(word, part) for word, value in words.items() for part in (value if word == "config" else [value])]
+    return f"{_program()} {verb} {shlex.join(token for word, part in given for token in (f'--{word}', part))}"
 
 
 def _evaluate(verb: str, options: Options, loop: Any, model: Any, data: Any) -> None:
@@ -173,6 +192,8 @@ def _evaluate(verb: str, options: Options, loop: Any, model: Any, data: Any) -> 
 
 def _try_out(out: Path) -> None:
     """Prove that the predictions can be saved there, before hours are spent on them."""
+    if out.suffix not in ("", ".pt", ".pth", ".ckpt"):
+        raise UsageError(f"--out {out}: predictions are written by torch.save: give a name that ends in .pt")
     try:
         if out.exists() and not out.is_file():
             raise UsageError(f"--out {out}: this is no regular file; give the path of a file")
@@ -204,7 +225,7 @@ def _plot(verb: str, argv: list[str]) -> None:
         verb, argv,
         PATH={"nargs": "*", "default": ["logs"], "help": "metrics.csv, a run's folder, or the root of all (logs)"},
         __metrics={"nargs": "+", "help": "the columns to draw; by default all losses and accuracies"},
-        __x={"default": "epoch", "help": "the horizontal axis: epoch or step"},
+        __x={"default": "epoch", "help": "the horizontal axis: epoch, step, or time, the seconds trained"},
         __out={"help": "the picture; by default history.png in PATH, or here for several"},
     )  # fmt: skip
     first = Path(given.PATH[0])
@@ -240,12 +261,13 @@ def _copy(verb: str, argv: list[str]) -> None:
 
     given = _arguments(
         verb, argv, DEST={"help": "the folder to make, such as src/my_loop; its name is the copy's"},
-        __force={"action": "store_true", "help": "write over the files of an older copy"},
+        __force={"action": "store_true", "help": "renew an older copy; what it has changed is kept in .before_<n>"},
     )  # fmt: skip
-    count, target = len(copy_package(given.DEST, given.force)), Path(given.DEST)
+    (files, kept), target = copy_package(given.DEST, given.force), Path(given.DEST)
     name = target.resolve().name
     print(
-        f"copied      {count} files to {target}; they are yours now\n"
+        f"copied      {len(files)} files to {target}; they are yours now\n"
+        f"{f'kept        {_shown(kept)} has those that were other before{chr(10)}' if kept else ''}"
         f"use         from {name} import FabricLoop\n"
         f"try         {'' if target.parent == Path() else f'cd {target.parent} && '}python -m {name} fit\n"
         f"compare     {_program()} diff {target}"

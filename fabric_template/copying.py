@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shutil
+from itertools import count
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -11,16 +12,20 @@ PACKAGE = Path(__file__).resolve().parent
 
 def package_files(folder: Path) -> dict[str, Path]:
     """The files that make a package, by their path inside it; what Python and editors leave behind is none of it."""
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    paths = [*sorted(folder.rglob("*.py")), *folder.glob("LICENSE")]
+    found = {path.relative_to(folder).as_posix(): path for path in paths}
     return {name: path for name, path in found.items() if not any(part.startswith(".") for part in Path(name).parts)}
 
 
-def copy_package(destination: str | Path, force: bool = False) -> list[str]:
-    """Copy the package to a folder whose name becomes the copy's name; returns the names of the files.
+def copy_package(destination: str | Path, force: bool = False) -> tuple[list[str], Path | None]:
+    """Copy the package to a folder whose name becomes the copy's name.
+
+    Returns:
+        The names of the files, and the folder in which those are kept that were there and other; None for none.
 
     Args:
         destination: The folder to make, such as ``src/my_loop``.
-        force: Write over the files of an older copy. What else lies in its folder stays.
+        force: Renew an older copy. What it has changed is kept, in ``.before_<n>``; what else lies in its folder stays.
 
     Raises:
         ValueError: If the folder is there already, or its name cannot be imported.
@@ -36,15 +41,20 @@ def copy_package(destination: str | Path, force: bool = False) -> list[str]:
         raise ValueError(f"copy {destination}: a file has this name: give another folder")
     if target.is_dir() and not force:
         raise ValueError(
-            f"copy {destination}: the folder is there already, nothing was written: give another one; --force writes"
-            " over the files of a copy, and diff shows what that would lose"
+            f"copy {destination}: the folder is there already, nothing was written: give another one; --force renews"
+            " a copy, and keeps what it has changed beside it: diff shows that"
         )
     if target.is_dir() and any(target.iterdir()) and not (target / "loop.py").is_file():
         raise ValueError(f"copy {destination} --force: this folder is no copy of the package (it has no loop.py)")
-    for name, path in package_files(PACKAGE).items():
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target / name)
-    return list(package_files(PACKAGE))
+    files, kept = package_files(PACKAGE), next(f for n in count() if not (f := target / f".before_{n}").exists())
+    for name, path in files.items():
+        old = target / name
+        if old.is_file() and old.read_bytes() != path.read_bytes():
+            (kept / name).parent.mkdir(parents=True, exist_ok=True)
+            old.replace(kept / name)
+        old.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, old)
+    return list(files), kept if kept.exists() else None
 
 
 def diff_package(copy: str | Path) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -186,8 +185,7 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
                 place = (batch_idx, index) if several else (batch_idx,)
                 hooks.call("on_predict_batch_start", batch, *place)
                 if handed is None:
-                    with nullcontext() if has_step else _advised(run.name, batch):
-                        output = step(batch, *place[given])
+                    output = step(batch, *place[given])
                 elif (output := _take(step, handed)) is _NO_MORE:
                     break
                 else:
@@ -207,20 +205,6 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
     if not keep:
         return None
     return kept if several else kept[0]
-
-
-@contextmanager
-def _advised(name: str, batch: Any) -> Iterator[None]:
-    """A net is called with the whole batch: where that is more than its input, its error says what to write."""
-    try:
-        yield
-    except TypeError as error:
-        if isinstance(batch, tuple | list) and hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(
-                f"fabric_template: predict called {name} with its batch, a {type(batch).__name__} of {len(batch)}: write"
-                " predict(..., predict_step=lambda net, batch: net(batch[0]))"
-            )
-        raise
 
 
 def _given(step: Callable) -> slice:

@@ -34,7 +34,7 @@ class UsageError(ValueError):
 class Options:
     """What was typed, and what it means."""
 
-    typed: dict[str, str]
+    typed: dict[str, Any]  # a text each; of --config a list
     settings: Any  # jsonargparse's Namespace: every option's value
     factories: dict[str, Callable]  # the class (or function) of model and data
     parser: Any
@@ -57,6 +57,8 @@ def read_options(verb: str, argv: list[str], program: str, description: str) -> 
     config = _read_config(typed)
     paths = {part: typed.get(part) or _class_of(config, part) for part in ("model", "data")}
     is_digits = paths["model"] is None
+    if is_digits and paths["data"] not in (None, DIGITS["data"]) and not shows_help:
+        raise UsageError(f"--data {paths['data']} without --model: expected --model package.module:Class, too")
     if is_digits:
         paths = {part: path or DIGITS[part] for part, path in paths.items()}
     _check_words(verb, typed, config, paths, program)
@@ -86,8 +88,8 @@ def read_options(verb: str, argv: list[str], program: str, description: str) -> 
     return Options(typed, _parse(parser, argv, factories), factories, parser)
 
 
-def _read_words(argv: list[str]) -> tuple[dict[str, str], bool]:
-    """``--word value``, ``--word=value``, or ``--word`` alone for a switch; the last of two wins."""
+def _read_words(argv: list[str]) -> tuple[dict[str, Any], bool]:
+    """``--word value``, ``--word=value``, or ``--word`` alone for a switch; the last of two wins, but for --config."""
     words, shows_help, rest = {}, False, list(argv)
     while rest:
         token = rest.pop(0)
@@ -105,14 +107,23 @@ def _read_words(argv: list[str]) -> tuple[dict[str, str], bool]:
             value = "true"
         if word == "val_check_interval" and re.match(r"[1-9]\d*:", value):
             value = f"0{value}"  # "10:00:00:00" is a number to YAML: in base 60
-        words[word] = value
+        words[word] = [*words.get(word, ()), value] if word == "config" else value
     return words, shows_help
 
 
-def _read_config(words: dict[str, str]) -> dict[str, Any]:
-    """The content of the file, with its model and data as ``{"class": path, argument: value, ...}``."""
-    if (path := words.get("config")) is None:
-        return {}
+def _read_config(words: dict[str, Any]) -> dict[str, Any]:
+    """What the files say together: a later one wins, word by word; of the same model or data, argument by argument."""
+    config: dict[str, Any] = {}
+    for path in words.get("config", ()):
+        for word, value in _read_file(path, words).items():
+            before = config.get(word) if word in ("model", "data") else None
+            goes_on = before is not None and value.get("class") in (None, before.get("class"))
+            config[word] = {**before, **value} if goes_on else value
+    return config
+
+
+def _read_file(path: str, words: dict[str, Any]) -> dict[str, Any]:
+    """The content of a file, with its model and data as ``{"class": path, argument: value, ...}``."""
     import yaml
 
     try:
@@ -249,8 +260,8 @@ OWN_HELP = {
     "out": "Save the predictions, a list by batch, with torch.save.",
 }
 CONFIG_HELP = (
-    "A YAML file with any of these options; what is typed wins. It is trusted like a program: the classes that it names are"
-    " imported and run."
+    "A YAML file with any of these options; a later one wins, and what is typed. It is trusted like a program: the classes"
+    " that it names are imported and run."
 )
 FABRIC_OPTIONS = tuple(inspect.signature(fabric_options).parameters)
 

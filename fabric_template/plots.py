@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # What a metric is, by its name: train/val/test, the quantity, and what Lightning puts behind it.
-_NAME = re.compile(r"(?:(train|val|valid|validation|test)[_/.-])?(.*?)(?:_epoch)?(/dataloader_idx_\d+)?")
+_NAME = re.compile(r"(?:(train|val|valid|validation|test)[_/.-])?(.*?)(?:_epoch|_step)?(/dataloader_idx_\d+)?")
 _LOSS = re.compile(r"loss(/dataloader_idx_\d+)?$", re.IGNORECASE)
 _ACCURACY = re.compile(r"(acc|accuracy)(/dataloader_idx_\d+)?$", re.IGNORECASE)
 _STYLES = {"train": "--", "test": ":"}
@@ -30,7 +30,7 @@ def plot_logs(
 
     Args:
         logs: a path as for `read_logs`, a DataFrame (what `fit` returns), a list of these, or a dict with a label each.
-        x: the column along the horizontal axis, "epoch" or "step".
+        x: the column along the horizontal axis, "epoch", "step" or "time": the seconds that were trained until then.
         metrics: the columns to draw; None draws all that end in loss, acc or accuracy.
         ax: draw everything into these Axes, instead of into a new figure.
 
@@ -115,6 +115,8 @@ def _choose(
         raise ValueError(f"plot_logs: there is no column x={x!r}; the columns are {listed}: x='step', for example")
     if wanted is None:
         wanted = [c for c in columns if c in numeric and any(kind.search(_parts(c)[1]) for kind in (_LOSS, _ACCURACY))]
+        others = {*wanted} if x != "step" else {}  # where there are both, the mean over the epoch
+        wanted = [c for c in wanted if c == (mean := c.replace("_step", "_epoch")) or mean not in others]
         if not wanted:
             raise ValueError(
                 f"plot_logs: no column ends in loss, acc or accuracy; the columns are {listed}: "
@@ -142,7 +144,8 @@ def _draw(ax: "Axes", runs: list[tuple[str, "pd.DataFrame"]], x: str, names: lis
     for i, (label, frame) in enumerate(runs):
         for name in (name for name in names if {x, name} <= set(frame.columns)):
             split, quantity = _parts(name)
-            points = frame[[x, name]].dropna()  # measured every second epoch: still one line
+            places = frame[x].cumsum() if x == "time" else frame[x]  # it stands there for each epoch
+            points = frame.assign(**{x: places})[[x, name]].dropna()  # measured every second epoch: still one line
             if points.empty:  # the column is another run's
                 continue
             ax.plot(
@@ -154,9 +157,9 @@ def _draw(ax: "Axes", runs: list[tuple[str, "pd.DataFrame"]], x: str, names: lis
                 markersize=4,
                 label=f"{label} {name}".strip(),
             )
-    ax.set_xlabel(x)
+    ax.set_xlabel("time in s" if x == "time" else x)
     ax.set_ylabel(quantities[0] if len(quantities) == 1 else "")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no epoch 0.5
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # there is no epoch 0.5
     ax.grid(alpha=0.3)
     if ax.get_lines():
         ax.legend()

@@ -250,7 +250,8 @@ def _tell_where(run: Run, error: Exception, beside: Callable) -> None:
     if run.saver is not None and run.fabric.world_size == 1:
         beside("the state could not be saved", lambda: paths.append(run.saver.save_failed(run)))
     if hasattr(error, "add_note"):  # Python 3.11
-        is_in_batch = run.metrics.train.batch is not None or run.failed_in is not None  # else the next was fetched
+        # else the next one was fetched
+        is_in_batch = run.metrics.train.batch is not None or run.failed_in is not None or run.is_last_of_epoch
         place = f"in epoch {run.current_epoch}, at batch {max(run.batches_done - is_in_batch, 0)}"
         where = f"{f'after epoch {run.epochs_done - 1}' if run.between_epochs else place}, after step {run.global_step}"
         error.add_note(f"fabric_template: {'; '.join([where, *_ways_on(run, *paths)])}")

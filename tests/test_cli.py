@@ -154,7 +154,7 @@ def test_version(capsys):
 def test_the_default_trains_the_digits_and_says_what_to_type_next(capsys):
     code, out, _ = run(capsys, "fit", "--max_epochs", "1", *QUIET)
     assert code == 0
-    assert re.search(r"^trained     DigitsClassifier on DigitsData: 1 epochs, 20 steps, [\d.]+ s$", out, re.MULTILINE)
+    assert re.search(r"^trained     DigitsClassifier on DigitsData: 1 epoch, 20 steps, [\d.]+ s$", out, re.MULTILINE)
     assert re.search(
         r"^at the end  train_loss [\d.]+, train_acc [\d.]+, val_loss [\d.]+, val_acc 0\.\d+$", out, re.MULTILINE
     )
@@ -197,7 +197,7 @@ def test_dotted_paths_and_functions(capsys):
         capsys, "fit", "--model=lit.make_wide", "--model.factor=3", "--data=lit.Data", "--max_epochs=1", *QUIET
     )
     assert code == 0
-    assert "trained     Lit on Data: 1 epochs" in out
+    assert "trained     Lit on Data: 1 epoch," in out
     assert read_checkpoint("checkpoints/run/version_0/last.ckpt")["state_dict"]["net.0.weight"].shape == (9, 4)
 
 
@@ -212,7 +212,7 @@ def test_the_seed_makes_the_first_weights_too(capsys):
 def test_a_switch_needs_no_value(capsys):
     code, out, _ = run(capsys, *FIT, *QUIET, "--fast_dev_run")
     assert code == 0
-    assert "1 epochs, 1 steps" in out
+    assert "1 epoch, 1 step," in out
     assert not Path("logs").exists()
     assert not Path("checkpoints").exists()
     assert "go on" not in out
@@ -222,7 +222,7 @@ def test_resume_and_load(capsys):
     run(capsys, *FIT, *QUIET, "--max_epochs", 1)
     assert "3 epochs, 12 steps" in run(capsys, *FIT, *QUIET, "--max_epochs", 3, "--resume", "last")[1]
     code, out, _ = run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--load", "checkpoints/run/version_0/last.ckpt")
-    assert (code, "1 epochs, 4 steps" in out) == (0, True)
+    assert (code, "1 epoch, 4 steps" in out) == (0, True)
     assert "logs/run/version_1/metrics.csv" in out
     last = refused(capsys, *FIT, "--resume", "last", "--name", "other")
     assert last == (

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot
 
-from fabric_template.logs import CSVLogger
+from fabric_template.logs import CSVLogger, read_logs
 from fabric_template.plots import plot_logs
 
 
@@ -166,3 +166,44 @@ def test_what_cannot_be_read_as_logs(history):
         TypeError, match=r"ax=\.\.\.\) takes one Axes, not ndarray; give one of them, e\.g\. ax=axes\[0\]"
     ):
         plot_logs(history, ax=pyplot.subplots(1, 2)[1])
+
+
+def test_values_per_step_are_drawn_over_steps_and_means_over_epochs():
+    """Lightning's names for both; where there is no mean, what there is."""
+    both = pd.DataFrame(
+        {"epoch": [0, 1], "step": [3, 7], "train_loss_step": [3.0, 2.0], "train_loss_epoch": [4.0, 1.0]}
+    )
+    assert list(lines(plot_logs(both))) == ["train_loss_epoch"]
+    drawn = lines(plot_logs(both, x="step"))
+    assert drawn["train_loss_step"] == ("--", "C0", [(3, 3.0), (7, 2.0)])
+    assert list(drawn) == ["train_loss_step", "train_loss_epoch"]
+    assert list(lines(plot_logs(both.drop(columns="train_loss_epoch")))) == ["train_loss_step"]
+
+
+def test_what_was_logged_per_step_is_found_by_its_name(tmp_path):
+    logger = CSVLogger(tmp_path, name="steps", version=0)
+    for step in (1, 2):
+        logger.log_metrics({"train_loss_step": 1.0 / step, "train_acc_step": 0.5}, step)
+    left, right = plot_logs(read_logs(tmp_path, steps=True), x="step")
+    assert lines(left) == {"train_loss_step": ("--", "C0", [(1, 1.0), (2, 0.5)])}
+    assert list(lines(right)) == ["train_acc_step"]
+
+
+def test_time_is_what_has_passed(history):
+    """A row has the seconds of its epoch; several runs begin at 0, each."""
+    history["time"] = [2.0, 3.0, 5.0]
+    ax = plot_logs({"a": history, "b": history}, x="time", metrics="train_loss")
+    assert {label: points for label, (_, _, points) in lines(ax).items()} == dict.fromkeys(
+        ["a train_loss", "b train_loss"], [(2.0, 3.0), (5.0, 2.0), (10.0, 1.0)]
+    )
+    assert ax.get_xlabel() == "time in s"
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 30])
+def test_epochs_have_whole_ticks(epochs):
+    ax = plot_logs(pd.DataFrame({"epoch": range(epochs), "val_loss": 1.0}))
+    ax.figure.canvas.draw()
+    low, high = ax.get_xlim()
+    shown = [tick for tick in ax.get_xticks() if low <= tick <= high]
+    assert shown
+    assert all(tick == int(tick) and 0 <= tick < epochs for tick in shown)
