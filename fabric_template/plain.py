@@ -151,6 +151,8 @@ class _Storing:
         if kind in (dict, OrderedDict, Counter, list, tuple):
             return self._parts(value, path)
         owner = value if isinstance(value, type) else kind
+        if kind.__module__.startswith("omegaconf.") and hasattr(value, "_metadata"):
+            return _without_cache(value), None
         if any(value is part or kind is part for part in self.allowed) or owner.__module__.startswith("omegaconf."):
             return value, None  # the program, or this package, lets them be read
         if name is not None:
@@ -246,6 +248,18 @@ def _store_numpy(value: Any) -> tuple[Any, Any] | None:
         return torch.from_numpy(native), {"kind": ["array", value.dtype.str]}
     except TypeError:  # a dtype that torch has not
         return None
+
+
+def _without_cache(config: Any) -> Any:
+    """An OmegaConf configuration without what its resolvers have noted (Hydra's ``${now:...}``), which cannot be read."""
+    from omegaconf import OmegaConf
+
+    root = config._get_root()
+    if not OmegaConf.get_cache(root):
+        return config
+    OmegaConf.clear_cache(root := copy.deepcopy(root))
+    key = config._get_full_key(None)
+    return OmegaConf.select(root, key) if key else root
 
 
 def _member(module: str, name: str, member: str) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .checkpoint import OURS, state_of
 from .errors import Misuse
 from .history import is_better
-from .opening import CheckpointError, UnreadableError, cause_of, is_file
+from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file
 from .reading import read_checkpoint
 from .storage import AtomicCheckpointIO, UnsyncedError, inside, safe_name
 
@@ -249,6 +249,8 @@ def prove(run: Run, path: Any) -> None:
     if run.fabric.is_global_zero:
         try:
             problem = io.complaint(path, reads=is_first)
+        except DamagedError as error:  # nothing is gained by ending the run, too
+            run.warn_once(f"what was just saved did not reach the disk: {error}")
         except (UnreadableError, OSError, MemoryError):  # the disk's: asked again at the next save
             run.is_proved = False
     if is_first and (problem := run.fabric.broadcast(problem)) is not None:

@@ -11,7 +11,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 from .disk import clear_stale, fsync_folder, make_folder, replacing, write_all
 from .disk import fs as _fs
-from .opening import CheckpointError, UnreadableError, cause_of, local_path
+from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, local_path
 from .plain import NOTES, brought_back, describe, store
 from .reading import load_header, read_checkpoint
 
@@ -90,7 +90,7 @@ class AtomicCheckpointIO(CheckpointIO):
         elif reads:
             try:
                 load_header(path)
-            except UnreadableError:
+            except (DamagedError, UnreadableError):
                 raise
             except CheckpointError as error:
                 told = str(error)

@@ -247,3 +247,12 @@ def test_before_training_the_disk_must_work(tmp_path):
     with pytest.raises(ValueError, match="cannot make the run's folder"):
         fit(tmp_path, max_epochs=1)
     assert not torch.distributed.is_initialized()
+
+
+def test_a_first_save_of_which_nothing_arrives(tmp_path, monkeypatch):
+    """Files without content end no run: it is said once, and what is trained comes back to the caller."""
+    monkeypatch.setattr(torch, "save", lambda state, file: None)
+    with pytest.warns(UserWarning, match=r"did not reach the disk: '.*last.ckpt' is damaged or no checkpoint") as told:
+        loop, _, history = fit(tmp_path, max_epochs=2)
+    assert (loop.current_epoch, len(history)) == (2, 2)
+    assert sum("did not reach" in str(warning.message) for warning in told) == 1

@@ -381,6 +381,33 @@ def test_hyperparameters_of_hydra_go_through_a_checkpoint(tmp_path):
     assert loop.current_epoch == 2
 
 
+class Part(Classifier):
+    """Keeps a part of the configuration, which knows the whole."""
+
+    def __init__(self, net):
+        super().__init__(hidden=net.hidden)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize(
+    "of", [lambda config: Configured(config), lambda config: Part(config.net)], ids=["whole", "part"]
+)
+def test_what_resolvers_have_noted_stays_out_of_a_checkpoint(tmp_path, of):
+    """Each of Hydra's configurations holds such notes (``${now:...}``), which weights_only does not read."""
+    omegaconf = pytest.importorskip("omegaconf")
+    omegaconf.OmegaConf.register_new_resolver("noted", lambda: 5, use_cache=True, replace=True)
+    config = omegaconf.OmegaConf.create({"net": {"hidden": "${noted:}", "name": "${..day}"}, "day": "monday"})
+    noted = omegaconf.OmegaConf.get_cache(config)
+    assert config.net.hidden == 5
+    fit(tmp_path, lambda: of(config), plain_loader, max_epochs=1)
+    assert noted["noted"]  # the user's own keeps them
+    path = tmp_path / "checkpoints/run/version_0/last.ckpt"
+    loaded = type(of(config)).load_from_checkpoint(path, weights_only=False)
+    assert loaded.hparams == of(config).hparams
+    loop, _, _ = fit(tmp_path, lambda: of(config), plain_loader, max_epochs=2, resume="last")
+    assert loop.current_epoch == 2
+
+
 # ---- a batch of None
 
 
