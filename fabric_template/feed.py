@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,25 @@ class Feed:
                 + f", and the gradients of the last {lost} batches are lost"
                 * bool(lost)
             )
+
+    def handing_over(self, train_batch: Callable) -> Callable:
+        """The update, its step given the pass; a step that asks for more than there is ends the epoch."""
+        run = self.run
+
+        def train(_: Any, batch_idx: int, last_of_window: bool) -> Any:
+            handed = self.batches.handed
+            try:
+                return train_batch(handed, batch_idx, last_of_window)
+            except StopIteration:
+                run.metrics.fx = None
+                if not batch_idx:
+                    run.batches_done = 0
+                    self.ran_out()
+                return {}
+            finally:
+                run.is_last_batch = handed.done
+
+        return train
 
     @property
     def in_pass(self) -> bool:

@@ -42,7 +42,6 @@ class CSVLogger(FabricCSVLogger):
         >>> print(Path(logger.log_dir, "metrics.csv").read_text(), end="")
         epoch,step,val_loss
         0,10,0.5
-
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class CSVLogger(FabricCSVLogger):
             >>> root = mkdtemp()
             >>> CSVLogger(root).claim(), CSVLogger(root).claim()
             (0, 1)
-
         """
         if version is not None:
             self._version = version
@@ -103,7 +101,6 @@ class CSVLogger(FabricCSVLogger):
         Example:
             >>> from tempfile import mkdtemp
             >>> CSVLogger(mkdtemp()).check_writable()
-
         """
         self.claim()
         with writing(self.log_dir):
@@ -121,7 +118,6 @@ class CSVLogger(FabricCSVLogger):
         Example:
             >>> from tempfile import mkdtemp
             >>> CSVLogger(mkdtemp()).log_epoch({"epoch": 0, "step": 10, "train_loss": 0.7, "val_loss": 0.5})
-
         """
         if row:
             self._table("metrics.csv").append(row)
@@ -133,7 +129,6 @@ class CSVLogger(FabricCSVLogger):
         Example:
             >>> from tempfile import mkdtemp
             >>> CSVLogger(mkdtemp()).log_metrics({"train_loss": 0.7}, step=49)
-
         """
         if not metrics:
             return
@@ -149,7 +144,6 @@ class CSVLogger(FabricCSVLogger):
         Example:
             >>> from tempfile import mkdtemp
             >>> CSVLogger(mkdtemp()).log_hyperparams({"lr": 0.1}, {"max_epochs": 3})
-
         """
         import yaml
 
@@ -191,7 +185,6 @@ class CSVLogger(FabricCSVLogger):
             >>> logger.rewind(position)
             >>> logger.position() == position
             True
-
         """
         self.claim()
         for name in FILES:
@@ -208,7 +201,6 @@ class CSVLogger(FabricCSVLogger):
             >>> logger.set_aside()
             >>> logger.position()
             {}
-
         """
         for name in self.position():
             with writing(self._table(name).path):
@@ -256,7 +248,6 @@ def read_logs(path: str | os.PathLike, steps: bool = False) -> "pd.DataFrame":
         >>> read_logs(logger.root_dir)
              name  version  epoch  step  val_loss
         0  digits        0      0    10       0.5
-
     """
     import pandas as pd
 

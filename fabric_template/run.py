@@ -163,7 +163,7 @@ class Run:
         self.update = (AutomaticUpdate if self.is_automatic else ManualUpdate)(self)
         self.train_batch = self.hooks.timed(self.update, "run_training_batch")
         if self.hands_iterator:
-            self.train_batch = self._hand_over(self.train_batch)
+            self.train_batch = self.feed.handing_over(self.train_batch)
         self.transfer = None if self.hands_iterator else self.make_transfer()
 
     def make_transfer(self) -> Callable[[Any, int], Any] | None:
@@ -196,24 +196,6 @@ class Run:
     def hands_iterator(self) -> bool:
         """Whether the training step takes its batches itself, from ``dataloader_iter``."""
         return takes_iterator(self.owner.training_step)
-
-    def _hand_over(self, train_batch: Callable) -> Callable:
-        """The update, its step given the pass; a step that asks for more than there is ends the epoch."""
-
-        def train(_: Any, batch_idx: int, last_of_window: bool) -> Any:
-            handed = self.feed.batches.handed
-            try:
-                return train_batch(handed, batch_idx, last_of_window)
-            except StopIteration:
-                self.metrics.fx = None
-                if not batch_idx:
-                    self.batches_done = 0
-                    self.feed.ran_out()
-                return {}
-            finally:
-                self.is_last_batch = handed.done
-
-        return train
 
     def takes_idx(self, step: str) -> bool:
         """Whether a step takes the batch's index."""

@@ -88,10 +88,12 @@ class BatchProgress(NamedTuple):
 class _View:
     """A view of the run at hand; a name that is not offered raises, also when it is set."""
 
-    __slots__ = ("_loop",)
-
     def __init__(self, loop: Any) -> None:
-        self._loop = loop
+        vars(self)["_loop"] = loop
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        getattr(type(self), name)
+        super().__setattr__(name, value)
 
     @property
     def _run(self) -> Run:
@@ -100,8 +102,6 @@ class _View:
 
 class FitLoopView(_View):
     """``trainer.fit_loop``: how far training is; a callback may move its limits."""
-
-    __slots__ = ()
 
     @property
     def max_epochs(self) -> int | None:
@@ -146,8 +146,6 @@ class FitLoopView(_View):
 class EpochLoopView(_View):
     """``trainer.fit_loop.epoch_loop``."""
 
-    __slots__ = ()
-
     global_step = shows("_run.global_step", "Optimizer steps so far.")
     _batches_that_stepped = shows("_run.batches_that_stepped", "The step that loggers see.")
     val_loop = property(lambda self: EvaluationLoopView(self._loop), doc="The validation inside fit.")
@@ -165,8 +163,6 @@ class EpochLoopView(_View):
 class EvaluationLoopView(_View):
     """``trainer._evaluation_loop``, and the validation loop inside fit."""
 
-    __slots__ = ()
-
     @property
     def batch_progress(self) -> BatchProgress:
         """Batches of this evaluation so far, of all its loaders, and in all."""
@@ -182,8 +178,6 @@ class EvaluationLoopView(_View):
 
 class PredictLoopView(EvaluationLoopView):
     """``trainer.predict_loop``: what was predicted, and of which samples."""
-
-    __slots__ = ()
 
     epoch_batch_indices = shows("_run.batch_indices", "The indices of the samples, by loader and batch.")
 
@@ -202,8 +196,6 @@ class PredictLoopView(EvaluationLoopView):
 class ValSourceView(_View):
     """``trainer.fit_loop.epoch_loop.val_loop._data_source``, asked by modules that choose what to monitor."""
 
-    __slots__ = ()
-
     def is_defined(self) -> bool:
         """Whether there is a validation loader."""
         return self._run.feed.has("val")
@@ -211,8 +203,6 @@ class ValSourceView(_View):
 
 class DataView(_View):
     """``trainer._data_connector``: whose transfer hooks bring ``example_input_array`` to the device."""
-
-    __slots__ = ()
 
     _datahook_selector = property(lambda self: self)
 
@@ -224,8 +214,6 @@ class DataView(_View):
 
 class LoggerView(_View):
     """``trainer._logger_connector``: whether loggers are due, and how to write to all of them."""
-
-    __slots__ = ()
 
     @property
     def should_update_logs(self) -> bool:
@@ -257,7 +245,6 @@ class LoggerView(_View):
 class ResultsView(_View):
     """``trainer._results``: where Lightning's own ``log`` brings its values, under a module that overrides ``log``."""
 
-    __slots__ = ()
     DATALOADER_SUFFIX = "/dataloader_idx_{}"
 
     def log(self, fx: str, name: str, value: Any, sync_dist_fn: Any = None, **words: Any) -> None:
@@ -267,8 +254,6 @@ class ResultsView(_View):
 
 class AcceleratorView(_View):
     """``trainer._accelerator_connector``."""
-
-    __slots__ = ()
 
     @property
     def is_distributed(self) -> bool:
