@@ -106,7 +106,7 @@ def parse_optimizers(
         raise RuntimeError(
             "Training with multiple optimizers is only supported with manual optimization. Set"
             " `self.automatic_optimization = False`, then access your optimizers in `training_step` with"
-            " `opt1, opt2, ... = self.optimizers()`."
+            " `opt1, opt2, ... = self.optimizers()`. Step functions take one optimizer: give it all parameters, in groups."
         )
     for config in configs:
         if all(getattr(config.scheduler, "optimizer", None) is not optimizer for optimizer in optimizers):
@@ -251,7 +251,7 @@ def _check_api(scheduler: Any, stepped_by_loop: bool) -> None:
         raise MisuseOfType(
             f"The provided lr scheduler `{type(scheduler).__name__}` doesn't follow PyTorch's LRScheduler API. You should"
             " override the `LightningModule.lr_scheduler_step` hook with your own logic if you are using a custom LR"
-            " scheduler."
+            " scheduler; where there is no module, give one of torch.optim.lr_scheduler's."
         )
 
 

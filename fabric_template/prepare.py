@@ -196,9 +196,11 @@ def _check_loaders(run: Run, fn: str) -> None:
     stage = LOADER_OF[fn]
     if not run.feed.has(stage):
         home = run.name if run.datamodule is None else type(run.datamodule).__name__
+        method = f", as datamodule=, or write a method {stage}_dataloader in {home}"
+        method = " or as datamodule=" if run.owner is not run.model and run.datamodule is None else method
         raise MissingLoader(
             f"An invalid dataloader was passed to `Trainer.{fn}({loader_argument(fn, stage)}=...)`. Found None: {fn} has no"
-            f" {stage} loader; give it as {fn}(model, loader), as datamodule=, or write a method {stage}_dataloader in {home}"
+            f" {stage} loader; give it as {fn}(model, loader){method}"
         )
     given = run.feed.given.get(stage)
     if fn == "fit" and given is not None and all(length_of(loader) == 0 for loader in loaders_in(given)):

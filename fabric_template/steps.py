@@ -44,7 +44,7 @@ class FunctionSteps:
         self.functions = {name: function for name, function in functions.items() if function is not None}
 
     def __getattr__(self, name: str) -> Any:
-        if name in (*STEPS, "forward"):
+        if name in (*STEPS, "forward", "configure_optimizers"):
             if hasattr(self.net, name):
                 return getattr(self.net, name)
             if name == "test_step" and "validation_step" in vars(self):

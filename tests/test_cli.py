@@ -134,7 +134,7 @@ def test_fit_help_has_every_field_with_its_own_words(capsys):
     assert code == 0
     assert all(f"--{word} " in text for word in LoopConfig.__dataclass_fields__)
     assert "--max_epochs MAX_EPOCHS Stop after this many epochs. -1: no limit." in text
-    assert "--monitor MONITOR The logged metric that says which checkpoint is best." in text
+    assert "--monitor MONITOR The metric that says which checkpoint is best, asked after" in text
     assert "--precision PRECISION" in text
     assert "--model PACKAGE.MODULE:CLASS The model. (default: lit:Lit)" in text
     assert "--model.hidden HIDDEN Width of the layer between. (type: int, default: 3)" in text

@@ -1,5 +1,7 @@
 """Rungs 2 and 3 by everything that was written for modules: the other verbs, Lightning's callbacks, several loaders."""
 
+import re
+
 import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
@@ -115,15 +117,6 @@ def test_rung_2_the_other_verbs_know_the_functions_of_fit():
     with torch.no_grad():
         expected = [net.eval()(part) for part in (x[:5], x[5:])]
     assert same(loop.predict(net, [x[:5], x[5:]]), expected)
-    with pytest.raises(TypeError) as error:
-        loop.predict(net, val)
-    assert getattr(error.value, "__notes__", [])[-1:] in (
-        [],
-        [
-            "fabric_template: predict called Sequential with its batch, a tuple of 2: write"
-            " predict(..., predict_step=lambda net, batch: net(batch[0]))"
-        ],
-    )
     for word in ("best", "last"):
         (result,) = loop.validate(net, val, load=word, verbose=False)
         assert result == {name: pytest.approx(v) for name, v in loop.callback_metrics.items() if "val" in name}
@@ -162,10 +155,29 @@ def test_rung_2_a_net_with_steps_of_its_own_keeps_those_without_a_function():
         def validation_step(self, batch):
             return {"loss": torch.tensor(2.0)}
 
+        def configure_optimizers(self):
+            return make_optimizer(self)
+
     net = Net(nn.Linear(8, 3))
     loop = FabricLoop(**loud(max_epochs=1, logger=False, enable_checkpointing=False))
-    history = loop.fit(net, *make_loaders(), optimizer=make_optimizer(net), training_step=loss_of)
+    history = loop.fit(net, *make_loaders(), training_step=loss_of)
     assert history["val_loss"].tolist() == [2.0]
+    assert loop.global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ({"optimizer": [make_optimizer(make_net())] * 2}, "take one optimizer: give it all parameters, in groups."),
+        ({"train_dataloaders": None}, "fit has no train loader; give it as fit(model, loader) or as datamodule="),
+    ],
+    ids=["two optimizers", "no loader"],
+)  # fmt: skip
+def test_messages_at_rung_2_advise_what_functions_have(words, advice):
+    net, (train, _) = make_net(), make_loaders()
+    words = {"train_dataloaders": train, "optimizer": make_optimizer(net), "training_step": loss_of, **words}
+    with pytest.raises(Exception, match=f"{re.escape(advice)}$"):
+        FabricLoop(**loud(max_epochs=1)).fit(net, **words)
 
 
 # ---- what callbacks get
