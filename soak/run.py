@@ -5,11 +5,12 @@
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
 Parts: `kills` and `ranks` are tests/faults/kills.py with one process and with two, `configurations` is
-tests/faults/configurations.py (one in twenty with two processes), `sweep` is tests/faults/sweep.py (every
-operation on the disk fails once in each way), `reads` is tests/faults/reads.py (every look at it), `syscalls` is
-soak/syscalls.py (real system calls fail, below Python; needs a C compiler), `fields` is tests/faults/fields.py (one field of a
-valid checkpoint is altered), `fuzz` is soak/fuzz.py (needs atheris: the extra `soak`). A seed is printed, and gives the same
-instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
+tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py (random configurations by
+Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each way), `reads` is
+tests/faults/reads.py (every look at it), `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C
+compiler), `fields` is tests/faults/fields.py (one field of a valid checkpoint is altered), `fuzz` is soak/fuzz.py (needs
+atheris: the extra `soak`). A seed is printed, and gives the same instants and inputs again, as far as clocks allow. Ends with 1
+if anything was lost.
 """
 
 import argparse
@@ -27,6 +28,7 @@ FAULTS = ROOT / "tests" / "faults"
 PARTS = (
     "configurations",
     "configurations2",
+    "beside",
     "fuzz",
     "kills",
     "syscalls",
@@ -47,6 +49,7 @@ def command_of(part, words, seed):
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
         "configurations": [*drawn, "--count", words.configurations],
         "configurations2": [*drawn, "--count", words.configurations // 20, "--ranks", 2],
+        "beside": [*python, FAULTS / "beside.py", "--seed", seed, "--count", words.beside],
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", words.buffer],
         "fields": [*python, FAULTS / "fields.py", "--fields", words.fields, "--seed", seed],
         "reads": [*python, FAULTS / "reads.py", "--every", "1"],
@@ -92,6 +95,10 @@ def rows_of(part, seconds, figures):
         ends = ", ".join(f"{kind} {count}" for kind, count in figures["ends"].items())
         lost = len(figures["losses"]) + len(figures["refused"])
         return [(what, figures["configurations"], lost, seconds, f"{ends}; {figures['resumed']} resumed from a file")]
+    if part == "beside":
+        what, lost = "random configurations, beside Trainer", len(figures["losses"])
+        remark = f"the same bits; {figures['refused']} refused by both; seed {figures['seed']}"
+        return [(what, figures["configurations"], lost, seconds, remark)]
     if part == "sweep":
         kinds = ", ".join(f"{kind} {count}" for kind, count in figures["faults"].items())
         remark = f"{kinds}; {figures['operations']} operations in a run"
@@ -127,6 +134,7 @@ def main():
     parser.add_argument("--rank-kills", type=int, default=200, help="SIGKILLs of a run in two processes (200)")
     parser.add_argument("--faults", type=int, default=1000, help="system calls that fail (1000)")
     parser.add_argument("--configurations", type=int, default=3000, help="random configurations (3000)")
+    parser.add_argument("--beside", type=int, default=1000, help="random configurations beside Trainer (1000)")
     parser.add_argument("--inputs", type=int, default=1_000_000, help="fuzzed files (1000000)")
     parser.add_argument("--fields", type=int, default=2000, help="altered fields of valid checkpoints (2000)")
     parser.add_argument("--buffer", type=int, default=1, help="bytes that a save of the sweep writes at a time (1)")

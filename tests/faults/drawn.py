@@ -136,6 +136,29 @@ class Batches:
             yield self.samples[index]
 
 
+class Own(Batches):
+    """One that is its own iterator: ``__iter__`` draws an order, starts over and returns itself."""
+
+    def __iter__(self):
+        self.order = iter(torch.randperm(len(self.samples)).tolist())
+        return self
+
+    def __next__(self):
+        return self.samples[next(self.order)]
+
+
+class Items:
+    """One that has ``__getitem__`` only."""
+
+    def __init__(self, noise):
+        self.samples = Samples(noise, batched=4)
+
+    def __getitem__(self, index):
+        if index >= len(self.samples):
+            raise IndexError(index)
+        return self.samples[index]
+
+
 class Noise:
     """A collate function with a generator of its own."""
 
@@ -182,8 +205,8 @@ def loader_of(words, kind=None):
         return DataLoader(Stream(noise), **sizes, **more)
     if kind == "tensors":
         return TensorLoader(data.x, data.y, batch_size=4, shuffle=True, generator=seeded() if words["drops"] else None)
-    if kind == "function":
-        return Batches(noise)
+    if kind in ("function", "own", "items"):
+        return {"function": Batches, "own": Own, "items": Items}[kind](noise)
     if kind == "list":
         return [(data.x[i : i + 4], data.y[i : i + 4]) for i in range(0, 24, 4)]
     if kind == "stateful":
