@@ -37,11 +37,10 @@ class Handlers:
         if threading.current_thread() is threading.main_thread():
             for number in CAUGHT:
                 handler = signal.getsignal(number)
-                is_forwards = isinstance(
-                    getattr(handler, "__self__", None), Forward
-                )  # of a script that is a rank itself
-                is_default = handler in (signal.default_int_handler, signal.SIG_DFL)
-                if is_forwards or is_default or (callable(handler) and number != signal.SIGINT):
+                owner = getattr(handler, "__self__", None)  # a run around this one hears itself
+                is_own = callable(handler) and number != signal.SIGINT and not isinstance(owner, Signals)
+                # a Forward's is that of a script that is a rank itself
+                if is_own or isinstance(owner, Forward) or handler in (signal.default_int_handler, signal.SIG_DFL):
                     self._found[number] = handler
                     signal.signal(number, self.handle)
         return self

@@ -94,3 +94,20 @@ def test_of_forked_ranks_it_is_called_where_it_was_set(tmp_path, heard, monkeypa
         fit(tmp_path, HitsParent, train=lambda: make_loader(400), max_epochs=3, strategy="ddp_fork", devices=2)
     assert (ended.value.code, heard) == (143, [signal.SIGTERM])
     assert 3 < steps(tmp_path) < 100
+
+
+class Inner(Interrupt):
+    """Fits something else as its epoch starts, and gets the signal there."""
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1:
+            self.steps = fit("inner", train=train, max_epochs=2, callbacks=[Interrupt(2, signal.SIGTERM)])[
+                0
+            ].global_step
+
+
+def test_a_run_around_this_one_hears_itself(tmp_path, heard):
+    inner = Inner(at=-1)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, train=train, max_epochs=3, callbacks=[inner])
+    assert (inner.steps, steps(tmp_path), heard) == (12, 7, [signal.SIGTERM])
