@@ -200,11 +200,7 @@ class Feed:
                 self.made_in["val"] = self.run.current_epoch
 
     def set_up_evaluation(self, stage: str) -> bool:
-        """Make the loaders of validate, test or predict; a sampler that shuffles by epoch does it by the last one.
-
-        Returns:
-            False under a limit of 0, where nobody is asked for them.
-        """
+        """Make the loaders of validate, test or predict, which shuffle by the last epoch; False under a limit of 0: none."""
         run = self.run
         run.net.zero_grad()
         if getattr(run.config, f"limit_{stage}_batches") == 0:

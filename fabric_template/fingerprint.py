@@ -58,19 +58,19 @@ def tell_differences(run: Run) -> None:
 
 def settings_of(run: Run) -> dict[str, str]:
     """The numbers and words that optimizers and schedulers are made with, which a resume takes from the file."""
-    parts: list[tuple[str, dict[str, Any]]] = []
+    parts: list[tuple[Any, dict[str, Any]]] = []
     for optimizer in run.optimizers:
         for index, group in enumerate(optimizer.param_groups):
             own = {**group, "lr": group.get("initial_lr", group.get("lr")), "initial_lr": None}
-            rest = {key: own[key] for key in ("lr", "weight_decay") if key in own}  # of which there may be hundreds
-            parts.append((type(optimizer).__name__ + f".{index}" * (index > 0), rest if index else own))
-    parts += [(type(config.scheduler).__name__, config.scheduler.state_dict()) for config in run.schedulers]
+            rates = {key: own[key] for key in ("lr", "weight_decay") if key in own}
+            parts.append((optimizer, rates if index else own))  # of groups there may be hundreds
+    parts += [(config.scheduler, config.scheduler.state_dict()) for config in run.schedulers]
     found: dict[str, str] = {}
-    for number, (name, values) in enumerate(parts):
-        name += f" {number}" * any(other == name for other, _ in parts[:number])
+    for number, (part, values) in enumerate(parts):
+        name = type(part).__name__ + f" {number}" * any(type(part) is type(other) for other, _ in parts[:number])
         for key, value in values.items():
             value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            if isinstance(value, bool | int | float | str) or (key == "betas" and isinstance(value, tuple)):
+            if isinstance(value, bool | int | float | str) or key == "betas":
                 found[f"{name}.{key}"] = str(value)
     return found
 

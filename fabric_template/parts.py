@@ -111,11 +111,8 @@ class Parts:
 @cache
 def _with_own_names(kind: type) -> type:
     """Fabric's wrapper, in which modules, parameters and buffers have the names that the model gives them."""
-
-    def named_modules(self: Any, *args: Any, **words: Any) -> Any:
-        return self.module.named_modules(*args, **words)
-
-    return type(kind.__name__, (kind,), {"named_modules": named_modules})
+    own = {"named_modules": lambda self, *args, **words: self.module.named_modules(*args, **words)}
+    return type(kind.__name__, (kind,), own)
 
 
 def _check(method: str, value: Any, kind: Any, expected: str) -> None:

@@ -59,10 +59,7 @@ class Record:
     def values(
         self, metrics: Mapping[str, Any], step: int | None = None, by_row: bool = True, more: Mapping[str, Any] = _NONE
     ) -> None:
-        """Values at one step, for all loggers; None: at a logged "step", or where the run stands, beside the epoch.
-
-        What is ``more`` is for our own CSV only.
-        """
+        """Values at one step, and more for our CSV; None: at a logged "step", or where the run stands, beside the epoch."""
         run = self.run
         if not (metrics or (more and by_row)) or not (self.by_value or self.by_row):
             return

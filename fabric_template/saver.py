@@ -70,12 +70,7 @@ class Saver:
         self._keep(run, None if self._judged == over else score, over, f"epoch={over}")
 
     def save_validation(self, run: Run, score: float | None) -> None:
-        """The same after a validation in the middle of an epoch, to go on behind it; at its end `save_epoch` does it.
-
-        Args:
-            run: as it stands now.
-            score: what this validation says of the monitor; None: nothing.
-        """
+        """The same after a validation in the middle of an epoch, to go on behind it; a score of None: it did not measure it."""
         self._judged = None
         if run.is_last_of_epoch or run.cut is not None or run.steps_done or (run.should_stop and run.may_stop):
             return

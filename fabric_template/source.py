@@ -339,27 +339,10 @@ class Source:
 
 
 def begun(loader: Any) -> Iterator:
-    """A pass over a loader, of which only `next` is asked from here on: one that is its own iterator would start over.
-
-    Example:
-        >>> class Own:
-        ...     def __iter__(self): self.number = 0; return self
-        ...     def __next__(self): self.number += 1; return self.number
-        >>> batches = begun(Own()); next(batches), next(iter(batches))
-        (1, 2)
-    """
+    """A pass over a loader, of which only `next` is asked from here on: one that is its own iterator would start over."""
     iterator = iter(loader)
-    is_plain = isinstance(loader, DataLoader) and iterator is not loader  # whose workers are ended by its own names
-    return iterator if is_plain or type(iterator).__module__ == "builtins" else _rest_of(iterator)
-
-
-def _rest_of(iterator: Any) -> Iterator:
-    while True:
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            return
-        yield batch
+    is_dataloaders = isinstance(loader, DataLoader) and iterator is not loader  # whose workers are ended by their name
+    return iterator if is_dataloaders or type(iterator).__module__ == "builtins" else map(next, repeat(iterator))
 
 
 @contextmanager
