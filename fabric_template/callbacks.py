@@ -9,6 +9,7 @@ from typing import Any
 from .config import LoopConfig
 from .errors import Misuse, MisuseOfType
 from .hooks import HOOKS, is_a, keyword_names, overrides
+from .inputs import check_object
 
 _REFUSED = {
     "BatchSizeFinder": "it trains by Trainer's tuner: find the size with lightning.Trainer and give it to your loader",
@@ -34,11 +35,7 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
     """
     callbacks = [] if given is None else list(given) if isinstance(given, list | tuple | set) else [given]
     for callback in callbacks:
-        if isinstance(callback, type):
-            name = callback.__name__
-            raise MisuseOfType(
-                f"callbacks={name}: this is a class, expected an object of it: write callbacks=[{name}(...)]"
-            )
+        check_object("callbacks", callback)
         if isinstance(callback, str | dict | FunctionType | BuiltinFunctionType | None):
             raise MisuseOfType(
                 f"callbacks got a {type(callback).__name__}: expected objects with methods named like hooks, such as"

@@ -271,10 +271,8 @@ class HandedPass:
         self._batches, self._start = batches, start
         triples = ((batch, idx, 0, batches.is_last) for idx, batch in enumerate(batches, batches.fetched))
         self.handed = Handed(triples, note, done=batches.is_last)
-        self._steps, self._fetched = (
-            0,
-            deque(maxlen=RECENT),
-        )  # steps begun; batches fetched before each of the last ones
+        self._steps = 0  # begun
+        self._fetched: deque[int] = deque(maxlen=RECENT)  # batches fetched before each of the last ones
 
     def __iter__(self) -> Iterator:
         for batch, *_ in self.handed.turns():
@@ -295,11 +293,8 @@ class HandedPass:
 
 def length_of(loader: Any) -> int | float:
     """len(loader), or infinity where it has none."""
-    if (
-        isinstance(loader, DataLoader)
-        and isinstance(loader.dataset, IterableDataset)
-        and not hasattr(loader.dataset, "__len__")
-    ):
+    dataset = loader.dataset if isinstance(loader, DataLoader) else None
+    if isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
         return INFINITE
     if is_combined(loader):  # it knows its own length in a pass only
         return max(map(length_of, loader.flattened), default=0)

@@ -167,11 +167,9 @@ class Metrics:
         on_step = self._in_batches is not None
         for entry in self.active.live():
             meta = entry.meta
-            if (
-                meta.logger
-                and not (on_step and meta.on_epoch)
-                and (value := entry.value(not meta.on_epoch)) is not None
-            ):
+            if not meta.logger or (on_step and meta.on_epoch):
+                continue
+            if (value := entry.value(not meta.on_epoch)) is not None:
                 self.row[meta.name + meta.idx_suffix] = value
         return logged
 

@@ -40,16 +40,8 @@ class Outcome:
     kept: dict[str, Any] = field(default_factory=dict)
     complaint: str = ""  # what could not be saved to the end
 
-    COUNTERS = (
-        "global_step",
-        "epochs_done",
-        "batches_done",
-        "total_batches",
-        "batches_that_stepped",
-        "should_stop",
-        "resume_path",
-        "stopped_by",
-    )
+    COUNTERS = ("global_step", "epochs_done", "batches_done", "total_batches", "batches_that_stepped",
+                "should_stop", "resume_path", "stopped_by")  # fmt: skip
 
     @classmethod
     def of(cls, run: Run, results: Any, elsewhere: bool) -> Outcome:

@@ -86,11 +86,8 @@ class Parts:
         self._launch_parts()
         self.fabric.save(path, state)
         io = self.fabric.strategy.checkpoint_io
-        if (
-            isinstance(io, AtomicCheckpointIO)
-            and self.fabric.is_global_zero
-            and (problem := io.complaint(path)) is not None
-        ):
+        ours = isinstance(io, AtomicCheckpointIO) and self.fabric.is_global_zero
+        if ours and (problem := io.complaint(path)) is not None:
             raise Misuse(problem)
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -100,11 +97,8 @@ class Parts:
             return self.fabric.load(path, state)
 
     def _launch_parts(self) -> None:
-        if (
-            self.fabric.world_size > 1
-            and not torch.distributed.is_initialized()
-            and os.environ.get("LT_CLI_USED") != "1"
-        ):
+        is_launched = os.environ.get("LT_CLI_USED") == "1" or torch.distributed.is_initialized()
+        if self.fabric.world_size > 1 and not is_launched:
             self.fabric.launch()
 
 

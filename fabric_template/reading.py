@@ -350,10 +350,10 @@ def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
             warnings.simplefilter("ignore")  # what torch warns of here (a newer pickle protocol) ends as our complaint
             content = torch.load(file, map_location=map_location, weights_only=True)
         declared, size = _declared(content), os.fstat(file.fileno()).st_size
-        told = (
-            f"holds tensors of {declared / 1e6:.0f} MB in {size / 1e6:.1f} MB, as their elements share memory (expand)"
-        )
-        return (content, None) if declared <= 2 * size + 2**26 else (None, told)
+        if declared <= 2 * size + 2**26:
+            return content, None
+        much = f"{declared / 1e6:.0f} MB in {size / 1e6:.1f} MB"
+        return None, f"holds tensors of {much}, as their elements share memory (expand)"
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+) ", str(error))
         last = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()

@@ -23,9 +23,7 @@ def step_schedulers(run: Run, interval: str, plateau: bool) -> None:
     if not run.schedulers or not run.is_automatic:
         return
     count = run.batches_done if interval == "step" else run.current_epoch + 1
-    for (
-        config
-    ) in run.schedulers:  # SchedulerConfig's words, or those of Lightning's class that a callback has put there
+    for config in run.schedulers:  # or Lightning's class with the same words, which a callback has put there
         if config.reduce_on_plateau == plateau and config.interval == interval and count % config.frequency == 0:
             _step(run, config)
 

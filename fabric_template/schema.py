@@ -157,13 +157,10 @@ def _is_taken(put: Callable[[Any], None], value: Any) -> bool:
 def _bit_generator(value: Any) -> bool:
     """Whether NumPy takes it, with positions inside of what they point into: it does not ask, and crashes later."""
     known = {name: getattr(numpy.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")}
-    if (
-        not isinstance(value, Mapping)
-        or not isinstance(value.get("state"), Mapping)
-        or value.get("bit_generator") not in known
-    ):
+    inner = value.get("state") if isinstance(value, Mapping) else None
+    if not isinstance(inner, Mapping) or value.get("bit_generator") not in known:
         return False
-    places = (value["state"].get("pos", 0), 624), (value.get("buffer_pos", 0), 4)
+    places = (inner.get("pos", 0), 624), (value.get("buffer_pos", 0), 4)
     fresh = known[value["bit_generator"]](0)
     return all(type(place) is int and 0 <= place <= most for place, most in places) and _is_taken(
         lambda state: setattr(fresh, "state", state), value

@@ -227,11 +227,8 @@ def requeue(number: int, saved: bool) -> None:
     Outside of SLURM's batch jobs, and for other signals, nothing is done.
     """
     job = os.environ.get("SLURM_JOB_ID")
-    if (
-        number != getattr(signal, "SIGUSR1", None)
-        or not job
-        or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    ):
+    by_hand = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    if number != getattr(signal, "SIGUSR1", None) or not job or by_hand:
         return
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"

@@ -176,9 +176,8 @@ class Source:
     def _go_on(self, place: dict[str, Any]) -> Iterator:
         """The rest of a pass, of which some batches are done; random numbers are put back by the caller."""
         loader, done = self.loader, place["taken"]
-        self.began, self.first, self.born, self.is_born = (
-            place[name] for name in ("began", "first", "born", "is_born")
-        )
+        self.began, self.first, self.born = (place[name] for name in ("began", "first", "born"))
+        self.is_born = place["is_born"]
         self.parts_began = place.get("parts_began", [])
         load_states(self.parts, self.parts_began)
         self.put_back(self.born or self.began)

@@ -567,7 +567,7 @@ class Keyed(pl.Callback):
         (cb.ModelCheckpoint(), {"enable_checkpointing": False}, "`enable_checkpointing=False` but found `ModelCheckpoint`"),
         (cb.ModelCheckpoint(), {"barebones": True}, "`enable_checkpointing=False` but found `ModelCheckpoint`"),
         ([Keyed(), Keyed()], {}, "Found more than one stateful callback of type `Keyed`"),
-        (cb.EarlyStopping, {}, "this is a class, expected an object of it: write callbacks=[EarlyStopping(...)]"),
+        (cb.EarlyStopping, {}, "this is a class, expected an object of it: write EarlyStopping(...)"),
     ],
 )  # fmt: skip
 def test_refused(callbacks, words, text):
