@@ -318,6 +318,8 @@ class Run:
         monitor = self.config.monitor
         if monitor is None or score is not None or (self.schedule.validates and not self.has_validated):
             return
+        if any(monitor in row for row in self.history.rows):  # max_steps has ended this epoch before its validation
+            return
         known = sorted(self.history.rows[-1].keys() - {"epoch", "step", "time"}) if self.history.rows else []
         raise Misuse(
             f"monitor={monitor!r} was not logged in epoch {self.current_epoch - 1}; logged were {known}: write monitor= with"

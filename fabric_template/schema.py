@@ -119,6 +119,13 @@ def _is_whole(value: Any, *dtypes: torch.dtype, numel: int | None = None) -> boo
     return is_one and value.dtype in (dtypes or (value.dtype,)) and numel in (None, value.numel())
 
 
+def _is_gradient(value: Any) -> bool:
+    """... or sparse, as an Embedding's may be, of two such tensors."""
+    if isinstance(value, Tensor) and value.layout is torch.sparse_coo and not value.is_meta:
+        return _is_whole(value._indices(), torch.int64) and _is_whole(value._values())
+    return _is_whole(value)
+
+
 anything = Is("anything", lambda value: True)
 flag = one_of(False, True)
 text = Is("a text", lambda value: isinstance(value, str) and len(value) < 10_000)
@@ -255,7 +262,7 @@ TENSORS = {text: Is("a tensor in memory", _is_whole)}
 HELD = {
     "generators": {text: generator}, "buffers": TENSORS,
     "settings": {text: {text: Is("a plain value", lambda value: type(value) in (bool, int, float, str, type(None)))}},
-    "groups": [maybe([[maybe(text)]])], "tensors": TENSORS, "gradients": TENSORS,
+    "groups": [maybe([[maybe(text)]])], "tensors": TENSORS, "gradients": {text: Is("a tensor in memory", _is_gradient)},
 }  # fmt: skip
 RANK = {
     "rng": RNG, "train": LOADERS, "val": LOADERS, "returned": RETURNED, "metrics": METRICS, "held?": HELD,

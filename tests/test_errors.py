@@ -516,3 +516,19 @@ def test_a_misuse_of_type_too(tmp_path, kind):
         FabricLoop(max_epochs="3")
     with pytest.raises(kind, match="Unknown configuration for model optimizers"):
         fitting(tmp_path, Plain(), make_loader(), optimizer="sgd")()
+
+
+class Returns(Classifier):
+    """Logs nothing."""
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    validation_step = training_step
+
+
+def test_a_monitor_of_an_epoch_that_max_steps_has_cut_short(tmp_path):
+    """It was measured in the epoch before; this one ends before its validation."""
+    loop, _, history = fit(tmp_path, Returns, val=val_loader, max_steps=12, monitor="val_loss")
+    assert loop.global_step == 12
+    assert history["val_loss"].isna().tolist() == [False, True]

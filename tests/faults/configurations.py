@@ -246,6 +246,8 @@ def _fit_together(words):
         without("stops", "stops_in_training", "keeps_best")
         if words["scheduler"] == "ReduceLROnPlateau":
             words["scheduler"] = "StepLR"
+    if words["ranks"] > 1:  # Lightning refuses a skipped batch there
+        words["parts"] = [part for part in words["parts"] if part != "skips"]
     if "monitor" not in loop:
         loop.pop("save_top_k", None)
     if {"iterable", "function"} & set(kinds_of(words)):  # without a length there is no half of it
@@ -330,6 +332,7 @@ def train(root, words, rank=0):
     loop = FabricLoop(**loop_words)
     history = loop.fit(model, **fit_words, resume="auto")
     net = getattr(model, "net", model) if words["shape"] in ("object", "functions") else model
+    nets = net.net if isinstance(getattr(net, "net", None), torch.nn.Module) else net  # without the metrics
     end = {
         "weights": net.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in loop.optimizers],
@@ -337,7 +340,7 @@ def train(root, words, rank=0):
         "metrics": dict(loop.callback_metrics),
         "history": history.to_dict("list"),
         "counters": [loop.current_epoch, loop.global_step],
-        "flags": [p.requires_grad for p in net.parameters()] + [m.training for m in net.modules()],
+        "flags": [p.requires_grad for p in nets.parameters()] + [m.training for m in nets.modules()],
     }
     if rank == 0:
         Path(root).mkdir(exist_ok=True)  # where a run writes nothing
@@ -437,6 +440,7 @@ def differences(expected, found, where=""):
         for i, (one, other) in enumerate(zip(expected, found, strict=False)):
             yield from differences(one, other, f"{where}/{i}")
     elif isinstance(expected, torch.Tensor) or isinstance(found, torch.Tensor):
+        expected, found = (one.to_dense() if isinstance(one, torch.Tensor) else one for one in (expected, found))
         kinds = [(type(one), getattr(one, "dtype", None), getattr(one, "shape", None)) for one in (expected, found)]
         if kinds[0] != kinds[1]:
             yield f"{where}: {kinds[1]} instead of {kinds[0]}"
@@ -489,6 +493,8 @@ def one(words, home, figures):
         all_pids += pids
         codes = wait(pids, end, end["part"] * seconds if end["at"] == "instant" else None)
         expected = (*CODES[end["kind"]], 0, *([-signal.SIGKILL] if len(pids) > 1 else []))
+        if end["kind"] == "KeyboardInterrupt" and end["at"] == "load" and words["workers"]:
+            expected = (*expected, 1)  # of a worker, torch says that it is gone
         if any(code not in expected for code in codes):
             return [f"{end} ended it with {codes}: {_last_words(log)}"]
         figures.ends[end["kind"]] = figures.ends.get(end["kind"], 0) + any(codes)
