@@ -145,12 +145,13 @@ class Steps:
                 self.wrapped, self.buckets = wrapped, Buckets(wrapped, self.fabric.world_size)
         else:
             self.fabric.to_device(self.precision.convert_module(self.net))
-        dtype = next((p.dtype for p in self.net.parameters() if p.is_floating_point()), None)
         for part in self.net.modules():  # LightningModules and metrics keep their own note of device and dtype
-            if part is not self.net and type(part).to is not nn.Module.to or part is self.net:
+            if part is self.net or type(part).to is not nn.Module.to:
                 part.to(self.fabric.device)
-                if dtype is not None and self._is_true_precision:
-                    part.to(dtype)
+                if (
+                    self._is_true_precision
+                ):  # as Trainer: double() leaves a torchmetric's sums as they are, to() would not
+                    self.precision.convert_module(part)
 
     @property
     def _is_true_precision(self) -> bool:

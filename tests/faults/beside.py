@@ -107,12 +107,14 @@ def side_of(kind, words, root):
     return left
 
 
-def without_functions(value):
-    """A state in which functions are their names, so that two of them can be compared."""
+def plain(value):
+    """A state in which functions are their names and tensors their dtypes and numbers, so that NaN is as NaN."""
     if isinstance(value, dict):
-        return {key: without_functions(part) for key, part in value.items()}
+        return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [without_functions(part) for part in value]
+        return [plain(part) for part in value]
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.tolist()]
     return getattr(value, "__qualname__", value)
 
 
@@ -134,7 +136,7 @@ def compare(words, home):
         ]
     found = []
     for name in theirs.keys() | ours.keys():
-        one, other = (without_functions(side.get(name)) for side in (theirs, ours))
+        one, other = (plain(side.get(name)) for side in (theirs, ours))
         if name.endswith("_metrics"):
             one, other = (dict(sorted(view.items())) for view in (one, other))
         if not same(one, other):

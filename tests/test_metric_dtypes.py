@@ -1,0 +1,35 @@
+"""What torchmetrics compute under a true precision has Trainer's dtype and bits."""
+
+import pytest
+import torch
+import torchmetrics as tm
+from modules import Classifier, make_loader, run_loop, run_trainer
+from runs import same, val_loader
+
+
+class Measured(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.means = torch.nn.ModuleDict({"train_mean": tm.MeanMetric(), "val_mean": tm.MeanMetric()})
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.means["train_mean"].update(loss.detach())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.means["val_mean"].update(self.trainer.callback_metrics.get("train_loss_step", 1.0))
+
+    def on_train_epoch_end(self):
+        self.log_dict({name: mean.compute() for name, mean in self.means.items()})
+        for mean in self.means.values():
+            mean.reset()
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true", "bf16-mixed"])
+def test_as_trainer(precision):
+    words = {"max_epochs": 2, "precision": precision, "num_sanity_val_steps": 0}
+    (trainer, _), (loop, _) = (run(Measured, make_loader, val_loader, **words) for run in (run_trainer, run_loop))
+    theirs, ours = (dict(sorted(one.callback_metrics.items())) for one in (trainer, loop))
+    assert same(theirs, ours), (theirs, ours)
