@@ -169,6 +169,27 @@ def make_folder(folder: Path, is_new: bool = False) -> None:
         fsync_folder(new.parent)
 
 
+def claim_version(*homes: Path) -> int:
+    """Make the next ``version_<n>`` that none of these folders has, in the first; two that ask together get two numbers.
+
+    Example:
+        >>> claim_version(Path("demo")), claim_version(Path("demo"))
+        (0, 1)
+    """
+    number = 0
+    for home in homes:
+        with contextlib.suppress(FileNotFoundError):
+            names = [name.removeprefix("version_") for name in os.listdir(home) if name.startswith("version_")]
+            number = max(number, *(int(name) + 1 for name in names if name.isdigit()), 0)
+    while True:
+        try:
+            make_folder(homes[0] / f"version_{number}", is_new=True)
+        except FileExistsError:  # somebody was faster: the next number, then
+            number += 1
+        else:
+            return number
+
+
 def fsync_folder(folder: Path) -> None:
     """Make names in the folder survive a power cut; some network file systems know no such thing (EINVAL)."""
     if os.name == "nt":

@@ -14,7 +14,7 @@ from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from .disk import make_folder, replace_file, set_aside
+from .disk import claim_version, make_folder, replace_file, set_aside
 from .tables import Table, read_table, writing
 
 if TYPE_CHECKING:
@@ -83,13 +83,10 @@ class CSVLogger(FabricCSVLogger):
             self._version = version
         if rank_zero_only.rank != 0:
             return self._version
-        number = -1
-        while self._version is None:
-            with writing(os.path.join(self.root_dir, self.name)):
-                number = max(self._get_next_version(), number + 1)
-                with suppress(FileExistsError):  # somebody was faster: the next number, then
-                    make_folder(Path(self.root_dir, self.name, f"version_{number}"), is_new=True)
-                    self._version = number
+        if self._version is None:
+            home = Path(self.root_dir, self.name)
+            with writing(str(home)):
+                self._version = claim_version(home)
         with writing(self.log_dir):
             make_folder(Path(self.log_dir))
         return self._version

@@ -13,10 +13,10 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from .config import LoopConfig
-from .disk import make_folder
+from .disk import claim_version
 from .errors import MisuseOfType
 from .logs import CSVLogger
-from .opening import CheckpointError, cause_of, names_in
+from .opening import CheckpointError, cause_of
 from .storage import AtomicCheckpointIO
 
 if TYPE_CHECKING:
@@ -144,19 +144,12 @@ def _claim(root: Path, name: str, csv: CSVLogger | None, keeps: bool, fabric: Fa
     homes += [root / "checkpoints" / name] if keeps else []
     number = -1
     if fabric.is_global_zero:
-        names = [name for home in homes for name in names_in(home) if name.startswith("version_")]
-        taken = [int(name[8:]) for name in names if name[8:].isdigit()]
-        number = max(taken, default=-1) + 1
-        while True:
-            try:
-                make_folder(homes[0] / f"version_{number}", is_new=True)
-                break
-            except FileExistsError:
-                number += 1
-            except OSError as error:
-                raise ValueError(
-                    f"cannot make the run's folder '{homes[0] / f'version_{number}'}' ({error.strerror}): expected a folder"
-                    " that can be written; write default_root_dir= with one, or logger=False"
-                ) from error
+        try:
+            number = claim_version(*homes)
+        except OSError as error:
+            raise ValueError(
+                f"cannot make the run's folder in '{homes[0]}' ({error.strerror}): expected a folder that can be written;"
+                " write default_root_dir= with one, or logger=False"
+            ) from error
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     return fabric.broadcast(number) if together else number

@@ -408,7 +408,7 @@ def test_runs_that_start_together_get_numbers_of_their_own(tmp_path):
 def test_a_version_taken_between_look_and_claim_is_not_shared(tmp_path, monkeypatch):
     CSVLogger(tmp_path).claim()
     late = CSVLogger(tmp_path)
-    monkeypatch.setattr(late, "_get_next_version", lambda: 0)  # what it saw before the other one came
+    monkeypatch.setattr(os, "listdir", lambda folder: [])  # what it saw before the other one came
     assert late.claim() == 1
 
 

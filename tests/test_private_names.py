@@ -13,7 +13,6 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.loggers import CSVLogger
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy
@@ -61,7 +60,6 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_example_input_array", pl.LightningModule, "faces.py", "the same: what a summary is made with"),
     ("_mode", lambda: CombinedLoader([]), "loaders.py", "to tell loaders that go together from those that follow each other"),
     ("_lightning_module", PyTorchProfiler, "profiling.py", "to name the module's parts in the trace"),
-    ("_get_next_version", lambda: CSVLogger("."), "logs.py", "the number of the next version, as Lightning counts"),
     ("_dataloader_init_kwargs_resolve_sampler", "lightning.fabric.utilities.data", "sharing.py", "batch samplers of one's own"),
     ("_MultiProcessingLauncher", "lightning.fabric.strategies.launchers", "signals.py", "to know that ranks are spawned"),
     ("_EvaluationLoop", "lightning.pytorch.loops", "evaluate.py", "the profilers' names for fetching a batch"),
