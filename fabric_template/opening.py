@@ -176,12 +176,9 @@ def names_in(folder: str | Path) -> list[str]:
 
 
 def _nearby(folder: Path) -> str:
-    try:
+    names: list[str] = []
+    with contextlib.suppress(OSError):
         names = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES)
-    except FileNotFoundError:
-        return f"there is no folder '{folder}' either: check the path"
-    except OSError:
-        return "check the path"
     if not names:
         return f"there are no checkpoints in '{folder}': check the path"
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""

@@ -354,7 +354,7 @@ def test_missing_and_folder_list_what_is_there(tmp_path):
     for i in range(6):
         (tmp_path / f"c{i}.ckpt").touch()
     assert message(verify_checkpoint, tmp_path).endswith("a.pt, b.ckpt, c0.ckpt, c1.ckpt, c2.ckpt and 3 more.")
-    assert "does not exist; there is no folder" in message(read_checkpoint, tmp_path / "no" / "x.ckpt")
+    assert "does not exist; there are no checkpoints in" in message(read_checkpoint, tmp_path / "no" / "x.ckpt")
     (tmp_path / "empty").mkdir()
     assert "there are no checkpoints in" in message(read_checkpoint, tmp_path / "empty" / "x.ckpt")
 
