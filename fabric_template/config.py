@@ -158,17 +158,13 @@ class LoopConfig:
                 f"save_top_k={self.save_top_k!r} without monitor: expected monitor='val_loss' or another metric"
             )
         if self.barebones:
-            on = [f"{name}={value!r}" for name, value in self._barebones_conflicts()]
-            found += [
-                f"`FabricLoop(barebones=True, {word})` was passed: barebones switches it off, leave it out"
-                for word in on
-            ]
+            off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "log_every_n_steps",
+                   "num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "profiler")  # fmt: skip
+            for word in (f"{name}={value!r}" for name in off if (value := getattr(self, name))):
+                found.append(
+                    f"`FabricLoop(barebones=True, {word})` was passed: barebones switches it off, leave it out"
+                )
         return found
-
-    def _barebones_conflicts(self) -> list[tuple[str, Any]]:
-        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "log_every_n_steps",
-               "num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "profiler")  # fmt: skip
-        return [(name, getattr(self, name)) for name in off if getattr(self, name)]
 
     def resolved(self) -> LoopConfig:
         """The same configuration with every None that stands for a default filled in.

@@ -124,7 +124,10 @@ def evaluate(
             {name: value for name, value in returned.items() if name.endswith(end)} | result
             for end, result in zip(ends, results, strict=True)
         ]
-    return [_as_numbers(result) for result in results]
+    return [
+        {name: value.item() if isinstance(value, Tensor) else value for name, value in result.items()}
+        for result in results
+    ]
 
 
 def _keep(run: Run, output: Any, prefix: str, batch_idx: int, loader: int | None = None) -> bool:
@@ -272,10 +275,6 @@ def check_dataloader_idx(run: Run, word: str, step_name: str, several: bool) -> 
                 f"You provided only a single `{loader}`, but have included `dataloader_idx` in `{name}.{hook}()`. Either"
                 " remove the argument or give it a default value i.e. `dataloader_idx=0`."
             )
-
-
-def _as_numbers(result: dict[str, Any]) -> dict[str, float]:
-    return {name: value.item() if isinstance(value, Tensor) else value for name, value in result.items()}
 
 
 def to_cpu(value: Any) -> Any:

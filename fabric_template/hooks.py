@@ -97,11 +97,6 @@ def is_a(callback: Any, *kinds: str) -> bool:
     return not {base.__name__ for base in type(callback).__mro__}.isdisjoint(kinds)
 
 
-def is_monitor(callback: Any) -> bool:
-    """Whether a callback watches a metric (EarlyStopping, ModelCheckpoint): at the end of an epoch those come last."""
-    return is_a(callback, "EarlyStopping", "Checkpoint")
-
-
 class Hooks:
     """Calls each hook's listeners.
 
@@ -144,7 +139,7 @@ class Hooks:
 
     def call_epoch_end(self, name: str) -> None:
         """Call the module before the callbacks that monitor, so that they see what the module logs here."""
-        monitors = [callback for callback in self.callbacks if is_monitor(callback)]
+        monitors = [callback for callback in self.callbacks if is_a(callback, "EarlyStopping", "Checkpoint")]
         others = [callback for callback in self.callbacks if callback not in monitors]
         first, last = ([self._of_callback(callback, name) for callback in part] for part in (others, monitors))
         self._call(name, [*first, self._of_module(name), *last])

@@ -77,10 +77,11 @@ def stateful_parts(loader: Any) -> tuple[list[Any], list[Any]]:
         return [], []
     samplers = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
     datasets = [loader.dataset, getattr(loader.dataset, "dataset", None)]
-    return tuple(list({id(p): p for p in parts if _has_state(p)}.values()) for parts in (samplers, datasets))
+    return tuple(list({id(p): p for p in parts if has_state(p)}.values()) for parts in (samplers, datasets))
 
 
-def _has_state(part: Any) -> bool:
+def has_state(part: Any) -> bool:
+    """Whether this can be put where it was, by state_dict and load_state_dict."""
     return all(callable(getattr(part, f"{verb}state_dict", None)) for verb in ("", "load_"))
 
 

@@ -60,7 +60,9 @@ class Outcome:
             )
             if run.stopped_by is None or run.total_batches:  # else it was stopped in its set-up: layers may be missing
                 outcome.weights = to_cpu(run.net.state_dict())
-            outcome.callbacks = [_state_of(callback) for callback in run.callbacks]
+            outcome.callbacks = [
+                to_cpu(part.state_dict()) if hasattr(part, "state_dict") else None for part in run.callbacks
+            ]
             if run.saver is not None:
                 outcome.kept = {"last_model_path": run.saver.last_model_path, "best": run.saver.best}
         return outcome
@@ -102,11 +104,6 @@ class Outcome:
         run.set_up_saver()
         if run.saver is not None:
             vars(run.saver).update(self.kept)
-
-
-def _state_of(callback: Any) -> Any:
-    """What a callback would keep in a checkpoint; None if it has nothing to keep."""
-    return to_cpu(callback.state_dict()) if hasattr(callback, "state_dict") else None
 
 
 def _give_back(callback: Any, state: Any) -> None:

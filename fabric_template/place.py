@@ -72,16 +72,13 @@ def make_loggers(config: LoopConfig, loggers: Any, fabric: Fabric) -> tuple[list
     given = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
     for logger in given:
         if isinstance(logger, type) or not callable(getattr(logger, "log_metrics", None)):
+            word = repr(logger) if isinstance(logger, str | int | float) else f"a {type(logger).__name__}"
             raise MisuseOfType(
-                f"logger={_word_of(logger)}: expected True (the CSV logger), False, or an object with log_metrics, such as"
+                f"logger={word}: expected True (the CSV logger), False, or an object with log_metrics, such as"
                 " logger=CSVLogger('logs'), of this package, of Fabric or of Lightning; or a list of them"
             )
         _complete(logger)
     return given, False
-
-
-def _word_of(logger: Any) -> str:
-    return repr(logger) if isinstance(logger, str | int | float) else f"a {type(logger).__name__}"
 
 
 def _complete(logger: Any) -> None:

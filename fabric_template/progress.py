@@ -41,16 +41,10 @@ class Progress:
         self._due = time.monotonic() + SECONDS_BETWEEN
 
     def advance(self, done: int) -> None:
-        """So many batches are done."""
-        if self._bar is not None and time.monotonic() >= self._due:
-            self.draw(done)
-
-    def draw(self, done: int | None = None) -> None:
-        """Draw the bar now, with the current values."""
-        if self._bar is None:
+        """So many batches are done: draw the bar, if it is time to."""
+        if self._bar is None or time.monotonic() < self._due:
             return
-        if done is not None:
-            self._bar.n = done
+        self._bar.n = done
         self._bar.set_postfix({name: f"{value:.4g}" for name, value in self._values().items()}, refresh=False)
         self._bar.refresh()
         self._due = time.monotonic() + SECONDS_BETWEEN

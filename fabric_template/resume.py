@@ -218,7 +218,12 @@ def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
                 inside(folder, path.name)
                 read_checkpoint(path, trusted=trusted)
             except DamagedError as error:
-                aside.append(f"{error} It is set aside as '{_set_aside(path)}'.")
+                try:
+                    aside.append(f"{error} It is set aside as '{set_aside(path, 'damaged')}'.")
+                except OSError as another:
+                    raise CheckpointError(
+                        f"'{path}' is damaged and cannot be set aside: {cause_of(another)}. Move it away."
+                    ) from another
             else:
                 _tell(aside, f"resume='auto' goes on from '{path}'.")
                 return path
@@ -297,15 +302,6 @@ def _folders(root: Path, name: str, version: int | str | None) -> list[Path]:
         return [folder / (version if isinstance(version, str) else f"version_{version}")]
     numbered = [(int(one[8:]), one) for one in names_in(folder) if one.startswith("version_") and one[8:].isdigit()]
     return [folder / one for _, one in sorted(numbered, reverse=True)]
-
-
-def _set_aside(path: Path) -> Path:
-    try:
-        return set_aside(path, "damaged")
-    except OSError as error:
-        raise CheckpointError(
-            f"'{path}' is damaged and cannot be set aside: {cause_of(error)}. Move it away."
-        ) from error
 
 
 def _tell(aside: list[str], what_now: str) -> None:

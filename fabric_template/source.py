@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from .data import TensorLoader
-from .indices import Indices, drop, load_states, stateful_parts
+from .indices import Indices, drop, has_state, load_states, stateful_parts
 from .randomness import find_generators, generators_of, rng_state, set_rng_state
 from .workers import Recorder
 
@@ -47,9 +47,7 @@ class Source:
         self.loader, self.counts, self.is_cheap = loader, counts, is_cheap
         self.workers = loader.num_workers if isinstance(loader, DataLoader) else 0
         self.keeps_workers = self.workers > 0 and loader.persistent_workers
-        self.is_stateful = trains and all(
-            callable(getattr(loader, f"{verb}state_dict", None)) for verb in ("", "load_")
-        )
+        self.is_stateful = trains and has_state(loader)
         self.keeps_workers &= not self.is_stateful  # which puts its workers where they were by itself
         self.index_parts, self.datasets_with_state = ([], []) if self.is_stateful else stateful_parts(loader)
         self.parts = self.index_parts + self.datasets_with_state

@@ -242,13 +242,9 @@ class Modes:
     """
 
     def __init__(self, net: nn.Module) -> None:
-        self._modes = [(module, module.training) for module in net.modules()]
-
-    def as_dict(self) -> dict[nn.Module, bool]:
-        """Whether each module was in training mode."""
-        return dict(self._modes)
+        self.modes = {module: module.training for module in net.modules()}
 
     def restore(self) -> None:
         """Put every module back into the mode that it was in."""
-        for module, training in self._modes:
+        for module, training in self.modes.items():
             module.training = training

@@ -142,5 +142,4 @@ def test_disabled_costs_nothing(monkeypatch):
     bar = Progress(False, lambda: pytest.fail("nobody looks"))
     bar.start("epoch 0", 10)
     bar.advance(5)
-    bar.draw()
     bar.close()
