@@ -180,12 +180,29 @@ class _AsManyBatches(BatchSampler):
         return count_cuts(len(self.sampler), self.batch_size, longest_share(self.sampler))
 
 
+class _DrawnOnce(DistributedSamplerWrapper):
+    """Draws again only when something was taken: a StatefulDataLoader begins the pass three times that it goes on with."""
+
+    unused = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.unused:
+            self.dataset.reset()
+        self.unused = True
+        return self._taken(DistributedSampler.__iter__(self))
+
+    def _taken(self, order: Iterator[int]) -> Iterator[Any]:
+        for index in order:
+            self.unused = False
+            yield self.dataset[index]
+
+
 def _share(loader: DataLoader, fabric: Fabric, stage: str, shuffle: bool) -> DataLoader:
     words = {"num_replicas": fabric.world_size, "rank": fabric.global_rank, "shuffle": shuffle, "seed": global_seed()}
     if isinstance(loader.sampler, RandomSampler | SequentialSampler):
         sampler: Any = DistributedSampler(loader.dataset, **words)
     else:
-        sampler = DistributedSamplerWrapper(loader.sampler, **words)
+        sampler = (_DrawnOnce if hasattr(loader, "state_dict") else DistributedSamplerWrapper)(loader.sampler, **words)
     if stage == "predict":
         return _drawing_from(loader, without_repeats(sampler))
     plain = type(loader.batch_sampler) is BatchSampler and not loader.drop_last

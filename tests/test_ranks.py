@@ -11,9 +11,10 @@ import pytest
 import torch
 from externally import externally
 from modules import Classifier, by_step, make_data, quiet
-from runs import fit, same, val_loader
+from runs import Snapshots, assert_same_end, fit, same, val_loader
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import FabricLoop
 from fabric_template.reading import CheckpointError, read_checkpoint
@@ -231,3 +232,22 @@ def test_loaders_of_different_length(made, words, refusal):
     loop = FabricLoop(**quiet(**words))
     with nullcontext() if refusal is None else pytest.raises(Exception, match=re.escape(refusal)):
         loop.fit(Sampled(**made))
+
+
+class OfRankZero(Snapshots):
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.is_global_zero:  # which alone writes
+            super().on_train_batch_start(trainer, *args)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_with_state_goes_on_with_its_own_shuffled_share(tmp_path):
+    """StatefulDataLoader has a RandomSampler of its own, of which each rank takes its part, drawn once for each pass."""
+    make = lambda: StatefulDataLoader(make_data(28), batch_size=4, shuffle=True)  # noqa: E731
+    words = {"max_epochs": 2, "save_every_n_steps": 1, "strategy": "ddp_fork", "devices": 2}
+    copies = OfRankZero(tmp_path / "whole", tmp_path / "killed")
+    whole = fit(tmp_path / "whole", Classifier, make, callbacks=[copies], **words)
+    for batches in (1, 4, 6):
+        assert_same_end(
+            whole, fit(tmp_path / "killed" / str(batches), Classifier, make, seed=99, resume="last", **words)
+        )

@@ -74,7 +74,7 @@ ASIDE = (
 EXCLUDED = [  # (why, which)
     (
         "a loader that brings its own state brings none of its workers' random numbers",
-        lambda w: "stateful" in kinds_of(w) and w["workers"] and w["noise"] != "none",
+        lambda w: "stateful" in kinds_of(w) and w["workers"] and (w["noise"] != "none" or w["collates"]),
     ),
     (
         "the random numbers of an iterable dataset in persistent_workers, of which a warning tells on resume",
