@@ -126,16 +126,10 @@ def _text(value: Any, left: list[int] | None = None) -> str | None:
 
 def _made_anew(part: Any, in_epoch: bool) -> set[str]:
     """The attributes that a library's class sets, and those that a hook or step to come sets before it looks at them."""
-    anew: set[str] = set()
+    methods = [overrides(part, name) for name in _STARTS if not (in_epoch and name == "on_train_epoch_start")]
     for base in type(part).__mro__:
-        if base.__module__.startswith(_LIBRARIES):
-            for method in vars(base).values():
-                anew |= {name for name, is_set in _uses(method).items() if is_set}
-    called = [name for name in _STARTS if not (in_epoch and name == "on_train_epoch_start")]
-    for method in filter(None, (overrides(part, name) for name in called)):
-        uses = _uses(method)
-        anew |= {name for name, is_set in uses.items() if is_set}
-    return anew
+        methods += vars(base).values() if base.__module__.startswith(_LIBRARIES) else ()
+    return {name for method in methods for name, is_set in _uses(method).items() if is_set}
 
 
 def _uses(method: Any) -> dict[str, bool]:
