@@ -221,11 +221,6 @@ class Handed:
     """A pass that is handed to the step itself, as ``dataloader_iter``: the step takes as many batches as it likes.
 
     `next` gives ``(batch, batch_idx, dataloader_idx)``; the last such triple stays in `latest`.
-
-    Args:
-        batches: gives (batch, batch_idx, dataloader_idx, is_last).
-        note: called with each batch that is taken.
-        done: whether nothing is left.
     """
 
     def __init__(
@@ -257,13 +252,7 @@ class Handed:
 
 
 class HandedPass:
-    """A training pass that is handed to the step itself; the loop sees what was taken before.
-
-    Args:
-        batches: the pass.
-        start: steps that were done of it before.
-        note: called with each batch that is taken.
-    """
+    """A training pass that is handed to the step itself; the loop sees what was taken before."""
 
     is_last = False  # nobody knows before the step
 

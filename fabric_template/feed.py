@@ -24,10 +24,6 @@ class Feed:
     """The loaders of one run, by stage, and the pass over the training batches that is on.
 
     Loaders are given to the verb, or the datamodule or module is asked for them: each time that they are due, not before.
-
-    Args:
-        run: whose loaders these are.
-        source: whose methods make loaders that were not given: the datamodule, without one the module.
     """
 
     def __init__(self, run: Run, source: Any) -> None:
@@ -126,11 +122,7 @@ class Feed:
             self.start_pass()
 
     def ran_out(self) -> None:
-        """The pass is over before its time: no batch is known to be its last one, and there is no other.
-
-        Raises:
-            Misuse: for a pass of no batches.
-        """
+        """The pass is over before its time: no batch is known to be its last one, and there is no other."""
         run, kinds = self.run, ", ".join(type(loader).__name__ for loader in self.train.loaders)
         if not run.batches_done:
             raise Misuse(

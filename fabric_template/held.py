@@ -141,10 +141,6 @@ class Held:
 def settings_of(net: nn.Module, modes: Any = None) -> dict[str, dict[str, Any]]:
     """What every module is set to, by its name, and whether each parameter requires gradients, by its own.
 
-    Args:
-        net: with its submodules.
-        modes: which of them trained before an evaluation that is on.
-
     Example:
         >>> settings_of(nn.Dropout(0.5))
         {'': {'training': True, 'p': 0.5, 'inplace': False}}

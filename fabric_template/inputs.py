@@ -69,14 +69,7 @@ def why_no_loader(loader: Any) -> str | None:
 
 
 def check_signature(step: Callable, name: str, takes_net: bool = False, takes_idx: bool = True) -> None:
-    """Refuse a step that cannot be called with a batch, or with a batch and its index.
-
-    Args:
-        step: the bound method; or the function, whose first argument is the model.
-        name: "training_step" and so on.
-        takes_net: whether it is a function.
-        takes_idx: whether the loop gives it the index, too.
-    """
+    """Refuse a step that cannot be called with a batch, or with a batch and its index."""
     try:
         signature = inspect.signature(step)
     except (TypeError, ValueError):  # of a builtin: it is called as it is

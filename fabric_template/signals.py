@@ -117,12 +117,7 @@ class Signals(Handlers):
         return self.together or self.deadline is not None
 
     def check(self, batches: int, now: bool = False) -> bool:
-        """Whether the time is over; among several ranks, agree on that and on a signal.
-
-        Args:
-            batches: how many have been trained on; the same on all ranks.
-            now: agree at once, not only when a second has passed.
-        """
+        """Whether the time is over; among several ranks, agree on that and on a signal, after a batch that all know."""
         late = self.deadline is not None and time.monotonic() >= self.deadline
         if not self.together:
             return late
@@ -155,9 +150,6 @@ class Forward(Handlers):
 
     A forked rank that does not listen yet ends at once, wherever it waits. So does a script that is the first rank itself,
     once the others are gone: nobody would be left to end them.
-
-    Args:
-        launcher: Fabric's, that starts the ranks.
 
     Example:
         >>> with Forward():

@@ -55,9 +55,6 @@ class FunctionSteps:
 def net_of(owner: Any) -> nn.Module:
     """The nn.Module that holds an owner's parameters: itself, or all modules and parameters among its attributes.
 
-    Raises:
-        MisuseOfType: when there is none.
-
     Example:
         >>> class Plain:
         ...     def __init__(self): self.net = nn.Linear(2, 1)
