@@ -5,26 +5,16 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from .config import LoopConfig
-    from .data import TensorLoader
-    from .logs import CSVLogger, read_logs
-    from .loop import FabricLoop
-    from .opening import CheckpointError
-    from .plots import plot_logs
-    from .storage import AtomicCheckpointIO
+    from .config import LoopConfig as LoopConfig
+    from .data import TensorLoader as TensorLoader
+    from .logs import CSVLogger as CSVLogger
+    from .logs import read_logs as read_logs
+    from .loop import FabricLoop as FabricLoop
+    from .opening import CheckpointError as CheckpointError
+    from .plots import plot_logs as plot_logs
+    from .storage import AtomicCheckpointIO as AtomicCheckpointIO
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AtomicCheckpointIO",
-    "CSVLogger",
-    "CheckpointError",
-    "FabricLoop",
-    "LoopConfig",
-    "TensorLoader",
-    "plot_logs",
-    "read_logs",
-]
 
 # Loaded on first use: torch takes seconds, and a word of help on the command line needs none of it.
 _HOMES = {
@@ -37,6 +27,7 @@ _HOMES = {
     "plot_logs": "plots",
     "read_logs": "logs",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> _Any:

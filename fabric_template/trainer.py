@@ -200,30 +200,22 @@ class TrainerFace:
         known = hasattr(type(logger), "claim")  # our own: the version was agreed on when the run began
         return folder if known or self.fabric.world_size == 1 or not self._run else self.fabric.broadcast(folder)
 
-    @property
-    def checkpoint_callbacks(self) -> list[Any]:
-        """Callbacks that save checkpoints."""
-        return [callback for callback in self.callbacks if is_a(callback, "Checkpoint")]
+    def _those(self, kind: str) -> list[Any]:
+        return [callback for callback in self.callbacks if is_a(callback, kind)]
+
+    checkpoint_callbacks = property(lambda self: self._those("Checkpoint"), doc="Callbacks that save checkpoints.")
+    early_stopping_callbacks = property(lambda self: self._those("EarlyStopping"), doc="EarlyStopping callbacks.")
+    early_stopping_callback = property(
+        lambda self: next(iter(self.early_stopping_callbacks), None), doc="The first EarlyStopping callback."
+    )
+    progress_bar_callback = property(
+        lambda self: next(iter(self._those("ProgressBar")), None), doc="A progress bar among the callbacks, if any."
+    )
 
     @property
     def checkpoint_callback(self) -> Any:
         """The first callback that saves checkpoints; without one, the loop's own saver."""
-        callbacks = self.checkpoint_callbacks
-        return callbacks[0] if callbacks else self._run.saver if self._run else None
-
-    @property
-    def early_stopping_callbacks(self) -> list[Any]:
-        """EarlyStopping callbacks."""
-        return [callback for callback in self.callbacks if is_a(callback, "EarlyStopping")]
-
-    early_stopping_callback = property(
-        lambda self: next(iter(self.early_stopping_callbacks), None), doc="The first EarlyStopping callback."
-    )
-
-    @property
-    def progress_bar_callback(self) -> Any:
-        """A progress bar among the callbacks, if there is one."""
-        return next((callback for callback in self.callbacks if is_a(callback, "ProgressBar")), None)
+        return next(iter(self.checkpoint_callbacks), self._run.saver if self._run else None)
 
     @property
     def profiler(self) -> Any:

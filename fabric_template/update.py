@@ -246,7 +246,7 @@ class AutomaticUpdate:
 
     def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
         """What ``optimizer.step(closure)`` does when a module calls it from its own ``optimizer_step``."""
-        closure = closure or _nothing
+        closure = closure or (lambda: None)
         if self.scaler is not None:
             return self.scaled_step(optimizer, closure, **arguments)
 
@@ -318,7 +318,3 @@ def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorith
         torch.nn.utils.clip_grad_value_(parameters, value)
     else:
         torch.nn.utils.clip_grad_norm_(parameters, value)
-
-
-def _nothing() -> None:
-    return None
