@@ -72,7 +72,7 @@ class Saver:
     def save_validation(self, run: Run, score: float | None) -> None:
         """The same after a validation in the middle of an epoch, to go on behind it; a score of None: it did not measure it."""
         self._judged = None
-        if run.is_last_of_epoch or run.cut is not None or run.steps_done or (run.should_stop and run.may_stop):
+        if run.is_last_of_epoch or run.cut is not None or run.stops:
             return
         self._judged = None if score is None else run.epochs_done
         run.metrics.fx = "on_validation_end"  # as if a callback had saved there
