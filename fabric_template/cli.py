@@ -57,12 +57,15 @@ def main(argv: list[str] | None = None) -> int:
             return {"plot": _plot, "copy": _copy, "diff": _diff, "verify": _verify}.get(verb, _run)(verb, rest) or 0
     except SystemExit as stop:  # argparse has said what there is to say
         return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:  # before or after the training
+        print(f"{_program()}: interrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         if not _is_for_users(error):
             raise
         text = " ".join(str(error).split())
         if "is of another model" in text:
-            text += ": repeat the --model options of its fit, --model.hidden 32 or whatever they were"
+            text += ": repeat the --model.* options that its fit was given"
         print(f"{_program()}: {text}", file=sys.stderr)
         return 2
     return 0
@@ -119,6 +122,8 @@ def _fit(verb: str, options: Options, loop: Any, model: Any, data: Any) -> None:
     try:
         loop.fit(model, data, resume=options.settings.resume, load=options.settings.load)
     except (KeyboardInterrupt, SystemExit) as stop:
+        if isinstance(stop, KeyboardInterrupt) and str(stop):
+            print(stop, file=sys.stderr)
         if loop.fabric.is_global_zero and loop.checkpoint_path("last") is not None:
             print(f"\ninterrupted; go on with\n{_again('fit', {'resume': 'last', **typed})}", file=sys.stderr)
         raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None

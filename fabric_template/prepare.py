@@ -58,7 +58,7 @@ def prepare(
     check_object("model", model)
     check_object("datamodule", datamodule)
     first = LOADER_OF[fn]
-    if hasattr(loaders.get(first), f"{first}_dataloader"):  # a datamodule in the loaders' place
+    if any(hasattr(loaders.get(first), f"{stage}_dataloader") for stage in LOADER_OF.values()):  # a datamodule there
         if datamodule is not None:
             raise Misuse(f"{fn} got two datamodules: give it as datamodule= only")
         datamodule, loaders = loaders[first], {**loaders, first: None}

@@ -35,7 +35,7 @@ from .record import Record
 from .resume import load_file
 from .schedulers import step_schedulers
 from .schema import check_resumable
-from .signals import ending, requeue
+from .signals import ending, requeue, starts_processes
 from .steps import Modes
 
 if TYPE_CHECKING:
@@ -201,8 +201,10 @@ def stop_for(run: Run, number: int | None) -> None:
     run.stopped_by = number
     if number is None:
         return
+    where, carries = _way_on_after(run, number), number == signal.SIGINT and not starts_processes(run.fabric)
     if run.fabric.is_global_zero:
-        _tell_stopped(run, number)
+        if is_interactive() or not carries:
+            print(where, file=sys.stderr)
         if not run.signals.was_theirs:  # whose handler may do so itself
             requeue(number, saved=run.saver is not None and run.saver.complaint() is None)
     if is_interactive():
@@ -210,24 +212,24 @@ def stop_for(run: Run, number: int | None) -> None:
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and type(environment).__name__ == "LightningEnvironment":
         raise SystemExit(0)  # Lightning kills the first process, which may still be busy, for the exit code of another
-    raise ending(number)
+    raise (
+        KeyboardInterrupt(where) if carries and run.fabric.is_global_zero else ending(number)
+    )  # a traceback's last line
 
 
-def _tell_stopped(run: Run, number: int) -> None:
-    """Say after a signal what is saved, and what to type to go on."""
+def _way_on_after(run: Run, number: int) -> str:
+    """What is saved when a signal ends training, and what to type to go on."""
     saver, what = run.saver, "nothing was trained yet"
     if run.total_batches and saver is not None:
-        ways = "; ".join(_ways_on(run, None))
+        ways = "; ".join(_ways_on(run))
         what = saver.complaint() or (f"'{saver.last_model_path}' is saved: {ways}" if saver.last_model_path else ways)
     elif run.total_batches:
         keeps = any(is_a(callback, "Checkpoint") for callback in run.callbacks)
         what = (
-            "resume='last' takes what the callbacks have kept"
-            if keeps
-            else "nothing is saved (enable_checkpointing=False)"
+            "resume='last' takes what callbacks have kept" if keeps else "nothing is saved (enable_checkpointing=False)"
         )
     where = f"in epoch {run.current_epoch}, after step {run.global_step}"
-    print(f"{signal.Signals(number).name}: training stops {where}; {what}", file=sys.stderr)
+    return f"{signal.Signals(number).name}: training stops {where}; {what}"
 
 
 def heed_signals(run: Run) -> None:

@@ -50,7 +50,7 @@ def test_a_run_with_options_of_the_model_is_validated_as_printed(capsys):
     for verb, word in (("validate", "load"), ("fit", "resume")):
         error = refused(capsys, verb, f"--{word}", "last")
         assert "is of another model: 3 differences: 'net.9.weight' has shape (32, 1024) in the file" in error
-        assert error.endswith(": repeat the --model options of its fit, --model.hidden 32 or whatever they were")
+        assert error.endswith(": repeat the --model.* options that its fit was given")
 
 
 def test_a_logger_is_given_in_a_script(capsys):
@@ -108,6 +108,14 @@ def test_a_signal_says_what_is_saved_and_what_to_type(capsys, number):
         f"{name}: training stops in epoch 0, after step 1; 'checkpoints/run/version_0/last.ckpt' is saved: resume='last'"
         " goes on after step 1\n\ninterrupted; go on with\nfabric-template fit --resume last --model lit:Stops --data lit:Data"
         " --accelerator cpu --devices 1 --enable_model_summary false --max_epochs 3 --save_every_n_steps 1\n"
+    )
+
+
+def test_data_without_a_loader_for_the_verb_is_told_which(capsys):
+    Path("lit.py").write_text(LIT.replace("val_dataloader = test_dataloader = predict_dataloader", "val_dataloader"))
+    error = run(capsys, "predict", *FIT[1:])[2].strip()
+    assert error.endswith(
+        "give it as predict(model, loader), as datamodule=, or write a method predict_dataloader in Data"
     )
 
 
