@@ -284,7 +284,7 @@ class FabricLoop(Parts, TrainerFace):
                 if signals.agreed is not None:
                     return
                 if saves:
-                    run.saver.save_step(run, config.save_every_n_steps)
+                    run.saver.save_step(run)
         else:
             if not (run.is_last_of_epoch or run.stops):
                 feed.ran_out()

@@ -68,6 +68,8 @@ class Saver:
         """The epoch is over: keep its checkpoint if its score is among the best, and as the last."""
         over = run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
         self._keep(run, None if self._judged == over else score, over, f"epoch={over}")
+        if self._is_due(run) and not self.save_last and run.cut is None:
+            self.write_last(run, epoch=over)
 
     def save_validation(self, run: Run, score: float | None) -> None:
         """The same after a validation in the middle of an epoch, to go on behind it; a score of None: it did not measure it."""
@@ -99,12 +101,17 @@ class Saver:
         elif path is not None:
             prove(run, path)
 
-    def save_step(self, run: Run, every: int) -> None:
+    def save_step(self, run: Run) -> None:
         """In the middle of an epoch: rewrite ``last.ckpt`` every so many optimizer steps."""
-        before = run.global_step - 1 if self._stepped is None else self._stepped
-        self._stepped = run.global_step
-        if run.global_step // every > before // every:  # manual optimization may take several at once, or none
+        if self._is_due(run):
             self.write_last(run)
+
+    def _is_due(self, run: Run) -> bool:
+        every, now = run.config.save_every_n_steps, run.global_step
+        before, self._stepped = now - 1 if self._stepped is None else self._stepped, now
+        return (
+            every is not None and now // every > before // every
+        )  # manual optimization may take several at once, or none
 
     def write_last(self, run: Run, state: dict[str, Any] | None = None, epoch: int | None = None) -> None:
         """Write ``last.ckpt`` as the run stands now."""

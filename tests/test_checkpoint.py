@@ -354,3 +354,24 @@ def test_words_mean_the_files_of_a_model_checkpoint_too(tmp_path, word):
     assert loop.checkpoint_path(word) == Path(getattr(saving, f"{word}_model_path"))
     expected = loop.validate(module, val_loader(), load=getattr(saving, f"{word}_model_path"), verbose=False)
     assert loop.validate(module, val_loader(), load=word, verbose=False) == expected
+
+
+@pytest.mark.parametrize(("save_last", "expected"), [(True, [3, 6, 9]), (False, [3, 6, 9])])
+def test_every_so_many_steps_at_the_end_of_an_epoch_too(tmp_path, save_last, expected):
+    """Epochs of three steps: each multiple of three is the last step of one, and is saved there and then, once."""
+    seen = []
+
+    class Seen(pl.Callback):
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            seen.append(checkpoint["global_step"])
+
+    fit(
+        tmp_path,
+        train=lambda: make_loader(12),
+        callbacks=[Seen()],
+        max_epochs=3,
+        save_every_n_steps=3,
+        save_last=save_last,
+    )
+    assert seen == expected
+    assert torch.load(tmp_path / "checkpoints/run/version_0/last.ckpt", weights_only=True)["global_step"] == 9
