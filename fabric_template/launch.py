@@ -38,10 +38,10 @@ def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcom
         run.follow(loop._run)
     if run.fn != "fit" and run.fn in loop._runs:  # what it has evaluated is counted on
         run.evaluated_in_all = loop._runs[run.fn].evaluated_in_all
-    loop._run, loop._status = run, "running"
-    loop._runs[run.fn] = run
     seeds = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS") if run.config.seed is not None else ()
     try:
+        loop._run, loop._status = run, "running"
+        loop._runs[run.fn] = run
         with _kept(*seeds):
             if seeds:
                 Fabric.seed_everything(run.config.seed, workers=True, verbose=False)

@@ -89,9 +89,9 @@ class Session:
 
 def _rest(run: Run) -> None:
     """The run stays readable; what it saved and what it computed with need not stay in memory."""
-    run.metrics.to_cpu()
-    run.metrics.start(None)
     run.metrics.fx = run.stage = run.cut = None
+    run.metrics.start(None)
+    run.metrics.to_cpu()
 
 
 def _tell(loop: FabricLoop, run: Run, error: BaseException) -> None:
