@@ -293,10 +293,6 @@ class StrategyFace:
         """Reduce a tensor over all processes."""
         return self._loop.fabric.all_reduce(tensor, group=group, reduce_op=reduce_op)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) processes say yes."""
-        return self._loop.fabric.strategy.reduce_boolean_decision(decision, all=all)
-
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint file, on rank zero."""
         if self._loop.fabric.is_global_zero:
