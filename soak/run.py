@@ -7,10 +7,10 @@
 Parts: `kills` and `ranks` are tests/faults/kills.py with one process and with two, `configurations` is
 tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py (random configurations by
 Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each way), `reads` is
-tests/faults/reads.py (every look at it), `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C
-compiler), `fields` is tests/faults/fields.py (one field of a valid checkpoint is altered), `fuzz` is soak/fuzz.py (needs
-atheris: the extra `soak`). A seed is printed, and gives the same instants and inputs again, as far as clocks allow. Ends with 1
-if anything was lost.
+tests/faults/reads.py (every look at it), `raised` is tests/test_raised_anywhere.py (an exception at every hook and call),
+`syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler), `fields` is tests/faults/fields.py
+(one field of a valid checkpoint is altered), `fuzz` is soak/fuzz.py (needs atheris: the extra `soak`). A seed is printed, and
+gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
 """
 
 import argparse
@@ -36,6 +36,7 @@ PARTS = (
     "reads",
     "sweep",
     "fields",
+    "raised",
 )  # the longest first
 SKIPPED = 77  # the exit code of a part that this machine cannot run
 
@@ -53,6 +54,7 @@ def command_of(part, words, seed):
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", words.buffer],
         "fields": [*python, FAULTS / "fields.py", "--fields", words.fields, "--seed", seed],
         "reads": [*python, FAULTS / "reads.py", "--every", "1"],
+        "raised": [*python, ROOT / "tests" / "test_raised_anywhere.py"],
         "syscalls": [*python, ROOT / "soak" / "syscalls.py", "--faults", words.faults, "--seed", seed],
         "fuzz": [*python, ROOT / "soak" / "fuzz.py", "--inputs", words.inputs, "--seed", seed],
     }[part]
@@ -87,6 +89,16 @@ def rows_of(part, seconds, figures):
     if part == "reads":
         remark = f"{figures['looks']} looks of a resumed run, each alone and with a later one"
         return [("failing reads", figures["faults"], len(figures["losses"]), seconds, remark)]
+    if part == "raised":
+        return [
+            (
+                "exceptions at every hook and call",
+                figures["raised"],
+                len(figures["losses"]),
+                seconds,
+                "each of five kinds",
+            )
+        ]
     if part == "syscalls":
         remark = ", ".join(f"{end} {count}" for end, count in figures["ends"].items()) + f"; seed {figures['seed']}"
         return [("failing system calls", figures["faults"], len(figures["losses"]), seconds, remark)]
