@@ -176,32 +176,20 @@ class Pass:
         self.is_last = start > 0 and over
 
     def __iter__(self) -> Iterator:
-        return self if self._length == INFINITE else self._counted()
-
-    def _counted(self) -> Iterator:
-        """The same as `__next__` again and again, as a generator, which costs a third of the calls."""
+        if self._length == INFINITE:
+            while self._ahead:
+                batch = self._ahead.pop()
+                self._look_ahead()
+                self.fetched += 1
+                self.is_last = not self._ahead
+                yield batch
+            return
         for batch in self._iterator if self.fetched < self._length else ():
             self.fetched += 1
             self.is_last = self.fetched >= self._length
             yield batch
             if self.is_last:
                 return
-
-    def __next__(self) -> Any:
-        if self._length == INFINITE:
-            if not self._ahead:
-                raise StopIteration
-            batch = self._ahead.pop()
-            self._look_ahead()
-            self.fetched += 1
-            self.is_last = not self._ahead
-            return batch
-        if self.fetched >= self._length:
-            raise StopIteration
-        batch = next(self._iterator)
-        self.fetched += 1
-        self.is_last = self.fetched >= self._length
-        return batch
 
     def close(self) -> None:
         """End the worker processes of this pass."""
