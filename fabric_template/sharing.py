@@ -60,6 +60,8 @@ def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be
                 f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you turn"
                 " shuffling off for val/test dataloaders.",
             )
+        if overfit and isinstance(loader.dataset, IterableDataset):
+            loader = _with_batches(loader, loader.batch_sampler)  # as Trainer's copy, with workers of its own
         if not isinstance(loader.dataset, IterableDataset):
             if overfit and not isinstance(loader.sampler, SequentialSampler):
                 _advise(

@@ -66,6 +66,8 @@ def drawn(seed, number, workers=True):
             words |= {"logs": "nothing", "metric": None, "loop": loop}
             words["callbacks"] = [name for name in words["callbacks"] if not name.startswith(("stops", "keeps_best"))]
             words["scheduler"] = "StepLR" if words["scheduler"] == "ReduceLROnPlateau" else words["scheduler"]
+        if words["logs"] == "nothing" and words["scheduler"] == "ReduceLROnPlateau":
+            words["scheduler"] = "StepLR"  # ours follows what steps return, Trainer nothing
         if words["loader"] == "function":
             words["loader"] = chance.choice(("function", "own", "items"))
         words["callbacks"] = [name for name in words["callbacks"] if name != "on_exception"]  # a Checkpoint to Trainer
