@@ -63,8 +63,7 @@ class MetricStates:
                 parts = self.parts()
             for key, value in state.items() if name in parts else ():
                 now = getattr(parts[name], key, None)  # of what is no plain attribute there, a file says nothing
-                is_sum = isinstance(now, Tensor | list)
-                if not is_plain(now) or (is_sum and not isinstance(value, Tensor | list)):
+                if not is_plain(now) or not _fits(now, value):
                     raise CheckpointError(
                         f"resume: the checkpoint's {name}.{key} does not fit {type(parts[name]).__name__}"
                     )
@@ -74,6 +73,17 @@ class MetricStates:
 def is_metric(value: Any) -> bool:
     """Whether this is a torchmetrics object, or one of that shape."""
     return all(hasattr(value, name) for name in ("update", "compute", "reset")) and not isinstance(value, Mapping)
+
+
+def _fits(now: Any, value: Any) -> bool:
+    """Whether a metric may have come from what it is now, as it is new, to this value."""
+    if isinstance(now, Tensor) and isinstance(value, Tensor):  # some sums get their shape with the first batch
+        same = value.shape == now.shape or now.numel() < 2
+        return same and value.layout is torch.strided
+    if isinstance(now, Tensor | list):  # batches one by one, or all as one
+        parts = value if isinstance(value, list) else [value]
+        return all(isinstance(part, Tensor) and part.layout is torch.strided for part in parts)
+    return now is None or value is None or type(value) is type(now)
 
 
 def _held(part: Any) -> dict[str, Any]:
