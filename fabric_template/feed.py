@@ -64,6 +64,14 @@ class Feed:
         keeps_position = run.fn == "fit" and (config.enable_checkpointing or run.resume_path is not None)
         return Loaders(source, stage, limit, make_ready, origin, bool(keeps_position))
 
+    def _remade(self, stage: str, before: Loaders | None) -> Loaders:
+        """The stage's loaders; where they are the very ones as before, so is what is known of them and their workers."""
+        made = self._make(stage)
+        if before is None or len(made.sources.each) != len(before.sources.each):
+            return made
+        pairs = zip(made.sources.each, before.sources.each, strict=True)
+        return before if all(new.loader is old.loader for new, old in pairs) else made
+
     def _is_due(self, stage: str) -> bool:
         every = self.run.config.reload_dataloaders_every_n_epochs
         return bool(every) and self.run.current_epoch - self.made_in.get(stage, -math.inf) >= every
@@ -83,7 +91,7 @@ class Feed:
             return
         is_resumed = self.train is not None and run.resume_path is not None
         seeds = self.train.sources.seeds() if is_resumed else []  # of the run that goes on
-        self.train = self._make("train")
+        self.train = self._remade("train", self.train)
         self.train.sources.put_back_seeds(seeds)
         self.made_in["train"] = run.current_epoch
         if run.restored is None:
@@ -185,7 +193,7 @@ class Feed:
         Those of the sanity check serve the first epoch, too; if that does not validate, they are due at once.
         """
         if self.val is None or self._is_due("val"):
-            self.val = self._make("val")
+            self.val = self._remade("val", self.val)
             if self.run.steps.talks:
                 check_lengths(self.run.fabric, "val", self.val.limits, "for rank zero's buffers (BatchNorm)")
             if self.run.stage != "sanity_check" or self.run.schedule.in_this_epoch:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from .averaging import go_on
 from .config import parse_duration
 from .hooks import is_a, overrides
 
@@ -102,6 +103,7 @@ def tell_finished(run: Run) -> None:
 
 def end_again(run: Run, trainer: Any) -> None:
     """The weights as they were at the run's end: Lightning's averaging callbacks give the module theirs only then."""
+    go_on(run)
     for callback in run.callbacks:
         # with BatchNorm they are given in an epoch of its own, which is over
         has_batch_norm = is_a(callback, AVERAGING[1]) and callback.pl_module_contains_batch_norm(run.net)

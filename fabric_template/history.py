@@ -189,8 +189,10 @@ class History:
         last = {name: last[name] for name in self._names if name in last}
         state = {"rows": len(self.rows), "names": list(self._names), "last": last}
         if whole:
-            new = self.rows[len(self._lines) :]
-            self._lines += [json.dumps([row.get(name) for name in self._names], default=str) for row in new]
+            for row in self.rows[len(self._lines) :]:  # up to its last value: names may come later
+                most = max((index for index, name in enumerate(self._names) if name in row), default=-1)
+                values = [row.get(name) for name in list(self._names)[: most + 1]]
+                self._lines.append(json.dumps(values, default=str))
             state["lines"] = "\n".join(self._lines)
         return state
 

@@ -151,7 +151,7 @@ class _Storing:
         if kind in (dict, OrderedDict, Counter, list, tuple):
             return self._parts(value, path)
         owner = value if isinstance(value, type) else kind
-        if kind.__module__.startswith("omegaconf.") and hasattr(value, "_metadata"):
+        if kind.__module__.startswith("omegaconf.") and hasattr(kind, "_get_root"):
             return _without_cache(value), None
         if any(value is part or kind is part for part in self.allowed) or owner.__module__.startswith("omegaconf."):
             return value, None  # the program, or this package, lets them be read

@@ -122,7 +122,7 @@ def _is_whole(value: Any, *dtypes: torch.dtype, numel: int | None = None) -> boo
 def _is_gradient(value: Any) -> bool:
     """... or sparse, as an Embedding's may be, of two such tensors."""
     if isinstance(value, Tensor) and value.layout is torch.sparse_coo and not value.is_meta:
-        return _is_whole(value._indices(), torch.int64) and _is_whole(value._values())
+        return _is_whole(value.coalesce().indices(), torch.int64) and _is_whole(value.coalesce().values())
     return _is_whole(value)
 
 
