@@ -251,6 +251,10 @@ class Metrics:
         objects = self._objects.state_dict() if self._objects is not None else {}
         _, in_batches, last_fx = self._paused or (None, self._in_batches, self._last_fx)
         place = {"objects": objects, "in_batches": in_batches, "last_fx": last_fx}
+        if self._paused is not None and self.fx == "on_validation_end":  # behind this hook they are reset
+            place["resets"] = [
+                names[id(one.metric)] for one in self.val.values() if one.live and id(one.metric) in names
+            ]
         return {"train": entries, "callback": dict(self.callback), "row": dict(self.row), **place}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -260,6 +264,10 @@ class Metrics:
             return value.to(device) if isinstance(value, Tensor) else value
 
         self._objects.load_state_dict(state["objects"], device)
+        parts = self._objects.parts()
+        for name in state.get("resets", ()):
+            if name in parts:
+                parts[name].reset()
         metrics = self._objects.parts()
         for part in state["train"]:
             meta = Meta(**part["meta"])

@@ -229,7 +229,7 @@ META = {
 METRICS = {
     "train": [{"meta": META, "total": maybe(scalar), "weight": count, "step_value": maybe(measured), "object": maybe(text)}],
     "callback": {text: measured}, "row": {text: measured}, "objects": {text: {text: anything}},
-    "in_batches": maybe(flag), "last_fx": maybe(text),
+    "in_batches": maybe(flag), "last_fx": maybe(text), "resets?": [text],
 }  # fmt: skip
 RETURNED = {"sums": {text: scalar}, "weights": {text: count}, "bad_step": maybe(number_from(-1, MOST, int))}
 

@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import callbacks as cb
 from modules import Classifier, by_epoch, make_loader, sgd
 from runs import Snapshots, assert_same_end, fit, logs_of, val_loader
@@ -114,3 +115,28 @@ def test_killed_at_every_step(tmp_path, name):
         except Exception as error:
             wrong[root.name] = repr(error)[:200]
     assert not wrong, (seen, wrong)
+
+
+class MeasuresValidation(Classifier):
+    """Logs a metric that keeps each batch, in validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.auroc = torchmetrics.classification.MulticlassAUROC(3, thresholds=None)
+
+    def validation_step(self, batch, batch_idx):
+        self.auroc.update(self(batch[0]).softmax(1), batch[1])
+        self.log("val_auroc", self.auroc)
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_file_saved_as_validation_ends_has_measured_nothing_of_the_next(tmp_path):
+    """ModelCheckpoint saves before the metrics are reset."""
+    make = lambda: [cb.ModelCheckpoint(monitor="val_loss", save_top_k=-1, save_on_train_epoch_end=False)]  # noqa: E731
+    whole = fit(tmp_path / "whole", MeasuresValidation, val=val_loader, callbacks=make(), max_epochs=2)
+    first, *_ = sorted((tmp_path / "whole").rglob("epoch=0*.ckpt"))
+    resumed = fit(
+        tmp_path / "on", MeasuresValidation, val=val_loader, callbacks=make(), max_epochs=2, seed=9, resume=first
+    )
+    assert_same_end(whole, resumed)

@@ -492,7 +492,8 @@ def one(words, home, figures):
         pids = start(home / "run", words, log, end)
         all_pids += pids
         codes = wait(pids, end, end["part"] * seconds if end["at"] == "instant" else None)
-        expected = (*CODES[end["kind"]], 0, *([-signal.SIGKILL] if len(pids) > 1 else []))
+        # of several ranks, one that has lost another ends with an error, or is killed in its turn
+        expected = (*CODES[end["kind"]], 0, *([-signal.SIGKILL, 1] if len(pids) > 1 else []))
         if end["kind"] == "KeyboardInterrupt" and end["at"] == "load" and words["workers"]:
             expected = (*expected, 1)  # of a worker, torch says that it is gone
         if any(code not in expected for code in codes):
