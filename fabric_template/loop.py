@@ -17,7 +17,7 @@ from .config import parse_config
 from .errors import Misuse, MisuseOfType
 from .evaluate import evaluate, predict, print_results
 from .fingerprint import tell_differences
-from .finished import end_again, heeds_time, time_left
+from .finished import heeds_time, time_left
 from .launch import launch
 from .noticed import Noticed
 from .opening import is_file
@@ -28,7 +28,7 @@ from .prepare import prepare
 from .profiling import make_profiler
 from .progress import is_interactive
 from .run import Run
-from .session import Session, finish_batch, heed_signals, restore_position, start_fit, stop_for
+from .session import Session, finish_batch, heed_signals, restore_position, start_fit, stay_finished, stop_for
 from .signals import Signals, is_launched
 from .strategies import as_fabrics
 from .trainer import TrainerFace
@@ -199,7 +199,7 @@ class FabricLoop(Parts, TrainerFace):
         run.feed.set_up_train()
         if (run.done() and not run.was_cut_short) or run.config.limit_train_batches == 0:
             if run.resume_path is not None:
-                end_again(run, self)
+                stay_finished(run, self)
             if run.saver is not None:
                 run.saver.nothing_to_do(run)
             return

@@ -22,7 +22,7 @@ from .disk import clear_stale
 from .earlier import bring_back
 from .errors import Misuse
 from .fingerprint import fingerprint
-from .finished import ended_by, is_time_over, tell_finished
+from .finished import end_again, ended_by, is_time_over, tell_finished
 from .hooks import is_a, overrides
 from .lightning import attach, attach_log, keep_if_well
 from .locks import one_writer
@@ -272,6 +272,13 @@ def _ways_on(run: Run, beside: Path | None = None) -> list[str]:
         return [exact or "nothing was saved before"]
     inexact = f"resume={str(beside)!r} goes on after step {run.global_step}, not to the bit"
     return [inexact] if exact is None else [f"{exact}, to the bit", inexact]
+
+
+def stay_finished(run: Run, trainer: Any) -> None:
+    """Of a finished run everything is as it was at its end."""
+    if run.restored is not None and (held := ckpt.of_this_rank(run, run.restored).get("held")):
+        run.held.put_back(held)
+    end_again(run, trainer)
 
 
 def restore_position(run: Run) -> None:

@@ -217,8 +217,8 @@ def _by_hand(ddp: DistributedDataParallel, wrapped: nn.Module, method: Callable,
 
     try:
         return wrapped(step)
-    finally:
-        ddp.require_backward_grad_sync = True
+    finally:  # buffers are rank zero's in the next forward, as with automatic optimization: checkpoints have those only
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
 
 
 def _inside(context: Callable[[], Any], method: Callable) -> Callable:
