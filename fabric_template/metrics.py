@@ -53,6 +53,7 @@ class Metrics:
         self.active: Collection | None = None
         self.fx: str | None = None
         self.enabled = True  # False: barebones
+        self.predicts = False
         self.has_logger = True
         self._last_fx: str | None = None
         self._paused: tuple | None = None  # where training stood, while it is validated
@@ -290,6 +291,8 @@ class Metrics:
             )
             return
         where = f"inside `{self.fx}`" if self.fx else "outside of the loop's hooks"
+        if self.predicts:
+            where = "in prediction (a result collection is not registered yet, and none will be)"
         raise Misuse(
             f"You can't `self.log({name!r})` {where}; log in training_step, validation_step, test_step or the hooks"
             " around them, or write to `self.logger` directly"

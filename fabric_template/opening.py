@@ -93,9 +93,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
         missing = isinstance(error, FileNotFoundError)
-        what = "does not exist" if missing else f"cannot be opened: {cause_of(error)}"
+        what = f"Checkpoint file not found: {path}" if missing else f"'{path}' cannot be opened: {cause_of(error)}"
         kind = MissingCheckpoint if missing else UnreadableError if is_passing(error) else CheckpointError
-        raise kind(f"'{path}' {what}; {_nearby(path.parent)}.") from error
+        raise kind(f"{what}; {_nearby(path.parent)}.") from error
     if stat.S_ISDIR(mode):
         raise CheckpointError(f"'{path}' is a folder, not a file; {_nearby(path)}.")
     if not stat.S_ISREG(mode):  # opening a pipe would wait for ever

@@ -175,8 +175,8 @@ def _check(run: Run, fabric: Fabric) -> None:
     check_number(fabric, path, _ours(checkpoint))
     if not _is_exact(checkpoint):
         run.warn_once(
-            f"resume: '{path}' was saved after an error in the middle of a step: training goes on after step"
-            f" {checkpoint.get('global_step')}, not to the bit as without the error"
+            f"resume: you are resuming from a checkpoint that ended in the middle of a step, by an error ('{path}'): training"
+            f" goes on after step {checkpoint.get('global_step')}, not to the bit as without the error"
         )
 
 

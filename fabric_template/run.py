@@ -119,6 +119,7 @@ class Run:
         """Make what needs the process: hooks with their trainer, metrics that reduce, the steps' door."""
         self.fabric, config = fabric, self.config
         self.metrics = Metrics(fabric.all_reduce, distributed=fabric.world_size > 1)
+        self.metrics.predicts = self.fn == "predict"
         self.metrics.enabled = not config.barebones
         self.metrics.has_logger = bool(self.loggers)
         self.hooks = Hooks(loop, self.callbacks, self.owner, self.metrics, loop.own_profiler, partial(shown_to, self))

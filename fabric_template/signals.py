@@ -206,11 +206,16 @@ def is_launched(fabric: Fabric) -> bool:
 def ending(number: int) -> BaseException:
     """What ends the program as the signal would have: KeyboardInterrupt, or SystemExit with 128 + its number.
 
+    SIGTERM's is Lightning's SIGTERMException, a SystemExit too, where lightning.pytorch is in use.
+
     Example:
-        >>> ending(signal.SIGTERM)
-        SystemExit(143)
+        >>> ending(signal.SIGTERM).code, ending(signal.SIGUSR1)
+        (143, SystemExit(138))
     """
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+    if number == signal.SIGINT:
+        return KeyboardInterrupt()
+    room = sys.modules.get("lightning.pytorch.utilities.exceptions") if number == signal.SIGTERM else None
+    return getattr(room, "SIGTERMException", SystemExit)(128 + number)
 
 
 def requeue(number: int, saved: bool) -> None:

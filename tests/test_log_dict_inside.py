@@ -1,6 +1,7 @@
 """``loop.log_dict`` from a hook or a step: one row per epoch, whole, and one for each other moment."""
 
 import csv
+import io
 
 import pytest
 from lightning.pytorch.callbacks import Callback
@@ -18,7 +19,7 @@ class Gives(Callback):
 
 
 def rows(path):
-    return list(csv.DictReader(path.open())) if path.exists() else []
+    return list(csv.DictReader(io.StringIO(path.read_text()))) if path.exists() else []
 
 
 EPOCH = {"epoch": lambda loop: loop.current_epoch, "mine": lambda loop: 10.0 * loop.current_epoch}

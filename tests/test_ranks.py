@@ -115,7 +115,7 @@ def test_in_the_middle_of_an_epoch_it_is_refused(tmp_path, were, now):
 
 
 MISSING = [f"{word}='last': there is no last.ckpt under 'checkpoints/run'" for word in ("resume", "load")]
-MISSING.append(f"'{LAST}' does not exist; there are no checkpoints in 'checkpoints/run/version_0'")
+MISSING.append(f"Checkpoint file not found: {LAST}; there are no checkpoints in 'checkpoints/run/version_0'")
 
 
 def go_on(rank, homes, words):

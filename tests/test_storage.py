@@ -346,7 +346,7 @@ def test_missing_and_folder_list_what_is_there(tmp_path):
     for name in ("b.ckpt", "a.pt", "notes.txt"):
         (tmp_path / name).touch()
     assert message(read_checkpoint, tmp_path / "x.ckpt") == (
-        f"'{tmp_path}/x.ckpt' does not exist; in '{tmp_path}' there are: a.pt, b.ckpt."
+        f"Checkpoint file not found: {tmp_path}/x.ckpt; in '{tmp_path}' there are: a.pt, b.ckpt."
     )
     assert message(verify_checkpoint, tmp_path) == (
         f"'{tmp_path}' is a folder, not a file; in '{tmp_path}' there are: a.pt, b.ckpt."
@@ -354,7 +354,7 @@ def test_missing_and_folder_list_what_is_there(tmp_path):
     for i in range(6):
         (tmp_path / f"c{i}.ckpt").touch()
     assert message(verify_checkpoint, tmp_path).endswith("a.pt, b.ckpt, c0.ckpt, c1.ckpt, c2.ckpt and 3 more.")
-    assert "does not exist; there are no checkpoints in" in message(read_checkpoint, tmp_path / "no" / "x.ckpt")
+    assert "Checkpoint file not found: " in message(read_checkpoint, tmp_path / "no" / "x.ckpt")
     (tmp_path / "empty").mkdir()
     assert "there are no checkpoints in" in message(read_checkpoint, tmp_path / "empty" / "x.ckpt")
 

@@ -85,6 +85,10 @@ EXCLUDED = [  # (why, which)
         lambda w: w["optimizer"] == "SGD_fused" and w["loop"].get("precision") == "bf16-true",
     ),
     (
+        "thawed layers on two ranks: DDP does not know what was frozen when it was made, and each rank trains its own",
+        lambda w: w["ranks"] > 1 and ({"backbone", "unfreezes"} & set(w["callbacks"]) or "freezes" in w["parts"]),
+    ),
+    (
         "batch samplers of one's own on two ranks: Lightning asks for torch's BatchSampler there",
         lambda w: w["ranks"] > 1 and "lazy" in kinds_of(w),
     ),
