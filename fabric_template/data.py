@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -191,9 +191,9 @@ class Pass:
             if self.is_last:
                 return
 
-    def close(self) -> None:
-        """End the worker processes of this pass."""
-        if callable(shut_down := getattr(self._iterator, "_shutdown_workers", None)):
+    def close(self, kept: Sequence[Any] = ()) -> None:
+        """End the worker processes of this pass, if it is none of those that loaders keep."""
+        if callable(shut_down := getattr(self._iterator, "_shutdown_workers", None)) and self._iterator not in kept:
             shut_down()
         self._iterator, self._ahead = iter(()), []
 
@@ -262,9 +262,9 @@ class HandedPass:
         undone = self._steps - (done - self._start)
         return self._fetched[-undone] if undone > 0 else self._batches.fetched
 
-    def close(self) -> None:
+    def close(self, kept: Sequence[Any] = ()) -> None:
         """End the worker processes of this pass, and the pass: no step begins any more."""
-        self._batches.close()
+        self._batches.close(kept)
         self.handed.done = True
 
 

@@ -215,7 +215,9 @@ class Feed:
 
     def close(self) -> None:
         """End the loaders' worker processes; left to the garbage collector they wait for seconds, at any time."""
-        for part in (self.batches, self.train, self.val):
+        if self.batches is not None:
+            self.batches.close(self.train.kept())
+        for part in (self.train, self.val):
             if part is not None:
                 part.close()
         self.batches = None

@@ -155,9 +155,12 @@ class Loaders:
     def _end_evaluated(self) -> None:
         """End the worker processes of a pass of evaluation, those kept for the next one aside."""
         iterator, self._evaluated = self._evaluated, None
-        kept = [getattr(loader, "_iterator", None) for loader in self.loaders]
-        if callable(shut_down := getattr(iterator, "_shutdown_workers", None)) and iterator not in kept:
+        if callable(shut_down := getattr(iterator, "_shutdown_workers", None)) and iterator not in self.kept():
             shut_down()
+
+    def kept(self) -> list[Any]:
+        """The iterators that loaders keep between passes (persistent_workers)."""
+        return [getattr(loader, "_iterator", None) for loader in self.loaders]
 
     def close(self) -> None:
         """End the worker processes: of a pass that an error has ended, and those kept between passes (persistent_workers)."""
