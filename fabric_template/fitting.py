@@ -7,6 +7,7 @@ what they must be given.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -22,10 +23,9 @@ from .opening import CheckpointError
 from .optimizers import states_as_saved
 from .schema import Is, anything, check, one_of, scalar, text
 
-number = Is(
-    "a number, a tensor of one, or None",
-    lambda value: value is None or schema.number.test(value) or scalar.test(value),
-)
+number = Is("a number, or a tensor of one", lambda value: schema.number.test(value) or scalar.test(value))
+finite = Is("a finite number, or one in a tensor", lambda value: number.test(value) and math.isfinite(value))
+number_or_none = Is("a number, a tensor of one, or None", lambda value: value is None or number.test(value))
 
 
 @contextmanager
@@ -49,7 +49,8 @@ def like(example: Any) -> Any:
         >>> check(like({"lr": 0.1, "betas": (0.9, 0.99)}), {"lr": torch.tensor(0.2), "betas": [0.8, 0.9]}, "file")
     """
     if isinstance(example, bool | int | float):
-        return number
+        kinds = {bool: number_or_none, int: finite}  # foreach=None is torch's choice
+        return kinds.get(type(example), number)
     if isinstance(example, Tensor) and example.numel() == 1:
         return scalar
     if isinstance(example, Tensor):
@@ -76,7 +77,11 @@ def put_into_optimizer(optimizer: Any, state: Mapping[str, Any], path: Any) -> N
                 optimizer.load_state_dict(state)
             return
         groups = tuple(
-            {f"{key}?": number if value is None else like(value) for key, value in group.items() if key != "params"}
+            {
+                f"{key}?": number_or_none if value is None else like(value)
+                for key, value in group.items()
+                if key != "params"
+            }
             for group in optimizer.param_groups
         )
         check({"param_groups": groups, "state": {anything: {anything: anything}}}, state, "it")

@@ -97,7 +97,14 @@ def test_a_scheduler_takes_its_own_state_and_no_method(name):
     _, other = make()
     put_into_scheduler(other, copy.deepcopy(state), "a.ckpt")
     assert same(other.state_dict(), scheduler.state_dict())
-    for wrong in ({"last_epoch": "x"}, {"_last_lr": [0.1, 0.1]}, {"step": 3}, {"optimizer": "x"}):
+    for wrong in (
+        {"last_epoch": "x"},
+        {"last_epoch": None},
+        {"last_epoch": float("inf")},
+        {"_last_lr": [0.1, 0.1]},
+        {"step": 3},
+        {"optimizer": "x"},
+    ):
         _, other = make()
         with pytest.raises(CheckpointError, match=f"^'a.ckpt' does not fit this run: {name} cannot take what it holds"):
             put_into_scheduler(other, {**state, **wrong}, "a.ckpt")
@@ -136,7 +143,9 @@ def test_modelcheckpoint_removes_nothing_outside_of_its_folder(tmp_path):
     words = "ModelCheckpoint cannot take what it holds (its kth_best_model_path is "
     refused(saving, words, kth_best_model_path=f"{tmp_path}/kept/notes.ckpt")
     refused(
-        stopping, "EarlyStopping cannot take what it holds (it.wait_count is 'x', expected a number,", wait_count="x"
+        stopping,
+        "EarlyStopping cannot take what it holds (it.wait_count is 'x', expected a finite number,",
+        wait_count="x",
     )
     fit(tmp_path, val=val_loader, max_epochs=3, callbacks=callbacks(), resume=path)
 

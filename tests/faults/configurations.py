@@ -65,6 +65,7 @@ IGNORED = {
     "seeds": "of samplers that share without shuffling; of the others the batches tell",
     "workers": "what worker processes have noted: None, or the state that it stands for",
     "elapsed": "the time that max_time counts over restarts",
+    "last_model_path": "of Lightning's ModelCheckpoint, ended between the best file and the last",
 }
 ASIDE = (
     "exception.ckpt",  # what a run that was ended by an exception leaves beside
@@ -244,7 +245,15 @@ def _fit_together(words):
     if "keeps" in callbacks or "keeps_best" in callbacks:
         for name in ("monitor", "save_top_k", "save_last", "save_every_n_steps"):
             loop.pop(name, None)
-    followed_in_training = words["logs"] in ("epoch", "both", "nothing") or words["val"] != "none"
+    if words["optimizer"] == "LBFGS":
+        words["parts"] = [part for part in words["parts"] if part != "skips"]
+    if (
+        words["optimizer"].endswith("_fused") and loop.get("precision") == "bf16-mixed"
+    ):  # which Lightning refuses to clip
+        for name in ("gradient_clip_val", "gradient_clip_algorithm"):
+            loop.pop(name, None)
+    followed_in_training = words["logs"] in ("epoch", "both") or words["val"] != "none"
+    followed_in_training |= words["logs"] == "nothing" and shape != "gan"  # whose step returns nothing
     if not followed_in_training or (words["val"] == "two" and words["logs"] == "nothing"):
         loop.pop("monitor", None)
         without("stops", "stops_in_training", "keeps_best")

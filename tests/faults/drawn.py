@@ -325,6 +325,10 @@ class Steps:
         self.words = words
         self.net = Nets(words["parts"])
         self.measures = {}
+        # a callback that decides by a score is saved with rank zero's: the ranks must have the same
+        self.decides = words["ranks"] > 1 and bool(
+            {"keeps_best", "stops", "stops_in_training"} & set(words["callbacks"])
+        )
         if words["metric"]:
             make, _ = METRICS[words["metric"]]
             self.train_metric, self.val_metric = make(), make()
@@ -354,7 +358,7 @@ class Steps:
         if self.words["logs"] == "nothing":
             return loss if self.words["returns"] == "dict" else (loss, (logits.argmax(1) == labels).float().mean())
         if dataloader_idx == 0:
-            self.log("val_loss", loss, add_dataloader_idx=False)
+            self.log("val_loss", loss, add_dataloader_idx=False, sync_dist=self.decides)
             self.measure("val", loss, logits, labels)
         else:
             self.log("other", loss, add_dataloader_idx=False)
@@ -365,7 +369,7 @@ class Steps:
         if logs == "nothing":
             return
         when = {"on_step": logs in ("step", "both"), "on_epoch": logs in ("epoch", "both")}
-        self.log("train_loss", loss.detach(), prog_bar=True, **when)
+        self.log("train_loss", loss.detach(), prog_bar=True, sync_dist=self.decides, **when)
         if "reduced" in self.words["parts"]:
             self.log("worst", loss.detach(), on_step=False, on_epoch=True, reduce_fx="max")
             self.log("fixed", 2.5, on_step=False, on_epoch=True, batch_size=3)
