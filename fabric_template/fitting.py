@@ -52,7 +52,8 @@ def like(example: Any) -> Any:
         kinds = {bool: number_or_none, int: finite}  # foreach=None is torch's choice
         return kinds.get(type(example), number)
     if isinstance(example, Tensor) and example.numel() == 1:
-        return scalar
+        is_complex = example.is_complex()
+        return Is(scalar.words, lambda value: scalar.test(value) and value.is_complex() in (False, is_complex))
     if isinstance(example, Tensor):
         shape, is_float = tuple(example.shape), example.is_floating_point()
         return Is(
@@ -60,6 +61,7 @@ def like(example: Any) -> Any:
             lambda value: (
                 isinstance(value, Tensor) and tuple(value.shape) == shape and not value.is_meta
                 and value.layout is torch.strided and value.is_floating_point() == is_float
+                and all(stride or size < 2 for stride, size in zip(value.stride(), shape, strict=True))
             ),
         )  # fmt: skip
     if isinstance(example, Mapping) and example and all(isinstance(key, str) for key in example):
