@@ -80,9 +80,8 @@ def check_signature(step: Callable, name: str, takes_net: bool = False, takes_id
         signature.bind(*given, **named)
     except TypeError as error:
         first = "model, " if takes_net else "self, "
-        why = str(error).replace(
-            "missing a required argument", "missing 1 required positional argument"
-        )  # as a call says
+        # as a call says it
+        why = str(error).replace("missing a required argument", "missing 1 required positional argument")
         raise MisuseOfType(
             f"{name}{signature} cannot be called with a batch ({why}): expected {name}({first}batch) or"
             f" {name}({first}batch, batch_idx)"

@@ -20,9 +20,8 @@ _LIGHTNING = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
 def attach(owner: Any, loop: Any, metrics: Metrics, found: ExitStack, compiled: bool = False) -> None:
     """Give the module its log and its trainer, which stays after a run that went well so that its results can be read."""
     if isinstance(getattr(type(owner), "trainer", None), property):
-        for part in (
-            owner.modules() if isinstance(owner, nn.Module) else ()
-        ):  # its setter gives it to modules inside, too
+        # its setter gives it to modules inside, too
+        for part in owner.modules() if isinstance(owner, nn.Module) else ():
             if hasattr(part, "_trainer"):
                 keep_if_well(found, part, "_trainer")
         owner.trainer = loop

@@ -45,9 +45,8 @@ class Parts:
             _check("setup", optimizer, torch.optim.Optimizer, "an optimizer: loop.setup(model, optimizer, *loaders)")
         self._launch_parts()
         parts = list(self.fabric.setup(model, optimizer)) if optimizer is not None else [self.fabric.setup(model)]
-        object.__setattr__(
-            parts[0], "__class__", _with_own_names(type(parts[0]))
-        )  # Fabric's would set the model's as well
+        # Fabric's own setattr would set the model's as well
+        object.__setattr__(parts[0], "__class__", _with_own_names(type(parts[0])))
         for loader in loaders:
             if isinstance(loader, torch.utils.data.DataLoader):
                 loader = self.fabric.setup_dataloaders(loader)

@@ -31,9 +31,8 @@ def with_safe_files(fabric: Fabric, trusted: bool = False) -> Fabric:
         fabric.strategy.checkpoint_io = AtomicCheckpointIO(trusted, in_run=True)
     while (inner := getattr(io, "checkpoint_io", None)) is not None:
         io = inner
-    if hasattr(
-        io, "checkpoint_io"
-    ):  # AsyncCheckpointIO() and its kin write through another, which Trainer fills in, too
+    # AsyncCheckpointIO() and its kin write through another, which Trainer fills in, too
+    if hasattr(io, "checkpoint_io"):
         io.checkpoint_io = AtomicCheckpointIO(trusted, in_run=True)
     return fabric
 

@@ -109,9 +109,8 @@ class Saver:
     def _is_due(self, run: Run) -> bool:
         every, now = run.config.save_every_n_steps, run.global_step
         before, self._stepped = now - 1 if self._stepped is None else self._stepped, now
-        return (
-            every is not None and now // every > before // every
-        )  # manual optimization may take several at once, or none
+        # manual optimization may take several at once, or none
+        return every is not None and now // every > before // every
 
     def write_last(self, run: Run, state: dict[str, Any] | None = None, epoch: int | None = None) -> None:
         """Write ``last.ckpt`` as the run stands now."""

@@ -120,10 +120,9 @@ def _is_whole(value: Any, *dtypes: torch.dtype, numel: int | None = None) -> boo
 
 
 def _is_gradient(value: Any) -> bool:
-    """... or sparse, as an Embedding's may be, of two such tensors."""
-    if isinstance(value, Tensor) and value.layout is torch.sparse_coo and not value.is_meta:
-        return _is_whole(value.coalesce().indices(), torch.int64) and _is_whole(value.coalesce().values())
-    return _is_whole(value)
+    """... or sparse, as an Embedding's may be."""
+    is_sparse = isinstance(value, Tensor) and value.layout is torch.sparse_coo and not value.is_meta
+    return is_sparse or _is_whole(value)
 
 
 anything = Is("anything", lambda value: True)

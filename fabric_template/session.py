@@ -212,9 +212,9 @@ def stop_for(run: Run, number: int | None) -> None:
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and type(environment).__name__ == "LightningEnvironment":
         raise SystemExit(0)  # Lightning kills the first process, which may still be busy, for the exit code of another
-    raise (
-        KeyboardInterrupt(where) if carries and run.fabric.is_global_zero else ending(number)
-    )  # a traceback's last line
+    if carries and run.fabric.is_global_zero:
+        raise KeyboardInterrupt(where)  # a traceback's last line
+    raise ending(number)
 
 
 def _way_on_after(run: Run, number: int) -> str:

@@ -145,9 +145,8 @@ class Steps:
         for part in self.net.modules():  # LightningModules and metrics keep their own note of device and dtype
             if part is self.net or type(part).to is not nn.Module.to:
                 part.to(self.fabric.device)
-                if (
-                    self._is_true_precision
-                ):  # as Trainer: double() leaves a torchmetric's sums as they are, to() would not
+                if self._is_true_precision:
+                    # as Trainer: double() leaves a torchmetric's sums as they are, to() would not
                     self.precision.convert_module(part)
 
     @property

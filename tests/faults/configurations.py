@@ -247,9 +247,8 @@ def _fit_together(words):
             loop.pop(name, None)
     if words["optimizer"] == "LBFGS":
         words["parts"] = [part for part in words["parts"] if part != "skips"]
-    if (
-        words["optimizer"].endswith("_fused") and loop.get("precision") == "bf16-mixed"
-    ):  # which Lightning refuses to clip
+    # Lightning refuses to clip these
+    if words["optimizer"].endswith("_fused") and loop.get("precision") == "bf16-mixed":
         for name in ("gradient_clip_val", "gradient_clip_algorithm"):
             loop.pop(name, None)
     followed_in_training = words["logs"] in ("epoch", "both") or words["val"] != "none"
