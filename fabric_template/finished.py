@@ -103,7 +103,7 @@ def tell_finished(run: Run) -> None:
 
 def end_again(run: Run, trainer: Any) -> None:
     """The weights as they were at the run's end: Lightning's averaging callbacks give the module theirs only then."""
-    go_on(run)
+    go_on(run, has_ended=True)
     for callback in run.callbacks:
         # with BatchNorm they are given in an epoch of its own, which is over
         has_batch_norm = is_a(callback, AVERAGING[1]) and callback.pl_module_contains_batch_norm(run.net)

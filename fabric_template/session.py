@@ -287,7 +287,8 @@ def restore_position(run: Run) -> None:
     mine = ckpt.of_this_rank(run, ours)
     if mine["val"] is not None:
         feed.set_up_val()
-    feed.made_in |= ours["loaders_epoch"]
+    if ours["loaders_epoch"]:  # what was made for this process alone is due when it was due then
+        feed.made_in = dict(ours["loaders_epoch"])
     loaders = [(feed.train, mine["train"]), (feed.val, mine["val"])]
     loaders = [(stage, state) for stage, state in loaders if state is not None]
     for stage, state in loaders:

@@ -57,9 +57,6 @@ def twice(root, make, capsys, said, changes=(), callbacks=list, seen=(), **words
         before, watch = files(root), Watch()
         capsys.readouterr()
         again = fit(root, make, train, val_loader, seed=9, callbacks=[*callbacks(), watch], **words)
-        again[0].lr_scheduler_configs[:] = first[
-            0
-        ].lr_scheduler_configs  # StochasticWeightAveraging has it in an epoch only
         assert_same_end(first, again)
         assert [name for name, found in files(root).items() if found != before.get(name)] == list(changes)
         lines = [line for line in capsys.readouterr().err.splitlines() if "finished" in line]
@@ -127,6 +124,14 @@ def test_averaged_weights(tmp_path, capsys, make, average):
     epochs = 4 if make is WithBatchNorm and average().__class__ is StochasticWeightAveraging else 3  # one for BatchNorm
     said = f"(epoch {epochs}, step {15 + epochs}), nothing is trained: max_epochs={epochs} is reached; more max_epochs go on"
     twice(tmp_path, make, capsys, said, callbacks=lambda: [average()], max_epochs=3)
+
+
+@pytest.mark.filterwarnings("ignore:SWA is initializing", "ignore:Detected call of `lr_scheduler")
+def test_early_stopping_while_weights_are_averaged(tmp_path, capsys):
+    """The scheduler that was put in the others' place is there again."""
+    both = lambda: [EarlyStopping("val_loss", patience=2), StochasticWeightAveraging(0.1, swa_epoch_start=1)]  # noqa: E731
+    first = twice(tmp_path, Flat, capsys, f"(epoch 3, step 18), {SAYS}", **dict(STOPS, callbacks=both))
+    assert [type(config.scheduler).__name__ for config in first[0].lr_scheduler_configs] == ["SWALR"]
 
 
 @pytest.mark.parametrize(("steps", "place"), [(12, "epoch 2, step 12"), (8, "epoch 1, step 8")])

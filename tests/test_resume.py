@@ -184,6 +184,25 @@ def test_options(tmp_path, words):
     two_and_two(tmp_path, classifier(by_step), **words)
 
 
+class MadeIn(Callback):
+    """Notes in which epoch the loaders were made that are made anew, as a file in the middle of an epoch has it."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1 and trainer.current_epoch == 1:
+            trainer.save_checkpoint("middle.ckpt")
+            self.found = torch.load("middle.ckpt")["fabric_template"]["loaders_epoch"]
+
+
+def test_loaders_that_a_resume_makes_early_are_due_as_before(tmp_path):
+    """The validation of epoch 1 makes its loader when it comes, in a run that goes on from epoch 0, too."""
+    words = {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}
+    for epochs, resume in ((1, None), (2, "last")):
+        notes = MadeIn()
+        fit(tmp_path / "two", resume=resume, val=val_loader, max_epochs=epochs, callbacks=[notes], **words)
+    fit(tmp_path / "whole", val=val_loader, max_epochs=2, callbacks=[whole := MadeIn()], **words)
+    assert (notes.found, whole.found) == ({"train": 1}, {"train": 1})
+
+
 class Noisy(Classifier):
     """Draws from every library's random numbers, in hooks, too."""
 
