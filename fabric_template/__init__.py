@@ -6,13 +6,13 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from .config import LoopConfig as LoopConfig
-    from .data import TensorLoader as TensorLoader
     from .logs import CSVLogger as CSVLogger
     from .logs import read_logs as read_logs
     from .loop import FabricLoop as FabricLoop
     from .opening import CheckpointError as CheckpointError
     from .plots import plot_logs as plot_logs
     from .storage import AtomicCheckpointIO as AtomicCheckpointIO
+    from .tensors import TensorLoader as TensorLoader
 
 __version__ = "0.1.0"
 
@@ -23,7 +23,7 @@ _HOMES = {
     "CheckpointError": "opening",
     "FabricLoop": "loop",
     "LoopConfig": "config",
-    "TensorLoader": "data",
+    "TensorLoader": "tensors",
     "plot_logs": "plots",
     "read_logs": "logs",
 }

@@ -21,8 +21,8 @@ from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_s
 from .hooks import is_a, overrides
 from .opening import CheckpointError
 from .plain import without_odd
-from .randomness import rng_state
-from .ranks import gather, part_of
+from .randomness import rng_state, rng_state_of_another
+from .ranks import gather
 from .reading import explain_mismatch, find_weights
 
 if TYPE_CHECKING:
@@ -135,6 +135,18 @@ def _our_state(run: Run) -> dict[str, Any]:
 def of_this_rank(run: Run, ours: Mapping[str, Any]) -> dict[str, Any]:
     """What this rank gave to the checkpoint."""
     return part_of(ours["ranks"], run.fabric.global_rank)
+
+
+def part_of(ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """What a rank gave to a checkpoint; for one that was not there what the first one gave, but for its random numbers."""
+    if rank < len(ranks):
+        return ranks[rank]
+    part = {**ranks[0], "rng": rng_state_of_another(ranks[0]["rng"], rank)}
+    # the seeds by which the ranks share the samples stay, the first one's workers do not
+    for stage in ("train", "val"):
+        if part[stage] is not None:
+            part[stage] = {**part[stage], "sources": [None] * len(part[stage]["sources"])}
+    return part
 
 
 def loops_state(run: Run) -> dict[str, Any]:

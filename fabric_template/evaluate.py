@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .data import INFINITE, Handed
 from .history import name_outputs
 from .hooks import is_a, overrides
 from .loaders import Loaders
-from .profiling import timed_batches
+from .passes import INFINITE, Handed
 from .steps import Modes, takes, takes_batch_idx, takes_iterator
+from .timing import timed_batches
 
 if TYPE_CHECKING:
     from .run import Run

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .data import INFINITE, HandedPass, TensorLoader
 from .errors import Misuse
 from .hooks import TRANSFER_HOOKS, overrides
 from .loaders import USED_UP, Loaders
-from .logs import CSVLogger
-from .profiling import TimedPass
+from .passes import INFINITE, HandedPass
 from .ranks import check_lengths
 from .sharing import ready
+from .timing import TimedPass
 
 if TYPE_CHECKING:
     from .run import Run
@@ -104,7 +103,7 @@ class Feed:
         check_lengths(run.fabric, "train", [min(self.num_batches, run.batches_done + most)], "in their next step")
         run.schedule.set_up(self.num_batches)
         few = config.log_every_n_steps > self.num_batches and not config.fast_dev_run
-        if few and run.loggers and any(not isinstance(logger, CSVLogger) for logger in run.loggers):
+        if few and run.loggers and any(not hasattr(type(logger), "log_epoch") for logger in run.loggers):
             run.warn_once(
                 f"The number of training batches ({self.num_batches}) is smaller than the logging interval"
                 f" Trainer(log_every_n_steps={config.log_every_n_steps}). Set a lower value for log_every_n_steps if you want"
@@ -182,7 +181,7 @@ class Feed:
         """Whether a batch is fetched without random numbers of this process, as far as one can know."""
         parts = self.run.owner, self.run.datamodule
         return not any(overrides(part, name) for part in parts for name in TRANSFER_HOOKS) and all(
-            isinstance(loader, TensorLoader) or getattr(loader, "num_workers", 0) for loader in self.train.loaders
+            hasattr(loader, "tensors") or getattr(loader, "num_workers", 0) for loader in self.train.loaders
         )
 
     # ---- evaluation

@@ -10,8 +10,8 @@ import torch
 from lightning.fabric import __version__ as lightning_version
 
 from . import __version__
-from .data import INFINITE, length_of
 from .opening import CheckpointError
+from .passes import INFINITE, length_of
 
 if TYPE_CHECKING:
     from .run import Run

@@ -14,12 +14,12 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from torch.multiprocessing.spawn import ProcessException
 
+from .agreement import come_by_themselves
 from .desk import desk, first_error, leave_error
 from .opening import CheckpointError
 from .outcome import Outcome, leave, leave_together, unshare
 from .place import choose_place
 from .progress import is_interactive
-from .ranks import come_by_themselves
 from .resume import agree_on_checkpoint
 from .run import Run
 from .signals import Forward, ending, starts_processes

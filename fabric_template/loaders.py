@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .data import INFINITE, Pass, TensorLoader, is_combined, length_of, set_epoch
 from .errors import Misuse, MisuseOfType
 from .inputs import why_no_loader
-from .position import Sources
+from .passes import INFINITE, Pass, is_combined, length_of
+from .position import Sources, set_epoch
+from .tensors import TensorLoader
 
 USED_UP = (
     "an iterator is used up after one pass; give what begins anew with each pass (a DataLoader, a TensorLoader, a list, an"

@@ -21,13 +21,13 @@ from .finished import heeds_time, time_left
 from .launch import launch
 from .noticed import Noticed
 from .opening import is_file
-from .optimizers import step_schedulers
 from .parts import Parts
 from .place import files_settled, make_loggers, with_safe_files
 from .prepare import prepare
 from .profiling import make_profiler
 from .progress import is_interactive
 from .run import Run
+from .schedulers import step_schedulers
 from .session import Session, finish_batch, heed_signals, restore_position, start_fit, stay_finished, stop_for
 from .signals import Signals, is_launched
 from .strategies import as_fabrics

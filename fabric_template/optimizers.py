@@ -1,4 +1,4 @@
-"""Optimizers: every shape that ``configure_optimizers`` may return, and the schedulers by step, by epoch, by metric."""
+"""Optimizers: every shape that ``configure_optimizers`` may return; what optimizers hold, as it was saved."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from .errors import Misuse, MisuseOfType
-from .hooks import overrides
-
-if TYPE_CHECKING:
-    from .run import Run
 
 _SHAPES = (
     "None, Optimizer, [Optimizer, ...], ([Optimizer, ...], [scheduler or its dict, ...]),"
@@ -265,45 +261,3 @@ def _describe(returned: Any) -> str:
     if isinstance(returned, type):
         return f"returned the class {returned.__name__}"
     return f"returned a {type(returned).__name__}"
-
-
-def step_schedulers(run: Run, interval: str, plateau: bool) -> None:
-    """Step the schedulers that are due now.
-
-    Args:
-        run: automatic optimization's; in manual optimization the module steps its schedulers.
-        interval: those that count optimizer "step"s, or those that count "epoch"s.
-        plateau: those that follow a metric, or all others.
-    """
-    if not run.schedulers or not run.is_automatic:
-        return
-    count = run.batches_done if interval == "step" else run.current_epoch + 1
-    for config in run.schedulers:  # or Lightning's class with the same words, which a callback has put there
-        if config.reduce_on_plateau == plateau and config.interval == interval and count % config.frequency == 0:
-            _step_one(run, config)
-
-
-def _step_one(run: Run, config: Any) -> None:
-    """Step one scheduler, with its monitor's value when it wants one."""
-    value = None
-    if config.reduce_on_plateau:
-        value = run.known_metrics().get(config.monitor)
-        if value is None:
-            known = sorted(run.known_metrics())
-            if config.strict:
-                raise Misuse(
-                    f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available. Available metrics"
-                    f" are: {known}. Condition can be set using `monitor` key in lr scheduler dict"
-                )
-            warnings.warn(
-                f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is set to"
-                " `False`. Skipping learning rate update.", RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
-            return
-    own = overrides(run.owner, "lr_scheduler_step")
-    if own is not None:
-        own(config.scheduler, value)
-    elif value is None:
-        config.scheduler.step()
-    else:
-        config.scheduler.step(value)

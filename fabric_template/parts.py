@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
-from .data import TensorLoader
 from .errors import Misuse, MisuseOfType
 from .optimizers import states_as_saved
 from .storage import AtomicCheckpointIO
 from .tables import number_of
+from .tensors import TensorLoader
 
 
 class Parts:

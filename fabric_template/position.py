@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .data import told_the_epoch
 from .errors import Misuse
 from .randomness import (
     generator_state,
@@ -119,3 +118,23 @@ class Sources:
             self._before_ahead, self._drawing = None, self.generators()
         packed = pack_rng_state(self._drawing) if self._fetches_here else None
         self._ahead = [source.position() for source in self.each], packed
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to all that ask for it."""
+    for part in told_the_epoch(loader):
+        part.set_epoch(epoch)
+
+
+def told_the_epoch(loader: Any) -> list[Any]:
+    """Those with set_epoch, of a loader, its sampler, its batch sampler, that one's sampler, and a TensorLoader's share."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts: list[Any] = [
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "share", None),
+    ]
+    told = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
+    return list(told.values())

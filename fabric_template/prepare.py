@@ -11,13 +11,13 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 
 from .checkpoint import hyperparameters_of
-from .data import INFINITE, length_of
 from .errors import MissingLoader, Misuse, MisuseOfType
 from .feed import loader_argument
 from .hooks import overrides
 from .inputs import check_object, check_parameters, check_path, check_signature
 from .loaders import check_iterable, loaders_in, no_fraction
 from .optimizers import parse_optimizers
+from .passes import INFINITE, length_of
 from .place import choose_place
 from .resume import choose_checkpoint
 from .run import Run

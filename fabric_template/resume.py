@@ -13,13 +13,13 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 
+from .agreement import agree_on_file, check_number, come_by_themselves, from_rank_zero
 from .checkpoint import OURS, check_fits, check_format, check_trained
-from .data import INFINITE
 from .disk import set_aside
 from .hooks import overrides
 from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file, names_in
+from .passes import INFINITE
 from .plain import brought_back
-from .ranks import agree_on_file, check_number, come_by_themselves, from_rank_zero
 from .reading import load_header, read_checkpoint
 from .schema import check_resumable
 from .signals import starts_processes

@@ -14,7 +14,6 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from .config import LoopConfig
-from .data import make_transfer
 from .errors import Misuse
 from .faces import is_lightning, shown_to
 from .feed import Feed
@@ -30,6 +29,7 @@ from .randomness import rng_state, set_rng_state
 from .saver import Saver
 from .schedule import Schedule
 from .steps import FunctionSteps, Steps, takes_batch_idx, takes_iterator
+from .transfer import make_transfer
 from .update import AutomaticUpdate
 from .views import Word
 

@@ -6,9 +6,9 @@ import time
 from typing import TYPE_CHECKING
 
 from .config import LoopConfig, parse_duration
-from .data import INFINITE
 from .errors import Misuse
 from .hooks import overrides
+from .passes import INFINITE
 
 if TYPE_CHECKING:
     from .run import Run

@@ -29,11 +29,11 @@ from .locks import one_writer
 from .logs import CSVLogger
 from .noticed import tell_forgotten
 from .opening import cause_of
-from .optimizers import step_schedulers
 from .progress import Progress, can_show_bar, is_interactive, summarize
 from .randomness import set_rng_state
 from .record import Record
 from .resume import load_file
+from .schedulers import step_schedulers
 from .schema import check_resumable
 from .signals import ending, requeue, starts_processes
 from .steps import Modes

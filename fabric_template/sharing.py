@@ -26,7 +26,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from .data import INFINITE, count_cuts, cuts, global_seed, length_of, longest_share, without_repeats
+from .passes import INFINITE, length_of
+from .tensors import count_cuts, cuts, global_seed, longest_share, without_repeats
 
 
 def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be_empty: bool = False) -> Any:

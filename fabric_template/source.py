@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from .data import TensorLoader
 from .indices import Indices, drop, has_state, load_states, stateful_parts
 from .randomness import find_generators, generators_of, rng_state, set_rng_state
 from .workers import Recorder
@@ -216,7 +215,7 @@ class Source:
     def _again(self, done: int) -> Iterator:
         """The batches that are done, asked for and thrown away."""
         self._tell(0 if self.is_cheap else done)
-        if getattr(type(self.loader), "__iter__", None) is TensorLoader.__iter__:  # which need not cut them
+        if _jumps(type(self.loader)):
             iterator, done = self.loader.behind(done), 0
         else:
             iterator = self._with_workers() if self.workers else begun(self.loader)
@@ -351,3 +350,9 @@ def _replaced(loader: DataLoader, **parts: Any) -> Iterator[None]:
         yield
     finally:
         vars(loader).update(own)
+
+
+def _jumps(kind: type) -> bool:
+    """Whether a loader's own `behind` begins a pass in its middle: of the class that says what a pass is (TensorLoader)."""
+    says = [next((base for base in kind.__mro__ if name in vars(base)), None) for name in ("__iter__", "behind")]
+    return says[0] is says[1] is not None

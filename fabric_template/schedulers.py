@@ -1,0 +1,54 @@
+"""Schedulers: those that are due step, by optimizer step, by epoch, by metric."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from .errors import Misuse
+from .hooks import overrides
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+def step_schedulers(run: Run, interval: str, plateau: bool) -> None:
+    """Step the schedulers that are due now.
+
+    Args:
+        run: automatic optimization's; in manual optimization the module steps its schedulers.
+        interval: those that count optimizer "step"s, or those that count "epoch"s.
+        plateau: those that follow a metric, or all others.
+    """
+    if not run.schedulers or not run.is_automatic:
+        return
+    count = run.batches_done if interval == "step" else run.current_epoch + 1
+    for config in run.schedulers:  # or Lightning's class with the same words, which a callback has put there
+        if config.reduce_on_plateau == plateau and config.interval == interval and count % config.frequency == 0:
+            _step_one(run, config)
+
+
+def _step_one(run: Run, config: Any) -> None:
+    """Step one scheduler, with its monitor's value when it wants one."""
+    value = None
+    if config.reduce_on_plateau:
+        value = run.known_metrics().get(config.monitor)
+        if value is None:
+            known = sorted(run.known_metrics())
+            if config.strict:
+                raise Misuse(
+                    f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available. Available metrics"
+                    f" are: {known}. Condition can be set using `monitor` key in lr scheduler dict"
+                )
+            warnings.warn(
+                f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is set to"
+                " `False`. Skipping learning rate update.", RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+            return
+    own = overrides(run.owner, "lr_scheduler_step")
+    if own is not None:
+        own(config.scheduler, value)
+    elif value is None:
+        config.scheduler.step()
+    else:
+        config.scheduler.step(value)
