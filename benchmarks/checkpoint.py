@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from fabric_template.storage import AtomicCheckpointIO
+from fabric_template.files.storage import AtomicCheckpointIO
 
 SPEED, MEMORY = 0.7, 1.1  # goals: at least this much of the plain speed, at most this much of the weights
 

@@ -18,7 +18,7 @@ CONTESTANTS = {
     # names are loaded on first use: this is what a script pays
     "its FabricLoop": [sys.executable, "-c", "from fabric_template import FabricLoop"],
     # the same function as the console script, which needs no installation to be timed
-    "fabric-template --help": [sys.executable, "-c", "from fabric_template.cli import main; main()", "--help"],
+    "fabric-template --help": [sys.executable, "-c", "from fabric_template.tools.cli import main; main()", "--help"],
 }
 BASE = "import lightning.fabric"
 GOALS = {"import fabric_template": 0.2, "its FabricLoop": 0.2, "fabric-template --help": 1.0}  # seconds over BASE

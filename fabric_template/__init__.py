@@ -5,27 +5,27 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from .config import LoopConfig as LoopConfig
-    from .logs import CSVLogger as CSVLogger
-    from .logs import read_logs as read_logs
+    from .core.config import LoopConfig as LoopConfig
+    from .data.tensors import TensorLoader as TensorLoader
+    from .files.opening import CheckpointError as CheckpointError
+    from .files.storage import AtomicCheckpointIO as AtomicCheckpointIO
     from .loop import FabricLoop as FabricLoop
-    from .opening import CheckpointError as CheckpointError
-    from .plots import plot_logs as plot_logs
-    from .storage import AtomicCheckpointIO as AtomicCheckpointIO
-    from .tensors import TensorLoader as TensorLoader
+    from .record.logger import CSVLogger as CSVLogger
+    from .record.logger import read_logs as read_logs
+    from .tools.plots import plot_logs as plot_logs
 
 __version__ = "0.1.0"
 
 # Loaded on first use: torch takes seconds, and a word of help on the command line needs none of it.
 _HOMES = {
-    "AtomicCheckpointIO": "storage",
-    "CSVLogger": "logs",
-    "CheckpointError": "opening",
+    "AtomicCheckpointIO": "files.storage",
+    "CSVLogger": "record.logger",
+    "CheckpointError": "files.opening",
     "FabricLoop": "loop",
-    "LoopConfig": "config",
-    "TensorLoader": "tensors",
-    "plot_logs": "plots",
-    "read_logs": "logs",
+    "LoopConfig": "core.config",
+    "TensorLoader": "data.tensors",
+    "plot_logs": "tools.plots",
+    "read_logs": "record.logger",
 }
 __all__ = list(_HOMES)
 

@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
-from .callbacks import parse_callbacks
-from .config import parse_config
-from .errors import Misuse, MisuseOfType
-from .evaluate import evaluate, predict, print_results
-from .fingerprint import tell_differences
-from .finished import heeds_time, time_left
-from .launch import launch
-from .noticed import Noticed
-from .opening import is_file
-from .parts import Parts
-from .place import files_settled, make_loggers, with_safe_files
-from .prepare import prepare
-from .profiling import make_profiler
-from .progress import is_interactive
-from .run import Run
-from .schedulers import step_schedulers
-from .session import Session, finish_batch, heed_signals, restore_position, start_fit, stay_finished, stop_for
-from .signals import Signals, is_launched
-from .strategies import as_fabrics
-from .trainer import TrainerFace
-from .views import StrategyFace
+from .core.config import parse_config
+from .core.errors import Misuse, MisuseOfType
+from .core.evaluate import evaluate, predict, print_results
+from .core.run import Run
+from .core.schedulers import step_schedulers
+from .files.fingerprint import tell_differences
+from .files.noticed import Noticed
+from .files.opening import is_file
+from .process.finished import heeds_time, time_left
+from .process.launch import launch
+from .process.parts import Parts
+from .process.place import files_settled, make_loggers, with_safe_files
+from .process.prepare import prepare
+from .process.session import Session, finish_batch, heed_signals, restore_position, start_fit, stay_finished, stop_for
+from .process.signals import Signals, is_launched
+from .record.bar import is_interactive
+from .trainer.attributes import TrainerFace
+from .trainer.callbacks import parse_callbacks
+from .trainer.profiling import make_profiler
+from .trainer.strategies import as_fabrics
+from .trainer.views import StrategyFace
 
 
 class FabricLoop(Parts, TrainerFace):

@@ -58,8 +58,8 @@ def campaign(count, seed):
     from reads import begin, contents, ending
     from victim import BEST, difference, train, without_names
 
-    from fabric_template.reading import CheckpointError, read_checkpoint
-    from fabric_template.storage import AtomicCheckpointIO
+    from fabric_template.files.reading import CheckpointError, read_checkpoint
+    from fabric_template.files.storage import AtomicCheckpointIO
 
     library = ctypes.CDLL(os.environ[READY])  # the one that is preloaded
     library.faults_disarm.restype, library.faults_hit.restype = ctypes.c_long, ctypes.c_char_p

@@ -7,7 +7,7 @@ from runs import fit
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAUROC, MulticlassConfusionMatrix
 
-from fabric_template.reading import CheckpointError
+from fabric_template.files.reading import CheckpointError
 
 LAST = "checkpoints/run/version_0/last.ckpt"
 

@@ -12,7 +12,7 @@ import torch
 from modules import Classifier
 from runs import assert_same_end, fit, logs_of, source_of, tree, val_loader, without_time
 
-from fabric_template.reading import CheckpointError, read_checkpoint
+from fabric_template.files.reading import CheckpointError, read_checkpoint
 
 FOLDER = "checkpoints/run/version_0"
 

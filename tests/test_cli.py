@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fabric_template import cli
-from fabric_template.reading import read_checkpoint
+from fabric_template.files.reading import read_checkpoint
+from fabric_template.tools import cli
 
 REPOSITORY = Path(cli.__file__).resolve().parent.parent
 LIT = """
@@ -112,7 +112,7 @@ def test_help_lists_the_verbs(capsys, argv):
 
 
 def test_help_needs_no_torch():
-    code = "import sys; from fabric_template.cli import main; main(); print({'torch', 'jsonargparse'} & {*sys.modules})"
+    code = "import sys; from fabric_template.tools.cli import main; main(); print({'torch', 'jsonargparse'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout.endswith("set()\n")
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from test_cli import FIT, LIT, QUIET, refused, run, typed  # noqa: F401
 
-from fabric_template.reading import read_checkpoint
+from fabric_template.files.reading import read_checkpoint
 
 SMALL = ["--limit_train_batches", 2, "--limit_val_batches", 1, "--accelerator", "cpu", "--devices", 1]
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from runs import fit
 
-from fabric_template import cli
-from fabric_template.config import is_name
+from fabric_template.core.config import is_name
+from fabric_template.tools import cli
 
 
 def laugh(levels, width, leaf="lol"):

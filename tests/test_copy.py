@@ -12,7 +12,15 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "fabric_template"
 FILES = sorted(PACKAGE.rglob("*.py"))
-LEAVES = ["disk", "opening", "data", "hooks", "history", "signals", "progress", "errors"]
+ROOMS = {  # and those below it
+    "core": (),
+    "exact": ("core",),
+    "data": ("core", "exact"),
+    "files": ("core", "exact"),
+    "record": ("core", "exact", "files"),
+    "trainer": ("core", "exact", "files", "record"),
+    "process": ("core", "exact", "data", "files", "record", "trainer"),
+}
 
 BLOCK = """
 import sys
@@ -103,24 +111,32 @@ def test_no_file_looks_itself_up_by_a_name_that_a_copy_does_not_have(path):
     assert not re.findall(lookups + r"""\(?\s*f?["']fabric_template""", source)
 
 
-@pytest.mark.parametrize("name", LEAVES)
-def test_a_leaf_can_be_copied_alone(name, tmp_path):
-    shutil.copy(PACKAGE / f"{name}.py", tmp_path / f"my_{name}.py")
-    done = run(f"import my_{name}", tmp_path)
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_can_be_copied_without_those_above_it(room, tmp_path):
+    for name in (room, *ROOMS[room]):
+        shutil.copytree(PACKAGE / name, tmp_path / "mine" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "mine" / "__init__.py").write_text('__version__ = "mine"\n')
+    names = [f"mine.{room}.{path.stem}" for path in sorted((PACKAGE / room).glob("*.py"))]
+    done = run(f"import {', '.join(names)}", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_leaves_do_their_work_alone(tmp_path):
-    """TensorLoader and the reader of checkpoints, from one file and from two; the CSV logger from its three."""
-    shutil.copy(PACKAGE / "data.py", tmp_path / "my_data.py")
-    for folder, names in {"my_logs": ("logs", "tables", "disk"), "my_files": ("reading", "opening")}.items():
-        (tmp_path / folder).mkdir()
+def test_a_few_files_do_their_work_alone(tmp_path):
+    """TensorLoader from one file, the reader of checkpoints from two; the CSV logger from its three."""
+    shutil.copy(PACKAGE / "data" / "tensors.py", tmp_path / "my_data.py")
+    files = {
+        "my_logs/record": ("record/logger", "record/tables"),
+        "my_logs/files": ("files/disk",),
+        "my_files": ("files/reading", "files/opening"),
+    }
+    for folder, names in files.items():
+        (tmp_path / folder).mkdir(parents=True)
         for name in names:
-            shutil.copy(PACKAGE / f"{name}.py", tmp_path / folder / f"{name}.py")
+            shutil.copy(PACKAGE / f"{name}.py", tmp_path / folder)
     code = """
 import torch
 from my_data import TensorLoader
-from my_logs.logs import CSVLogger, read_logs
+from my_logs.record.logger import CSVLogger, read_logs
 from my_files.reading import read_checkpoint
 
 assert [len(x) for (x,) in TensorLoader(torch.arange(5), batch_size=2)] == [2, 2, 1]

@@ -12,8 +12,8 @@ from pandas import DataFrame
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.data import RECENT, HandedPass, Pass
-from fabric_template.sharing import NotedBatches
+from fabric_template.core.passes import RECENT, HandedPass, Pass
+from fabric_template.data.sharing import NotedBatches
 
 VERBS = ("fit", "validate", "test", "predict")
 STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}

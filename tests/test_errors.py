@@ -13,7 +13,7 @@ from runs import Plain, fit, loud, tree, val_loader
 from torch import nn
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.errors import Misuse
+from fabric_template.core.errors import Misuse
 
 
 class Broken:

@@ -6,8 +6,8 @@ from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader, run_loop
 from test_exact_manual import Gan
 
-from fabric_template.manual import ManualUpdate
-from fabric_template.update import AutomaticUpdate
+from fabric_template.core.update import AutomaticUpdate
+from fabric_template.trainer.manual import ManualUpdate
 
 
 class Own(Classifier):

@@ -260,7 +260,7 @@ def test_a_face_is_the_model_itself_under_another_class():
     """What is set on it is set on the model, a copy shares nothing, and classes that note their heirs hear of none."""
     from copy import deepcopy
 
-    from fabric_template.faces import face_of
+    from fabric_template.trainer.shown import face_of
 
     heirs = []
 

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from modules import Classifier, assert_same_weights
 from runs import assert_same_end, fit, logs_of, tree, val_loader
 
-from fabric_template import disk
-from fabric_template.reading import CheckpointError, read_checkpoint
+from fabric_template.files import disk
+from fabric_template.files.reading import CheckpointError, read_checkpoint
 
 CAUSES = {
     errno.ENOSPC: "the disk is full",

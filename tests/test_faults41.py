@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 
 import fabric_template
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.opening import CheckpointError
+from fabric_template.files.opening import CheckpointError
 
 # by which the net counts what was done
 pytestmark = pytest.mark.filterwarnings("ignore:resume. (on_train_epoch_start of Net|Net.trained)")
@@ -652,7 +652,7 @@ def test_fault_35_no_batch_is_fetched_past_the_limit_and_the_bar_is_closed(monke
                 raise ZeroDivisionError
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("fabric_template.session.can_show_bar", lambda: True)
+    monkeypatch.setattr("fabric_template.process.session.can_show_bar", lambda: True)
     with pytest.raises(ZeroDivisionError):
         fit(Breaks(), enable_progress_bar=True)
     assert len(tqdm._instances) == 0

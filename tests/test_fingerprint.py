@@ -9,7 +9,8 @@ from runs import fit
 from torch.optim import SGD, Adam, Adamax, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from fabric_template import CheckpointError, TensorLoader, fingerprint
+from fabric_template import CheckpointError, TensorLoader
+from fabric_template.files import fingerprint
 
 
 def train(**words):

@@ -17,7 +17,7 @@ from modules import Classifier, make_loader
 from runs import assert_same_end, fit, logs_of, tree, val_loader
 from torch import nn
 
-import fabric_template.signals
+import fabric_template.process.signals
 
 
 class Flat(Classifier):
@@ -161,7 +161,7 @@ class Late(Callback):
     def pass_an_hour(self, trainer, *_):
         if trainer.global_step == self.at:
             now = time.monotonic
-            self.patch.setattr(fabric_template.signals.time, "monotonic", lambda: now() + 3600)
+            self.patch.setattr(fabric_template.process.signals.time, "monotonic", lambda: now() + 3600)
 
 
 @pytest.mark.parametrize(

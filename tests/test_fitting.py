@@ -13,8 +13,8 @@ from modules import Classifier
 from runs import fit, same, tree, val_loader
 from torch.optim import lr_scheduler
 
-from fabric_template.fitting import put_into_optimizer, put_into_scheduler
-from fabric_template.reading import CheckpointError, DamagedError, load_header, read_checkpoint
+from fabric_template.files.fitting import put_into_optimizer, put_into_scheduler
+from fabric_template.files.reading import CheckpointError, DamagedError, load_header, read_checkpoint
 
 OPTIMIZERS = [
     name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name not in ("Optimizer", "LBFGS")

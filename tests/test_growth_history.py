@@ -11,9 +11,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from modules import Classifier, make_loader
 from runs import fit, logs_of, same, without_time
 
-from fabric_template import CSVLogger, disk
-from fabric_template.reading import read_checkpoint
-from fabric_template.tables import cell_of, value_of
+from fabric_template import CSVLogger
+from fabric_template.files import disk
+from fabric_template.files.reading import read_checkpoint
+from fabric_template.record.tables import cell_of, value_of
 
 LAST = "checkpoints/run/version_0/last.ckpt"
 

@@ -8,9 +8,10 @@ from lightning.pytorch.callbacks import Callback
 from modules import make_loader
 from runs import fit, tree
 
-from fabric_template import CSVLogger, disk, locks
-from fabric_template.locks import one_writer
-from fabric_template.reading import CheckpointError
+from fabric_template import CSVLogger
+from fabric_template.files import disk, locks
+from fabric_template.files.locks import one_writer
+from fabric_template.files.reading import CheckpointError
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from runs import assert_same_end, fit
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from fabric_template import TensorLoader
-from fabric_template.data import count_cuts, cuts
-from fabric_template.source import Source
+from fabric_template.data.tensors import count_cuts, cuts
+from fabric_template.exact.source import Source
 
 SIZE, DONE = 1000, 950
 

@@ -3,8 +3,9 @@
 import pandas as pd
 import pytest
 
-from fabric_template import disk, tables
-from fabric_template.tables import Table, read_table
+from fabric_template.files import disk
+from fabric_template.record import tables
+from fabric_template.record.tables import Table, read_table
 
 FIRST = ("epoch", "step")
 

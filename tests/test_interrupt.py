@@ -13,10 +13,10 @@ from modules import Classifier, make_loader
 from runs import assert_same_end, fit, logs_of, source_of, val_loader
 from torch import nn
 
-import fabric_template.launch
 import fabric_template.loop
-import fabric_template.session
-import fabric_template.signals
+import fabric_template.process.launch
+import fabric_template.process.session
+import fabric_template.process.signals
 
 DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 
@@ -50,7 +50,7 @@ class Interrupt(Callback):
 
 @pytest.fixture
 def notebook(monkeypatch):
-    for room in (fabric_template.loop, fabric_template.session, fabric_template.launch):
+    for room in (fabric_template.loop, fabric_template.process.session, fabric_template.process.launch):
         monkeypatch.setattr(room, "is_interactive", lambda: True)
 
 
@@ -295,7 +295,7 @@ class InterruptRank(Interrupt):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_ranks_agree_on_the_step(tmp_path, monkeypatch, rank, number, code):
     """The signal reaches one of two ranks: both stop at the same step, in the middle of an epoch, saved once."""
-    monkeypatch.setattr(fabric_template.signals, "AGREE_EVERY", 0.0)  # at every batch
+    monkeypatch.setattr(fabric_template.process.signals, "AGREE_EVERY", 0.0)  # at every batch
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     whole = fit(tmp_path / "whole", train=train, max_epochs=4, **FORK)
     with pytest.raises((SystemExit, KeyboardInterrupt)) as stopped:
@@ -384,7 +384,7 @@ class OutOfTime(Callback):
         self.batches += 1
         if self.batches == self.at:
             now = time.monotonic
-            self.patch.setattr(fabric_template.signals.time, "monotonic", lambda: now() + 7200)
+            self.patch.setattr(fabric_template.process.signals.time, "monotonic", lambda: now() + 7200)
 
     def on_train_end(self, trainer, module):
         self.patch.undo()
@@ -394,7 +394,7 @@ class OutOfTime(Callback):
 @pytest.mark.parametrize("at", [2, 8, 12])
 def test_max_time(tmp_path, monkeypatch, at, words):
     """Over in the middle of an epoch: the epoch ends as Trainer's does, with its row; a resume goes on in its middle."""
-    monkeypatch.setattr(fabric_template.signals, "AGREE_EVERY", 0.0)
+    monkeypatch.setattr(fabric_template.process.signals, "AGREE_EVERY", 0.0)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     ranks = words.get("devices", 1)
     loader = lambda: make_loader(24 * ranks)  # noqa: E731

@@ -18,9 +18,9 @@ from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import CSVLogger as LightningCSVLogger
 
-from fabric_template import disk
-from fabric_template.logs import CSVLogger, read_logs
-from fabric_template.tables import LogsError
+from fabric_template.files import disk
+from fabric_template.record.logger import CSVLogger, read_logs
+from fabric_template.record.tables import LogsError
 
 
 def files(folder) -> dict[str, bytes]:

@@ -8,12 +8,12 @@ from modules import Classifier, assert_parity, make_loader
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 import fabric_template.loop
-from fabric_template.entries import Entry
-from fabric_template.feed import Feed
-from fabric_template.hooks import Hooks
-from fabric_template.run import Run
-from fabric_template.steps import Modes
-from fabric_template.update import AutomaticUpdate
+from fabric_template.core.hooks import Hooks
+from fabric_template.core.run import Run
+from fabric_template.core.steps import Modes
+from fabric_template.core.update import AutomaticUpdate
+from fabric_template.data.feed import Feed
+from fabric_template.record.entries import Entry
 
 
 def by_step(module):

@@ -13,7 +13,7 @@ from runs import fit, val_loader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from fabric_template import noticed
+from fabric_template.files import noticed
 
 
 class Part(nn.Module):

@@ -22,10 +22,11 @@ import torch
 from runs import loud
 from torch import nn
 
-from fabric_template import FabricLoop, TensorLoader, plain
-from fabric_template.opening import CheckpointError
-from fabric_template.reading import read_checkpoint
-from fabric_template.storage import AtomicCheckpointIO
+from fabric_template import FabricLoop, TensorLoader
+from fabric_template.files import plain
+from fabric_template.files.opening import CheckpointError
+from fabric_template.files.reading import read_checkpoint
+from fabric_template.files.storage import AtomicCheckpointIO
 
 LAST = "checkpoints/run/version_0/last.ckpt"
 

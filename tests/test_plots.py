@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot
 
-from fabric_template.logs import CSVLogger, read_logs
-from fabric_template.plots import plot_logs
+from fabric_template.record.logger import CSVLogger, read_logs
+from fabric_template.tools.plots import plot_logs
 
 
 def lines(ax):

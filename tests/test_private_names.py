@@ -46,20 +46,20 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_last_checkpoint_saved", ModelCheckpoint, "fitting.py", "the same, for save_last='link'"),
     ("_get_root", lambda: pytest.importorskip("omegaconf").DictConfig, "plain.py", "the whole that a configuration is part of"),
     ("_get_full_key", lambda: pytest.importorskip("omegaconf").DictConfig, "plain.py", "where in it that part stands"),
-    ("_log_hyperparams", lambda: Configured({"a": 1}), "record.py", "to respect save_hyperparameters(logger=False)"),
+    ("_log_hyperparams", lambda: Configured({"a": 1}), "log.py", "to respect save_hyperparameters(logger=False)"),
     *[(name, DDPStrategy, "strategies.py", "to make Fabric's strategy of Trainer's") for name in (
         "_accelerator", "_precision_plugin", "_checkpoint_io", "_ddp_comm_hook", "_model_averaging_period", "_timeout",
         "_start_method", "_ddp_kwargs",
     )],
-    ("_trainer", pl.LightningModule, "lightning.py", "to give back, after an error, the trainer that a module had"),
-    ("_current_fx_name", pl.LightningModule, "lightning.py", "a module's own log, which ends in Lightning's"),
+    ("_trainer", pl.LightningModule, "attach.py", "to give back, after an error, the trainer that a module had"),
+    ("_current_fx_name", pl.LightningModule, "attach.py", "a module's own log, which ends in Lightning's"),
     *[(name, DDPStrategy, "strategies.py", "to make Fabric's strategy of Trainer's") for name in (
         "_accelerator", "_precision_plugin", "_checkpoint_io", "_ddp_comm_hook", "_model_averaging_period", "_timeout",
         "_start_method", "_ddp_kwargs",
     )],
-    ("_trainer", pl.LightningModule, "faces.py", "a plain module as Lightning's callbacks expect it: its trainer"),
-    ("_automatic_optimization", pl.LightningModule, "faces.py", "the same: who steps"),
-    ("_example_input_array", pl.LightningModule, "faces.py", "the same: what a summary is made with"),
+    ("_trainer", pl.LightningModule, "shown.py", "a plain module as Lightning's callbacks expect it: its trainer"),
+    ("_automatic_optimization", pl.LightningModule, "shown.py", "the same: who steps"),
+    ("_example_input_array", pl.LightningModule, "shown.py", "the same: what a summary is made with"),
     ("_mode", lambda: CombinedLoader([]), "loaders.py", "to tell loaders that go together from those that follow each other"),
     ("_lightning_module", PyTorchProfiler, "profiling.py", "to name the module's parts in the trace"),
     ("_dataloader_init_kwargs_resolve_sampler", "lightning.fabric.utilities.data", "sharing.py", "batch samplers of one's own"),
@@ -69,7 +69,7 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_forward_cache", MeanMetric, "entries.py", "a metric's value for the batch at hand"),
     ("_defaults", MeanMetric, "metric_states.py", "the states that a metric declares, which a checkpoint always holds"),
     ("_iterator", lambda: DataLoader([]), "loaders.py", "to end the workers that a loader keeps"),
-    ("_shutdown_workers", _workers, "data.py", "to end worker processes at the end of a pass"),
+    ("_shutdown_workers", _workers, "passes.py", "to end worker processes at the end of a pass"),
     ("_modules", lambda: torch.nn.Linear(1, 1), "randomness.py", "a module's own modules, by name, at each save"),
     ("_buffers", lambda: torch.nn.Linear(1, 1), "held.py", "a module's own buffers, by name"),
     ("_non_persistent_buffers_set", lambda: torch.nn.Linear(1, 1), "held.py", "the buffers that no state_dict has"),
@@ -116,7 +116,7 @@ def test_it_is_still_there(name, owner, file, reason):
 
 @pytest.mark.parametrize(("name", "path", "file"), ASKED, ids=[row[0] for row in ASKED])
 def test_lightning_still_asks_for_it(name, path, file):
-    """... or views.py, trainer.py and lightning.py offer something for nobody, and not what is asked for instead."""
+    """... or views.py, attributes.py and attach.py offer something for nobody, and not what is asked for instead."""
     *way, last = path.split(".")
     owner = pl.Trainer(**quiet())
     for part in way:

@@ -6,9 +6,9 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from modules import Classifier, make_loader
 from runs import fit, val_loader
 
-import fabric_template.progress
-import fabric_template.session
-from fabric_template.progress import Progress, can_show_bar
+import fabric_template.process.session
+import fabric_template.record.bar
+from fabric_template.record.bar import Progress, can_show_bar
 
 
 class Bar:
@@ -44,8 +44,8 @@ def bars(monkeypatch):
     """Every bar that is made, drawn at every batch."""
     monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
     monkeypatch.setattr(Bar, "made", [])
-    monkeypatch.setattr(fabric_template.progress, "SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr(fabric_template.session, "can_show_bar", lambda: True)
+    monkeypatch.setattr(fabric_template.record.bar, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(fabric_template.process.session, "can_show_bar", lambda: True)
     return Bar.made
 
 
@@ -53,7 +53,7 @@ def test_off_when_nobody_looks(tmp_path, monkeypatch, capfd):
     """Neither a terminal nor a notebook: tests run like that, and so do jobs that write to a file."""
     monkeypatch.setattr(Bar, "made", [])
     monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
-    monkeypatch.setattr(fabric_template.progress, "is_interactive", lambda: False)
+    monkeypatch.setattr(fabric_template.record.bar, "is_interactive", lambda: False)
     assert not can_show_bar()
     fit(tmp_path, max_epochs=1, enable_progress_bar=True)
     assert Bar.made == []
@@ -117,7 +117,7 @@ def test_throttled_by_time(monkeypatch, seconds, draws):
     clock = [100.0]
     monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
     monkeypatch.setattr(Bar, "made", [])
-    monkeypatch.setattr(fabric_template.progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(fabric_template.record.bar.time, "monotonic", lambda: clock[0])
     read = []
 
     def values():

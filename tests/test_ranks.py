@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import FabricLoop
-from fabric_template.reading import CheckpointError, read_checkpoint
+from fabric_template.files.reading import CheckpointError, read_checkpoint
 
 FORK = {"strategy": "ddp_fork"}
 LAST = "checkpoints/run/version_0/last.ckpt"

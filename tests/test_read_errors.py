@@ -11,9 +11,10 @@ import torch
 from modules import Classifier, make_loader
 from runs import fit, loud
 
-from fabric_template import FabricLoop, cli
-from fabric_template.opening import CheckpointError, DamagedError, UnreadableError
-from fabric_template.reading import load_header, read_checkpoint, verify_checkpoint
+from fabric_template import FabricLoop
+from fabric_template.files.opening import CheckpointError, DamagedError, UnreadableError
+from fabric_template.files.reading import load_header, read_checkpoint, verify_checkpoint
+from fabric_template.tools import cli
 
 TREE = {"state_dict": {"w": torch.arange(30000.0)}, "global_step": 3}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fabric_template.config import FABRIC_WORDS, TRAINER_ONLY, LoopConfig
+from fabric_template.core.config import FABRIC_WORDS, TRAINER_ONLY, LoopConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -122,12 +122,12 @@ def test_make_targets_exist(target):
 
 
 def test_commands_of_the_command_line_exist():
-    pytest.importorskip("fabric_template.cli")
+    pytest.importorskip("fabric_template.tools.cli")
     named = {line.split()[1] for line in commands() if line.startswith("fabric-template")}
     assert named
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        [sys.executable, "-m", "fabric_template.cli", "--help"], capture_output=True, text=True, env=environment
+        [sys.executable, "-m", "fabric_template.tools.cli", "--help"], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
     missing = [name for name in named if not re.search(rf"\b{name}\b", done.stdout)]

@@ -280,7 +280,7 @@ def test_same_calls_as_trainer(make, words):
 def test_tensorboard_beside_the_csv(tmp_path, kind):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from fabric_template.logs import CSVLogger
+    from fabric_template.record.logger import CSVLogger
 
     board = TensorBoardLogger(tmp_path / "tb") if kind == "trainers" else FabricTensorBoard(tmp_path / "tb")
     loggers = [CSVLogger(tmp_path / "logs"), board]

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback, Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from modules import Classifier, make_loader, quiet, run_loop
 
-import fabric_template.signals
+import fabric_template.process.signals
 
 
 class Stops(Callback):
@@ -46,7 +46,7 @@ def test_a_stop_held_back(capfd, hook, words, steps, held):
 
 def test_a_max_time_held_back(capfd, monkeypatch):
     now = time.monotonic
-    monkeypatch.setattr(fabric_template.signals.time, "monotonic", lambda: now() + 3600 * (now() - began))
+    monkeypatch.setattr(fabric_template.process.signals.time, "monotonic", lambda: now() + 3600 * (now() - began))
     began = now()
     loop, _ = run_loop(Classifier, lambda: make_loader(24), max_time="00:00:00:01", min_epochs=2, max_epochs=4)
     assert loop.current_epoch == 2

@@ -14,7 +14,7 @@ from modules import Classifier, by_epoch, by_step, make_loader
 from runs import Plain, Snapshots, fit, tree, val_loader
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fabric_template.checkpoint import canonical
+from fabric_template.files.checkpoint import canonical
 
 
 class Measured(Classifier):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from runs import fit, logs_of, tree, val_loader
 
-from fabric_template.checkpoint import OURS
-from fabric_template.reading import CheckpointError
-from fabric_template.schema import check_resumable
+from fabric_template.files.checkpoint import OURS
+from fabric_template.files.reading import CheckpointError
+from fabric_template.files.schema import check_resumable
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from modules import quiet
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.data import cuts
+from fabric_template.data.tensors import cuts
 
 FORK = {"strategy": "ddp_fork", "devices": 2}
 

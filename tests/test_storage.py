@@ -23,16 +23,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.fabric import Fabric
 
-from fabric_template import locks, storage
-from fabric_template.locks import one_writer
-from fabric_template.reading import (
+from fabric_template.files import locks, storage
+from fabric_template.files.locks import one_writer
+from fabric_template.files.reading import (
     CheckpointError,
     explain_mismatch,
     find_weights,
     read_checkpoint,
     verify_checkpoint,
 )
-from fabric_template.storage import AtomicCheckpointIO, inside, safe_name
+from fabric_template.files.storage import AtomicCheckpointIO, inside, safe_name
 
 ROOT = Path(__file__).parents[1]
 STATE = {"w": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.int64), "n": 3, "text": "a"}
@@ -273,7 +273,7 @@ def test_sigkill_during_a_save_leaves_the_old_file(tmp_path, n):
     path = save(STATE, tmp_path / "last.ckpt")
     code = f"""
 import os, signal, torch
-from fabric_template import storage
+from fabric_template.files import storage
 real, count = os.write, [0]
 def write(fd, data):
     count[0] += 1
@@ -735,7 +735,7 @@ def test_inside(tmp_path):
 def test_lock_between_processes_and_after_a_kill(tmp_path):
     folder = tmp_path / "version_0"
     code = f"""
-from fabric_template.locks import one_writer
+from fabric_template.files.locks import one_writer
 lock = one_writer([{str(folder)!r}])
 lock.__enter__()
 print("held", flush=True)
@@ -761,7 +761,7 @@ input()
 def test_a_forked_worker_does_not_keep_the_lock(tmp_path):
     code = f"""
 import os, time
-from fabric_template.locks import one_writer
+from fabric_template.files.locks import one_writer
 lock = one_writer([{str(tmp_path)!r}])
 lock.__enter__()
 if os.fork() == 0:
@@ -791,7 +791,7 @@ def test_lock_without_permission_or_without_locks(tmp_path, monkeypatch):
 def test_examples_in_the_docstrings(tmp_path, monkeypatch):
     import doctest
 
-    from fabric_template import reading
+    from fabric_template.files import reading
 
     monkeypatch.chdir(tmp_path)
     results = [doctest.testmod(module) for module in (storage, locks, reading)]
@@ -803,7 +803,7 @@ def test_reads_while_another_process_replaces(tmp_path):
     path = save({"w": torch.zeros(100_000)}, tmp_path / "a.ckpt")
     code = f"""
 import torch
-from fabric_template.storage import AtomicCheckpointIO
+from fabric_template.files.storage import AtomicCheckpointIO
 for i in range(60):
     AtomicCheckpointIO().save_checkpoint({{"w": torch.full((100_000,), float(i))}}, {str(path)!r})
 """

@@ -12,13 +12,14 @@ import torch
 from modules import Classifier
 from runs import assert_same_end, fit, logs_of, tree
 
-from fabric_template import cli, disk
-from fabric_template.desk import DAY, desk
-from fabric_template.disk import clear_stale, replace_file, try_lock
-from fabric_template.opening import CheckpointError
-from fabric_template.outcome import Outcome
-from fabric_template.reading import read_checkpoint
-from fabric_template.storage import AtomicCheckpointIO
+from fabric_template.files import disk
+from fabric_template.files.disk import clear_stale, replace_file, try_lock
+from fabric_template.files.opening import CheckpointError
+from fabric_template.files.reading import read_checkpoint
+from fabric_template.files.storage import AtomicCheckpointIO
+from fabric_template.process.desk import DAY, desk
+from fabric_template.process.outcome import Outcome
+from fabric_template.tools import cli
 
 LOGS, CHECKPOINTS = "logs/run/version_0", "checkpoints/run/version_0"
 LEFT = ".last.ckpt.7.0123abcd.tmp"

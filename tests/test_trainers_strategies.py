@@ -10,8 +10,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from modules import Classifier, assert_same_weights, make_loader, run_loop, run_trainer, sgd
 
 from fabric_template import FabricLoop
-from fabric_template.errors import Misuse
-from fabric_template.strategies import as_fabrics
+from fabric_template.core.errors import Misuse
+from fabric_template.trainer.strategies import as_fabrics
 
 
 @pytest.mark.parametrize("name", sorted(name for name in trainers.StrategyRegistry if name.startswith("ddp")))

@@ -12,9 +12,9 @@ from modules import Classifier, assert_same_weights, make_loader
 from runs import fit, loud, val_loader
 
 from fabric_template import FabricLoop
-from fabric_template.errors import Misuse
-from fabric_template.opening import CheckpointError
-from fabric_template.storage import AtomicCheckpointIO
+from fabric_template.core.errors import Misuse
+from fabric_template.files.opening import CheckpointError
+from fabric_template.files.storage import AtomicCheckpointIO
 
 
 class Judged(Classifier):

@@ -51,7 +51,7 @@ from lightning.fabric.utilities.seed import seed_everything
 from victim import quiet
 
 from fabric_template import FabricLoop
-from fabric_template.reading import read_checkpoint
+from fabric_template.files.reading import read_checkpoint
 
 PATIENCE = 60.0  # seconds until a run that does not end counts as hanging
 

@@ -36,8 +36,8 @@ from modules import Classifier, by_epoch, by_step, make_data, make_loader
 from runs import Plain, fit, val_loader
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabric_template.reading import read_checkpoint
-from fabric_template.schema import check_resumable
+from fabric_template.files.reading import read_checkpoint
+from fabric_template.files.schema import check_resumable
 
 SLOW = 1.0  # seconds of its own time that reading and checking a file may take
 PATIENCE = 60.0  # seconds until a run counts as one that hangs

@@ -13,8 +13,8 @@ from pathlib import Path
 from layer import Layer
 from victim import difference, end_of, train
 
-from fabric_template.reading import CheckpointError, read_checkpoint
-from fabric_template.storage import AtomicCheckpointIO
+from fabric_template.files.reading import CheckpointError, read_checkpoint
+from fabric_template.files.storage import AtomicCheckpointIO
 
 KINDS = ("killed", "nothing", "names", "torn")
 

@@ -27,10 +27,11 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])] 
 
 import torch
 
-from fabric_template import CSVLogger, options, read_logs
-from fabric_template.locks import one_writer
-from fabric_template.reading import read_checkpoint
-from fabric_template.resume import newest_good
+from fabric_template import CSVLogger, read_logs
+from fabric_template.files.locks import one_writer
+from fabric_template.files.reading import read_checkpoint
+from fabric_template.process.choose import newest_good
+from fabric_template.tools import options
 
 SLOW = 1.0  # seconds of this thread's own time
 SLACK = 4 << 20  # bytes that reading may take from the system beyond twice the file: the interpreter's own arenas

@@ -20,8 +20,8 @@ from kills import end, fork, warm_up
 from layer import KINDS, Fault, Layer
 from victim import BEST, difference, end_of, train, without_names
 
-from fabric_template import storage
-from fabric_template.reading import read_checkpoint
+from fabric_template.files import storage
+from fabric_template.files.reading import read_checkpoint
 
 
 class Trace(Layer):

@@ -15,8 +15,8 @@ import readers
 import torch
 from victim import BEST, difference, end_of, train, without_names
 
-from fabric_template import disk, reading
-from fabric_template.tables import Table
+from fabric_template.files import disk, reading
+from fabric_template.record.tables import Table
 
 WORDS = {"max_epochs": 2, "limit_train_batches": 6, "save_every_n_steps": 2}
 pytestmark = pytest.mark.filterwarnings(
@@ -56,7 +56,7 @@ def test_mutant_nothing_is_synced(tmp_path, monkeypatch):
 
 def test_mutant_files_are_synced_and_folders_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "fsync_folder", lambda folder: None)
-    monkeypatch.setattr("fabric_template.storage.fsync_folder", lambda folder: None)
+    monkeypatch.setattr("fabric_template.files.storage.fsync_folder", lambda folder: None)
     recorded = power.record(tmp_path / "run", **WORDS)
     assert "was saved, that of step None is there" in next(complaints(recorded, tmp_path, "nothing"))
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fabric_template.reading import CheckpointError, read_checkpoint
+from fabric_template.files.reading import CheckpointError, read_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Core: how one trains; reads nothing of the rooms around it."""

@@ -1,0 +1,388 @@
+"""LoopConfig: every word of the loop, with Trainer's meaning and Trainer's default, checked once and all together."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+Interval = int | float | str | timedelta | dict[str, int]
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """How long to train, how often to validate, what to keep.
+
+    The words are `lightning.Trainer's <https://lightning.ai/docs/pytorch/stable/common/trainer.html>`_, with its meaning
+    and its defaults; the last group is ours. Each field is documented under itself.
+
+    Raises:
+        Misuse: one message that lists every field that is out of range.
+        MisuseOfType: the same, when a value has the wrong type.
+
+    Example:
+        >>> LoopConfig(max_epochs=3, accumulate_grad_batches=4).max_epochs
+        3
+        >>> LoopConfig(max_epochs=-7)
+        Traceback (most recent call last):
+        ...
+        fabric_template.core.errors.Misuse: max_epochs=-7: expected None, -1 (no limit) or an int >= 0
+    """
+
+    # How long
+    max_epochs: int | None = None
+    """Stop after this many epochs. -1: no limit. None: 1000, or no limit when max_steps or max_time is given."""
+    min_epochs: int | None = None
+    """Ignore requests to stop early before this many epochs."""
+    max_steps: int = -1
+    """Stop after this many optimizer steps; an epoch that ends in its middle goes on when a resume has more. -1: no limit."""
+    min_steps: int | None = None
+    """Ignore requests to stop early before this many optimizer steps."""
+    max_time: str | timedelta | dict[str, int] | None = None
+    """Stop after this much time: "DD:HH:MM:SS", a timedelta, or its keywords ({"minutes": 30})."""
+
+    # How much of the data
+    limit_train_batches: int | float | None = None
+    """Train on this many batches of each epoch (int) or this fraction of them (float). None: all."""
+    limit_val_batches: int | float | None = None
+    """Validate on this many batches (int) or this fraction of them (float) of each loader. None: all."""
+    limit_test_batches: int | float | None = None
+    """Test on this many batches (int) or this fraction of them (float) of each loader. None: all."""
+    limit_predict_batches: int | float | None = None
+    """Predict this many batches (int) or this fraction of them (float) of each loader. None: all."""
+    overfit_batches: int | float = 0.0
+    """Train and validate on the same few first batches (int) or fraction (float), unshuffled. 0: off."""
+    fast_dev_run: int | bool = False
+    """Run this many batches (True: one) of everything, one epoch, without logger and checkpoints: does it run at all?"""
+
+    # When to validate and to log
+    val_check_interval: Interval | None = None
+    """Validate every so many batches (int), every fraction of an epoch (float), or every so much time
+    ("DD:HH:MM:SS", timedelta or its keywords). None: at the end of each epoch."""
+    check_val_every_n_epoch: int | None = 1
+    """Validate only every so many epochs. None: count val_check_interval's batches across epochs."""
+    num_sanity_val_steps: int | None = None
+    """Validate this many batches before training, so that a broken validation fails at once. -1: all; None: 2."""
+    log_every_n_steps: int | None = None
+    """Write values logged per step every so many steps. None: 50. 0: never."""
+
+    # The update
+    accumulate_grad_batches: int = 1
+    """Batches per optimizer step. Each weighs 1/N, also in a shorter last window, as Trainer does it."""
+    gradient_clip_val: int | float | None = None
+    """Clip gradients at this norm or value before each step. None or 0: off."""
+    gradient_clip_algorithm: str | None = None
+    """What gradient_clip_val limits: "norm" (all gradients together; the default) or "value" (each element)."""
+
+    # How to run
+    deterministic: bool | str | None = None
+    """Ask PyTorch for deterministic algorithms; "warn" only warns where there is none."""
+    benchmark: bool | None = None
+    """torch.backends.cudnn.benchmark. None: as it is; False when deterministic."""
+    inference_mode: bool = True
+    """validate, test and predict under torch.inference_mode (False: torch.no_grad)."""
+    reload_dataloaders_every_n_epochs: int = 0
+    """Ask the datamodule or module for new loaders every so many epochs. 0: never."""
+    profiler: Any = None
+    """A Lightning profiler, or "simple" or "advanced"."""
+    detect_anomaly: bool = False
+    """torch.autograd.set_detect_anomaly: names the operation that made a NaN in backward. Slow."""
+    barebones: bool = False
+    """Everything off that is not the loop itself, the history of losses included: to measure its cost."""
+    logger: Any = None
+    """True or None: the CSV logger. False: none. Or a logger, or a list of them (Fabric's, Lightning's or your own)."""
+    enable_checkpointing: bool | None = None
+    """False: keep no checkpoints."""
+    enable_progress_bar: bool | None = None
+    """False: no bar. By default there is one on rank zero, in a terminal or a notebook."""
+    enable_model_summary: bool | None = None
+    """False: do not print the table of layers before training."""
+    default_root_dir: str | None = None
+    """The folder for logs/ and checkpoints/. None: the current one."""
+
+    # Ours: where a run lives and what is kept of it
+    name: str = "run"
+    """The run's name: logs/<name>/version_<n> and checkpoints/<name>/version_<n>."""
+    version: int | str | None = None
+    """The run's version. None: the next free number, or the resumed run's own."""
+    monitor: str | None = None
+    """The metric that says which checkpoint is best, asked after each validation and epoch. None: only the last one is kept."""
+    mode: str = "min"
+    """Whether the best monitor is the smallest ("min") or the largest ("max")."""
+    save_top_k: int = 1
+    """Keep the best k checkpoints by monitor: k = 1 is best.ckpt, otherwise epoch=..-<monitor>=...ckpt; -1: all."""
+    save_last: bool = True
+    """Keep last.ckpt, rewritten at the end of each epoch and after each validation inside one."""
+    save_every_n_steps: int | None = None
+    """Also rewrite last.ckpt every so many optimizer steps, in the middle of epochs."""
+    trusted: bool = False
+    """Also read checkpoints that need arbitrary classes (pickles of old). Such a file can run any program: True only for
+    files whose writer you know."""
+    seed: int | None = None
+    """Seed Python, NumPy and PyTorch, on every rank and in every worker, when the loop is made and again as each run starts.
+    Make the model after the loop, or write seed_everything(1) before it: weights that are there already stay as they are.
+    None: leave the random numbers as they are."""
+    compile: bool | dict[str, Any] = False
+    """torch.compile the steps (True, or its keywords)."""
+
+    def __post_init__(self) -> None:
+        wrong_type, wrong_value = [], []
+        for field in dataclasses.fields(self):
+            if field.name in _CHECKS:
+                types, in_range, expected = _CHECKS[field.name]
+                value = getattr(self, field.name)
+                if not _is_one_of(value, types):
+                    wrong_type.append(f"{field.name}={value!r}: expected {expected}")
+                elif not in_range(value):
+                    wrong_value.append(f"{field.name}={value!r}: expected {expected}")
+        if not (wrong_type or wrong_value):
+            wrong_value += self._contradictions()
+        if wrong_type or wrong_value:
+            from .errors import Misuse, MisuseOfType  # Lightning takes seconds: only when there is something to say
+
+            raise (MisuseOfType if wrong_type else Misuse)("; ".join(wrong_type + wrong_value))
+
+    def _contradictions(self) -> list[str]:
+        """What no field can see alone."""
+        found = []
+        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
+            found.append(
+                f"val_check_interval={self.val_check_interval!r} with check_val_every_n_epoch=None: expected an int "
+                "(batches, counted across epochs) or a time"
+            )
+        if self.save_top_k not in (0, 1) and self.monitor is None:
+            found.append(
+                f"save_top_k={self.save_top_k!r} without monitor: expected monitor='val_loss' or another metric"
+            )
+        if self.barebones:
+            off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "log_every_n_steps",
+                   "num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "profiler")  # fmt: skip
+            for word in (f"{name}={value!r}" for name in off if (value := getattr(self, name))):
+                found.append(
+                    f"`FabricLoop(barebones=True, {word})` was passed: barebones switches it off, leave it out"
+                )
+        return found
+
+    def resolved(self) -> LoopConfig:
+        """The same configuration with every None that stands for a default filled in.
+
+        Example:
+            >>> LoopConfig(fast_dev_run=2).resolved().limit_train_batches
+            2
+        """
+        off = self.barebones
+
+        def default(value: Any, normal: Any, barebones: Any) -> Any:
+            return value if value is not None else barebones if off else normal
+
+        words: dict[str, Any] = {
+            "logger": default(self.logger, True, False),
+            "enable_checkpointing": default(self.enable_checkpointing, True, False),
+            "enable_progress_bar": default(self.enable_progress_bar, True, False),
+            "enable_model_summary": default(self.enable_model_summary, True, False),
+            "num_sanity_val_steps": default(self.num_sanity_val_steps, 2, 0),
+            "log_every_n_steps": default(self.log_every_n_steps, 50, 0),
+            "val_check_interval": default(self.val_check_interval, 1.0, 1.0),
+        }
+        for stage in ("train", "val", "test", "predict"):
+            words[f"limit_{stage}_batches"] = default(getattr(self, f"limit_{stage}_batches"), 1.0, 1.0)
+        if self.default_root_dir is not None:
+            words["default_root_dir"] = os.path.expanduser(self.default_root_dir)
+        if words["num_sanity_val_steps"] == -1:
+            words["num_sanity_val_steps"] = float("inf")
+        if self.overfit_batches:
+            words |= {"limit_train_batches": self.overfit_batches, "limit_val_batches": self.overfit_batches}
+        if self.fast_dev_run:
+            batches = int(self.fast_dev_run)
+            words |= {f"limit_{stage}_batches": batches for stage in ("train", "val", "test", "predict")}
+            words |= {"max_steps": batches, "max_epochs": 1, "num_sanity_val_steps": 0, "val_check_interval": 1.0,
+                      "check_val_every_n_epoch": 1, "enable_checkpointing": False}  # fmt: skip
+        return self.changed(**words)
+
+    def changed(self, **words: Any) -> LoopConfig:
+        """A copy with other values, taken as they are: the checks know what users may write, not what we fill in."""
+        copy = object.__new__(LoopConfig)
+        for name, value in {**vars(self), **words}.items():
+            object.__setattr__(copy, name, value)
+        return copy
+
+
+def parse_config(words: dict[str, Any]) -> LoopConfig:
+    """LoopConfig from keyword arguments; an unknown word is answered with the nearest known one.
+
+    Raises:
+        TypeError: for a word that is none of ours.
+
+    Example:
+        >>> parse_config({"max_epoch": 3})
+        Traceback (most recent call last):
+        ...
+        TypeError: FabricLoop has no argument max_epoch; did you mean max_epochs?
+    """
+    known = [field.name for field in dataclasses.fields(LoopConfig)]
+    complaints = []
+    for word in words:
+        if word in known:
+            continue
+        if instead := {**ELSEWHERE, **TRAINER_ONLY}.get(word):
+            complaints.append(f"FabricLoop has no argument {word}: {instead}")
+        else:
+            near = difflib.get_close_matches(word, [*known, *FABRIC_WORDS], n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join([*FABRIC_WORDS, *known])}"
+            complaints.append(f"FabricLoop has no argument {word}; {hint}")
+    if complaints:
+        raise TypeError("; ".join(complaints))
+    return LoopConfig(**words)
+
+
+def parse_duration(value: str | timedelta | dict[str, int]) -> timedelta:
+    """A length of time from Trainer's three ways to write one.
+
+    Example:
+        >>> parse_duration("00:01:30:00")
+        datetime.timedelta(seconds=5400)
+    """
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, dict):
+        return timedelta(**value)
+    days, hours, minutes, seconds = (int(part) for part in value.split(":"))
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+
+
+FABRIC_WORDS = (
+    "fabric",
+    "accelerator",
+    "strategy",
+    "devices",
+    "num_nodes",
+    "precision",
+    "plugins",
+    "loggers",
+    "callbacks",
+)
+
+# words of other loops, and of fit
+ELSEWHERE = {
+    "epochs": "write max_epochs=",
+    "num_epochs": "write max_epochs=",
+    "steps": "write max_steps=",
+    "gpus": "write accelerator='gpu', devices=",
+    "device": "write accelerator='cpu' or 'gpu', devices=",
+    "amp": "write precision='bf16-mixed' or '16-mixed'",
+    "lr": "give it to your optimizer: torch.optim.Adam(model.parameters(), lr=1e-3)",
+    "learning_rate": "give it to your optimizer: torch.optim.Adam(model.parameters(), lr=1e-3)",
+    "batch_size": "give it to your loader: DataLoader(dataset, batch_size=32)",
+    "optimizer": "give it to fit: fit(model, loader, optimizer=...)",
+    "resume_from_checkpoint": "give the path to fit as resume=",
+    "resume": "give it to fit: fit(model, loader, resume='last')",
+    "checkpoint_callback": "write enable_checkpointing=",
+}
+
+TRAINER_ONLY = {
+    "use_distributed_sampler": "samplers are made distributed unless the loader already has a DistributedSampler",
+    "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
+    "enable_autolog_hparams": "hyperparameters are always written to hparams.yaml; logger=False writes nothing",
+    "model_registry": "download the file yourself and give its path to resume= or load=",
+    "ckpt_path": "give the path to fit as resume= (continue the run) or load= (weights only)",
+    "weights_only": "checkpoints are read with weights_only=True, unless trusted=True; fit and the other verbs take it, too",
+}
+
+
+def _is_duration(value: Any) -> bool:
+    try:
+        return parse_duration(value) > timedelta(0)
+    except (ValueError, TypeError):
+        return False
+
+
+def _is_one_of(value: Any, types: tuple) -> bool:
+    """isinstance, except that a bool is no number and an int will do for a float."""
+    if isinstance(value, bool):
+        return bool in types
+    return value is None and None in types or isinstance(value, tuple(t for t in types if t is not None))
+
+
+def _limit(value: Any) -> bool:
+    return value is None or (0.0 <= value <= 1.0 if isinstance(value, float) else value >= 0)
+
+
+def _at_least(least: int) -> Any:
+    return lambda value: value is None or value >= least
+
+
+def is_name(value: str) -> bool:
+    r"""Whether this may name a folder, on any system and on one line.
+
+    Example:
+        >>> is_name("digits"), is_name("a/b"), is_name("two\nlines")
+        (True, False, False)
+    """
+    return value not in ("", ".", "..") and value.isprintable() and not set(value) & set('/\\:*?"<>|')
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+_LIMIT = ((int, float, None), _limit, "None, an int >= 0 (batches) or a float from 0.0 to 1.0 (a fraction)")
+_SWITCH = ((bool, None), _anything, "True, False or None")
+_YES_NO = ((bool,), _anything, "True or False")
+_TIME = '"DD:HH:MM:SS", a timedelta or its keywords as a dict'
+
+# field: (types, is it in range?, what was expected)
+_CHECKS: dict[str, tuple] = {
+    "max_epochs": ((int, None), _at_least(-1), "None, -1 (no limit) or an int >= 0"),
+    "min_epochs": ((int, None), _at_least(0), "None or an int >= 0"),
+    "max_steps": ((int,), _at_least(-1), "-1 (no limit) or an int >= 0"),
+    "min_steps": ((int, None), _at_least(0), "None or an int >= 0"),
+    "max_time": ((str, timedelta, dict, None), lambda v: v is None or _is_duration(v), f"None, {_TIME}"),
+    "limit_train_batches": _LIMIT,
+    "limit_val_batches": _LIMIT,
+    "limit_test_batches": _LIMIT,
+    "limit_predict_batches": _LIMIT,
+    "overfit_batches": ((int, float), _limit, "an int >= 0 (batches) or a float from 0.0 to 1.0 (a fraction)"),
+    "fast_dev_run": ((bool, int), lambda v: v >= 0, "True, False or a number of batches >= 0"),
+    "val_check_interval": (
+        (int, float, str, timedelta, dict, None),
+        lambda v: v is None or (_limit(v) and v > 0 if isinstance(v, int | float) else _is_duration(v)),
+        f"None, an int >= 1 (batches), a float above 0.0 up to 1.0 (a fraction of the epoch), {_TIME}",
+    ),
+    "check_val_every_n_epoch": ((int, None), _at_least(1), "None or an int >= 1"),
+    "num_sanity_val_steps": ((int, None), _at_least(-1), "None, -1 (all) or an int >= 0"),
+    "log_every_n_steps": ((int, None), _at_least(0), "None or an int >= 0 (0: never)"),
+    "accumulate_grad_batches": ((int,), _at_least(1), "an int >= 1"),
+    "gradient_clip_val": ((int, float, None), _at_least(0), "None or a number >= 0"),
+    "gradient_clip_algorithm": ((str, None), lambda v: v in (None, "norm", "value"), 'None, "norm" or "value"'),
+    "deterministic": ((bool, str, None), lambda v: v in (None, True, False, "warn"), 'None, True, False or "warn"'),
+    "benchmark": _SWITCH,
+    "inference_mode": _YES_NO,
+    "reload_dataloaders_every_n_epochs": ((int,), _at_least(0), "an int >= 0 (0: never)"),
+    "detect_anomaly": _YES_NO,
+    "barebones": _YES_NO,
+    "enable_checkpointing": _SWITCH,
+    "enable_progress_bar": _SWITCH,
+    "enable_model_summary": _SWITCH,
+    "name": ((str,), lambda v: is_name(v), "a folder's name"),
+    "version": (
+        (int, str, None),
+        lambda v: is_name(v) if isinstance(v, str) else v is None or v >= 0,
+        "None, a number >= 0 or a folder's name",
+    ),
+    "default_root_dir": (
+        (str, os.PathLike, None),
+        lambda v: v is None or "://" not in os.fspath(v),
+        "None or a local folder (a run's rows and files are appended to, synced and renamed)",
+    ),
+    "monitor": ((str, None), _anything, 'None or a metric\'s name such as "val_loss"'),
+    "mode": ((str,), lambda v: v in ("min", "max"), '"min" or "max"'),
+    "save_top_k": ((int,), _at_least(-1), "-1 (all) or an int >= 0"),
+    "save_last": _YES_NO,
+    "save_every_n_steps": ((int, None), _at_least(1), "None or an int >= 1"),
+    "trusted": _YES_NO,
+    "seed": ((int, None), lambda v: v is None or 0 <= v < 2**32, "None or an int from 0 to 4294967295"),
+    "compile": ((bool, dict), _anything, "True, False or torch.compile's keywords as a dict"),
+}

@@ -1,0 +1,1 @@
+"""Data: from what was given to a batch on its device."""

@@ -1,0 +1,235 @@
+"""Sharing: a loader as a run needs it: this rank's part of the samples, unshuffled to overfit, its indices noted to predict."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+
+# Lightning's own way to make a custom batch sampler again around another sampler has no public name.
+# tests/test_private_names.py says so in a line if it goes.
+from lightning.fabric.utilities.data import _dataloader_init_kwargs_resolve_sampler, suggested_max_num_workers
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from ..core.passes import INFINITE, length_of
+from .tensors import count_cuts, cuts, global_seed, longest_share, without_repeats
+
+
+def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be_empty: bool = False) -> Any:
+    """The loader as this rank uses it; the one that was given stays as it is.
+
+    Under several processes each rank draws its own part of the samples. In training the parts are equally long, some
+    samples come twice. In evaluation each sample comes once, so that sums over the ranks are right; the ranks' parts may
+    differ by one sample, their numbers of batches only where a batch is a single sample. A loader with a
+    DistributedSampler of its own keeps it.
+
+    Args:
+        loader: anything; only DataLoaders, and loaders with a method ``distribute`` (TensorLoader), are changed.
+        fabric: has the ranks.
+        stage: "train", "val", "test" or "predict".
+        overfit: take the same samples each time, unshuffled.
+        may_be_empty: whether a rank may have nothing where others have something.
+
+    Raises:
+        TypeError: for a batch sampler that cannot be made again around another sampler.
+        RuntimeError: for a loader that is empty on this rank only.
+    """
+    several = fabric.world_size > 1
+    if several and hasattr(loader, "distribute"):
+        shuffled, loader = loader.shuffle and not overfit, copy.copy(loader)  # it may be given for another stage, too
+        loader.distribute(fabric.world_size, fabric.global_rank, shuffled, repeat=stage == "train")
+    if isinstance(loader, DataLoader):
+        shuffled = is_shuffled(loader)
+        if stage != "train" and shuffled and not overfit:
+            _advise(
+                fabric,
+                f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you turn"
+                " shuffling off for val/test dataloaders.",
+            )
+        if overfit and isinstance(loader.dataset, IterableDataset):
+            loader = _with_batches(loader, loader.batch_sampler)  # as Trainer's copy, with workers of its own
+        if not isinstance(loader.dataset, IterableDataset):
+            if overfit and not isinstance(loader.sampler, SequentialSampler):
+                _advise(
+                    fabric,
+                    f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the {stage}"
+                    " dataloader shuffling for you.",
+                )
+                loader = _drawing_from(loader, SequentialSampler(loader.dataset))
+            if several and not isinstance(loader.sampler, DistributedSampler):
+                loader = _share(loader, fabric, stage, shuffle=not overfit and (stage == "train" or shuffled))
+            if stage == "predict" and loader.batch_sampler is not None:
+                if all(hasattr(loader.batch_sampler, name) for name in ("batch_size", "drop_last")):
+                    loader = _drawing_from(loader, loader.sampler)  # in the order of the samples, as Trainer
+                loader = _with_batches(loader, NotedBatches(loader.batch_sampler))
+        _check_workers(loader, fabric, stage)
+        if loader.worker_init_fn is None and os.environ.get("PL_SEED_WORKERS") == "1":
+            # what seed_everything(workers=True) asks for; setup_dataloaders sets it on the loader itself
+            fabric.setup_dataloaders(loader, use_distributed_sampler=False, move_to_device=False)
+    _check_length(loader, fabric, may_be_empty)
+    return loader
+
+
+def _check_workers(loader: DataLoader, fabric: Fabric, stage: str) -> None:
+    """Advise on worker processes, where there are processors for them."""
+    context = loader.multiprocessing_context
+    spawns = (context or torch.multiprocessing).get_start_method() == "spawn"
+    most = suggested_max_num_workers(len(getattr(fabric.strategy, "parallel_devices", None) or [0]))
+    if loader.num_workers > 0 and spawns and not loader.persistent_workers:
+        _advise(
+            fabric,
+            f"Consider setting `persistent_workers=True` in '{stage}_dataloader' to speed up the dataloader worker"
+            " initialization.",
+        )
+    elif loader.num_workers < 2 and most > 1:
+        _advise(
+            fabric,
+            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider increasing the value"
+            f" of the `num_workers` argument` to `num_workers={most}` in the `DataLoader` to improve performance.",
+        )
+
+
+def _check_length(loader: Any, fabric: Fabric, may_be_empty: bool) -> None:
+    """Warn of nothing on all ranks, refuse nothing on this one, where the others would wait for it."""
+    length, name = length_of(loader), type(loader).__name__
+    if length == INFINITE:
+        return
+    total = fabric.all_reduce(torch.tensor(length, device=fabric.device), reduce_op="sum")
+    if total == 0:
+        _advise(
+            fabric,
+            f"Total length of `{name}` across ranks is zero. Please make sure this was your intention.",
+            UserWarning,
+        )
+    elif length == 0 and not may_be_empty:
+        raise RuntimeError(
+            f"`{name}` within local rank has zero length. Please make sure that it returns at least 1 batch."
+        )
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        _advise(
+            fabric,
+            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading (when num_workers"
+            " > 1), `__len__` could be inaccurate if each worker is not configured independently to avoid having duplicate"
+            " data.",
+            UserWarning,
+        )
+
+
+def _advise(fabric: Fabric, text: str, category: type[Warning] = PossibleUserWarning) -> None:
+    if fabric.is_global_zero:
+        warnings.warn(text, category, stacklevel=2)
+
+
+def is_shuffled(loader: DataLoader) -> bool:
+    """Whether a loader draws its samples in random order, as far as PyTorch's own samplers tell."""
+    owner = loader.batch_sampler if loader.batch_sampler is not None else loader
+    return isinstance(getattr(owner, "sampler", None), RandomSampler)
+
+
+class NotedBatches:
+    """A batch sampler that notes the indices it hands out, and leaves no sample out: for predictions.
+
+    Example:
+        >>> batches = NotedBatches(BatchSampler(SequentialSampler("abc"), batch_size=2, drop_last=True))
+        >>> list(batches) == batches.seen_batch_indices == [[0, 1], [2]]
+        True
+    """
+
+    def __init__(self, batch_sampler: Any) -> None:
+        if getattr(batch_sampler, "drop_last", False):
+            batch_sampler = copy.copy(batch_sampler)
+            batch_sampler.drop_last = False
+        self.batch_sampler = batch_sampler
+        self.seen_batch_indices: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.seen_batch_indices = []
+        for indices in self.batch_sampler:
+            self.seen_batch_indices.append(indices)
+            yield indices
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "batch_sampler":  # asked while it is copied
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
+class _AsManyBatches(BatchSampler):
+    """Batches of which every rank has the same number, though not every rank has the same number of samples."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self.sampler)
+        return (indices[cut] for cut in cuts(len(indices), self.batch_size, longest_share(self.sampler)))
+
+    def __len__(self) -> int:
+        return count_cuts(len(self.sampler), self.batch_size, longest_share(self.sampler))
+
+
+class _DrawnOnce(DistributedSamplerWrapper):
+    """Draws again only when something was taken: a StatefulDataLoader begins the pass three times that it goes on with."""
+
+    unused = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.unused:
+            self.dataset.reset()
+        self.unused = True
+        return self._taken(DistributedSampler.__iter__(self))
+
+    def _taken(self, order: Iterator[int]) -> Iterator[Any]:
+        for index in order:
+            self.unused = False
+            yield self.dataset[index]
+
+
+def _share(loader: DataLoader, fabric: Fabric, stage: str, shuffle: bool) -> DataLoader:
+    words = {"num_replicas": fabric.world_size, "rank": fabric.global_rank, "shuffle": shuffle, "seed": global_seed()}
+    if isinstance(loader.sampler, RandomSampler | SequentialSampler):
+        sampler: Any = DistributedSampler(loader.dataset, **words)
+    else:
+        sampler = (_DrawnOnce if hasattr(loader, "state_dict") else DistributedSamplerWrapper)(loader.sampler, **words)
+    if stage == "predict":
+        return _drawing_from(loader, without_repeats(sampler))
+    plain = type(loader.batch_sampler) is BatchSampler and not loader.drop_last
+    if stage == "train" or not (plain or loader.batch_sampler is None):
+        # or cut or dropped by a rule of their own: equally many on all ranks
+        return _drawing_from(loader, sampler)
+    loader = _drawing_from(loader, without_repeats(sampler))
+    return _with_batches(loader, _AsManyBatches(sampler, loader.batch_size, False)) if plain else loader
+
+
+def _drawing_from(loader: DataLoader, sampler: Sampler) -> DataLoader:
+    """A copy of the loader with another sampler, and its batch sampler made again around that."""
+    batch_sampler = loader.batch_sampler
+    if type(batch_sampler) is BatchSampler:
+        batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, batch_sampler.drop_last)
+    elif batch_sampler is not None:
+        batch_sampler = _dataloader_init_kwargs_resolve_sampler(loader, sampler)["batch_sampler"]
+    loader = _with_batches(loader, batch_sampler)
+    vars(loader)["sampler"] = sampler
+    return loader
+
+
+def _with_batches(loader: DataLoader, batch_sampler: Any) -> DataLoader:
+    """A copy with another batch sampler: a DataLoader refuses to have its own set, but reads it anew for each pass."""
+    other = copy.copy(loader)
+    vars(other).update(batch_sampler=batch_sampler, _iterator=None)
+    return other

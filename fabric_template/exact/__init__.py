@@ -1,0 +1,1 @@
+"""Exact: a pass over data, and a batch, that go on in their middle."""

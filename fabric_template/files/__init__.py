@@ -1,0 +1,1 @@
+"""Files: checkpoints, written whole, read without trust, chosen, kept."""

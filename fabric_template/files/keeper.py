@@ -1,0 +1,264 @@
+"""Saver: which checkpoints of a run are kept, and what happens when one cannot be written."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import Misuse
+from ..core.history import is_better
+from .checkpoint import OURS, state_of
+from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file
+from .reading import read_checkpoint
+from .storage import AtomicCheckpointIO, UnsyncedError, inside, safe_name
+
+if TYPE_CHECKING:
+    from ..core.run import Run
+
+
+class Saver:
+    """Keeps ``last.ckpt`` and the best checkpoints of a run, in ``checkpoints/<name>/version_<n>``.
+
+    A save that fails costs a warning, not the run: the old file stays, the next save tries again, and at the end of the
+    run `complaint` says what was never saved.
+
+    Modules and callbacks that look for Trainer's ModelCheckpoint find its words: ``best_model_path``,
+    ``best_model_score``, ``last_model_path``, ``dirpath``, ``monitor``.
+
+    Args:
+        folder: where the files go.
+        monitor: the metric that says which is best; None keeps only the last.
+        mode: "min" or "max".
+        top_k: how many of the best are kept; -1: all.
+        save_last: whether ``last.ckpt`` is written at the end of each epoch.
+    """
+
+    def __init__(self, folder: Path, monitor: str | None, mode: str, top_k: int, save_last: bool) -> None:
+        self.folder, self.monitor, self.mode, self.top_k, self.save_last = folder, monitor, mode, top_k, save_last
+        self.dirpath = str(folder)
+        self.best: dict[str, float] = {}  # path -> score
+        self.last_model_path = ""
+        self._failures: dict[str, str] = {}  # "last" or "best" -> why its newest save failed
+        self._stepped: int | None = None  # optimizer steps after the batch before
+        self._judged: int | None = None  # the epoch whose newest validation was judged when it was over
+        self._saved_at: tuple[int, ...] | None = None  # where the run stood when last.ckpt was written
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint so far; without a monitor, the last."""
+        if not self.best:
+            return self.last_model_path if self.monitor is None else ""
+        return (min if self.mode == "min" else max)(self.best, key=self.best.__getitem__)
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The monitor's best value so far."""
+        return self.best.get(self.best_model_path)
+
+    @property
+    def saved_step(self) -> int | None:
+        """The optimizer steps in ``last.ckpt``, as this run has written it or gone on from it."""
+        return self._saved_at and self._saved_at[2]
+
+    # ---- when
+
+    def save_epoch(self, run: Run, score: float | None) -> None:
+        """The epoch is over: keep its checkpoint if its score is among the best, and as the last."""
+        over = run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
+        self._keep(run, None if self._judged == over else score, over, f"epoch={over}")
+        if self._is_due(run) and not self.save_last and run.cut is None:
+            self.write_last(run, epoch=over)
+
+    def save_validation(self, run: Run, score: float | None) -> None:
+        """The same after a validation in the middle of an epoch, to go on behind it; a score of None: it did not measure it."""
+        self._judged = None
+        if run.is_last_of_epoch or run.cut is not None or run.stops:
+            return
+        self._judged = None if score is None else run.epochs_done
+        run.metrics.fx = "on_validation_end"  # as if a callback had saved there
+        self._keep(run, score, None, f"epoch={run.epochs_done}-step={run.global_step}")
+        run.metrics.fx = None
+
+    def _keep(self, run: Run, score: float | None, over: int | None, place: str) -> None:
+        path = None if score is None or self.top_k == 0 else self._path_for(place, score)
+        if self.monitor is not None:
+            path = run.fabric.broadcast(path)  # scores may differ: rank zero's counts
+        state = run.cut
+        if path is not None:
+            before, highest = self.best, self.best_model_score
+            self.best = {**(before if self.top_k > 1 else {}), str(path): score}
+            if self.top_k < 0 and not is_better(score, highest, self.mode):
+                self.best = before  # all are kept: none is looked for but the best
+            state = state_of(run, epoch=over) if state is None else state
+            if self._write(run, path, state, "best"):
+                self._remove_worst(run)
+            else:
+                self.best = before
+        if self.save_last and (run.cut is None or path is not None):  # a cut epoch's is written: only the best is new
+            self.write_last(run, state, epoch=over)
+        elif path is not None:
+            prove(run, path)
+
+    def save_step(self, run: Run) -> None:
+        """In the middle of an epoch: rewrite ``last.ckpt`` every so many optimizer steps."""
+        if self._is_due(run):
+            self.write_last(run)
+
+    def _is_due(self, run: Run) -> bool:
+        every, now = run.config.save_every_n_steps, run.global_step
+        before, self._stepped = now - 1 if self._stepped is None else self._stepped, now
+        # manual optimization may take several at once, or none
+        return every is not None and now // every > before // every
+
+    def write_last(self, run: Run, state: dict[str, Any] | None = None, epoch: int | None = None) -> None:
+        """Write ``last.ckpt`` as the run stands now."""
+        if state is None:
+            state = state_of(run, epoch=epoch)
+        else:
+            state = {**state, OURS: {**state[OURS], "kept": self.state_dict()}}
+        path = self.folder / "last.ckpt"
+        if self._write(run, path, state, "last"):
+            self.last_model_path, self._saved_at = str(path), _place(run)
+            prove(run, path)
+
+    def cut_short(self, run: Run) -> None:
+        """An epoch is ended in its middle: what is saved of it is its state here, so that a resume loses nothing of it."""
+        if run.cut is None:
+            run.cut = state_of(run)
+            if self.save_last and self._saved_at != _place(run):
+                self.write_last(run, run.cut)
+
+    def save_failed(self, run: Run) -> Path | None:
+        """An error ends the run: save its state, as ``last.ckpt`` if it is exact, otherwise beside it.
+
+        Returns:
+            Where a state lies that is not exact; None if there is none, or if all is on disk already.
+        """
+        if self._saved_at == _place(run) or not run.global_step or run.between_epochs:
+            return None
+        if run.place().is_exact:
+            self.write_last(run)
+            return None
+        path = self.folder / "exception.ckpt"
+        return path if self._write(run, path, state_of(run), "exception") else None
+
+    def finish(self, run: Run, interrupted: bool) -> None:
+        """Training is over: save the last state, where it is not yet on disk; try again, where that has failed."""
+        if (interrupted and self._saved_at != _place(run)) or "last" in self._failures:
+            self.write_last(run, run.cut, epoch=run.epochs_done - 1 if run.between_epochs else None)
+
+    def nothing_to_do(self, run: Run) -> None:
+        """A finished run was resumed; a kill between its last two files may have left ``last.ckpt`` behind the best."""
+        path = Path(run.resume_path) if run.is_auto and run.resume_path is not None else None
+        if path is not None and path.name != "last.ckpt" and self.save_last:
+            self._write(run, self.folder / "last.ckpt", read_checkpoint(path, trusted=run.config.trusted), "last")
+
+    def complaint(self) -> str | None:
+        """What could not be saved to the end, None if all is well."""
+        return " ".join(self._failures.values()) or None
+
+    # ---- how
+
+    def _write(self, run: Run, path: Path, state: dict[str, Any], kind: str) -> bool:
+        """Write one file, on rank zero; every rank learns whether that went well."""
+        run.record.sync()  # what a checkpoint says of the logs must be on disk before it
+        failure = None
+        if run.fabric.is_global_zero:
+            try:
+                inside(self.folder, path)  # not through a symbolic link to somewhere else
+                run.hooks.timed(run.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")(state, path)
+            except UnsyncedError as error:  # it is there, and what we know of it must be of this file
+                warnings.warn(str(error), stacklevel=2)
+            except CheckpointError as error:
+                failure = str(error)
+            except Exception as error:  # a plugin's own
+                failure = f"could not save '{path}': {cause_of(error)}."
+        failure = run.fabric.broadcast(failure)
+        if failure is None:
+            self._failures.pop(kind, None)
+            return True
+        self._failures[kind] = failure
+        if run.fabric.is_global_zero:
+            warnings.warn(
+                f"{failure}{'' if run.has_failed else ' Training goes on without this checkpoint.'}", stacklevel=2
+            )
+        return False
+
+    def _path_for(self, place: str, score: float) -> Path | None:
+        """The file for this score, None if it is not among the best."""
+        if self.top_k == 1:
+            if not is_better(score, self.best_model_score, self.mode):
+                return None
+            return self.folder / "best.ckpt"
+        worst = self.best[self._worst()] if len(self.best) >= self.top_k > 0 else None
+        if self.top_k > 0 and not is_better(score, worst, self.mode):
+            return None
+        return self.folder / (safe_name(f"{place}-{self.monitor}={score:.4f}") + ".ckpt")
+
+    def _worst(self) -> str:
+        return (max if self.mode == "min" else min)(self.best, key=self.best.__getitem__)
+
+    def _remove_worst(self, run: Run) -> None:
+        """The new one is safe on disk: the worst may go."""
+        newest = next(reversed(self.best), None)
+        while 0 < self.top_k < len(self.best):
+            worst = self._worst()
+            del self.best[worst]
+            if worst != newest and run.fabric.is_global_zero:
+                try:
+                    run.fabric.strategy.checkpoint_io.remove_checkpoint(worst)
+                except Exception as error:
+                    warnings.warn(
+                        f"could not remove '{worst}', which is no longer among the best: {error}", stacklevel=2
+                    )
+
+    # ---- across a restart
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scores by file name: the folder may have moved when the run goes on."""
+        judged = {} if self._judged is None else {"judged": self._judged}
+        return {"best": {Path(path).name: score for path, score in self.best.items()}, **judged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Know again which files are the best, as far as they are still there."""
+        self._judged = state.get("judged")
+        self.best = {
+            str(self.folder / name): score
+            for name, score in state.get("best", {}).items()
+            if is_file(self.folder / name)
+        }
+
+    def goes_on_from(self, run: Run, path: str | Path) -> None:
+        """The run stands where this file has left it."""
+        self._stepped = run.global_step
+        if Path(path) == self.folder / "last.ckpt":
+            self.last_model_path, self._saved_at = str(path), _place(run)
+
+
+def prove(run: Run, path: Any) -> None:
+    """A run's first file must be one that our own reader reads; what a later one holds that it does not is said.
+
+    Raises:
+        Misuse: names the values, and what to write instead. The file stays: with trusted=True it can be read.
+    """
+    io = run.fabric.strategy.checkpoint_io
+    if type(io) is not AtomicCheckpointIO or io.trusted:
+        return
+    problem, is_first, run.is_proved = None, not run.is_proved, True
+    if run.fabric.is_global_zero:
+        try:
+            problem = io.complaint(path, reads=is_first)
+        except DamagedError as error:  # nothing is gained by ending the run, too
+            run.warn_once(f"what was just saved did not reach the disk: {error}")
+        except (UnreadableError, OSError, MemoryError):  # the disk's: asked again at the next save
+            run.is_proved = False
+    if is_first and (problem := run.fabric.broadcast(problem)) is not None:
+        raise Misuse(problem)
+    if problem is not None:
+        run.warn_once(problem)
+
+
+def _place(run: Run) -> tuple[int, ...]:
+    return run.epochs_done, run.place().total_batches, run.global_step

@@ -1,0 +1,1 @@
+"""Process: before, around and after a run."""

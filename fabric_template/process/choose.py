@@ -1,0 +1,309 @@
+"""Resume: which file a path, "last", "best" and "auto" mean, and what is done with a damaged one."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import nn
+
+from ..core.hooks import overrides
+from ..core.passes import INFINITE
+from ..files.checkpoint import OURS, check_fits, check_format, check_trained
+from ..files.disk import set_aside
+from ..files.opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file, names_in
+from ..files.plain import brought_back
+from ..files.reading import load_header, read_checkpoint
+from ..files.schema import check_resumable
+from ..files.storage import AtomicCheckpointIO, inside
+from .agreement import agree_on_file, check_number, come_by_themselves, from_rank_zero
+from .signals import starts_processes
+
+if TYPE_CHECKING:
+    from ..core.run import Run
+    from ..loop import FabricLoop
+
+
+class MissingError(CheckpointError):
+    """There is no such checkpoint."""
+
+
+def choose_checkpoint(loop: FabricLoop, run: Run, resume: Any, load: Any) -> None:
+    """Find the files that ``resume=`` and ``load=`` mean, and check that they can be used.
+
+    Ranks that have come here by themselves (torchrun, SLURM) wait for `agree_on_checkpoint`, so that one without a file
+    does not leave the others waiting; so does "auto" in a script that is started once per rank: one rank that sets a
+    damaged file aside must not take it from under another.
+    """
+    fabric = loop.fabric
+    is_one = fabric.strategy.launcher is None or starts_processes(fabric)
+    run.is_auto = resume == "auto"
+    if come_by_themselves(fabric) or (run.is_auto and not is_one):
+        run.awaits = resume, load
+    else:
+        _find(loop, run, resume, load)
+
+
+def agree_on_checkpoint(loop: FabricLoop, run: Run) -> None:
+    """Once the ranks can talk to each other: rank zero finds what "auto" means, and all have the same file, or end."""
+    fabric, awaited = loop.fabric, run.awaits
+    run.awaits = None
+    if awaited is not None and run.is_auto:
+        found = from_rank_zero(fabric, lambda: _path_of("resume", "auto", loop))
+        awaited = found, awaited[1]
+    if fabric.world_size > 1 and not starts_processes(fabric):
+        agree_on_file(fabric, lambda: _find(loop, run, *awaited) if awaited else run.resume_path or run.load_path)
+    elif awaited is not None:
+        _find(loop, run, *awaited)
+
+
+def _find(loop: FabricLoop, run: Run, resume: Any, load: Any) -> str | Path | None:
+    try:
+        run.resume_path, run.load_path = _path_of("resume", resume, loop), _path_of("load", load, loop)
+    except MissingError:
+        if not run.may_lack:
+            raise
+        run.warn_once(
+            f'.{run.fn}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be loaded.'
+        )
+    _check(run, loop.fabric)
+    return run.resume_path or run.load_path
+
+
+def load_file(fabric: Fabric, path: str | Path, trusted: bool) -> dict[str, Any]:
+    """Read a checkpoint, by the user's own CheckpointIO where that brings a way to read, otherwise by ours."""
+    io = fabric.strategy.checkpoint_io
+    if type(io).load_checkpoint in (AtomicCheckpointIO.load_checkpoint, TorchCheckpointIO.load_checkpoint):
+        return brought_back(read_checkpoint(path, trusted=trusted))
+    takes_it = "weights_only" in inspect.signature(io.load_checkpoint).parameters
+    return io.load_checkpoint(path, **({"weights_only": not trusted} if takes_it else {}))
+
+
+def _path_of(argument: str, value: Any, loop: FabricLoop) -> str | Path | None:
+    """The file, None for none."""
+    config = loop.config
+    root = Path(config.default_root_dir or ".") / "checkpoints"
+    if value in ("last", "best"):
+        found = loop.checkpoint_path(value) or find_checkpoint(value, root, config.name, config.version, config.mode)
+        if found is None and value == "last":
+            found = _last_of_callbacks(loop)
+        if found is None:
+            reason = _why_no_best(loop) if value == "best" else ""
+            raise MissingError(
+                f"{argument}={value!r}{reason}: there is no {value}.ckpt under '{root / config.name}'; expected a run with"
+                f" name={config.name!r} to have saved one: leave {argument} out to start anew, or give a path"
+            )
+        return found
+    if value == "auto":
+        last = loop.checkpoint_path("last")
+        folders = [last.parent] if last is not None else folders_of_callbacks(loop)
+        folders = folders or _folders(root, config.name, config.version)
+        return newest_good(folders, config.trusted)
+    return value if value is None or "://" in str(value) else Path(value)
+
+
+def _last_of_callbacks(loop: FabricLoop) -> Path | None:
+    """The newest ``last.ckpt`` of a ModelCheckpoint, of an earlier process too."""
+    starts = tuple(name for c in loop.checkpoint_callbacks if (name := getattr(c, "CHECKPOINT_NAME_LAST", None)))
+    for folder in folders_of_callbacks(loop):
+        if found := [folder / one for one in names_in(folder) if one.startswith(starts) and one.endswith(".ckpt")]:
+            return max(found, key=lambda path: path.stat().st_mtime)
+    return None
+
+
+def folders_of_callbacks(loop: FabricLoop) -> list[Path]:
+    """Where the loop's ModelCheckpoints keep their files, of earlier processes too: the newest version first."""
+    root, config, folders = Path(loop.default_root_dir), loop.config, []
+    for callback in loop.checkpoint_callbacks:
+        if not hasattr(callback, "CHECKPOINT_NAME_LAST"):  # what it keeps may be of the middle of a step
+            continue
+        if own := getattr(callback, "dirpath", None):
+            folders.append(Path(own))
+        elif not loop.loggers:
+            folders.append(root / "checkpoints")
+        else:  # beside the logs of the first logger
+            logger = loop.loggers[0]
+            place = config.name, config.version
+            if not loop._own_logger:  # that counts its versions itself; one that it was given is there
+                name, version = str(logger.name), logger.version
+                is_there = Path(logger.save_dir or root, *_folders(Path(), name, version)).is_dir()
+                place = name, version if is_there else None
+            folders += [path / "checkpoints" for path in _folders(Path(logger.save_dir or root), *place)]
+    return list(dict.fromkeys(folders))
+
+
+def _why_no_best(loop: FabricLoop) -> str:
+    """Why this loop has no best checkpoint, where that is known."""
+    if loop.checkpoint_callbacks:
+        return (
+            " is set but `ModelCheckpoint` is not configured to save the best model (expected save_top_k other than 0)"
+        )
+    if not loop.config.enable_checkpointing:
+        return " is set but `ModelCheckpoint` is not configured. (enable_checkpointing=False, fast_dev_run: no files)"
+    return ""
+
+
+def _check(run: Run, fabric: Fabric) -> None:
+    """Refuse a file that this run cannot use, before anything is launched or written."""
+    path = run.resume_path or run.load_path
+    if path is None:
+        return
+    try:
+        checkpoint = load_file(fabric, path, run.trusted)
+    except DamagedError as error:
+        if run.resume_path is None:
+            raise
+        raise CheckpointError(
+            f"{error} Or write resume='auto': it sets damaged ones aside, and goes on from the newest good one."
+        ) from error
+    check_format(checkpoint, path)
+    if run.resume_path is not None:
+        check_resumable(checkpoint, path)
+    own_ways = [overrides(run.owner, name) for name in ("configure_model", "on_load_checkpoint")]
+    loads_plainly = type(run.net).load_state_dict is nn.Module.load_state_dict
+    if not any(own_ways) and loads_plainly and getattr(run.owner, "strict_loading", True):
+        check_fits(run.net, checkpoint, path)
+    if run.resume_path is None:
+        return
+    check_trained(checkpoint, path)
+    check_number(fabric, path, _ours(checkpoint))
+    if not _is_exact(checkpoint):
+        run.warn_once(
+            f"resume: you are resuming from a checkpoint that ended in the middle of a step, by an error ('{path}'): training"
+            f" goes on after step {checkpoint.get('global_step')}, not to the bit as without the error"
+        )
+
+
+def find_checkpoint(word: str, root: Path, name: str, version: int | str | None, mode: str = "min") -> Path | None:
+    """The file that ``"last"`` or ``"best"`` means: of this version, or of the newest version that has one.
+
+    Example:
+        >>> find_checkpoint("last", Path("nowhere"), "run", None)
+    """
+    for folder in _folders(root, name, version):
+        names = ["last.ckpt", "exception.ckpt"] if word == "last" else ["best.ckpt"]
+        for name in names:
+            if is_file(folder / name):
+                inside(folder, name)  # not through a symbolic link to somewhere else
+                return folder / name
+        others = {name for name in names_in(folder) if name.endswith(".ckpt")} - {"last.ckpt", "exception.ckpt"}
+        if word == "best" and others and is_file(last := folder / "last.ckpt"):
+            check_resumable(checkpoint := read_checkpoint(last), last)
+            kept = (checkpoint.get(OURS) or {}).get("kept", {}).get("best", {})
+            existing = {name: score for name, score in kept.items() if name in others}
+            if existing:
+                return folder / (min if mode == "min" else max)(existing, key=existing.__getitem__)
+    return None
+
+
+def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
+    """What ``"auto"`` means: the checkpoint that is furthest, in the first folder that has any; None: start anew.
+
+    A damaged one is named in a warning and set aside under another name, never deleted; the one before it is next. One
+    that could not be read is no damaged one: the error is the caller's, and nothing is touched.
+
+    Example:
+        >>> newest_good([Path("nowhere")])
+    """
+    for folder in folders:
+        aside: list[str] = []
+        for path in by_progress(folder):
+            try:
+                inside(folder, path.name)
+                read_checkpoint(path, trusted=trusted)
+            except DamagedError as error:
+                try:
+                    aside.append(f"{error} It is set aside as '{set_aside(path, 'damaged')}'.")
+                except OSError as another:
+                    raise CheckpointError(
+                        f"'{path}' is damaged and cannot be set aside: {cause_of(another)}. Move it away."
+                    ) from another
+            else:
+                _tell(aside, f"resume='auto' goes on from '{path}'.")
+                return path
+        if aside:
+            _tell(aside, "resume='auto' starts anew: there is no other checkpoint in this version.")
+            break
+    return None
+
+
+def by_progress(folder: Path) -> Iterator[Path]:
+    """The checkpoints in a folder, those of the furthest state first; what cannot be looked into before those that can.
+
+    As few as possible are opened: a name that says how far it is ("epoch=3-...", "step=70") is opened only where nothing
+    that was opened is as far. Names can be that old; the time of a file says nothing, once it was copied.
+    """
+    unopened = {folder / name: _said(name) for name in names_in(folder) if name.endswith(".ckpt")}
+    places: dict[Path, tuple[Any, ...]] = {}
+    whole = {}  # opened, and the epochs and steps that are in it for certain
+    while unopened or places:
+        best = max(places, key=lambda path: (places[path], path.name == "last.ckpt"), default=None)
+        epochs, steps = whole[best] if best is not None else (-1, -1)
+        further = [path for path, (epoch, step) in unopened.items() if epoch >= epochs and step >= steps]
+        if not further:
+            yield best
+            del places[best]
+            continue
+        path = max(further, key=unopened.__getitem__)
+        del unopened[path]
+        try:
+            checkpoint = load_header(path)
+            place = _progress(checkpoint)
+            whole[path] = _epochs(checkpoint), (*place, -1)[0]
+        except UnreadableError:  # now; in a moment it may be read, and be an old one
+            raise
+        except CheckpointError:  # taken for the newest, so that whoever reads it says what is wrong with it
+            place, whole[path] = (INFINITE, 0, 0), (INFINITE, INFINITE)
+        if place:
+            places[path] = place
+
+
+def _said(name: str) -> tuple[float, float]:
+    """The epoch and step that a file's name says, infinite where it does not: ("epoch=3-step=40.ckpt" is (3, 40))."""
+    found = [re.search(rf"(?<![A-Za-z_]){word}=(\d+)(?!\.?\d)", name) for word in ("epoch", "step")]
+    epoch, step = (float(match[1]) if match else INFINITE for match in found)
+    return epoch, step
+
+
+def _epochs(checkpoint: Mapping[str, Any]) -> int:
+    """Whole epochs in a checkpoint, at least."""
+    epochs = _ours(checkpoint).get("epoch", checkpoint.get("epoch"))
+    return epochs if isinstance(epochs, int) else 0
+
+
+def _progress(checkpoint: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Steps, batches, epochs; nothing for a file that holds weights only, or from which a run does not go on exactly."""
+    if "optimizer_states" not in checkpoint or not _is_exact(checkpoint):
+        return ()
+    ours = _ours(checkpoint)
+    numbers = checkpoint.get("global_step"), ours.get("total_batches"), ours.get("epoch")
+    return tuple(number if isinstance(number, int) else 0 for number in numbers)  # a file may hold anything
+
+
+def _ours(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    ours = checkpoint.get(OURS)
+    return ours if isinstance(ours, Mapping) else {}
+
+
+def _is_exact(checkpoint: Mapping[str, Any]) -> bool:
+    return _ours(checkpoint).get("is_exact") is not False
+
+
+def _folders(root: Path, name: str, version: int | str | None) -> list[Path]:
+    """The folders of this version, or of all, the newest first."""
+    folder = root / name
+    if version is not None:
+        return [folder / (version if isinstance(version, str) else f"version_{version}")]
+    numbered = [(int(one[8:]), one) for one in names_in(folder) if one.startswith("version_") and one[8:].isdigit()]
+    return [folder / one for _, one in sorted(numbered, reverse=True)]
+
+
+def _tell(aside: list[str], what_now: str) -> None:
+    if aside:
+        warnings.warn(f"{' '.join(aside)} {what_now}", stacklevel=2)

@@ -1,0 +1,154 @@
+"""Launch: from the caller's process to those that run, and back with what they learned."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities.seed import reset_seed
+from torch.multiprocessing.spawn import ProcessException
+
+from ..core.run import Run
+from ..files.opening import CheckpointError
+from ..record.bar import is_interactive
+from .agreement import come_by_themselves
+from .choose import agree_on_checkpoint
+from .desk import desk, first_error, leave_error
+from .outcome import Outcome, leave, leave_together, unshare
+from .place import choose_place
+from .signals import Forward, ending, starts_processes
+
+if TYPE_CHECKING:
+    from ..loop import FabricLoop
+
+
+def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcome:
+    """Run the function in the strategy's processes; what it learned is back here afterwards.
+
+    Raises:
+        CheckpointError: training came to its end, but its last state or rows could not be written.
+    """
+    if run.fn != "fit" and loop._run is not None:
+        run.follow(loop._run)
+    if run.fn != "fit" and run.fn in loop._runs:  # what it has evaluated is counted on
+        run.evaluated_in_all = loop._runs[run.fn].evaluated_in_all
+    seeds = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS") if run.config.seed is not None else ()
+    try:
+        loop._run, loop._status = run, "running"
+        loop._runs[run.fn] = run
+        with _kept(*seeds):
+            if seeds:
+                Fabric.seed_everything(run.config.seed, workers=True, verbose=False)
+            outcome = _anywhere(loop.fabric, loop, function, run, args, os.getpid())
+        outcome.bring_back(run)
+    except BaseException:
+        loop._status = "interrupted"
+        raise
+    loop._status = "finished" if run.stopped_by is None else "interrupted"
+    if outcome.is_from_elsewhere and run.stopped_by is not None and not is_interactive():
+        raise ending(run.stopped_by)
+    if outcome.complaint:
+        raise CheckpointError(f"training has come to its end, but not everything is on disk: {outcome.complaint}")
+    return outcome
+
+
+def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
+    """Where the strategy says: in this process, in others, or in all that somebody else has launched."""
+    if os.environ.get("LT_CLI_USED") == "1":  # fabric run has launched already
+        return _in_process(fabric, "", *rest)
+    stood = _group_stands()
+    try:
+        return _in_processes(fabric, *rest)
+    finally:
+        if _group_stands() and not stood:  # ranks that stay: not before the script's end, another run may come
+            atexit.register(leave)
+
+
+def _in_processes(fabric: Fabric, *rest: Any) -> Outcome:
+    """Launch the ranks; while they run, or are made by this process, a signal reaches them, too.
+
+    An error of theirs is raised here as it was there.
+    """
+    launcher, starts = fabric.strategy.launcher, starts_processes(fabric)
+    makes_scripts = hasattr(launcher, "procs") and (launcher.procs or not come_by_themselves(fabric))
+    with ExitStack() as around:
+        forward = around.enter_context(Forward(launcher)) if starts or makes_scripts else None
+        around.enter_context(_kept(*["MASTER_PORT"] * starts))
+        folder = around.enter_context(desk()) if starts else ""
+        try:
+            outcome = fabric.launch(_caught, folder, *rest)
+        except ProcessException as error:
+            if (number := forward.meaning(error)) is not None:
+                raise ending(number) from error
+            if (first := first_error(folder)) is not None:
+                raise first from error
+            raise
+        if isinstance(outcome, str):
+            outcome = Outcome.from_file(outcome)
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+@contextmanager
+def _kept(*names: str) -> Iterator[None]:
+    """Variables of the environment that Lightning sets within are as they were afterwards."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def _group_stands() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _caught(fabric: Fabric, folder: str, *rest: Any) -> Any:
+    """In the caller's process an error is handed back: Fabric's launch leaves DataLoader patched if it passes through."""
+    try:
+        return _in_process(fabric, folder, *rest)
+    except BaseException as error:
+        if os.getpid() == rest[-1]:
+            return error
+        leave_error(error, folder)
+        if isinstance(error, Exception):
+            raise
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error  # which torch takes for a good end
+
+
+def _in_process(
+    fabric: Fabric, folder: str, loop: FabricLoop, function: Callable, run: Run, args: tuple, caller: int
+) -> Any:
+    """What each process does: its own set-up, the function, and the way back."""
+    loop.fabric, loop._run, loop._runs[run.fn] = fabric, run, run
+    elsewhere = os.getpid() != caller
+    if elsewhere:
+        unshare(run)
+    if isinstance(fabric.strategy, DDPStrategy):
+        reset_seed()  # as Trainer's DDP does and Fabric's does not; its other strategies do
+    try:
+        agree_on_checkpoint(loop, run)
+        choose_place(loop, run)
+        run.set_up(loop, fabric)
+        results = function(fabric, run, *args)
+    except BaseException as error:
+        stopped = run.stopped_by is not None and not isinstance(error, Exception)
+        for process in () if stopped else getattr(fabric.strategy.launcher, "procs", ()):
+            process.kill()  # else they would wait for this one, for ever
+        if not (stopped and elsewhere):
+            raise
+        results = None  # the state is saved; the caller's process ends as the signal says
+    outcome = Outcome.of(run, results, elsewhere)
+    if not elsewhere:
+        return outcome
+    path = outcome.to_file(folder) if fabric.local_rank == 0 else None
+    leave_together(fabric)
+    return path

@@ -1,0 +1,148 @@
+"""Outcome: what comes back from a run, also from other processes: weights, history, metrics."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import multiprocessing
+import os
+import sys
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.evaluate import to_cpu
+from ..core.hooks import overrides
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+    from ..core.run import Run
+
+
+@dataclass
+class Outcome:
+    """The result of one run, made by rank zero of the processes that ran it.
+
+    A strategy that spawns or forks leaves the caller's objects as they were; `bring_back` gives them what was learned.
+    """
+
+    results: Any = None
+    pid: int = field(default_factory=os.getpid)
+    rows: list[dict] = field(default_factory=list)
+    counters: dict[str, Any] = field(default_factory=dict)
+    views: dict[str, dict] = field(default_factory=dict)
+    weights: dict[str, Any] | None = None
+    callbacks: list[Any] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
+    complaint: str = ""  # what could not be saved to the end
+
+    COUNTERS = ("global_step", "epochs_done", "batches_done", "total_batches", "batches_that_stepped",
+                "should_stop", "resume_path", "stopped_by")  # fmt: skip
+
+    @classmethod
+    def of(cls, run: Run, results: Any, elsewhere: bool) -> Outcome:
+        """Pack a run's result; with its weights when it ran in another process than its caller's."""
+        metrics = run.metrics
+        outcome = cls(results=results, rows=run.history.rows)
+        complaints = [
+            run.saver.complaint() if run.fn == "fit" and run.saver is not None else None,
+            run.record.complaint,
+        ]
+        outcome.complaint = " ".join(filter(None, complaints))
+        outcome.counters = {name: getattr(run, name) for name in cls.COUNTERS}
+        if elsewhere:
+            outcome.views = to_cpu(
+                {"callback": metrics.callback, "logged": metrics.logged, "progress": metrics.progress}
+            )
+            if run.stopped_by is None or run.total_batches:  # else it was stopped in its set-up: layers may be missing
+                outcome.weights = to_cpu(run.net.state_dict())
+            outcome.callbacks = [
+                to_cpu(part.state_dict()) if hasattr(part, "state_dict") else None for part in run.callbacks
+            ]
+            if run.saver is not None:
+                outcome.kept = {"last_model_path": run.saver.last_model_path, "best": run.saver.best}
+        return outcome
+
+    def to_file(self, folder: str) -> str:
+        """Write it for the caller's process; returns the path."""
+        torch.save(vars(self), path := os.path.join(folder, "outcome"))
+        return path
+
+    @classmethod
+    def from_file(cls, path: str) -> Outcome:
+        """Read what `to_file` wrote."""
+        return cls(**torch.load(path, weights_only=False))  # our own child's file, written a moment ago
+
+    @property
+    def is_from_elsewhere(self) -> bool:
+        """Whether another process made it."""
+        return self.pid != os.getpid()
+
+    def bring_back(self, run: Run) -> None:
+        """Give the caller's objects what another process learned; nothing to do in the same one."""
+        if not self.is_from_elsewhere:
+            return
+        for name, value in self.counters.items():
+            setattr(run, name, value)
+        run.history.rows = self.rows
+        for name, view in self.views.items():
+            setattr(run.metrics, name, view)
+        if self.weights is not None:
+            if (configure := overrides(run.owner, "configure_model")) is not None:
+                configure()  # the layers that the other process made
+            for name, tensor in run.net.state_dict(keep_vars=True).items():
+                if isinstance(tensor, torch.Tensor) and name in self.weights:
+                    tensor.data = tensor.data.to(self.weights[name].dtype)  # "64-true" is to be seen here, too
+            run.net.load_state_dict(self.weights)
+        for callback, state in zip(run.callbacks, self.callbacks, strict=False):
+            if state:
+                _give_back(callback, state)
+        run.set_up_saver()
+        if run.saver is not None:
+            vars(run.saver).update(self.kept)
+
+
+def _give_back(callback: Any, state: Any) -> None:
+    """Give a callback the state that it has in the other process; one that cannot take it is no reason to lose the run."""
+    try:
+        callback.load_state_dict(state)
+    except Exception as error:  # such as Lightning's SpikeDetection, which looks for an attribute that it does not have
+        name = type(callback).__name__
+        warnings.warn(f"{name} stays as it was before the run: its load_state_dict failed with {error!r}", stacklevel=2)
+
+
+def unshare(run: Run) -> None:
+    """Give this process weights of its own: those that a launcher spawned with lie in memory that all ranks share."""
+    for tensor in itertools.chain(run.net.parameters(), run.net.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            tensor.data = tensor.data.clone()
+
+
+def leave() -> None:
+    """End this process's part in the group, as the script ends: see `leave_together`, for which nobody waits here."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def leave_together(fabric: Fabric) -> None:
+    """End this process's part in the group while all ranks still live.
+
+    What gloo's threads leave behind can abort an interpreter that is being taken down, long after the work is done, and
+    the caller would lose the run for it. A forked process ends without that; a spawned one is made to.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        fabric.barrier("leave")
+        torch.distributed.destroy_process_group()
+    if isinstance(multiprocessing.current_process(), multiprocessing.get_context("spawn").Process):
+        atexit.register(_end_now)
+
+
+def _end_now() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

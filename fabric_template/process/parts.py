@@ -1,0 +1,113 @@
+"""Parts: rung 1 of the ladder, what a loop of your own takes from ours: setup, backward, the logger, save and load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+
+from ..core.errors import Misuse, MisuseOfType
+from ..core.optimizers import states_as_saved
+from ..data.tensors import TensorLoader
+from ..files.storage import AtomicCheckpointIO
+from ..record.tables import number_of
+
+
+class Parts:
+    """What FabricLoop offers by itself, without `fit`.
+
+    Example:
+        >>> from fabric_template import FabricLoop
+        >>> loop = FabricLoop(accelerator="cpu")
+        >>> net = torch.nn.Linear(2, 1)
+        >>> net, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        >>> loop.backward(net(torch.ones(1, 2)).sum())
+        >>> optimizer.step()
+    """
+
+    fabric: Fabric
+    loggers: list[Any]
+    _run: Any  # the last one
+
+    def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
+        """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.
+
+        To clip, write ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``, which knows of scaled gradients; it adds
+        them up in the optimizer's order, and so to other last bits than ``clip_grad_norm_(model.parameters(), 1.0)``.
+        """
+        _check("setup", model, torch.nn.Module, "an nn.Module: loop.setup(model, optimizer, *loaders)")
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            _check("setup", optimizer, torch.optim.Optimizer, "an optimizer: loop.setup(model, optimizer, *loaders)")
+        self._launch_parts()
+        parts = list(self.fabric.setup(model, optimizer)) if optimizer is not None else [self.fabric.setup(model)]
+        # Fabric's own setattr would set the model's as well
+        object.__setattr__(parts[0], "__class__", _with_own_names(type(parts[0])))
+        for loader in loaders:
+            if isinstance(loader, torch.utils.data.DataLoader):
+                loader = self.fabric.setup_dataloaders(loader)
+            elif isinstance(loader, TensorLoader):
+                loader = loader.to(self.fabric.device)
+                if self.fabric.world_size > 1:
+                    loader.distribute(self.fabric.world_size, self.fabric.global_rank, shuffle=loader.shuffle)
+            parts.append(loader)
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """``fabric.backward``: in the loop's precision."""
+        _check("backward", loss, torch.Tensor, "the loss, a tensor: loop.backward(loss)")
+        self.fabric.backward(loss)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Give values to the loggers; with an "epoch" among them they are a row of metrics.csv.
+
+        In a hook or step of a run they join the row of the epoch that runs, or are a row of steps.csv.
+        """
+        _check("log_dict", metrics, Mapping, "a dict of numbers: loop.log_dict({'epoch': 0, 'train_loss': loss})")
+        scalars = {name: number_of(name, value) for name, value in metrics.items()}
+        if (run := self._run) is not None and run.stage is not None:
+            run.record.given(scalars, step)
+            return
+        for logger in self.loggers:
+            if "epoch" in scalars and hasattr(logger, "log_epoch"):
+                place = {"epoch": scalars["epoch"], **({} if step is None else {"step": step})}
+                logger.log_epoch({**place, **scalars})
+            else:
+                logger.log_metrics(scalars, step)
+
+    def save(self, path: str | Path, state: dict[str, Any]) -> None:
+        """Write a checkpoint of modules, optimizers and values, whole or not at all."""
+        _check("save", path, str | os.PathLike, "a path and a dict: loop.save('mine.ckpt', {'net': net})")
+        self._launch_parts()
+        self.fabric.save(path, state)
+        io = self.fabric.strategy.checkpoint_io
+        ours = isinstance(io, AtomicCheckpointIO) and self.fabric.is_global_zero
+        if ours and (problem := io.complaint(path)) is not None:
+            raise Misuse(problem)
+
+    def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
+        """Put a checkpoint's content back into the same modules and optimizers; returns what else it holds."""
+        self._launch_parts()
+        with states_as_saved(getattr(part, "optimizer", part) for part in state.values()):  # unwrapped
+            return self.fabric.load(path, state)
+
+    def _launch_parts(self) -> None:
+        is_launched = os.environ.get("LT_CLI_USED") == "1" or torch.distributed.is_initialized()
+        if self.fabric.world_size > 1 and not is_launched:
+            self.fabric.launch()
+
+
+@cache
+def _with_own_names(kind: type) -> type:
+    """Fabric's wrapper, in which modules, parameters and buffers have the names that the model gives them."""
+    own = {"named_modules": lambda self, *args, **words: self.module.named_modules(*args, **words)}
+    return type(kind.__name__, (kind,), own)
+
+
+def _check(method: str, value: Any, kind: Any, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise MisuseOfType(f"loop.{method} got a {type(value).__name__}: expected {expected}")

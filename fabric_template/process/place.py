@@ -1,0 +1,151 @@
+"""Place: where a run lives: its loggers, its name and version, its folder for checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from ..core.config import LoopConfig
+from ..core.errors import MisuseOfType
+from ..files.disk import claim_version
+from ..files.opening import CheckpointError, cause_of
+from ..files.storage import AtomicCheckpointIO
+from ..record.logger import CSVLogger
+
+if TYPE_CHECKING:
+    from ..core.run import Run
+    from ..loop import FabricLoop
+
+
+def with_safe_files(fabric: Fabric, trusted: bool = False) -> Fabric:
+    """The Fabric with checkpoints that are written whole; a CheckpointIO plugin of the user's own keeps its place."""
+    io = fabric.strategy.checkpoint_io
+    if type(io) is TorchCheckpointIO:
+        fabric.strategy.checkpoint_io = AtomicCheckpointIO(trusted, in_run=True)
+    while (inner := getattr(io, "checkpoint_io", None)) is not None:
+        io = inner
+    # AsyncCheckpointIO() and its kin write through another, which Trainer fills in, too
+    if hasattr(io, "checkpoint_io"):
+        io.checkpoint_io = AtomicCheckpointIO(trusted, in_run=True)
+    return fabric
+
+
+@contextmanager
+def files_settled(fabric: Fabric) -> Iterator[None]:
+    """On leaving, what a CheckpointIO writes in the background is on disk, or the error of that is raised."""
+    end = getattr(fabric.strategy.checkpoint_io, "teardown", lambda: None)
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):  # the first error is the one to be told
+            end()
+        raise
+    try:
+        end()
+    except Exception as error:
+        raise CheckpointError(
+            f"training has come to its end, but not everything is on disk: {cause_of(error)}"
+        ) from error
+
+
+def make_loggers(config: LoopConfig, loggers: Any, fabric: Fabric) -> tuple[list[Any], bool]:
+    """The loggers that were asked for, and whether it is the loop's own CSV logger."""
+    asked = loggers if loggers is not None else config.logger
+    if asked is True and fabric.loggers:
+        asked = fabric.loggers
+    if config.fast_dev_run and asked:
+        from lightning.pytorch.loggers.logger import DummyLogger
+
+        return [DummyLogger()], False  # code that asks self.logger for its experiment runs, and nothing is written
+    if asked is True:
+        return [CSVLogger(os.path.join(config.default_root_dir or ".", "logs"), config.name, config.version)], True
+    if not asked:
+        return [], False
+    given = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
+    for logger in given:
+        if isinstance(logger, type) or not callable(getattr(logger, "log_metrics", None)):
+            word = repr(logger) if isinstance(logger, str | int | float) else f"a {type(logger).__name__}"
+            raise MisuseOfType(
+                f"logger={word}: expected True (the CSV logger), False, or an object with log_metrics, such as"
+                " logger=CSVLogger('logs'), of this package, of Fabric or of Lightning; or a list of them"
+            )
+        _complete(logger)
+    return given, False
+
+
+def _complete(logger: Any) -> None:
+    """Fabric's loggers lack two words that Lightning's ModelCheckpoint asks every logger for."""
+    if not hasattr(logger, "after_save_checkpoint"):
+        logger.after_save_checkpoint = _nothing
+    if not hasattr(logger, "save_dir"):
+        logger.save_dir = getattr(logger, "root_dir", None)
+
+
+def _nothing(checkpoint_callback: Any) -> None:
+    """A file was kept; nothing to do."""
+
+
+def choose_place(loop: FabricLoop, run: Run) -> None:
+    """Choose name and version on rank zero, prove that logs can be written there, and tell all ranks.
+
+    A resumed run goes on in its own version, a new one takes the next number that neither logs nor checkpoints have.
+    """
+    if run.fn != "fit" or run.placed:
+        return
+    config = run.config
+    root = Path(config.default_root_dir or ".")
+    name, version = config.name, config.version
+    resumed = run.resume_path and _place_of(run.resume_path, root)
+    if version is None and resumed:
+        name, version = resumed
+    csv = next((logger for logger in loop.loggers if isinstance(logger, CSVLogger)), None)
+    if loop._own_logger:
+        csv = CSVLogger(str(root / "logs"), name, version)
+        loop.loggers = [csv]
+    keeps = config.enable_checkpointing and not loop.checkpoint_callbacks
+    if version is None and (loop._own_logger or keeps):
+        version = _claim(root, name, csv if loop._own_logger else None, keeps, loop.fabric)
+    if csv is not None:
+        if loop._own_logger:
+            csv.claim(version)
+        csv.check_writable()
+    run.loggers = loop.loggers
+    if keeps:
+        folder = version if isinstance(version, str) else f"version_{version}"
+        run.folder = root / "checkpoints" / name / folder
+    run.placed = True
+
+
+def _place_of(path: Path, root: Path) -> tuple[str, int | str] | None:
+    """(name, version) of a checkpoint that lies in this root's own layout, or where a ModelCheckpoint keeps it there."""
+    folder, home = Path(path).resolve().parent, "checkpoints"
+    if folder.name == home and folder.parents[2] == (root / "logs").resolve():
+        folder, home = folder.parent, "logs"
+    if folder.parent.parent != (root / home).resolve():
+        return None
+    version = folder.name.removeprefix("version_")
+    return folder.parent.name, int(version) if version.isdigit() and folder.name != version else folder.name
+
+
+def _claim(root: Path, name: str, csv: CSVLogger | None, keeps: bool, fabric: Fabric) -> int:
+    """The next free number, taken by making its folder, so that two runs that start together get two numbers."""
+    homes = [root / "logs" / name] if csv is not None else []
+    homes += [root / "checkpoints" / name] if keeps else []
+    number = -1
+    if fabric.is_global_zero:
+        try:
+            number = claim_version(*homes)
+        except OSError as error:
+            raise ValueError(
+                f"cannot make the run's folder in '{homes[0]}' ({error.strerror}): expected a folder that can be written;"
+                " write default_root_dir= with one, or logger=False"
+            ) from error
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return fabric.broadcast(number) if together else number

@@ -1,0 +1,1 @@
+"""Record: what was logged, and where it is written."""

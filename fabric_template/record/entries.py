@@ -1,0 +1,207 @@
+"""Entries: the sums behind each logged name, on the device; Trainer's arithmetic, to the bit.
+
+A mean is the sum of value x batch size over the sum of batch sizes, in float32 or wider, added in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import Misuse
+
+POWERS_OF_TWO = frozenset(2**power for power in range(24))  # the batch sizes by which a float is multiplied exactly
+
+
+@dataclasses.dataclass
+class Meta:
+    """How one name is logged: ``self.log``'s arguments with the defaults of the hook filled in."""
+
+    fx: str
+    name: str
+    prog_bar: bool
+    logger: bool
+    on_step: bool
+    on_epoch: bool
+    reduce: str
+    enable_graph: bool
+    sync_dist: bool
+    sync_dist_group: Any
+    dataloader_idx: int | None
+    suffix: bool
+    rank_zero_only: bool
+
+    def key(self, on_step: bool) -> str:
+        """The name under which the step's or the epoch's value is reported."""
+        fork = ("_step" if on_step else "_epoch") if self.on_step and self.on_epoch else ""
+        return f"{self.name}{fork}{self.idx_suffix}"
+
+    @property
+    def idx_suffix(self) -> str:
+        """What tells one of several evaluation loaders from the other in a name."""
+        return f"/dataloader_idx_{self.dataloader_idx}" if self.suffix and self.dataloader_idx is not None else ""
+
+
+class Entry:
+    """One logged name: its last value and its running sum, both on the device of what was logged."""
+
+    def __init__(self, meta: Meta, args: tuple, all_reduce: Callable[..., Tensor]) -> None:
+        self.meta, self.args, self._all_reduce = meta, args, all_reduce
+        self._on_step, self._on_epoch, self._mean = meta.on_step, meta.on_epoch, meta.reduce == "mean"
+        self._synced = meta.sync_dist and not meta.rank_zero_only
+        self._factor_of: int | None = None
+        self.metric: Any = None  # a torchmetrics.Metric, if that is what was logged
+        self.step_value: Tensor | None = None
+        self.live = False  # logged since the last reset
+        self.reset()
+
+    def reset(self) -> None:
+        """Start the next epoch's sum."""
+        if self.metric is not None:
+            self.metric.reset()
+        self.total: Tensor | None = None
+        self.weight: int | Tensor = 0
+        self._epoch_value: Tensor | None = None
+        self.live = False
+
+    def update(self, value: Tensor, batch_size: int) -> None:
+        """Add one value (0-dim) that stands for batch_size samples."""
+        self._epoch_value, self.live = None, True
+        if self._on_step:
+            self.step_value = self._sync(value.clone()) if self._synced else value.clone()
+            if not self._on_epoch:
+                return
+        if self._mean:
+            self.weight += batch_size
+            if batch_size in POWERS_OF_TWO and self.total is not None:
+                # scaled exactly, so that one operation rounds as the two below do
+                self.total = torch.add(self.total, value, alpha=batch_size)
+                return
+            if batch_size != self._factor_of:  # a factor on the device costs half of a number from Python
+                self._factor_of = batch_size
+                self._factor = torch.tensor(batch_size, dtype=value.dtype, device=value.device)
+            value = value * self._factor
+        if self.total is None:  # under 64-true a float32 value is summed in float64
+            self.total = value.to(torch.promote_types(value.dtype, float_type()), copy=True)
+        elif self._mean:
+            self.total = self.total + value
+        else:
+            combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[self.meta.reduce]
+            self.total = combine(self.total, value)
+
+    def update_metric(self, metric: Any) -> None:
+        """Note that a torchmetrics object was logged; it keeps its own sums."""
+        self.metric, self.live, self._epoch_value = metric, True, None
+        if self.meta.on_step:
+            # torchmetrics keeps what forward() returned for this very purpose, and has no public name for it
+            self.step_value = getattr(metric, "_forward_cache", None)
+
+    def epoch_value(self) -> Tensor | None:
+        """The reduction over the epoch so far; over all ranks when sync_dist."""
+        if self._epoch_value is None:
+            if self.metric is not None:
+                self._epoch_value = self.metric.compute()
+            elif self.total is not None:
+                total = self._sync(self.total.clone())
+                if self.meta.reduce == "mean":
+                    # no integer: the mean of two ranks' 4 and 3 is 3.5
+                    weight = torch.tensor(self.weight, dtype=total.dtype, device=total.device)
+                    total = total / self._sync(weight)
+                self._epoch_value = total
+        return self._epoch_value
+
+    def value(self, on_step: bool) -> Tensor | None:
+        """What is reported in a step, or at the end of the epoch; None where nothing is."""
+        if on_step:
+            found = self.step_value if self.meta.on_step else None
+        else:
+            found = self.epoch_value() if self.meta.on_epoch else None
+        if found is not None and self.metric is not None and not isinstance(found, Tensor):
+            raise Misuse(
+                f"self.log({self.meta.name!r}, metric): metric.compute() returned {type(found).__name__}, expected a "
+                "tensor; log a MetricCollection or the dict it returned with self.log_dict"
+            )
+        return found if found is None or self.meta.enable_graph else found.detach()
+
+    def _sync(self, value: Tensor) -> Tensor:
+        if self._synced:
+            return self._all_reduce(value, group=self.meta.sync_dist_group, reduce_op=self.meta.reduce)
+        return value
+
+
+class Collection(dict):
+    """What one loop (training, or an evaluation) has logged: entries by (hook, name, loader)."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.training = training
+        self.batch: Any = None
+        self.batch_size: int | None = None
+        self.dataloader_idx: int | None = None
+        self.any_on_step = False  # whether any name has a value per step
+
+    def live(self) -> Iterator[Entry]:
+        """The entries logged since the last reset, for the loader at hand."""
+        return (e for e in self.values() if e.live and e.meta.dataloader_idx == self.dataloader_idx)
+
+    def size_of_batch(self) -> int:
+        """The batch size found in the batch at hand, looked for once."""
+        if self.batch_size is None:
+            self.batch_size = 1 if self.batch is None else batch_size_of(self.batch)
+        return self.batch_size
+
+    def reset(self, fx: str | None = None, tensors_only: bool = False) -> None:
+        """Forget the epoch's sums: of all entries or of one hook's."""
+        for entry in self.values():
+            if (fx is None or entry.meta.fx == fx) and not (tensors_only and entry.metric is not None):
+                entry.reset()
+
+
+def batch_size_of(batch: Any) -> int:
+    """The number of samples in a batch: the first dimension of the first tensor in it, however deep.
+
+    Example:
+        >>> batch_size_of({"x": torch.zeros(4, 3), "y": torch.zeros(4)})
+        4
+    """
+    if type(batch) in (list, tuple) and len(batch) == 2:  # (inputs, targets), nearly always
+        first, second = batch
+        if type(first) is type(second) is Tensor and (size := first.shape[:1]) and size == second.shape[:1]:
+            return size[0]
+    sizes = _sizes(batch)
+    size = next(sizes, None)
+    if size is None:
+        raise Misuse(
+            "We could not infer the batch_size from the batch. Either simplify its structure"
+            " or provide the batch_size as `self.log(..., batch_size=batch_size)`."
+        )
+    if any(other != size for other in sizes):
+        warnings.warn(
+            "Trying to infer the `batch_size` from an ambiguous collection. The batch size we found is"
+            f" {size}. To avoid any miscalculations, use `self.log(..., batch_size=batch_size)`.", stacklevel=4,
+        )  # fmt: skip
+    return size
+
+
+def _sizes(batch: Any) -> Iterator[int]:
+    if isinstance(batch, Tensor):
+        yield batch.size(0) if batch.dim() else 1
+    elif isinstance(batch, str):
+        return
+    elif isinstance(batch, Iterable | Mapping):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _sizes(part)
+    elif dataclasses.is_dataclass(batch):
+        for field in dataclasses.fields(batch):
+            yield from _sizes(getattr(batch, field.name))
+
+
+def float_type() -> torch.dtype:
+    """The default dtype, but no narrower than float32, so that long sums stay exact enough."""
+    default = torch.get_default_dtype()
+    return default if default in (torch.float32, torch.float64) else torch.float32

@@ -1,0 +1,390 @@
+"""Metrics: the arithmetic behind ``self.log``, on the device; nothing is read back inside a step.
+
+The rules are those of `Lightning's logging <https://lightning.ai/docs/pytorch/stable/extensions/logging.html>`_, to the
+bit: a mean is the sum of value x batch size over the sum of batch sizes, in float32 or wider, added in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import Misuse
+from .entries import Collection, Entry, Meta, float_type
+from .metric_states import MetricStates, is_metric
+
+# Where self.log may be called: the hooks where a value can only belong to the epoch, and those where it may be either,
+# with the default (on_step, on_epoch).
+_EPOCH_HOOKS = {
+    "on_train_start", "on_validation_start", "on_test_start", "on_train_epoch_start", "on_train_epoch_end",
+    "on_validation_epoch_start", "on_validation_epoch_end", "on_test_epoch_start", "on_test_epoch_end",
+}  # fmt: skip
+_TRAIN_STEP_HOOKS = {
+    "on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step",
+    "configure_gradient_clipping", "clip_gradients", "on_before_zero_grad", "optimizer_zero_grad",
+    "on_train_batch_start", "on_train_batch_end", "training_step",
+}  # fmt: skip
+_EVAL_STEP_HOOKS = {
+    "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start", "on_test_batch_end",
+    "validation_step", "test_step",
+}  # fmt: skip
+_REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", "avg": "mean",
+                               sum: "sum", max: "max", min: "min", "mean": "mean", "sum": "sum", "max": "max",
+                               "min": "min"}  # fmt: skip
+
+
+class Metrics:
+    """All that a run has logged, and the three views of it that Trainer offers.
+
+    Attributes:
+        fx: the hook that runs now; it decides whether a value belongs to the step or to the epoch.
+    """
+
+    def __init__(self, all_reduce: Callable[..., Tensor] | None = None, distributed: bool = False) -> None:
+        self._all_reduce = all_reduce or _alone
+        self._distributed = distributed
+        self.train, self.val = Collection(training=True), Collection(training=False)
+        self.active: Collection | None = None
+        self.fx: str | None = None
+        self.enabled = True  # False: barebones
+        self.predicts = False
+        self.has_logger = True
+        self._last_fx: str | None = None
+        self._paused: tuple | None = None  # where training stood, while it is validated
+        self._in_batches: bool | None = None  # None: outside of the batches; True: in the first one; False: after it
+        self.callback: dict[str, Tensor] = {}
+        self.logged: dict[str, Tensor] = {}
+        self.progress: dict[str, float] = {}
+        self.row: dict[str, Tensor] = {}  # what goes into the epoch's row of the history
+        self._objects: MetricStates | None = None  # the module's torchmetrics
+
+    def __deepcopy__(self, memo: dict) -> Metrics:
+        """Copies of a module made while it runs (EMA, pruning) log into the same run."""
+        return self
+
+    def __reduce__(self) -> tuple:
+        """A module pickled while it runs does not take the run along."""
+        return (Metrics, ())
+
+    # ---- what users call
+
+    def log(
+        self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None,
+        on_epoch: bool | None = None, reduce_fx: Any = "mean", enable_graph: bool = False, sync_dist: bool = False,
+        sync_dist_group: Any = None, add_dataloader_idx: bool = True, batch_size: int | None = None,
+        metric_attribute: str | None = None, rank_zero_only: bool = False,
+    ) -> None:  # fmt: skip
+        """Log a number, a tensor of one element or a torchmetrics object under a name; see LightningModule.log."""
+        collection = self.active
+        if collection is None or not self.enabled:
+            self._refuse(name)
+            return
+        args = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+                add_dataloader_idx, metric_attribute, rank_zero_only)  # fmt: skip
+        index = collection.dataloader_idx if add_dataloader_idx else None
+        entry = collection.get((self.fx, name, index))
+        if entry is None or entry.args != args:
+            entry = self._register(collection, entry, name, value, args, index)
+
+        if self._last_fx != self.fx:
+            if self._in_batches is not False:  # a new epoch begins for this hook
+                collection.reset(fx=self.fx, tensors_only=True)
+            self._last_fx = self.fx
+        if isinstance(value, Tensor):
+            if not enable_graph:
+                value = value.detach()
+        elif isinstance(value, numbers.Number):
+            value = torch.tensor(value, dtype=float_type())
+        else:
+            _check_loggable(name, value)
+            entry.update_metric(value)
+            return
+        if value.dim():
+            if value.numel() != 1:
+                raise Misuse(
+                    f"`self.log({name}, {value})` was called, but the tensor must have a single element."
+                    f" You can try doing `self.log({name}, {value}.mean())`"
+                )
+            value = value.squeeze()
+        if value.dtype is not torch.float32 and value.dtype is not torch.float64:
+            value = self._as_float(entry, value)
+        if batch_size is None:
+            needed = entry.meta.on_epoch and entry.meta.reduce == "mean"
+            batch_size = (collection.batch_size or collection.size_of_batch()) if needed else 1
+        entry.update(value, batch_size)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
+        """Log every item of a dict or of a torchmetrics MetricCollection."""
+        names: dict[str, Any] = {}
+        if hasattr(dictionary, "add_metrics"):  # a MetricCollection: names with its prefix, states as they are
+            names = {"keep_base": False, "copy_state": False}
+        for name, value in dictionary.items(**names):
+            self.log(name, value, **arguments)
+
+    # ---- what the loop calls
+
+    def start(self, collection: Collection | None) -> None:
+        """Log into this collection from now on; None: logging is refused."""
+        self.active = collection
+
+    def batch_starts(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        """A batch is at hand: its size is looked for when a mean needs it."""
+        self._in_batches = self._in_batches is None
+        collection = self.active
+        collection.batch, collection.batch_size, collection.dataloader_idx = batch, None, dataloader_idx
+
+    def batch_taken(self, batch: Any) -> None:
+        """A step has taken a batch itself: that is the one at hand."""
+        self.active.batch, self.active.batch_size = batch, None
+
+    def batch_ends(self) -> None:
+        """Let go of the batch."""
+        self.active.batch = self.active.batch_size = None
+
+    def batches_end(self) -> None:
+        """The batches (of one loader) are over: from now on the epoch's values count."""
+        if self._in_batches is not None:
+            self.merge()  # the last step's values stay visible under their own names
+        self._in_batches = None
+
+    def batches_go_on(self) -> None:
+        """The epoch was not over after all: its sums so far count on."""
+        self._in_batches = False
+
+    def merge(self) -> dict[str, Tensor]:
+        """Bring the three views up to date; returns what goes to the loggers."""
+        if not self.active:
+            return {}
+        callback, logged, bar = self.views()
+        self.callback.update(callback)
+        self.logged.update(logged)
+        self.progress.update({name: value.item() for name, value in bar.items()})  # CPU-GPU sync point
+        on_step = self._in_batches is not None
+        for entry in self.active.live():
+            meta = entry.meta
+            if not meta.logger or (on_step and meta.on_epoch):
+                continue
+            if (value := entry.value(not meta.on_epoch)) is not None:
+                self.row[meta.name + meta.idx_suffix] = value
+        return logged
+
+    def take_row(self) -> dict[str, Tensor]:
+        """What the epoch's row says, once: names without forks, with the epoch's value where there is one."""
+        row, self.row = self.row, {}
+        return row
+
+    def views(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """The values of this step, or of the epoch when its batches are over: (callback, logger, progress bar)."""
+        on_step = self._in_batches is not None
+        callback: dict[str, Tensor] = {}
+        logged: dict[str, Tensor] = {}
+        bar: dict[str, Tensor] = {}
+        for entry in self.active.live():
+            value = entry.value(on_step)
+            if value is None:
+                continue
+            meta = entry.meta
+            key = meta.key(on_step)
+            if meta.logger:
+                logged[key] = value
+            if self.active.training or not on_step:
+                callback[meta.name + meta.idx_suffix] = value
+                callback[key] = value
+            if meta.prog_bar:
+                bar[key] = value
+        return callback, logged, bar
+
+    def step_log(self) -> dict[str, Tensor]:
+        """What this step gives to the loggers."""
+        return self.views()[1] if self.active.any_on_step else {}
+
+    def epoch_ends(self) -> None:
+        """All hooks of the epoch have run: forget its sums."""
+        if self.active is not None:
+            self.active.reset()
+        self._in_batches = self._last_fx = None
+
+    def forget(self) -> None:
+        """Start as if nothing had been logged."""
+        self.epoch_ends()
+        self.callback, self.logged, self.progress, self.row = {}, {}, {}, {}
+
+    def pause(self) -> tuple:
+        """Validation runs inside the training epoch: keep where its batches stood."""
+        self.merge()
+        self._paused = self.active, self._in_batches, self._last_fx
+        return self._paused
+
+    def resume(self, kept: tuple) -> None:
+        """Go on after `pause`."""
+        self.active, self._in_batches, self._last_fx = kept
+        self._paused = None
+
+    def to_cpu(self) -> None:
+        """Move what stays readable after the run off the device."""
+        self.callback, self.logged = (
+            {name: value.cpu() if isinstance(value, Tensor) else value for name, value in view.items()}
+            for view in (self.callback, self.logged)  # callbacks may have put numbers there
+        )
+
+    def name_metrics(self, module: Any) -> None:
+        """Know the torchmetrics attributes of a module, to refuse those that belong to nobody."""
+        self._objects = MetricStates(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch's sums so far and the three views, for a checkpoint in the middle of an epoch."""
+        names = self._objects.names() if self._objects is not None else {}
+        entries = [
+            {
+                "meta": dataclasses.asdict(dataclasses.replace(entry.meta, sync_dist_group=None)),
+                "total": entry.total, "weight": entry.weight, "step_value": entry.step_value,
+                "object": names.get(id(entry.metric)),
+            }
+            for entry in self.train.values()
+            if entry.live and entry.meta.sync_dist_group is None
+        ]  # fmt: skip
+        objects = self._objects.state_dict() if self._objects is not None else {}
+        _, in_batches, last_fx = self._paused or (None, self._in_batches, self._last_fx)
+        place = {"objects": objects, "in_batches": in_batches, "last_fx": last_fx}
+        if self._paused is not None and self.fx == "on_validation_end":  # behind this hook they are reset
+            place["resets"] = [
+                names[id(one.metric)] for one in self.val.values() if one.live and id(one.metric) in names
+            ]
+        return {"train": entries, "callback": dict(self.callback), "row": dict(self.row), **place}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from a checkpoint's sums; each name is checked again when it is logged."""
+
+        def move(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        self._objects.load_state_dict(state["objects"], device)
+        parts = self._objects.parts()
+        for name in state.get("resets", ()):
+            if name in parts:
+                parts[name].reset()
+        metrics = self._objects.parts()
+        for part in state["train"]:
+            meta = Meta(**part["meta"])
+            entry = Entry(meta, (), self._all_reduce)
+            entry.total, entry.weight, entry.step_value = move(part["total"]), part["weight"], move(part["step_value"])
+            entry.metric, entry.live = metrics.get(part["object"]), True
+            self.train[(meta.fx, meta.name, meta.dataloader_idx if meta.suffix else None)] = entry
+            self.train.any_on_step |= meta.on_step
+        self.callback = {name: move(value) for name, value in state["callback"].items()}
+        self.row = {name: move(value) for name, value in state["row"].items()}
+        self._in_batches, self._last_fx = state["in_batches"], state["last_fx"]
+
+    # ---- checks, made once per name
+
+    def _refuse(self, name: str) -> None:
+        if not self.enabled:
+            warnings.warn(
+                f"self.log({name!r}) does nothing: `FabricLoop(barebones=True)` is configured; leave barebones out to log",
+                stacklevel=3,
+            )
+            return
+        where = f"inside `{self.fx}`" if self.fx else "outside of the loop's hooks"
+        if self.predicts:
+            where = "in prediction (a result collection is not registered yet, and none will be)"
+        raise Misuse(
+            f"You can't `self.log({name!r})` {where}; log in training_step, validation_step, test_step or the hooks"
+            " around them, or write to `self.logger` directly"
+        )
+
+    def _register(
+        self, collection: Collection, entry: Entry | None, name: str, value: Any, args: tuple, index: int | None
+    ) -> Entry:
+        (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, group, suffix, attribute,
+         rank_zero_only) = args  # fmt: skip
+        fx = self.fx
+        on_step, on_epoch = _levels(fx, name, on_step, on_epoch)
+        reduce = _REDUCTIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
+        if reduce is None:
+            raise Misuse(
+                f"Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported. If you need a custom reduction,"
+                f" please log a `torchmetrics.Metric` instance instead. Found: {reduce_fx}"
+            )
+        if suffix and "/dataloader_idx_" in name:
+            raise Misuse(
+                f"You called `self.log` with the key `{name}` but it should not contain information about"
+                " `dataloader_idx` when `add_dataloader_idx=True`"
+            )
+        _check_loggable(name, value)
+        if is_metric(value) and attribute is None and self._objects is not None:
+            self._check_attribute(name, value)
+        if logger and not self.has_logger:
+            warnings.warn(
+                f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can enable one"
+                " by doing `FabricLoop(logger=ALogger(...))`", stacklevel=4,
+            )  # fmt: skip
+        meta = Meta(fx, name, prog_bar, logger is not False, on_step, on_epoch, reduce, enable_graph,
+                    sync_dist and self._distributed, group, collection.dataloader_idx, suffix, rank_zero_only)  # fmt: skip
+        if entry is None:
+            entry = collection[(fx, name, index)] = Entry(meta, args, self._all_reduce)
+            collection.any_on_step |= on_step
+        elif entry.meta != meta:
+            raise Misuse(
+                f"You called `self.log({name}, ...)` twice in `{fx}` with different arguments. This is not allowed"
+            )
+        entry.args = args
+        return entry
+
+    def _check_attribute(self, name: str, value: Any) -> None:
+        names = self._objects.names()
+        if id(value) not in names:
+            way = "setting an attribute for the metric in your `LightningModule`."
+            if names:
+                way = f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of {list(names.values())}"
+            raise Misuse(
+                "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can fix this by"
+                f" {way}"
+            )
+
+    def _as_float(self, entry: Entry, value: Tensor) -> Tensor:
+        if not value.is_floating_point() and not entry.live:
+            warnings.warn(
+                f"You called `self.log({entry.meta.name!r}, ...)` in your `{entry.meta.fx}` but the value needs to be"
+                f" floating to be reduced. Converting it to {float_type()}. You can silence this warning by converting"
+                " the value to floating point yourself.", stacklevel=4,
+            )  # fmt: skip
+        return value.to(float_type())
+
+
+def _alone(value: Tensor, **words: Any) -> Tensor:
+    """The reduction over one process."""
+    return value
+
+
+def _levels(fx: str | None, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
+    """The hook's defaults filled in; refused where the hook has no step or no epoch to log for."""
+    if fx in _EPOCH_HOOKS:
+        if on_step:
+            raise Misuse(f"You can't `self.log(on_step={on_step})` inside `{fx}`, must be one of (False,).")
+        if on_epoch is False:
+            raise Misuse(f"You can't `self.log(on_epoch={on_epoch})` inside `{fx}`, must be one of (True,).")
+        return False, True
+    if fx in _TRAIN_STEP_HOOKS or fx in _EVAL_STEP_HOOKS:
+        on_step = fx in _TRAIN_STEP_HOOKS if on_step is None else on_step
+        on_epoch = fx in _EVAL_STEP_HOOKS if on_epoch is None else on_epoch
+        if not on_step and not on_epoch:
+            raise Misuse("`self.log(on_step=False, on_epoch=False)` is not useful.")
+        return on_step, on_epoch
+    where = f"inside `{fx}`" if fx else "outside of the loop's hooks"
+    raise Misuse(
+        f"You can't `self.log()` {where}. HINT: You can still log directly to the logger by using"
+        " `self.logger.experiment`."
+    )
+
+
+def _check_loggable(name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        raise Misuse(f"`self.log({name}, {value})` was called, but nested dictionaries cannot be logged")
+    if not (isinstance(value, Tensor | numbers.Number) or is_metric(value)):
+        raise Misuse(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")

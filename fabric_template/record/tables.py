@@ -1,0 +1,275 @@
+"""Tables: one CSV file that only grows; its rows, its cells, and what is done when the disk refuses them."""
+
+import csv
+import errno
+import io
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ..files.disk import BINARY, NOT_A_LINK, clear_stale, fs, replace_file, write_all
+
+FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # the last four: full-width ones
+
+_END = "\0end"  # read behind the last row; no cell of ours, and not seen if a quote was left open
+
+
+class LogsError(ValueError):
+    """Logs that cannot be written; the message is one line that says what to do. The rows are kept for the next try."""
+
+
+class Table:
+    r"""One CSV file that only grows: appended to row by row, replaced as a whole when a column is new.
+
+    A new column costs one pass over the file's bytes: its cells are not taken apart. A row that the disk refuses is kept,
+    and written with the next one or at the next `sync`. No file is held open: nothing to leak or to pickle, and an append
+    costs some microseconds more.
+
+    Example:
+        >>> table = Table("demo.csv", ("epoch",))
+        >>> table.append({"loss": 0.5, "epoch": 0})
+        >>> Path("demo.csv").read_text()
+        'epoch,loss\n0,0.5\n'
+    """
+
+    def __init__(self, path: str, first: tuple[str, ...]) -> None:
+        self.path, self.first = path, first
+        self.waiting: list[dict[str, str]] = []  # rows that are not on disk yet
+        self._columns: list[str] = []
+        self._num_rows, self._is_whole = 0, True
+        self._is_known = False  # whether the file was looked at
+        self._is_sure = True  # False: a write of ours has failed, and behind our rows anything may stand
+        self._is_ours = False  # whether its bytes are the ones that we write, a row in each line
+        self._stamp: tuple[int, ...] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """The rows on disk and those that wait."""
+        return self.position()["rows"] + len(self.waiting)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row; it is on disk when this returns.
+
+        Raises:
+            LogsError: the disk refused it; it is kept.
+            ValueError: a value that is more than one number.
+        """
+        self.waiting.append({cell_of(column): cell_of(number_of(column, value)) for column, value in row.items()})
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the rows that wait, all of them or none."""
+        if not self.waiting:
+            return
+        known = dict.fromkeys(self.position()["columns"])
+        columns = list(known | dict.fromkeys(column for row in self.waiting for column in row))
+        # a new column; or a power cut, a full disk, in mid-row: back to the last good one
+        if len(columns) > len(known) or not self._is_whole:
+            rank = {column: i for i, column in enumerate(self.first)}
+            columns.sort(key=lambda column: rank.get(column, len(rank)))
+            self._replace(columns, self._widened(list(known), columns) + to_lines(columns, self.waiting))
+            self._num_rows += len(self.waiting)
+            self.waiting = []
+            return
+        lines = to_lines(columns, self.waiting)
+        with writing(self.path):
+            fd = fs.open(self.path, os.O_WRONLY | os.O_APPEND | NOT_A_LINK | BINARY)
+            self._is_whole = self._is_sure = False  # some of it may be there, or all
+            try:
+                write_all(fd, lines)  # unbuffered: the rows leave us whole, in one call
+            finally:
+                fs.close(fd)
+        self._num_rows += len(self.waiting)
+        self.waiting, self._is_whole = [], True
+        self._note_stamp()
+
+    def position(self) -> dict[str, Any]:
+        """Rows and columns on disk, and the rows that wait, if there are any: plain values for a checkpoint."""
+        try:
+            self._look()
+        except LogsError:
+            if not self._is_known:  # otherwise: as we have written it
+                raise
+        waiting = {"waiting": [dict(row) for row in self.waiting]} if self.waiting else {}
+        return {"rows": self._num_rows, "columns": list(self._columns), **waiting}
+
+    def _look(self) -> None:
+        """Read the file where it is new to us, or changed by another hand."""
+        with writing(self.path):
+            stamp = self._stamp_now()
+            if not self._is_sure or (stamp is not None and stamp == self._stamp):
+                return
+            columns, rows, is_whole = read_table(self.path)
+            content = to_table(columns, rows)
+            one_line_each = content.count(b"\n") == len(rows) + 1
+            self._is_ours = one_line_each and Path(self.path).read_bytes() == content
+            self._know(columns, len(rows), is_whole)
+            self._stamp = stamp
+
+    def _know(self, columns: list[str], rows: int, is_whole: bool = True) -> None:
+        self._columns, self._num_rows, self._is_whole = columns, rows, is_whole
+        self._is_known, self._is_sure, self._stamp = True, True, None
+
+    def rewind(
+        self, rows: int = 0, columns: list[str] | None = None, waiting: list[dict[str, str]] | None = None
+    ) -> None:
+        """Back to what `position` gave: drop what was written since, write what waited then."""
+        clear_stale(os.path.dirname(self.path) or ".", os.path.basename(self.path))  # what a kill left of a rewrite
+        with writing(self.path):
+            old, found, whole = read_table(self.path)
+        if len(found) < rows:
+            warnings.warn(
+                f"{self.path} has {len(found)} rows, the checkpoint was saved after {rows}: "
+                "the earlier rows are gone, the log goes on without them",
+                stacklevel=4,
+            )
+        kept = [column for column in columns or [] if column in old]
+        if not kept:
+            with writing(self.path), suppress(FileNotFoundError):
+                fs.unlink(self.path)
+        elif kept != old or len(found) > rows or not whole:
+            self._replace(kept, to_table(kept, found[:rows]))
+        self._know(kept, min(rows, len(found)) if kept else 0)
+        # made safe again: they come from a file
+        self.waiting = [{cell_of(name): cell_of(cell) for name, cell in row.items()} for row in waiting or []]
+        self.flush()
+
+    def sync(self) -> None:
+        """Write what waits, and make the rows survive a power cut."""
+        self.flush()
+        with writing(self.path), suppress(FileNotFoundError):
+            fd = fs.open(self.path, os.O_RDWR | BINARY)
+            try:
+                fs.fsync(fd)
+            finally:
+                fs.close(fd)
+
+    def _widened(self, known: list[str], columns: list[str]) -> bytes:
+        """The file with these columns: an empty cell more in each line, where all new ones stand at the end."""
+        with writing(self.path):
+            if self._is_whole and self._is_ours and len(known) > 1 and columns[: len(known)] == known:
+                _, _, lines = Path(self.path).read_bytes().partition(b"\n")
+                return to_table(columns, []) + lines.replace(b"\n", b"," * (len(columns) - len(known)) + b"\n")
+            return to_table(columns, read_table(self.path)[1][: self._num_rows])
+
+    def _replace(self, columns: list[str], content: bytes) -> None:
+        with writing(self.path):
+            os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
+            self._is_whole = self._is_sure = False
+            replace_file(self.path, content)
+        self._columns, self._is_whole, self._is_ours, self._is_known = columns, True, True, True
+        self._note_stamp()
+
+    def _note_stamp(self) -> None:
+        self._is_sure, self._stamp = True, None
+        with suppress(OSError):  # it is read again, then
+            self._stamp = self._stamp_now()
+
+    def _stamp_now(self) -> tuple[int, ...] | None:
+        with suppress(FileNotFoundError):
+            found = os.stat(self.path)
+            return found.st_ino, found.st_size, found.st_mtime_ns
+        return None
+
+
+def read_table(path: str | os.PathLike) -> tuple[list[str], list[dict[str, str]], bool]:
+    """The header, the whole rows, and whether that was everything: a line counts once its newline is there."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+            if len(data) < os.fstat(file.fileno()).st_size:
+                raise OSError(errno.EIO, "the file ended before its size")
+    except FileNotFoundError:
+        return [], [], True
+    whole = data[: data.rfind(b"\n") + 1]
+    text = io.TextIOWrapper(io.BytesIO(whole + _END.encode()), "utf-8-sig", "surrogateescape", newline="")
+    limit = csv.field_size_limit(len(data) + len(_END))  # a long text was logged: no reason not to read it
+    try:
+        # another program's cell with a \r in it would not be quoted again when it is written
+        columns, *rows = [[cell.replace("\r", "\\r") for cell in row] for row in csv.reader(text) if row]
+    finally:
+        csv.field_size_limit(limit)
+    if columns == [_END]:
+        return [], [], len(whole) == len(data)
+    closed = bool(rows) and rows.pop() == [_END]  # otherwise a quote is open, and has swallowed all that follows it
+    torn = not closed or (bool(rows) and len(rows[-1]) != len(columns))
+    columns = [column.lstrip("\ufeff") for column in columns]
+    rows = [dict(zip(columns, row, strict=False)) for row in (rows[:-1] if torn and closed else rows)]
+    return columns, rows, not torn and len(whole) == len(data)
+
+
+def to_table(columns: list[str], rows: list[dict[str, str]]) -> bytes:
+    """A whole file."""
+    return to_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]) if columns else b""
+
+
+def to_lines(columns: list[str], rows: list[dict[str, str]]) -> bytes:
+    """Rows as they stand in the file; a missing cell is empty."""
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
+    return text.getvalue().encode("utf-8", "surrogateescape")
+
+
+def number_of(name: str, value: Any) -> Any:
+    """A tensor's or array's one number; other values as they are."""
+    if not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, ValueError):
+        shape = tuple(getattr(value, "shape", ()))
+        raise ValueError(
+            f"cannot log {name!r}: it has shape {shape}, a cell holds one number; log {name}.mean(), for example"
+        ) from None
+
+
+def cell_of(value: Any) -> str:
+    """The text of one cell, on one line; what a spreadsheet would run as a formula gets an apostrophe before it.
+
+    Example:
+        >>> cell_of(0.1), cell_of(None), cell_of("=1+1"), cell_of("-0.5")
+        ('0.1', '', "'=1+1", '-0.5')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return float.__repr__(value)  # the shortest text that reads back as the same number
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__repr__(value)
+    text = str(value)
+    if text.startswith(FORMULAS):
+        try:
+            float(text)
+        except ValueError:
+            text = "'" + text
+    # One line per row, whatever was logged: so a torn row is found by its missing newline, and tail and grep work.
+    return text.replace("\r", "\\r").replace("\n", "\\n").encode("utf-8", "backslashreplace").decode()
+
+
+def value_of(cell: str) -> Any:
+    """What was logged, of the text of its cell: the very number, True, False, or text.
+
+    Example:
+        >>> value_of("0.1"), value_of("3"), value_of("True"), value_of("nan")
+        (0.1, 3, True, nan)
+    """
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(cell)
+    return {"True": True, "False": False}.get(cell, cell)
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """What the disk refuses inside becomes a LogsError that names the file."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        why = "there is not enough memory" if isinstance(error, MemoryError) else error.strerror or error
+        raise LogsError(
+            f"cannot write logs to {path!r}: {why}; "
+            "choose a folder that can be written, e.g. CSVLogger(root_dir='/tmp/logs'), or logger=False to log nothing"
+        ) from error

@@ -1,0 +1,1 @@
+"""Trainer: what was written for Trainer finds its words here."""

@@ -1,0 +1,377 @@
+"""TrainerFace: what modules and callbacks read from a trainer, offered by the loop; and no more than that.
+
+Counted over public packages and Lightning's own callbacks. What has no meaning here is refused with a clear
+AttributeError, so that nobody takes silence for an answer.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import Misuse
+from ..core.hooks import is_a
+from ..process.finished import tell_held_back
+from .views import (
+    AcceleratorView,
+    DataView,
+    EvaluationLoopView,
+    FitLoopView,
+    LoggerView,
+    PredictLoopView,
+    ResultsView,
+    State,
+    Word,
+    shows,
+)
+
+if TYPE_CHECKING:
+    from ..core.run import Run
+
+
+class TrainerFace:
+    """Trainer's attributes, read from the run at hand (or the last one); what belongs to fit, from the last fit."""
+
+    _run: Run | None
+    _runs: dict[str, Run]  # the last one of each verb: what it has set up stays readable, as under Trainer
+    fabric: Any
+    _strategy_face: Any
+
+    # ---- progress
+
+    current_epoch = shows(
+        "_run.current_epoch", "The epoch that runs, from 0; after fit, the number of epochs trained.", 0
+    )
+
+    global_step = shows("_run.global_step", "Optimizer steps taken so far.", 0)
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The limit of epochs, -1 for none."""
+        return self._run.limits()[0] if self._run else self.config.max_epochs
+
+    @property
+    def min_epochs(self) -> int | None:
+        """How many epochs no ``should_stop`` can end, 0 for none; as configured before anything has run."""
+        return self._run.min_epochs if self._run else self.config.min_epochs
+
+    is_last_batch = shows("_fitted.is_last_batch", "Whether the training batch at hand is the epoch's last.", False)
+
+    should_stop = shows("_fitted.should_stop", "Set it to end training after the batch at hand, if it may end.", False)
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if self._fitted is not None:
+            self._fitted.should_stop = value
+            if value:
+                tell_held_back(self._fitted, "The loop was signaled to stop")
+
+    @property
+    def gradient_clip_algorithm(self) -> Word | None:
+        """What gradient_clip_val limits."""
+        algorithm = self.config.gradient_clip_algorithm
+        return algorithm and Word(algorithm)
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches per optimizer step; a callback may change it between epochs."""
+        return self._run.window if self._run else self.config.accumulate_grad_batches
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, value: int) -> None:
+        self._required("accumulate_grad_batches").window = value
+
+    num_training_batches = shows("_fitted.feed.num_batches", "Training batches of an epoch.", math.inf)
+
+    num_val_batches = property(
+        lambda self: self._limits_of("validate" if self._run and self._run.fn == "validate" else "fit"),
+        doc="Batches of each validation loader; fit's, unless the last run was validate.",
+    )
+
+    num_test_batches = property(lambda self: self._limits_of("test"), doc="Batches of each test loader.")
+    num_predict_batches = property(lambda self: self._limits_of("predict"), doc="Batches of each loader to predict.")
+
+    num_sanity_val_batches = property(
+        lambda self: [min(self.num_sanity_val_steps, limit) for limit in self._limits_of("fit")],
+        doc="Batches of each validation loader in fit's sanity check.",
+    )
+
+    def _limits_of(self, verb: str) -> list[int | float]:
+        """The batches of each evaluation loader of the last such run."""
+        run = self._runs.get(verb)
+        return run.feed.val.limits if run and run.feed.val else []
+
+    val_check_batch = shows("_fitted.schedule.batch", "Validation runs every so many batches.")
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The number of optimizer steps that fit is going to take; infinity when nothing limits it.
+
+        May be asked in ``configure_optimizers``: the training loader is made then.
+
+        Raises:
+            Misuse: where there is no training loader, as in a test.
+        """
+        run = self._required("estimated_stepping_batches")
+        max_epochs, max_steps = run.limits()
+        if max_epochs == -1 and not run.has_timer:
+            return math.inf if max_steps == -1 else max_steps
+        if not run.feed.has("train"):
+            raise Misuse(
+                f"FabricLoop.estimated_stepping_batches: {run.fn} has no train loader, and `train_dataloader` must be"
+                " implemented to count its batches: ask for it in fit"
+            )
+        run.feed.set_up_train()
+        if run.feed.num_batches == math.inf:
+            return max_steps if max_steps != -1 else math.inf
+        per_epoch = math.ceil(run.feed.num_batches / run.window)
+        total = per_epoch * max(max_epochs, 1)
+        return min(max_steps, total) if max_steps != -1 else total
+
+    # ---- what was logged
+
+    def _logged(self, view: str) -> dict[str, Any]:
+        """One of the three views of what was logged, up to date."""
+        if self._run is None:
+            return {}
+        if self._run.metrics.active:
+            self._run.metrics.merge()
+        return getattr(self._run.metrics, view)
+
+    callback_metrics = property(lambda self: self._logged("callback"), doc="Every metric by name, as callbacks see it.")
+    logged_metrics = property(lambda self: self._logged("logged"), doc="What was sent to the loggers.")
+    progress_bar_metrics = property(lambda self: self._logged("progress"), doc="What stands beside the progress bar.")
+
+    # ---- parts
+
+    lightning_module = shows("_run.model", "The model that was given.")
+
+    @property
+    def model(self) -> Any:
+        """The same; under DDP the wrapper."""
+        if self._run is None:
+            return None
+        return getattr(getattr(self._run, "steps", None), "wrapped", None) or self._run.model
+
+    datamodule = shows("_run.datamodule", "The datamodule given to this run.")
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers themselves; a plain object that steps them itself gets those that count their steps."""
+        if (run := self._fitted) is None:
+            return []
+        return run.optimizers if run.is_automatic or run.is_lightning else run.loop_optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        self._required("optimizers").replace_optimizers(optimizers)
+
+    lr_scheduler_configs = shows("_fitted.schedulers", "The schedulers with their intervals and monitors.", list)
+    train_dataloader = shows("_run.feed.train.as_given", "The training loader, in the shape in which it was given.")
+    val_dataloaders = property(
+        lambda self: self._loaders_of("fit", "validate"), doc="The validation loaders, as given."
+    )
+    test_dataloaders = property(lambda self: self._loaders_of("test"), doc="The test loaders, as given.")
+    predict_dataloaders = property(lambda self: self._loaders_of("predict"), doc="The loaders to predict, as given.")
+
+    def _loaders_of(self, *verbs: str) -> Any:
+        """The evaluation's loaders, if the last run was one of these verbs: they don't outlive it."""
+        run = self._run
+        return run.feed.val.as_given if run and run.feed.val and run.fn in verbs else None
+
+    @property
+    def logger(self) -> Any:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers, self._own_logger = [] if logger is None else [logger], False
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the first logger's files."""
+        if not self.loggers:
+            return self.default_root_dir
+        logger = self.loggers[0]
+        folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
+        known = hasattr(type(logger), "claim")  # our own: the version was agreed on when the run began
+        return folder if known or self.fabric.world_size == 1 or not self._run else self.fabric.broadcast(folder)
+
+    def _those(self, kind: str) -> list[Any]:
+        return [callback for callback in self.callbacks if is_a(callback, kind)]
+
+    checkpoint_callbacks = property(lambda self: self._those("Checkpoint"), doc="Callbacks that save checkpoints.")
+    early_stopping_callbacks = property(lambda self: self._those("EarlyStopping"), doc="EarlyStopping callbacks.")
+    early_stopping_callback = property(
+        lambda self: next(iter(self.early_stopping_callbacks), None), doc="The first EarlyStopping callback."
+    )
+    progress_bar_callback = property(
+        lambda self: next(iter(self._those("ProgressBar")), None), doc="A progress bar among the callbacks, if any."
+    )
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that saves checkpoints; without one, the loop's own saver."""
+        return next(iter(self.checkpoint_callbacks), self._run.saver if self._run else None)
+
+    @property
+    def profiler(self) -> Any:
+        """The profiler, one that does nothing when none was asked for."""
+        if self.own_profiler is not None:
+            return self.own_profiler
+        from lightning.pytorch.profilers import PassThroughProfiler
+
+        return PassThroughProfiler()
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that this run started from."""
+        path = self._run and (self._run.resume_path or self._run.load_path)
+        return str(path) if path else None
+
+    # ---- loops: Lightning's callbacks look into them
+
+    fit_loop = property(FitLoopView, doc="How far training is, in the few words that callbacks ask for.")
+    predict_loop = property(PredictLoopView, doc="What was predicted, and of which samples.")
+    _evaluation_loop = property(EvaluationLoopView)
+    _data_connector = property(DataView)
+    _logger_connector = property(LoggerView)
+
+    @property
+    def _results(self) -> ResultsView | None:
+        return ResultsView(self) if self._run is not None and self._run.fn != "predict" else None
+
+    _accelerator_connector = property(AcceleratorView)
+
+    # ---- where it runs
+
+    strategy = shows("_strategy_face", "Fabric's strategy, with the few words more that callbacks use.")
+    precision = shows("fabric.strategy.precision.precision", 'Such as "32-true" or "bf16-mixed".')
+    precision_plugin = shows("_strategy_face.precision_plugin", "The strategy's precision, with ``clip_gradients``.")
+    is_global_zero = shows("fabric.is_global_zero", "Whether this is the process that writes.")
+    global_rank = shows("fabric.global_rank", "This process's number among all.")
+    local_rank = shows("fabric.local_rank", "This process's number on its machine.")
+    node_rank = shows("fabric.node_rank", "This machine's number.")
+    world_size = shows("fabric.world_size", "The number of processes.")
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator, as Trainer has it: it can ``get_device_stats``."""
+        from lightning.pytorch import accelerators
+
+        own = self.fabric.accelerator  # Fabric's; Trainer's has the same name
+        twin = getattr(accelerators, type(own).__name__, None)
+        return own if twin is None else twin()
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler under 16-mixed."""
+        return getattr(self.fabric.strategy.precision, "scaler", None)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on this machine."""
+        return len(getattr(self.fabric.strategy, "parallel_devices", None) or [0])
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return getattr(self.fabric.strategy, "num_nodes", 1)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of this machine's devices."""
+        devices = getattr(self.fabric.strategy, "parallel_devices", None) or [self.fabric.device]
+        return [device.index if device.index is not None else i for i, device in enumerate(devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """What a DistributedSampler needs, None for one process."""
+        return getattr(self.fabric.strategy, "distributed_sampler_kwargs", None)
+
+    # ---- stages
+
+    def _is_in(self, *stages: str) -> bool:
+        return bool(self._run and self._run.stage in stages)
+
+    @property
+    def state(self) -> State:
+        """What runs."""
+        run = self._run
+        return State(fn=run and run.fn, stage=run and run.stage and Word(run.stage), status=Word(self._status))
+
+    training = property(lambda self: self._is_in("train"), doc="Whether a training epoch runs.")
+    validating = property(lambda self: self._is_in("validate"), doc="Whether a validation runs.")
+    testing = property(lambda self: self._is_in("test"), doc="Whether a test runs.")
+    predicting = property(lambda self: self._is_in("predict"), doc="Whether predictions are made.")
+    sanity_checking = property(lambda self: self._is_in("sanity_check"), doc="Whether it is validated before training.")
+
+    evaluating = property(
+        lambda self: self._is_in("validate", "test", "sanity_check"),
+        doc="Whether a validation or a test runs; the sanity check is one, too.",
+    )
+
+    interrupted = shows("state.interrupted", "Whether the last run was interrupted or failed.")
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether SIGTERM has come: fit ends after the step at hand."""
+        run = self._run
+        return run is not None and signal.SIGTERM in (run.stopped_by, run.signals and run.signals.received)
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether fit validates."""
+        return bool(self._run and self._run.schedule.validates)
+
+    # ---- deeds
+
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        """Write a checkpoint of the run as it stands now; after a test of what was trained, of its training."""
+        from ..files.keeper import prove, state_of
+
+        if self._run is None:
+            raise AttributeError(
+                "Saving a checkpoint is only possible if a model is attached to the Trainer: expected save_checkpoint after or"
+                " in fit, validate, test or predict"
+            )
+        run = self._run
+        if self._fitted is not None and self._fitted.model is run.model:  # so that it can be resumed
+            run = self._fitted
+        state = state_of(run, weights_only=bool(weights_only))
+        run.record.sync()  # what it says of the logs is on disk before it
+        if self.fabric.is_global_zero:
+            save = run.hooks.timed(self.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")
+            save(state, filepath, storage_options=storage_options)
+        prove(run, filepath)
+        self.fabric.barrier("save_checkpoint")
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager:
+        """Make a module inside, and it is on the device and in the precision at once; see ``Fabric.init_module``."""
+        return self.fabric.init_module(empty_init)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank zero."""
+        self.fabric.print(*args, **kwargs)
+
+    @property
+    def _fitted(self) -> Run | None:
+        return self._runs.get("fit")
+
+    def _required(self, what: str) -> Run:
+        if self._run is None:
+            raise RuntimeError(f"FabricLoop.{what}: nothing has run yet; call fit, validate, test or predict first")
+        return self._run
+
+    def __getattr__(self, name: str) -> Any:
+        # only for names that nothing else answers: the configuration's words, then a clear refusal
+        config = self.__dict__.get("config")
+        if config is not None and not name.startswith("_") and hasattr(config, name):
+            return getattr(config, name)
+        raise AttributeError(
+            f"FabricLoop has no attribute {name!r}: it offers what modules and callbacks read from a Trainer (trainer.py"
+            " lists it), not all of Trainer"
+        )

@@ -1,0 +1,49 @@
+"""Averaging: a StochasticWeightAveraging that goes on where its own state_dict, made for whole epochs, does not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..core.hooks import is_a
+
+if TYPE_CHECKING:
+    from ..core.run import Run
+
+
+def go_on(run: Run, has_ended: bool = False) -> None:
+    """Let it set itself up for the epoch that the checkpoint is in the middle of, as it has done at that epoch's start.
+
+    A run that ``has_ended`` between two epochs is shown as it was in the one before.
+
+    By name, and by its hook: there it makes its scheduler and puts it in the others' place, and turns the epoch after the
+    last into one that only renews BatchNorm's statistics. What the hook does to weights and optimizer is done already.
+    """
+    for callback in run.callbacks:
+        epoch = run.epochs_done
+        if not is_a(callback, "StochasticWeightAveraging"):
+            continue
+        if run.between_epochs and not has_ended and epoch <= callback.swa_end:
+            continue
+        weights = {name: tensor.detach().clone() for name, tensor in _tensors(run)}
+        groups = [(group, dict(group)) for optimizer in run.optimizers for group in optimizer.param_groups]
+        # the scheduler is made in an epoch that it belongs to
+        run.epochs_done = min(epoch - run.between_epochs, callback.swa_end)
+        run.hooks.call_one(callback, "on_train_epoch_start")
+        run.epochs_done = epoch
+        if epoch > callback.swa_end and not run.between_epochs:
+            run.hooks.call_one(callback, "on_train_epoch_start")
+        with torch.no_grad():
+            for name, tensor in _tensors(run):
+                tensor.copy_(weights[name])
+        for group, before in groups:
+            group.clear()
+            group.update(before)
+
+
+def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
+    return chain(run.net.named_parameters(), run.net.named_buffers())

@@ -1,0 +1,93 @@
+"""Callbacks: the list that a loop was given, checked, and in the order in which Trainer calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+from ..core.config import LoopConfig
+from ..core.errors import Misuse, MisuseOfType
+from ..core.hooks import HOOKS, is_a, keyword_names, overrides
+from ..core.inputs import check_object
+
+_REFUSED = {
+    "BatchSizeFinder": "it trains by Trainer's tuner: find the size with lightning.Trainer and give it to your loader",
+    "LearningRateFinder": "it trains by Trainer's tuner: find the rate with lightning.Trainer and give it to your optimizer",
+}
+
+
+def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
+    """The callbacks as a list, those that save last.
+
+    Args:
+        given: None, a callback or several; Lightning's, or any object with methods named like hooks.
+        config: as the user wrote it.
+
+    Raises:
+        Misuse, TypeError, RuntimeError: for what cannot work, in the cases in which Trainer refuses it, too.
+
+    Example:
+        >>> from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+        >>> callbacks = parse_callbacks([ModelCheckpoint(), EarlyStopping("val_loss")], LoopConfig())
+        >>> [type(callback).__name__ for callback in callbacks]
+        ['EarlyStopping', 'ModelCheckpoint']
+    """
+    callbacks = [] if given is None else list(given) if isinstance(given, list | tuple | set) else [given]
+    for callback in callbacks:
+        check_object("callbacks", callback)
+        if isinstance(callback, str | dict | FunctionType | BuiltinFunctionType | None):
+            raise MisuseOfType(
+                f"callbacks got a {type(callback).__name__}: expected objects with methods named like hooks, such as"
+                " callbacks=[EarlyStopping('val_loss')]"
+            )
+        for hook in HOOKS if not hasattr(callback, "state_key") else ():
+            if (method := overrides(callback, hook)) is not None:
+                keyword_names(method, hook)  # raises where it could not be called
+        for kind, reason in _REFUSED.items():
+            if is_a(callback, kind):
+                raise Misuse(f"{type(callback).__name__} cannot work here: {reason}")
+    bars = [type(callback).__name__ for callback in callbacks if is_a(callback, "ProgressBar")]
+    if len(bars) > 1:
+        raise Misuse(
+            f"You added multiple progress bar callbacks, {', '.join(bars)}, but only one progress bar is supported: leave"
+            " one of them"
+        )
+    savers = [type(callback).__name__ for callback in callbacks if is_a(callback, "Checkpoint")]
+    for word, found in (("enable_progress_bar", bars), ("enable_checkpointing", savers)):
+        if found and (getattr(config, word) is False or config.barebones):
+            raise Misuse(
+                f"FabricLoop was configured with `{word}=False` but found `{found[0]}` in callbacks list: leave one of"
+                " them out"
+            )
+    _check_keys(callbacks)
+    return in_order(callbacks)
+
+
+def in_order(callbacks: Iterable[Any]) -> list[Any]:
+    """The callbacks as they are called: those that save checkpoints after the others, whose state they save."""
+    return sorted(callbacks, key=lambda callback: is_a(callback, "Checkpoint"))
+
+
+def add_callbacks_of(configure: Callable | None, callbacks: list[Any]) -> list[Any]:
+    """The callbacks with those that a module's ``configure_callbacks`` returns in the place of those of their classes."""
+    own = configure() if configure is not None else None
+    if not own:
+        return callbacks
+    own = list(own) if isinstance(own, list | tuple) else [own]
+    kinds = {base for callback in own for base in type(callback).__mro__ if base.__name__ != "Callback"}
+    return in_order([callback for callback in callbacks if type(callback) not in kinds] + own)
+
+
+def _check_keys(callbacks: list[Any]) -> None:
+    """Two states under one key would be one in a checkpoint."""
+    seen = set()
+    for callback in callbacks:
+        if overrides(callback, "state_dict") is None or not hasattr(callback, "state_key"):
+            continue
+        if callback.state_key in seen:
+            raise RuntimeError(
+                f"Found more than one stateful callback of type `{type(callback).__name__}`. In the current configuration"
+                " both would be saved under one key; give them different arguments, or a `state_key` of their own"
+            )
+        seen.add(callback.state_key)

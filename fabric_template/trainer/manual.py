@@ -1,0 +1,129 @@
+"""Manual optimization: the module's own steps, and an optimizer as a module sees it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..core.errors import MisuseOfType
+from ..core.update import AutomaticUpdate
+
+if TYPE_CHECKING:
+    from ..core.run import Run
+
+
+class ManualUpdate(AutomaticUpdate):
+    """One batch of manual optimization: the module's ``training_step`` does everything through ``self.optimizers()``."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._ddp = run.steps.ddp
+        self._used: set[int] = set()  # the optimizers that have stepped in this batch, after the last backward
+
+    def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
+        """Run the step; returns what ``on_train_batch_end`` gets as outputs."""
+        self._used.clear()
+        outputs = self._outputs_of(batch, batch_idx)
+        self.run.steps_in_epoch = self.run.batches_done  # a batch is a window, whatever has stepped
+        return outputs
+
+    def _outputs_of(self, batch: Any, batch_idx: int) -> Any:
+        metrics = self.metrics
+        before, metrics.fx = metrics.fx, "training_step"
+        output = self.step(batch, batch_idx) if self.takes_idx else self.step(batch)
+        metrics.fx = before
+        if output is None:
+            return {}
+        if not isinstance(output, Tensor | Mapping):
+            raise MisuseOfType(
+                "In manual optimization, `training_step` must either return a Tensor or have no return; it returned a"
+                f" {type(output).__name__}"
+            )
+        outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        if isinstance(outputs.get("loss"), Tensor):
+            outputs["loss"] = outputs["loss"].detach()
+            self.run.note_returned(output, outputs["loss"])
+        return outputs
+
+    def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
+        """One optimizer's step, called by the module; counts as a step of the run."""
+        output = super().step_with(optimizer, closure, **arguments)
+        self.run.global_step += 1
+        self.run.steps_in_epoch = self.run.batches_done  # what comes of an error now is behind a step
+        self._used.add(id(optimizer))
+        return output
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward with its hooks, for ``manual_backward``."""
+        self._used.clear()
+        if self._ddp is not None:
+            from lightning.pytorch.overrides.distributed import prepare_for_backward
+
+            prepare_for_backward(self._ddp, loss)
+        super().backward(loss, *args, **kwargs)
+
+    def waiting(self) -> list[Optimizer]:
+        """Those whose parameters may have gradients that a later batch steps with."""
+        return [optimizer for optimizer in self.run.optimizers if id(optimizer) not in self._used]
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Only the hook: in manual optimization the module clips."""
+        self.hooks.call("on_before_optimizer_step", optimizer)
+
+
+class LoopOptimizer:
+    """An optimizer as a module sees it: itself, but ``step`` goes through the run's precision, hooks and counter.
+
+    It passes ``isinstance`` checks for the optimizer's own class, and for Lightning's class of wrapped optimizers.
+    """
+
+    def __init__(self, optimizer: Optimizer, run: Run) -> None:
+        self._optimizer, self._run = optimizer, run
+        rooms = [sys.modules.get(f"{package}.core.optimizer") for package in ("lightning.pytorch", "pytorch_lightning")]
+        wrappers = [room.LightningOptimizer for room in rooms if room is not None]
+        bases = (LoopOptimizer, type(optimizer), *dict.fromkeys(wrappers))
+        self.__class__ = type(f"Lightning{type(optimizer).__name__}", bases, {})
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer itself."""
+        return self._optimizer
+
+    def step(self, closure: Callable | None = None, **arguments: Any) -> Any:
+        """Step the optimizer, with a closure or without."""
+        if closure is not None and not callable(closure):
+            raise MisuseOfType("When `optimizer.step(closure)` is called, the closure should be callable")
+        return self._run.update.step_with(self._optimizer, closure, **arguments)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Only this optimizer's parameters require gradients inside; see LightningOptimizer.toggle_model."""
+        module, run = self._run.owner, self._run
+        alone = not sync_grad and run.steps.wrapped is not None
+        with run.steps.no_sync() if alone else nullcontext():
+            module.toggle_optimizer(self)
+            yield
+            module.untoggle_optimizer(self)
+
+    def state_dict(self) -> dict:
+        """The optimizer's own."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        """The optimizer's own."""
+        self._optimizer.load_state_dict(state)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's own."""
+        self._optimizer.zero_grad(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_optimizer"], name)
+
+    def __repr__(self) -> str:
+        return f"Lightning{self._optimizer!r}"
