@@ -7,10 +7,10 @@
 Parts: `kills` and `ranks` are tests/faults/kills.py with one process and with two, `configurations` is
 tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py (random configurations by
 Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each way), `reads` is
-tests/faults/reads.py (every look at it), `raised` is tests/test_raised_anywhere.py (an exception at every hook and call),
-`syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler), `fields` is tests/faults/fields.py
-(one field of a valid checkpoint is altered), `fuzz` is soak/fuzz.py (needs atheris: the extra `soak`). A seed is printed, and
-gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
+tests/faults/reads.py (every look at it), `raised` is tests/process/test_raised_anywhere.py (an exception at every hook and
+call), `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler), `fields` is
+tests/faults/fields.py (one field of a valid checkpoint is altered), `fuzz` is soak/fuzz.py (needs atheris: the extra `soak`). A
+seed is printed, and gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def command_of(part, words, seed):
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", words.buffer],
         "fields": [*python, FAULTS / "fields.py", "--fields", words.fields, "--seed", seed],
         "reads": [*python, FAULTS / "reads.py", "--every", "1"],
-        "raised": [*python, ROOT / "tests" / "test_raised_anywhere.py"],
+        "raised": [*python, ROOT / "tests" / "process" / "test_raised_anywhere.py"],
         "syscalls": [*python, ROOT / "soak" / "syscalls.py", "--faults", words.faults, "--seed", seed],
         "fuzz": [*python, ROOT / "soak" / "fuzz.py", "--inputs", words.inputs, "--seed", seed],
     }[part]

@@ -73,6 +73,45 @@ class Classifier(pl.LightningModule):
         return self.make_optimizers(self)
 
 
+class Gan(pl.LightningModule):
+    """A generator that steps each batch, a critic that accumulates two; each toggled, each with a schedule of its own."""
+
+    def __init__(self, toggles=True, every=2):
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggles, self.every = toggles, every
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3))
+        self.critic = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+
+    def training_step(self, batch, batch_idx):
+        of_generator, of_critic = self.optimizers()
+        fake = self.generator(torch.randn(len(batch[0]), 4))
+        if self.toggles:
+            self.toggle_optimizer(of_generator)
+        loss = -self.critic(fake).mean()
+        of_generator.zero_grad()
+        self.manual_backward(loss)
+        of_generator.step()
+        if self.toggles:
+            self.untoggle_optimizer(of_generator)
+            self.toggle_optimizer(of_critic)
+        critic_loss = self.critic(fake.detach()).mean() - self.critic(batch[0]).mean()
+        self.manual_backward(critic_loss / self.every)
+        if (batch_idx + 1) % self.every == 0:
+            of_critic.step()
+            of_critic.zero_grad()
+        if self.toggles:
+            self.untoggle_optimizer(of_critic)
+        for scheduler in self.lr_schedulers()[: 2 if batch_idx % self.every else 1]:
+            scheduler.step()
+        self.log_dict({"g": loss, "c": critic_loss}, on_step=True, on_epoch=True)
+        return {"loss": loss + critic_loss}
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (self.generator, self.critic)]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.95) for o in optimizers]
+
+
 def quiet(**words):
     """Words for both loops that keep them off the disk and the terminal."""
     return {

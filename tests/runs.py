@@ -126,7 +126,7 @@ class Snapshots(Callback):
             shutil.copytree(self.root, self.to / str(batches))
 
 
-def source_of(code):
-    """A command that runs the code in a Python of its own, with the tests' modules at hand."""
-    path = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+def source_of(code, file=__file__):
+    """A command that runs the code in a Python of its own, with the tests' modules and what lies beside `file` at hand."""
+    path = [str(Path(__file__).parent), str(Path(__file__).parent.parent), str(Path(file).parent)]
     return [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"]

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 
 # Lightning's own way to make a custom batch sampler again around another sampler has no public name.
-# tests/test_private_names.py says so in a line if it goes.
+# tests/contract/test_private_names.py says so in a line if it goes.
 from lightning.fabric.utilities.data import _dataloader_init_kwargs_resolve_sampler, suggested_max_num_workers
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.warnings import PossibleUserWarning

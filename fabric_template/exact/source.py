@@ -308,7 +308,7 @@ class Source:
     def _sent(self) -> int:
         """Batches of the pass that its workers were sent, those included that nobody asked for.
 
-        PyTorch keeps this number in a private name; tests/test_position.py fails clearly if it goes.
+        PyTorch keeps this number in a private name; tests/exact/test_position.py fails clearly if it goes.
         """
         return self.unsent + self.loader._iterator._send_idx
 

@@ -2,9 +2,9 @@
 
 None of these names is public, yet LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, ModelCheckpoint, ModelSummary,
 StochasticWeightAveraging, BasePredictionWriter and the progress bars ask for them, and LightningModule.log does. They are
-views of the run: nothing is kept here. tests/test_private_names.py has each name and who asks for it;
-tests/test_callbacks_both.py and tests/test_shown_both.py run each of those callbacks, and tests/test_packages.py that log,
-so that a release which asks for more fails there.
+views of the run: nothing is kept here. tests/contract/test_private_names.py has each name and who asks for it;
+test_callbacks_both.py and test_output_both.py in tests/trainer run each of those callbacks, and tests/contract/test_packages.py
+that log, so that a release which asks for more fails there.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ fit({root!r}, OneRankFails, max_epochs=2, strategy="ddp", devices=2)
 @pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
 def test_one_rank_of_a_script_that_fails_ends_all(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(source_of("")[-1] + SCRIPT.format(bad=0, root=str(tmp_path / "run")))
+    script.write_text(source_of("", __file__)[-1] + SCRIPT.format(bad=0, root=str(tmp_path / "run")))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, cwd=tmp_path)
     assert done.returncode in (1, -signal.SIGKILL)
     assert "only here" in done.stderr

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from modules import Classifier, make_loader, run_loop
-from test_exact_manual import Gan
+from modules import Classifier, Gan, make_loader, run_loop
 
 from fabric_template.core.update import AutomaticUpdate
 from fabric_template.trainer.manual import ManualUpdate

@@ -13,7 +13,7 @@ import torch
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.tools import cli
 
-REPOSITORY = Path(cli.__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 LIT = """
 import torch
 from torch import nn

@@ -204,7 +204,7 @@ def test_script(tmp_path, number, codes):
     """The program ends as the signal would end it, after the save; then it is resumed."""
     whole = fit(tmp_path / "whole", train=train, max_epochs=3)
     code = SCRIPT.format(root=str(tmp_path / "cut"), number=number)
-    done = subprocess.run(source_of(code), capture_output=True, text=True, timeout=250, cwd=tmp_path)
+    done = subprocess.run(source_of(code, __file__), capture_output=True, text=True, timeout=250, cwd=tmp_path)
     assert done.returncode in codes, done.stderr
     assert "went on" not in done.stdout
     assert ("KeyboardInterrupt" in done.stderr) == (number == "SIGINT")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "fabric_template"
+PACKAGE = Path(__file__).resolve().parents[2] / "fabric_template"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = {  # and those below it
     "core": (),

@@ -162,8 +162,8 @@ def test_trusted(tmp_path, argument):
     with pytest.raises(CheckpointError) as error:
         fit(tmp_path, max_epochs=2, **given)
     assert str(error.value) == (
-        f"'{path}' wants the class or function test_auto.Own, which can run any program; refused. If you know who wrote it,"
-        " give trusted=True, and save it again from there."
+        f"'{path}' wants the class or function test_resume_auto.Own, which can run any program; refused. If you know"
+        " who wrote it, give trusted=True, and save it again from there."
     )
     with pytest.warns(UserWarning, match=r"wants the class .*; loaded all the same, because of trusted=True"):
         _, _, history = fit(tmp_path, max_epochs=2, trusted=True, **given)

@@ -14,7 +14,7 @@ import pytest
 
 from fabric_template.core.config import FABRIC_WORDS, TRAINER_ONLY, LoopConfig
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 # runs the blocks as one session; warnings are errors, but for what Lightning's own Trainer says in rung 5

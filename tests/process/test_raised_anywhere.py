@@ -2,7 +2,7 @@
 
 The points are not listed but found: a run in which every method of module, datamodule, callback, logger, profiler, optimizer,
 scheduler, strategy, loader and dataset notes that it was called. Each point is then the place of an exception of its own. The
-suite tries every so many; ``python tests/test_raised_anywhere.py`` tries all (ten minutes).
+suite tries every so many; ``python tests/process/test_raised_anywhere.py`` tries all (ten minutes).
 """
 
 import contextlib
@@ -14,6 +14,9 @@ import signal
 import sys
 import threading
 import warnings
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]  # the tests' modules, the package
 
 import lightning.pytorch as pl
 import pytest
@@ -506,7 +509,6 @@ def test_of_two_processes_an_error_that_cannot_be_sent(monkeypatch):
 if __name__ == "__main__":
     import tempfile
 
-    sys.path.insert(0, os.path.dirname(__file__))
     os.chdir(tempfile.mkdtemp())
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

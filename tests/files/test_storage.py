@@ -34,7 +34,7 @@ from fabric_template.files.reading import (
 )
 from fabric_template.files.storage import AtomicCheckpointIO, inside, safe_name
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STATE = {"w": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.int64), "n": 3, "text": "a"}
 
 
