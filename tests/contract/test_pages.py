@@ -1,0 +1,338 @@
+"""README.md and docs/ are run and checked: Python blocks, commands, links, figures, tables of words, the map of the rooms.
+
+Each page's Python blocks are one program, run in a process and a folder of its own.
+"""
+
+import ast
+import dataclasses
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fabric_template.core.config import FABRIC_WORDS, TRAINER_ONLY, LoopConfig
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = {
+    path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8")
+    for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+}
+README = PAGES["README.md"]
+TRAINERS_WORDS = PAGES["docs/coming-from-trainer.md"]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(REPOSITORY),
+    "CUDA_VISIBLE_DEVICES": "",
+    "MPLBACKEND": "Agg",
+    "OMP_NUM_THREADS": "1",
+}
+
+# runs a page's blocks as one session; warnings are errors, but for what Lightning's own Trainer says
+RUNNER = """
+import json, sys, warnings
+import lightning.pytorch, matplotlib, pandas, sklearn.datasets, torch, torchmetrics
+torch.set_num_threads(1)
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
+warnings.filterwarnings(
+    "ignore", "(?s).*(does not have many workers|smaller than the logging interval|GPU available)"
+)
+def same(net, other):
+    net, other = net.state_dict(), other.state_dict()
+    return all(torch.equal(net[key], other[key]) for key in net)
+page, blocks, check = json.load(sys.stdin)
+names = {"__name__": "__main__"}
+for line, source in blocks:
+    exec(compile("\\n" * line + source, page, "exec"), names)
+assert eval(check, {"same": same}, names), check
+print("all ran")
+"""
+CHECKS = {
+    "README.md": "same(by_hand, net) and history['epoch'].tolist() == [0, 1, 2]",
+    "docs/ladder.md": "same(plain_net, net_by_fit) and rest['epoch'] == 2",
+}
+LEFT = {
+    "README.md": (
+        "digits.png",
+        "logs/digits/version_0/metrics.csv",
+        "checkpoints/digits/version_0/best.ckpt",
+        "last.ckpt",
+        "checkpoints/after/version_0/best.ckpt",
+    ),
+    "docs/files.md": ("logs/digits/version_1/metrics.csv",),
+}
+
+
+def blocks(text, language):
+    """(line, source) of each fenced block."""
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+    return [(text.count("\n", 0, match.start(1)), match[1]) for match in found]
+
+
+def commands(text):
+    lines = [line.split("  #")[0].strip() for _, source in blocks(text, "bash") for line in source.splitlines()]
+    return [line for line in lines if line]
+
+
+ALL_COMMANDS = [line for text in PAGES.values() for line in commands(text)]
+
+
+def section(text, title):
+    """What stands below a title, up to the next of its kind."""
+    level = title.split()[0]
+    return re.search(rf"^{re.escape(title)}\n(.*?)(?=^{level} |\Z)", text, re.M | re.S)[1]
+
+
+def tree_files(page="docs/rooms.md"):
+    """The package's files in the order of the map; a room's __init__.py has only its docstring, and no line."""
+    tree = next(source for _, source in blocks(PAGES[page], "text") if source.startswith("fabric_template/"))
+    files, folders = [], {}
+    for line in tree.splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        if name.endswith("/"):
+            folders[depth] = name
+        else:
+            files.append("".join(folders[level] for level in range(depth)) + name)
+    return files
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks(text, "python")])
+def test_every_python_block_runs(page, tmp_path):
+    sources = blocks(PAGES[page], "python")
+    # the net that fit trained is bound anew by later blocks: keep it under a name of its own
+    sources = [(n, s + "\nnet_by_fit = net\n" if 'name="beside"' in s else s) for n, s in sources]
+    given = json.dumps((page, sources, CHECKS.get(page, "True")))
+    words = {"capture_output": True, "text": True, "cwd": tmp_path, "env": ENVIRONMENT}
+    done = subprocess.run([sys.executable, "-c", RUNNER], input=given, **words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("all ran\n")
+    for path in LEFT.get(page, ()):
+        assert (tmp_path / path).is_file(), path
+
+
+def test_there_are_pages_with_python_blocks_and_no_block_is_of_an_unknown_kind():
+    assert {page for page, text in PAGES.items() if blocks(text, "python")} >= {
+        "README.md",
+        "docs/coming-from-trainer.md",
+        "docs/files.md",
+        "docs/killed-and-resumed.md",
+        "docs/ladder.md",
+    }
+    for page, text in PAGES.items():
+        opened = re.findall(r"^```(.*)$", text, re.M)
+        assert set(opened[::2]) <= {"python", "bash", "text", "diff"}, page
+        assert set(opened[1::2]) <= {""}, page
+
+
+# ---- the front door ----------------------------------------------------------------------------------------------------
+
+
+def test_the_front_door_is_short():
+    assert len(README.splitlines()) <= 180
+
+
+def test_first_block_comes_before_the_picture_and_the_picture_is_small():
+    assert README.index("```python") < README.index("![") < 2500
+    picture = REPOSITORY / re.search(r"!\[.*?\]\((.*?)\)", README)[1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size < 100_000
+
+
+def test_the_terminal_shows_what_is_printed_and_the_files_are_those_that_are_left(tmp_path):
+    """A short fit prints the same lines but for numbers; docs/files.md names what it leaves."""
+    shown = next(source for _, source in blocks(README, "text") if "trained " in source)
+    shown = [line for line in shown.splitlines() if "it/s]" not in line]  # the bar, gone at the end
+    short = ["--limit_train_batches", "2", "--max_epochs", "2", "--log_every_n_steps", "1"]
+    command = [sys.executable, "-m", "fabric_template", "fit", *short]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+
+    def without_numbers(lines):
+        lines = [line.replace(f"{sys.executable} -m fabric_template", "fabric-template") for line in lines]
+        lines = [line.replace("python -m fabric_template", "fabric-template") for line in lines]
+        lines = [re.sub(r"train_loss.*|val_acc.*", "", line) for line in lines]  # names are compared below
+        return [re.sub(r"\d[\d.,]*", "#", line).split("--limit_train_batches")[0].rstrip() for line in lines]
+
+    printed = [line for line in done.stdout.splitlines() if line.strip()]
+    assert len(printed) == len(shown)
+    assert [line.split()[:1] for line in printed] == [line.split()[:1] for line in shown]
+    assert without_numbers(printed)[:7] == without_numbers(shown)[:7]
+    named = next(source for _, source in blocks(PAGES["docs/files.md"], "text"))
+    patterns = [line.split()[0].replace("<name>", "digits").replace("<n>", "0") for line in named.splitlines()]
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    left -= {path for path in left if path.endswith(("/.lock", "history.png"))}
+    assert left <= set(patterns)
+    assert set(patterns) - left <= {"logs/digits/version_0/steps.csv"}  # the digits log nothing per step
+
+
+@pytest.mark.parametrize("title", ["## Why", "## Beside others"])
+def test_no_figure_that_the_results_do_not_have(title):
+    results = (REPOSITORY / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    figures = set(
+        re.findall(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w-])", section(README, title).replace("Lightning 2.6", ""))
+    )
+    assert len(figures) > 8
+    assert {
+        figure for figure in figures if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d]|[.,]\d)", results)
+    } == set()
+
+
+# ---- the rooms ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_map_has_every_file_and_no_other():
+    package = REPOSITORY / "fabric_template"
+    files = [path.relative_to(REPOSITORY) for path in package.rglob("*.py")]
+    real = {path.as_posix() for path in files if path.name != "__init__.py" or path.parent == Path("fabric_template")}
+    mapped = tree_files()
+    assert real - set(mapped) == set(), "add their lines"
+    assert set(mapped) - real == set(), "take their lines out"
+    assert len(mapped) == len(real)
+
+
+def test_the_front_door_has_every_room():
+    package = REPOSITORY / "fabric_template"
+    rooms = {path.parent.name for path in package.glob("*/*.py")}
+    tree = next(source for _, source in blocks(README, "text") if source.startswith("fabric_template/"))
+    assert {line.split()[0].rstrip("/") for line in tree.splitlines() if line.split()[0].endswith("/")} == {
+        *rooms,
+        "fabric_template",
+    }
+
+
+def imported(path):
+    """What a file imports of its package when it is imported itself (TYPE_CHECKING and functions aside)."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return [node.module for node in body if isinstance(node, ast.ImportFrom) and node.level]
+
+
+def test_the_files_that_can_be_copied_alone_are_those():
+    text = PAGES["docs/copying.md"].replace("\n  ", " ")
+    named = re.search(r"can be taken alone: (.*)", text)[1]
+    assert named.count("`") > 20
+    for name in re.findall(r"[\w/]+\.py", named):
+        assert not imported(REPOSITORY / "fabric_template" / name), name
+
+
+def test_a_few_files_are_enough_for_what_they_are_taken_for(tmp_path):
+    rows = re.findall(r"^\| .* \| (`.*\.py`) \|$", PAGES["docs/copying.md"], re.M)
+    assert len(rows) >= 8
+    lines = []
+    for number, row in enumerate(rows):
+        names = re.findall(r"[\w/]+\.py", row)
+        for name in names:
+            target = tmp_path / f"mine_{number}" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / "fabric_template" / name, target)
+            lines.append(f"import mine_{number}.{name.removesuffix('.py').replace('/', '.')}")
+    code = "import sys; sys.modules['fabric_template'] = None\n" + "\n".join(lines)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# ---- what is typed -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", sorted({line.split()[1] for line in ALL_COMMANDS if line.startswith("make ")}))
+def test_make_targets_exist(target):
+    assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.M)
+
+
+def test_commands_of_the_command_line_exist():
+    named = {line.split()[1] for line in ALL_COMMANDS if line.startswith("fabric-template")}
+    assert named >= {"fit", "validate", "plot", "verify", "copy", "diff"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fabric_template", "--help"], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    verbs = set(re.findall(r"^  (\w+) ", done.stdout, re.M))
+    assert named <= verbs
+    table = re.findall(r"^\| (`.*`) \|", PAGES["docs/command-line.md"], re.M)
+    assert {verb for row in table for verb in re.findall(r"\w+", row)} == verbs
+
+
+def test_torch_is_asked_for_first_and_by_the_version_of_the_constraints():
+    torch_line = next(line for line in ALL_COMMANDS if line.startswith("pip install"))
+    version = re.search(r"^torch==.*$", (REPOSITORY / "constraints.txt").read_text(), re.M)[0]
+    assert torch_line == f"pip install {version}"
+
+
+# ---- Trainer's words ---------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_words_is_the_configuration():
+    rows = re.findall(r"^\| [^|]+ \| `([a-z_ ]+)`(?:, or .*)? \|$", section(TRAINERS_WORDS, "## Trainer's words"), re.M)
+    words = {word for row in rows for word in row.split()}
+    assert words == {field.name for field in dataclasses.fields(LoopConfig)} | set(FABRIC_WORDS) - {"fabric"}
+
+
+def test_the_words_left_out_are_those_that_are_refused():
+    rows = set(re.findall(r"^\| `(?:fit\()?([a-z_]+)=?\)?` \|", TRAINERS_WORDS, re.M))
+    assert set(TRAINER_ONLY) <= rows
+
+
+def test_no_word_of_trainer_is_forgotten():
+    import lightning.pytorch as pl
+
+    words = set(inspect.signature(pl.Trainer.__init__).parameters) - {"self"}
+    assert {word for word in words if not re.search(rf"\b{word}\b", TRAINERS_WORDS)} == set()
+
+
+def test_the_road_back():
+    """What Trainer and its verbs do not take has its row, with Trainer's word for it."""
+    import lightning.pytorch as pl
+
+    from fabric_template import FabricLoop
+
+    rows = section(TRAINERS_WORDS, "## The road back").splitlines()
+    left = " ".join(row.split(" | ")[0] for row in rows if row.startswith("| "))
+    ours = {field.name for field in dataclasses.fields(LoopConfig)} | set(FABRIC_WORDS)
+    words = ours - set(inspect.signature(pl.Trainer.__init__).parameters)
+    for verb in ("fit", "validate", "test", "predict"):
+        mine, theirs = (set(inspect.signature(getattr(kind, verb)).parameters) for kind in (FabricLoop, pl.Trainer))
+        words |= mine - theirs
+        assert theirs <= mine
+    assert {word for word in words if not re.search(rf"\b{word}\b", left)} == set()
+
+
+# ---- links -------------------------------------------------------------------------------------------------------------
+
+
+def anchors(text):
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^a-z0-9 _-]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    prose = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)]+)\)", prose):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = ((REPOSITORY / page).parent / path).resolve() if path else REPOSITORY / page
+        assert found.exists(), target
+        assert REPOSITORY in (found, *found.parents), target
+        if anchor:
+            assert anchor in anchors(found.read_text(encoding="utf-8")), target
+
+
+def test_every_page_is_reached_from_the_front_door():
+    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", README))
+    assert linked == set(PAGES) - {"README.md"}
+
+
+# ---- the list of changes -----------------------------------------------------------------------------------------------
+
+
+def test_the_changelog_has_a_line_for_every_file():
+    changes = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    latest = re.split(r"^## ", changes, flags=re.M)[-1]  # 0.1.0, in which every file is new
+    named = {f"fabric_template/{name}" for name in re.findall(r"^- `([\w/]+\.py)`: ", latest, re.M)}
+    assert named >= set(tree_files())
