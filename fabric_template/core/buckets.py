@@ -32,7 +32,8 @@ class Buckets:
 
         They are laid by a backward of zeros, in which nobody's code takes part.
         """
-        if not self.matter:
+        ddp = self.ddp
+        if ddp is None or not self.matter:
             return
         order = list(ours.get("buckets", ())) if ours else []
         whole = sorted(order) == list(range(len(self.parameters)))
@@ -41,20 +42,20 @@ class Buckets:
             with torch.enable_grad():
                 backward(self.wrapped(partial(_zero, [self.parameters[index] for index in reversed(order)])))
             return
-        if not self.ddp.static_graph:
+        if not ddp.static_graph:
             for index, parameter in enumerate(self.parameters):
-                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, index)))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, ddp, index)))
         if ours and ours["batches_that_stepped"] and torch.distributed.get_rank() == 0:
-            why = "static_graph=True" if self.ddp.static_graph else "in which the checkpoint does not say"
+            why = "static_graph=True" if ddp.static_graph else "in which the checkpoint does not say"
             warnings.warn(
                 "resume: with three ranks or more DDP adds the gradients of its first step in another order than those of"
                 f" later ones ({why}): this run does not go on to the bit; with find_unused_parameters=True it would",
                 stacklevel=2,
             )
 
-    def _arrived(self, index: int, _: Tensor) -> None:
+    def _arrived(self, ddp: DistributedDataParallel, index: int, _: Tensor) -> None:
         """The gradient is there; of the first backward that is summed over the ranks only, after which there is no cost."""
-        if self.ddp.require_backward_grad_sync:
+        if ddp.require_backward_grad_sync:
             self._handles[index].remove()
             self.order.append(index)
 

@@ -123,7 +123,7 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
         if isinstance(value, Tensor) and value.numel() == 1:
             found[name] = value.detach().reshape(())
         elif isinstance(value, numbers.Number) and not isinstance(value, bool):
-            found[name] = torch.tensor(float(value))
+            found[name] = torch.tensor(float(value))  # type: ignore[arg-type]
     return found
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
@@ -20,6 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .buckets import Buckets
 from .errors import MisuseOfType
+
+if TYPE_CHECKING:
+    from lightning.fabric.wrappers import _FabricModule
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -125,7 +129,7 @@ class Steps:
     def __init__(self, fabric: Fabric, owner: Any, net: nn.Module, compile: bool | dict = False) -> None:
         self.fabric, self.owner, self.net = fabric, owner, net
         self._compile = compile
-        self.wrapped: nn.Module | None = None  # by the strategy (DDP); None on a single device
+        self.wrapped: _FabricModule | None = None  # by the strategy (DDP); None on a single device
         self.buckets: Buckets | None = None  # of DDP
         self.precision = fabric.strategy.precision
 
@@ -198,7 +202,7 @@ class Steps:
 
     def no_sync(self) -> Any:
         """A context in which gradients are not averaged over the ranks: all but the last batch of a window."""
-        return self.fabric.no_backward_sync(self.wrapped)
+        return nullcontext() if self.wrapped is None else self.fabric.no_backward_sync(self.wrapped)
 
 
 def _through(wrapped: nn.Module, method: Callable, *args: Any) -> Any:

@@ -175,6 +175,8 @@ class NotedBatches:
 class _AsManyBatches(BatchSampler):
     """Batches of which every rank has the same number, though not every rank has the same number of samples."""
 
+    sampler: DistributedSampler
+
     def __iter__(self) -> Iterator[list[int]]:
         indices = list(self.sampler)
         return (indices[cut] for cut in cuts(len(indices), self.batch_size, longest_share(self.sampler)))
@@ -186,6 +188,7 @@ class _AsManyBatches(BatchSampler):
 class _DrawnOnce(DistributedSamplerWrapper):
     """Draws again only when something was taken: a StatefulDataLoader begins the pass three times that it goes on with."""
 
+    dataset: Any
     unused = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -201,19 +204,21 @@ class _DrawnOnce(DistributedSamplerWrapper):
 
 
 def _share(loader: DataLoader, fabric: Fabric, stage: str, shuffle: bool) -> DataLoader:
-    words = {"num_replicas": fabric.world_size, "rank": fabric.global_rank, "shuffle": shuffle, "seed": global_seed()}
+    words: dict[str, Any] = {"num_replicas": fabric.world_size, "rank": fabric.global_rank}
+    words |= {"shuffle": shuffle, "seed": global_seed()}
     if isinstance(loader.sampler, RandomSampler | SequentialSampler):
         sampler: Any = DistributedSampler(loader.dataset, **words)
     else:
         sampler = (_DrawnOnce if hasattr(loader, "state_dict") else DistributedSamplerWrapper)(loader.sampler, **words)
     if stage == "predict":
         return _drawing_from(loader, without_repeats(sampler))
-    plain = type(loader.batch_sampler) is BatchSampler and not loader.drop_last
-    if stage == "train" or not (plain or loader.batch_sampler is None):
+    batches = loader.batch_sampler
+    plain = batches if type(batches) is BatchSampler and not batches.drop_last else None
+    if stage == "train" or (plain is None and batches is not None):
         # or cut or dropped by a rule of their own: equally many on all ranks
         return _drawing_from(loader, sampler)
     loader = _drawing_from(loader, without_repeats(sampler))
-    return _with_batches(loader, _AsManyBatches(sampler, loader.batch_size, False)) if plain else loader
+    return loader if plain is None else _with_batches(loader, _AsManyBatches(sampler, plain.batch_size, False))
 
 
 def _drawing_from(loader: DataLoader, sampler: Sampler) -> DataLoader:

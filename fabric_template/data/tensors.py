@@ -60,8 +60,8 @@ class TensorLoader:
 
     def distribute(self, world_size: int, rank: int, shuffle: bool, repeat: bool = True) -> None:
         """Give this process its share of the samples; all shares are equally long, or (``repeat=False``) none comes twice."""
-        words = {"shuffle": shuffle, "seed": global_seed()}
-        self.share = DistributedSampler(range(len(self.tensors[0])), world_size, rank, **words)
+        samples: Any = range(len(self.tensors[0]))  # of a Dataset it takes the length only
+        self.share = DistributedSampler(samples, world_size, rank, shuffle=shuffle, seed=global_seed())
         if not (repeat or self.drop_last):
             without_repeats(self.share)
 
@@ -109,7 +109,8 @@ def global_seed() -> int:
 
 def without_repeats(sampler: DistributedSampler) -> DistributedSampler:
     """Each sample once: the ranks' parts may differ by one sample. Fewer samples than ranks are repeated all the same."""
-    total = len(sampler.dataset)
+    dataset: Any = sampler.dataset
+    total = len(dataset)
     if total >= sampler.num_replicas:
         sampler.num_samples, sampler.total_size = len(range(sampler.rank, total, sampler.num_replicas)), total
     return sampler

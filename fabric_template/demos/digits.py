@@ -76,6 +76,7 @@ class DigitsData:
         """
         if self._parts:
             return
+        from numpy import ndarray
         from sklearn.datasets import load_digits  # not above: a second of import that other models need not pay
         from sklearn.model_selection import train_test_split
 
@@ -92,7 +93,7 @@ class DigitsData:
             random_state=self.seed,
         )
 
-        def part(images, labels) -> TensorDataset:
+        def part(images: ndarray, labels: ndarray) -> TensorDataset:
             pixels = torch.as_tensor(images, dtype=torch.float32).unsqueeze(1) / 16  # stored as 0..16
             return TensorDataset(pixels, torch.as_tensor(labels, dtype=torch.int64))
 

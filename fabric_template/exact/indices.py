@@ -25,6 +25,8 @@ class Indices:
         self.sent: deque[Any] | None = None  # what was drawn last, for workers that are sent it ahead,
         self.number = 0  # and how many in all
         self.ahead: list[Any] | None = None
+        self.drawn: Iterator[Any] = iter(())  # what the sampler's pass draws from,
+        self.size = 1  # and how much of it makes a batch
 
     def keep(self, most: int, ahead: list[Any] | None) -> None:
         """Keep what is drawn, so many; and give first what another process had drawn ahead."""
@@ -36,7 +38,7 @@ class Indices:
     def __iter__(self) -> Iterator:
         drawn = self._draw()
         indices = drawn if self.source is None else chain.from_iterable(self._behind(drawn))
-        return indices if self.sent is None else self._kept(indices)
+        return indices if self.sent is None else self._kept(indices, self.sent)
 
     def _draw(self) -> Iterator:
         """The sampler's pass. A plain batch sampler's goes on from indices, so that none are put together to be dropped."""
@@ -48,12 +50,12 @@ class Indices:
         """Leave out the first so many."""
         drop(self.drawn, done * self.size)
 
-    def _kept(self, indices: Iterator) -> Iterator[Any]:
-        self.sent.clear()
+    def _kept(self, indices: Iterator, sent: deque[Any]) -> Iterator[Any]:
+        sent.clear()
         self.number = 0 if self.source is None else self.done
         for item in indices:
             if item != []:  # which stands for a batch that is done
-                self.sent.append(item)
+                sent.append(item)
                 self.number += 1
             yield item
 
@@ -77,7 +79,11 @@ def stateful_parts(loader: Any) -> tuple[list[Any], list[Any]]:
         return [], []
     samplers = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
     datasets = [loader.dataset, getattr(loader.dataset, "dataset", None)]
-    return tuple(list({id(p): p for p in parts if has_state(p)}.values()) for parts in (samplers, datasets))
+    return _with_state(samplers), _with_state(datasets)
+
+
+def _with_state(parts: list[Any]) -> list[Any]:
+    return list({id(part): part for part in parts if has_state(part)}.values())
 
 
 def has_state(part: Any) -> bool:

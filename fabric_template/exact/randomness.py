@@ -125,7 +125,7 @@ def find(owners: Mapping[str, Any], wanted: Callable[[Any], bool]) -> dict[str, 
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
-    left = list(reversed(owners.items()))
+    left = list(owners.items())[::-1]
     while left:
         path, item = left.pop()
         if id(item) in seen:
@@ -263,7 +263,7 @@ def _python_state(plain: list) -> tuple:
     return version, tuple(words.tolist()), gauss
 
 
-def _plain_numpy(state: tuple) -> list:
+def _plain_numpy(state: Any) -> list:
     name, keys, position, has_gauss, cached = state
     return [name, torch.tensor(keys.astype("int64")), int(position), int(has_gauss), float(cached)]
 

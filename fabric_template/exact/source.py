@@ -62,13 +62,14 @@ class Source:
         self.unsent = 0  # batches of the pass that no worker was sent
         self.indices: Indices | None = None  # of the pass with workers that is on
         self.parts_began: list[Any] = []  # states of the parts as the pass began
+        self.taken: int | None = None  # batches since this one was begun
+        self.earlier: list[int] = []  # batches each time before
         self.place: dict[str, Any] | None = None  # where the next pass begins
         self.skipped: deque[int] = deque()  # lengths of the passes before it that are not made again
         self.began: Any = None  # random numbers as the pass began,
         self.first: Any = None  # as its first batch was fetched (by this process),
         self.born: Any = None  # and as the worker processes were made
         self.is_born = False  # whether they were made with this pass
-        self.begin()
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -92,8 +93,7 @@ class Source:
 
     def begin(self) -> None:
         """A pass of all loaders begins, in which this one may be begun more than once."""
-        self.taken: int | None = None  # batches since this one was begun
-        self.earlier: list[int] = []  # batches each time before
+        self.taken, self.earlier = None, []
 
     def generators(self) -> list[Any]:
         """The random generators of the loader and its parts."""
@@ -269,6 +269,7 @@ class Source:
             return begun(loader)
         # so many workers had one batch more: each is sent an empty one, to keep the turns; or, without batches, its last item
         idle = done % self.workers
+        instead: list[Any]
         dropped, instead = (done - idle, []) if loader.batch_sampler is None else (done, [[]] * idle)
         self.recorder = Recorder(loader, states, idle)
         self.noted = [-self._share(done, worker) for worker in range(self.workers)]
@@ -293,7 +294,7 @@ class Source:
 
     def _counted(self, iterator: Iterator) -> Iterator:
         for batch in iterator:
-            self.taken += 1
+            self.taken = (self.taken or 0) + 1
             yield batch
 
     # ---- a DataLoader's insides
@@ -318,7 +319,7 @@ class Source:
 
     def _drawn_ahead(self, taken: int) -> list[Any] | None:
         """The indices that workers were sent ahead of what is trained; a sampler may have drawn them as they were sent."""
-        if self.indices is None:
+        if self.indices is None or self.indices.sent is None:
             return None
         drawn, ahead = list(self.indices.sent), self.indices.number - taken
         is_known = 0 < ahead <= len(drawn) and all(isinstance(i, int) for indices in drawn for i in indices)

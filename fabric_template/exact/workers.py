@@ -36,7 +36,8 @@ class Recorder:
         self.states, self.idle = states or [None] * loader.num_workers, idle
         size = HEADER + 4 * len(pack_rng_state(find_generators(loader.dataset, self.collate)))  # room for some more
         # a row for each batch that is loaded ahead, for the one that is trained, and for the one before it
-        self.rows = torch.zeros(loader.num_workers, loader.prefetch_factor + 2, size, dtype=torch.uint8).share_memory_()
+        most = (loader.prefetch_factor or 2) + 2
+        self.rows = torch.zeros(loader.num_workers, most, size, dtype=torch.uint8).share_memory_()
 
     # ---- in a worker
 
@@ -45,7 +46,9 @@ class Recorder:
         if self.init is not None:
             self.init(worker_id)
         self.own_rows, self.batches, self.idles = self.rows[worker_id].numpy(), 0, worker_id < self.idle
-        self.dataset, state = get_worker_info().dataset, self.states[worker_id]
+        worker, state = get_worker_info(), self.states[worker_id]
+        assert worker is not None  # this is one
+        self.dataset = worker.dataset
         if state is not None:
             set_rng_state(state, generators_of(state, self._find, [self.dataset]))
         self.began = pack_rng_state(self._find())

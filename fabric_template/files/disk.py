@@ -17,7 +17,7 @@ from typing import Any
 try:
     import fcntl
 except ImportError:  # Windows: no locks, everything else works
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 
 def _call_of_os(name: str) -> Callable[..., Any]:

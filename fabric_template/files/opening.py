@@ -11,7 +11,10 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 
@@ -121,8 +124,17 @@ class _Watched(io.RawIOBase):
     """A file that remembers the first error of reading it: zipfile and torch make other errors of it, or none."""
 
     def __init__(self, raw: io.FileIO) -> None:
-        self._raw, self.failure = raw, None
-        self.fileno, self.seek, self.tell = raw.fileno, raw.seek, raw.tell
+        self._raw = raw
+        self.failure: Exception | None = None
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._raw.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._raw.tell()
 
     def readable(self) -> bool:
         return True
@@ -130,10 +142,10 @@ class _Watched(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int | None:
+    def readinto(self, buffer: "Buffer") -> int | None:
         try:
             count = self._raw.readinto(buffer)
-            if not count and len(buffer) and self._raw.tell() < os.fstat(self._raw.fileno()).st_size:
+            if not count and memoryview(buffer).nbytes and self._raw.tell() < os.fstat(self._raw.fileno()).st_size:
                 raise OSError(errno.EIO, "it ended before its size")
         except (OSError, MemoryError) as error:
             self.failure = self.failure or error

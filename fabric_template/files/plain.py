@@ -137,7 +137,8 @@ def describe(value: Any) -> str:
 
 class _Storing:
     def __init__(self, lenient: bool) -> None:
-        self.lenient, self.odd = lenient, []
+        self.lenient = lenient
+        self.odd: list[tuple[str, Any]] = []
         self.allowed = [part[0] if isinstance(part, tuple) else part for part in torch.serialization.get_safe_globals()]
 
     def store(self, value: Any, path: str) -> tuple[Any, Any]:
@@ -226,7 +227,9 @@ def _restore(plain: Any, note: Any) -> Any:
     if name == "enum":
         return plain if (member := _member(*extra)) is None else member
     if name in ("numpy", "array"):
-        dtype = numpy.dtype(_DTYPE.fullmatch(extra[0])[0])
+        if not _DTYPE.fullmatch(extra[0]):
+            raise ValueError(f"no dtype: {extra[0]}")
+        dtype = numpy.dtype(extra[0])
         if name == "array":
             array = plain.numpy()
             return array.view(dtype) if dtype.kind in "mM" else array.astype(dtype, copy=False)

@@ -229,7 +229,7 @@ def _zip_damage(file: IO[bytes], size: int, read_all: bool = True) -> str | None
             # Twice a name (in torch's reader also "A" and "a"), another folder, a prefix, a "folder" with content: zipfile and
             # torch's own reader would see different bytes.
             odd = len({name.lower() for name in names}) < len(names) or len({name.split("/")[0] for name in names}) > 1
-            odd = odd or archive.comment or any(m.external_attr & 0x10 for m in members)
+            odd = odd or bool(archive.comment) or any(m.external_attr & 0x10 for m in members)
             if odd or not members or min(m.header_offset for m in members) != 0:
                 return "its directory is not one that torch.save writes"
             if _pickle_in(names) not in names:
@@ -280,14 +280,14 @@ def _is_pickle(file: IO[bytes]) -> bool:
     return len(start) == 2 and start[0] == 0x80 and start[1] <= pickle.HIGHEST_PROTOCOL
 
 
-def _needs_trust(path: Path, reason: str) -> str:
+def _needs_trust(path: str | Path, reason: str) -> str:
     return f"'{path}' {reason}; refused. If you know who wrote it, give trusted=True, and save it again from there."
 
 
 def _allocator_in(data: bytes) -> str | None:
     """The first name in a pickle that could be called for any amount of memory."""
     under = below = top = None  # what was pushed last: ("name", ...), ("text", ...), None for all else
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     for op, arg, _ in pickletools.genops(data):
         if op.name in ("BINPUT", "LONG_BINPUT"):
             memo[arg] = top
@@ -355,7 +355,9 @@ def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
         much = f"{declared / 1e6:.0f} MB in {size / 1e6:.1f} MB"
         return None, f"holds tensors of {much}, as their elements share memory (expand)"
     except pickle.UnpicklingError as error:
-        name = re.search(r"GLOBAL (\S+) ", str(error))
+        wanted = re.search(r"GLOBAL (\S+) ", str(error))
         last = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()
-        what = f"the class or function {name[1]}" if name else f"more than plain values ({last[0] if last else error})"
+        what = (
+            f"the class or function {wanted[1]}" if wanted else f"more than plain values ({last[0] if last else error})"
+        )
         return None, f"wants {what}, which can run any program"

@@ -152,7 +152,7 @@ def _words(number: int, last: int) -> Is:
               and int(value.min()) >= 0 and int(value.max()) < 2**32 and int(value[-1]) <= last)  # fmt: skip
 
 
-def _is_taken(put: Callable[[Any], None], value: Any) -> bool:
+def _is_taken(put: Callable[[Any], object], value: Any) -> bool:
     try:
         put(value)
     except Exception:

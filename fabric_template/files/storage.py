@@ -57,7 +57,8 @@ class AtomicCheckpointIO(CheckpointIO):
             make_folder(target.parent)
             with replacing(target) as fd:
                 stream = _Stream(fd)
-                torch.save(checkpoint, stream)  # straight to the file: no second copy of the model in memory
+                # straight to the file: no second copy of the model in memory; torch asks for no more than write and flush
+                torch.save(checkpoint, stream)  # type: ignore[arg-type]
                 stream.flush()
                 if stream.error is not None:
                     raise stream.error

@@ -46,7 +46,7 @@ class Parts:
         self._launch_parts()
         parts = list(self.fabric.setup(model, optimizer)) if optimizer is not None else [self.fabric.setup(model)]
         # Fabric's own setattr would set the model's as well
-        object.__setattr__(parts[0], "__class__", _with_own_names(type(parts[0])))
+        object.__setattr__(parts[0], "__class__", _with_own_names(parts[0].__class__))
         for loader in loaders:
             if isinstance(loader, torch.utils.data.DataLoader):
                 loader = self.fabric.setup_dataloaders(loader)
@@ -85,8 +85,7 @@ class Parts:
         self._launch_parts()
         self.fabric.save(path, state)
         io = self.fabric.strategy.checkpoint_io
-        ours = isinstance(io, AtomicCheckpointIO) and self.fabric.is_global_zero
-        if ours and (problem := io.complaint(path)) is not None:
+        if isinstance(io, AtomicCheckpointIO) and self.fabric.is_global_zero and (problem := io.complaint(path)):
             raise Misuse(problem)
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:

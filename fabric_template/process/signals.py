@@ -12,10 +12,13 @@ import time
 import warnings
 from multiprocessing.util import register_after_fork
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CAUGHT = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
@@ -33,7 +36,7 @@ class Handlers:
         self._found: dict[int, Any] = {}
         self._pid = os.getpid()
 
-    def __enter__(self):  # noqa: ANN204
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in CAUGHT:
                 handler = signal.getsignal(number)
@@ -179,7 +182,7 @@ class Forward(Handlers):
             return
         self.received = number
         for child in multiprocessing.active_children():
-            if child.pid not in self._others:
+            if child.pid is not None and child.pid not in self._others:
                 os.kill(child.pid, number)
         if scripts := getattr(self.launcher, "procs", ()):
             for process in scripts:

@@ -6,6 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -22,7 +23,7 @@ class Progress:
 
     def __init__(self, enabled: bool, values: Callable[[], Mapping[str, float]] = dict) -> None:
         self.enabled, self._values = enabled, values
-        self._bar = None
+        self._bar: Any = None
         self._due = 0.0
 
     def start(self, title: str, total: int | float, done: int = 0) -> None:
@@ -34,9 +35,9 @@ class Progress:
             from tqdm.auto import tqdm
 
         self.close()
-        total = None if total == float("inf") else total
+        known = None if total == float("inf") else total
         self._bar = tqdm(
-            desc=title, total=total, initial=done, leave=False, dynamic_ncols=True, mininterval=0.0, maxinterval=0
+            desc=title, total=known, initial=done, leave=False, dynamic_ncols=True, mininterval=0.0, maxinterval=0
         )
         self._due = time.monotonic() + SECONDS_BETWEEN
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.errors import Misuse
 
 POWERS_OF_TWO = frozenset(2**power for power in range(24))  # the batch sizes by which a float is multiplied exactly
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 @dataclasses.dataclass
@@ -91,8 +92,7 @@ class Entry:
         elif self._mean:
             self.total = self.total + value
         else:
-            combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[self.meta.reduce]
-            self.total = combine(self.total, value)
+            self.total = _COMBINE[self.meta.reduce](self.total, value)
 
     def update_metric(self, metric: Any) -> None:
         """Note that a torchmetrics object was logged; it keeps its own sums."""
@@ -171,8 +171,8 @@ def batch_size_of(batch: Any) -> int:
     """
     if type(batch) in (list, tuple) and len(batch) == 2:  # (inputs, targets), nearly always
         first, second = batch
-        if type(first) is type(second) is Tensor and (size := first.shape[:1]) and size == second.shape[:1]:
-            return size[0]
+        if type(first) is type(second) is Tensor and (shape := first.shape[:1]) and shape == second.shape[:1]:
+            return shape[0]
     sizes = _sizes(batch)
     size = next(sizes, None)
     if size is None:

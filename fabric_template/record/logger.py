@@ -81,7 +81,7 @@ class CSVLogger(FabricCSVLogger):
         """
         if version is not None:
             self._version = version
-        if rank_zero_only.rank != 0:
+        if getattr(rank_zero_only, "rank", 0) != 0:
             return self._version
         if self._version is None:
             home = Path(self.root_dir, self.name)
@@ -160,7 +160,7 @@ class CSVLogger(FabricCSVLogger):
 
     def position(self) -> dict[str, dict[str, Any]]:
         """Where each file stands now, as plain values for a checkpoint; for an example see `rewind`."""
-        if rank_zero_only.rank != 0 or self._version is None:
+        if getattr(rank_zero_only, "rank", 0) != 0 or self._version is None:
             return {}
         tables = {name: self._table(name).position() for name in FILES}
         return {name: place for name, place in tables.items() if place["columns"] or "waiting" in place}
@@ -277,12 +277,12 @@ def read_logs(path: str | os.PathLike, steps: bool = False) -> "pd.DataFrame":
     runs.sort(key=lambda run: (run[0], isinstance(run[1], str), run[1]))  # version 10 comes after version 9
 
     rank = {column: i for i, column in enumerate(FILES.get(files[0].name, FILES[filename]))}
-    columns = dict.fromkeys(column for run in runs for column in run[2] if column not in ("name", "version"))
+    names = dict.fromkeys(column for run in runs for column in run[2] if column not in ("name", "version"))
     frame = {
         "name": [name for name, _, _, rows in runs for _ in rows],
         "version": [version for _, version, _, rows in runs for _ in rows],
     }
-    for column in sorted(columns, key=lambda column: rank.get(column, len(rank))):
+    for column in sorted(names, key=lambda column: rank.get(column, len(rank))):
         frame[column] = _typed([row.get(column, "") for *_, rows in runs for row in rows])
     return pd.DataFrame(frame)
 

@@ -50,7 +50,8 @@ class Metrics:
         self._all_reduce = all_reduce or _alone
         self._distributed = distributed
         self.train, self.val = Collection(training=True), Collection(training=False)
-        self.active: Collection | None = None
+        self._closed = Collection(training=False)  # into which nothing can be logged
+        self.active = self._closed
         self.fx: str | None = None
         self.enabled = True  # False: barebones
         self.predicts = False
@@ -82,7 +83,7 @@ class Metrics:
     ) -> None:  # fmt: skip
         """Log a number, a tensor of one element or a torchmetrics object under a name; see LightningModule.log."""
         collection = self.active
-        if collection is None or not self.enabled:
+        if collection is self._closed or not self.enabled:
             self._refuse(name)
             return
         args = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
@@ -131,7 +132,7 @@ class Metrics:
 
     def start(self, collection: Collection | None) -> None:
         """Log into this collection from now on; None: logging is refused."""
-        self.active = collection
+        self.active = self._closed if collection is None else collection
 
     def batch_starts(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """A batch is at hand: its size is looked for when a mean needs it."""
@@ -206,8 +207,7 @@ class Metrics:
 
     def epoch_ends(self) -> None:
         """All hooks of the epoch have run: forget its sums."""
-        if self.active is not None:
-            self.active.reset()
+        self.active.reset()
         self._in_batches = self._last_fx = None
 
     def forget(self) -> None:
@@ -264,17 +264,17 @@ class Metrics:
         def move(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor) else value
 
-        self._objects.load_state_dict(state["objects"], device)
-        parts = self._objects.parts()
+        objects = self._objects or MetricStates(None)
+        objects.load_state_dict(state["objects"], device)
+        parts = objects.parts()
         for name in state.get("resets", ()):
             if name in parts:
                 parts[name].reset()
-        metrics = self._objects.parts()
         for part in state["train"]:
             meta = Meta(**part["meta"])
             entry = Entry(meta, (), self._all_reduce)
             entry.total, entry.weight, entry.step_value = move(part["total"]), part["weight"], move(part["step_value"])
-            entry.metric, entry.live = metrics.get(part["object"]), True
+            entry.metric, entry.live = parts.get(part["object"]), True
             self.train[(meta.fx, meta.name, meta.dataloader_idx if meta.suffix else None)] = entry
             self.train.any_on_step |= meta.on_step
         self.callback = {name: move(value) for name, value in state["callback"].items()}
@@ -303,7 +303,7 @@ class Metrics:
     ) -> Entry:
         (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, group, suffix, attribute,
          rank_zero_only) = args  # fmt: skip
-        fx = self.fx
+        fx = self.fx or ""
         on_step, on_epoch = _levels(fx, name, on_step, on_epoch)
         reduce = _REDUCTIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
         if reduce is None:
@@ -318,7 +318,7 @@ class Metrics:
             )
         _check_loggable(name, value)
         if is_metric(value) and attribute is None and self._objects is not None:
-            self._check_attribute(name, value)
+            _check_attribute(self._objects.names(), name, value)
         if logger and not self.has_logger:
             warnings.warn(
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can enable one"
@@ -336,17 +336,6 @@ class Metrics:
         entry.args = args
         return entry
 
-    def _check_attribute(self, name: str, value: Any) -> None:
-        names = self._objects.names()
-        if id(value) not in names:
-            way = "setting an attribute for the metric in your `LightningModule`."
-            if names:
-                way = f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of {list(names.values())}"
-            raise Misuse(
-                "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can fix this by"
-                f" {way}"
-            )
-
     def _as_float(self, entry: Entry, value: Tensor) -> Tensor:
         if not value.is_floating_point() and not entry.live:
             warnings.warn(
@@ -362,7 +351,7 @@ def _alone(value: Tensor, **words: Any) -> Tensor:
     return value
 
 
-def _levels(fx: str | None, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
+def _levels(fx: str, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
     """The hook's defaults filled in; refused where the hook has no step or no epoch to log for."""
     if fx in _EPOCH_HOOKS:
         if on_step:
@@ -388,3 +377,17 @@ def _check_loggable(name: str, value: Any) -> None:
         raise Misuse(f"`self.log({name}, {value})` was called, but nested dictionaries cannot be logged")
     if not (isinstance(value, Tensor | numbers.Number) or is_metric(value)):
         raise Misuse(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")
+
+
+def _check_attribute(names: Mapping[int, str], name: str, metric: Any) -> None:
+    """A metric that nobody owns is refused; names: those of the module's, by their ids."""
+    if id(metric) not in names:
+        way = "setting an attribute for the metric in your `LightningModule`."
+        if names:
+            way = (
+                f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of {list(names.values())}"
+            )
+        raise Misuse(
+            "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can fix this by"
+            f" {way}"
+        )

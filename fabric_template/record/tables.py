@@ -189,15 +189,15 @@ def read_table(path: str | os.PathLike) -> tuple[list[str], list[dict[str, str]]
     limit = csv.field_size_limit(len(data) + len(_END))  # a long text was logged: no reason not to read it
     try:
         # another program's cell with a \r in it would not be quoted again when it is written
-        columns, *rows = [[cell.replace("\r", "\\r") for cell in row] for row in csv.reader(text) if row]
+        head, *cells = [[cell.replace("\r", "\\r") for cell in row] for row in csv.reader(text) if row]
     finally:
         csv.field_size_limit(limit)
-    if columns == [_END]:
+    if head == [_END]:
         return [], [], len(whole) == len(data)
-    closed = bool(rows) and rows.pop() == [_END]  # otherwise a quote is open, and has swallowed all that follows it
-    torn = not closed or (bool(rows) and len(rows[-1]) != len(columns))
-    columns = [column.lstrip("\ufeff") for column in columns]
-    rows = [dict(zip(columns, row, strict=False)) for row in (rows[:-1] if torn and closed else rows)]
+    closed = bool(cells) and cells.pop() == [_END]  # otherwise a quote is open, and has swallowed all that follows it
+    torn = not closed or (bool(cells) and len(cells[-1]) != len(head))
+    columns = [column.lstrip("\ufeff") for column in head]
+    rows = [dict(zip(columns, row, strict=False)) for row in (cells[:-1] if torn and closed else cells)]
     return columns, rows, not torn and len(whole) == len(data)
 
 

@@ -153,13 +153,13 @@ def _print_summary(loop: Any, typed: dict[str, Any]) -> None:
     if scores := [(score, epoch) for score, epoch in scores if not math.isnan(score)]:
         score, epoch = (min if config.mode == "min" else max)(scores, key=itemgetter(0))
         print(f"best        {config.monitor} {score:.4f} in epoch {epoch}")
-    has_csv = bool(log_dir) and Path(log_dir, "metrics.csv").is_file()
-    if has_csv:
-        print(f"log         {_shown(Path(log_dir, 'metrics.csv'))}")
+    folder = Path(log_dir) if log_dir and Path(log_dir, "metrics.csv").is_file() else None
+    if folder is not None:
+        print(f"log         {_shown(folder / 'metrics.csv')}")
     last = loop.checkpoint_path("last")
     for path in dict.fromkeys(filter(None, (loop.checkpoint_path("best"), last))):
         print(f"checkpoint  {_shown(path)}")
-    if has_csv and (picture := _draw([log_dir], Path(log_dir, "history.png"), needs_a_loss=False)):
+    if folder is not None and (picture := _draw([str(folder)], folder / "history.png", needs_a_loss=False)):
         print(f"picture     {_shown(picture)}")
     if last is not None:
         limits = {"max_epochs": config.max_epochs, "max_steps": config.max_steps}
@@ -168,8 +168,8 @@ def _print_summary(loop: Any, typed: dict[str, Any]) -> None:
     if last is not None and loop.enable_validation:
         same = {word: value for word, value in typed.items() if word.partition(".")[0] in OF_A_RUN}
         print(f"validate    {_again('validate', {'load': 'last' if config.monitor is None else 'best', **same})}")
-    if has_csv:
-        print(f"plot        {_program()} plot {shlex.quote(_shown(Path(log_dir)))}")
+    if folder is not None:
+        print(f"plot        {_program()} plot {shlex.quote(_shown(folder))}")
 
 
 def _again(verb: str, words: dict[str, Any]) -> str:
@@ -253,7 +253,7 @@ def _draw(paths: list[str], out: Path, needs_a_loss: bool = True, **words: Any) 
         if needs_a_loss:
             raise
         return None
-    figure = (axes if hasattr(axes, "figure") else axes[0]).figure
+    figure: Any = (axes if hasattr(axes, "figure") else axes[0]).figure
     try:
         figure.savefig(out, dpi=150)
     except (OSError, ValueError) as error:

@@ -69,18 +69,14 @@ def diff_package(copy: str | Path) -> str:
     ours, theirs = package_files(PACKAGE), package_files(target)
     parts = []
     for name in sorted({*ours, *theirs}):
-        sides = [
+        before, after = (
             side[name].read_text("utf-8").splitlines(keepends=True) if name in side else [] for side in (ours, theirs)
-        ]
-        labels = [
-            f"{PACKAGE.name}/{name}" if name in ours else "/dev/null",
-            str(target / name) if name in theirs else "/dev/null",
-        ]
-        if sides[0] == sides[1] and name in ours and name in theirs:
+        )
+        if before == after and name in ours and name in theirs:
             continue
-        lines = list(difflib.unified_diff(*sides, *labels)) or [
-            f"--- {labels[0]}\n",
-            f"+++ {labels[1]}\n",
-        ]  # an empty file
+        old = f"{PACKAGE.name}/{name}" if name in ours else "/dev/null"
+        new = str(target / name) if name in theirs else "/dev/null"
+        # no lines: an empty file
+        lines = list(difflib.unified_diff(before, after, old, new)) or [f"--- {old}\n", f"+++ {new}\n"]
         parts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
     return "".join(parts)

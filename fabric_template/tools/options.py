@@ -65,12 +65,13 @@ def read_options(verb: str, argv: list[str], program: str, description: str) -> 
 
     if "" not in sys.path:
         sys.path.insert(0, "")  # your own modules, as with python -m
-    factories = {part: _find(part, path) for part, path in paths.items() if path is not None}
+    classes = {part: path for part, path in paths.items() if path is not None}
+    factories = {part: _find(part, path) for part, path in classes.items()}
     parser, known = _make_parser(verb, program, description, paths, factories)
     if is_digits:
         parser.set_defaults(DIGITS_WORDS)
     for part, names in known.items():
-        _check_arguments(part, paths[part], names, [*typed, *_flat(config)])
+        _check_arguments(part, classes[part], names, [*typed, *_flat(config)])
     if shows_help:
         for part in factories:  # what is typed is --model; a file has model: {class: ..., hidden: ...}
             parser._option_string_actions[f"--{part}.class"].option_strings = [f"--{part}"]
@@ -90,7 +91,8 @@ def read_options(verb: str, argv: list[str], program: str, description: str) -> 
 
 def _read_words(argv: list[str]) -> tuple[dict[str, Any], bool]:
     """``--word value``, ``--word=value``, or ``--word`` alone for a switch; the last of two wins, but for --config."""
-    words, shows_help, rest = {}, False, list(argv)
+    words: dict[str, Any] = {}
+    shows_help, rest = False, list(argv)
     while rest:
         token = rest.pop(0)
         if token in ("-h", "--help"):
@@ -117,8 +119,9 @@ def _read_config(words: dict[str, Any]) -> dict[str, Any]:
     for path in words.get("config", ()):
         for word, value in _read_file(path, words).items():
             before = config.get(word) if word in ("model", "data") else None
-            goes_on = before is not None and value.get("class") in (None, before.get("class"))
-            config[word] = {**before, **value} if goes_on else value
+            if before is not None and value.get("class") in (None, before.get("class")):
+                value = {**before, **value}
+            config[word] = value
     return config
 
 
@@ -287,9 +290,11 @@ def _make_parser(
             parser.add_argument(f"--{part}", type=str | None, help="package.module:Class of what has the loaders.")
             continue
         parser.add_argument(f"--{part}.class", default=path, metavar="PACKAGE.MODULE:CLASS", help=f"The {part}.")
-        add = parser.add_class_arguments if inspect.isclass(factory) else parser.add_function_arguments
-        words = {"instantiate": False} if inspect.isclass(factory) else {}
-        known[part] = [key.split(".")[1] for key in add(factory, part, fail_untyped=False, **words)]
+        if inspect.isclass(factory):
+            added = parser.add_class_arguments(factory, part, fail_untyped=False, instantiate=False)
+        else:
+            added = parser.add_function_arguments(factory, part, fail_untyped=False)
+        known[part] = [key.split(".")[1] for key in added]
     parser.add_class_arguments(LoopConfig, fail_untyped=False, instantiate=False)
     parser.add_function_arguments(fabric_options)
     return parser, known

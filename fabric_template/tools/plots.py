@@ -44,6 +44,8 @@ def plot_logs(
         'loss'
 
     """
+    import numpy
+
     if ax is not None and not hasattr(ax, "plot"):
         raise TypeError(f"plot_logs(ax=...) takes one Axes, not {type(ax).__name__}; give one of them, e.g. ax=axes[0]")
     runs = list(_runs(logs))
@@ -55,10 +57,10 @@ def plot_logs(
         groups = [group for group in ([n for n in names if n not in accuracies], accuracies) if group]
         axes = _new_axes(len(groups))
     else:
-        axes = [ax]
-    for one, group in zip(axes, groups, strict=True):
+        axes = ax
+    for one, group in zip(axes if isinstance(axes, numpy.ndarray) else [axes], groups, strict=True):
         _draw(one, runs, x, group)
-    return axes if len(axes) > 1 else axes[0]
+    return axes
 
 
 def _runs(logs: Any) -> list[tuple[str, "pd.DataFrame"]]:
@@ -100,7 +102,8 @@ def _label(frame: "pd.DataFrame") -> str:
 
 def _parts(metric: str) -> tuple[str, str]:
     """`val_loss` is ("val", "loss"); so is Lightning's `val_loss_epoch`."""
-    split, quantity, loader = _NAME.fullmatch(metric).groups()
+    found = _NAME.fullmatch(metric)
+    split, quantity, loader = found.groups() if found else (None, metric, None)  # none: it has several lines
     return split or "", quantity + (loader or "")
 
 
@@ -128,11 +131,10 @@ def _choose(
     return list(dict.fromkeys(wanted))
 
 
-def _new_axes(count: int) -> "list[Axes] | np.ndarray":
+def _new_axes(count: int) -> "Axes | np.ndarray":
     from matplotlib import pyplot
 
-    _, axes = pyplot.subplots(1, count, figsize=(5.5 * count, 3.6), layout="constrained")
-    return axes if count > 1 else [axes]
+    return pyplot.subplots(1, count, figsize=(5.5 * count, 3.6), layout="constrained")[1]
 
 
 def _draw(ax: "Axes", runs: list[tuple[str, "pd.DataFrame"]], x: str, names: list[str]) -> None:

@@ -31,7 +31,12 @@ def attach(owner: Any, loop: Any, metrics: Metrics, found: ExitStack, compiled: 
 def keep_if_well(found: ExitStack, part: Any, name: str) -> None:
     """An attribute that is about to change: after an error it is again what it is now."""
     before = getattr(part, name)
-    found.push(lambda kind, *_: kind and setattr(part, name, before))
+
+    def give_back(kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None:
+            setattr(part, name, before)
+
+    found.push(give_back)
 
 
 def attach_log(part: Any, metrics: Metrics, found: ExitStack, compiled: bool = False) -> None:

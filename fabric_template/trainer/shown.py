@@ -61,7 +61,7 @@ def face_of(model: Any, net: nn.Module, package: str, trainer: Any) -> Any:
             return getattr(model, name) if hasattr(model, name) else nn.Module.__getattr__(self, name)
 
         words["__getattr__"] = from_model
-    kind = type(type(model).__name__, (_Unheard, *([type(net)] if model is net else []), base), words)
+    kind: Any = type(type(model).__name__, (_Unheard, *([type(net)] if model is net else []), base), words)
     face = kind.__new__(kind)
     object.__setattr__(face, "__dict__", vars(net))
     return face

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 
 from ..core.errors import Misuse
 
-_STARTS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_Start = Literal["popen", "spawn", "fork"]
+_STARTS: dict[str, _Start] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _TRAINERS = ("lightning.pytorch.strategies.", "pytorch_lightning.strategies.")
 # by Trainer's own names for them, of which the public ones are arguments only
 _ELSEWHERE = {"_accelerator": "accelerator", "_precision_plugin": "precision", "_checkpoint_io": "plugins"}

@@ -7,7 +7,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import quiet
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from fabric_template import FabricLoop, TensorLoader
 from fabric_template.data.tensors import cuts
@@ -70,6 +78,9 @@ def seen(folder, verb):
 
 LOADERS = {
     "DataLoader": lambda num, size: DataLoader(numbers(num), batch_size=size),
+    "a given BatchSampler": lambda num, size: DataLoader(
+        numbers(num), batch_sampler=BatchSampler(SequentialSampler(range(num)), size, drop_last=False)
+    ),
     "TensorLoader": lambda num, size: TensorLoader(torch.arange(float(num))[:, None], batch_size=size),
 }
 

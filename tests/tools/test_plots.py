@@ -125,6 +125,11 @@ def test_lightnings_names():
     assert [line[1] for line in lines(right).values()] == ["C0", "C1"]
 
 
+def test_a_column_whose_name_has_two_lines_is_no_metric(history):
+    history["weight\nloss"] = 1.0
+    plot_logs(history)
+
+
 def test_numbers_that_are_all_missing_leave_the_axes_empty():
     ax = plot_logs(pd.DataFrame({"epoch": [0], "val_loss": [math.nan]}))
     assert lines(ax) == {}
