@@ -372,6 +372,6 @@ class TrainerFace:
         if config is not None and not name.startswith("_") and hasattr(config, name):
             return getattr(config, name)
         raise AttributeError(
-            f"FabricLoop has no attribute {name!r}: it offers what modules and callbacks read from a Trainer (trainer.py"
-            " lists it), not all of Trainer"
+            f"FabricLoop has no attribute {name!r}: it offers what modules and callbacks read from a Trainer"
+            " (trainer/attributes.py lists it), not all of Trainer"
         )

@@ -398,13 +398,13 @@ def test_copy_and_diff(capsys):
     loop = Path("src/my_loop/loop.py")
     loop.write_text(loop.read_text() + "# mine")
     Path("src/my_loop/extra.py").write_text("x = 1\n")
-    Path("src/my_loop/plots.py").unlink()
+    Path("src/my_loop/tools/plots.py").unlink()
     code, out, _ = run(capsys, "diff", "src/my_loop")
     assert code == 1
     assert "--- /dev/null\n+++ src/my_loop/extra.py\n@@ -0,0 +1 @@\n+x = 1\n" in out
     assert "--- fabric_template/loop.py\n+++ src/my_loop/loop.py\n" in out
     assert "+# mine\n\\ No newline at end of file\n" in out
-    assert "--- fabric_template/plots.py\n+++ /dev/null\n" in out
+    assert "--- fabric_template/tools/plots.py\n+++ /dev/null\n" in out
 
     assert refused(capsys, "copy", "src/my_loop").startswith(
         "copy src/my_loop: the folder is there already, nothing was written: give another one; --force"
