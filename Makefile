@@ -31,7 +31,7 @@ soak: $(VENV)/.installed-soak
 	$(VENV)/bin/python soak/run.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and pinned: asked for together with the rest, pip may choose a newer one with its CUDA libraries

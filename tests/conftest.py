@@ -17,7 +17,8 @@ import torch
 from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TOOLS = {"__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis", ".git"}  # may write their own folder at any time
+# may write their own folder at any time
+TOOLS = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", ".git"}
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell ignores Ctrl-C for what it starts in the background
