@@ -63,6 +63,7 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_mode", lambda: CombinedLoader([]), "loaders.py", "to tell loaders that go together from those that follow each other"),
     ("_lightning_module", PyTorchProfiler, "profiling.py", "to name the module's parts in the trace"),
     ("_dataloader_init_kwargs_resolve_sampler", "lightning.fabric.utilities.data", "sharing.py", "batch samplers of one's own"),
+    ("_FabricModule", "lightning.fabric.wrappers", "steps.py", "the type of what a strategy wraps, for the type checker"),
     ("_MultiProcessingLauncher", "lightning.fabric.strategies.launchers", "signals.py", "to know that ranks are spawned"),
     ("_EvaluationLoop", "lightning.pytorch.loops", "evaluate.py", "the profilers' names for fetching a batch"),
     ("_PredictionLoop", "lightning.pytorch.loops", "evaluate.py", "the profilers' names for fetching a batch"),
@@ -108,10 +109,9 @@ def has(owner, name):
 
 @pytest.mark.parametrize(("name", "owner", "file", "reason"), NEEDED, ids=[row[0] for row in NEEDED])
 def test_it_is_still_there(name, owner, file, reason):
-    assert name in (PACKAGE / file).read_text(), (
-        f"fabric_template/{file} no longer uses {name}: name the file that does"
-    )
-    assert has(owner, name), f"There is no longer a {name}, which fabric_template/{file} needs for this: {reason}"
+    (path,) = PACKAGE.rglob(file)
+    assert name in path.read_text(), f"{path} no longer uses {name}: name the file that does"
+    assert has(owner, name), f"There is no longer a {name}, which {path} needs for this: {reason}"
 
 
 @pytest.mark.parametrize(("name", "path", "file"), ASKED, ids=[row[0] for row in ASKED])
