@@ -12,6 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ number_or_none = Is("a number, a tensor of one, or None", lambda value: value is
 
 
 @contextmanager
-def given_to(taker: Any, path: Any) -> Iterator[None]:
+def given_to(taker: Any, path: str | Path) -> Iterator[None]:
     """Within, a part of the file is put into an object: what that says of one that it cannot use becomes one line."""
     try:
         yield
@@ -71,7 +72,7 @@ def like(example: Any) -> Any:
     return text if isinstance(example, str) else anything
 
 
-def put_into_optimizer(optimizer: Any, state: Mapping[str, Any], path: Any) -> None:
+def put_into_optimizer(optimizer: Any, state: Mapping[str, Any], path: str | Path) -> None:
     """Give an optimizer its state."""
     with given_to(optimizer, path):
         if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:  # nobody else knows what it holds
@@ -121,7 +122,7 @@ def _made_by_a_step(optimizer: Any, group: dict[str, Any], shape: Any, dtype: to
     return {}
 
 
-def put_into_scheduler(scheduler: Any, state: Mapping[str, Any], path: Any) -> None:
+def put_into_scheduler(scheduler: Any, state: Mapping[str, Any], path: str | Path) -> None:
     """Give a scheduler its state, which becomes its attributes: none of them may hide a method, or its optimizer."""
     with given_to(scheduler, path):
         mine = scheduler.state_dict()
@@ -136,7 +137,7 @@ def put_into_scheduler(scheduler: Any, state: Mapping[str, Any], path: Any) -> N
         scheduler.load_state_dict(state)
 
 
-def put_into_callback(callback: Any, state: Any, path: Any, step: int) -> None:
+def put_into_callback(callback: Any, state: Any, path: str | Path, step: int) -> None:
     """Give a callback its state; of Lightning's own it is known what that is, and which files ModelCheckpoint removes.
 
     A ModelCheckpoint that has written this very file saves no second one of the same step, as if it had gone on.

@@ -50,6 +50,7 @@ _ALLOCATORS = re.compile(
 # called; and of the function that makes bytes of a text by "latin1", and by any other codec something larger.
 _STORAGE = re.compile(r"torch(\.storage)? UntypedStorage")
 _ENCODE = ("name", "_codecs encode")
+_Pushed = tuple[str, Any] | None  # ("name", ...), ("text", ...), None for all else
 
 _OLD = "is an old-style pickle, which can run any program"
 
@@ -286,8 +287,10 @@ def _needs_trust(path: str | Path, reason: str) -> str:
 
 def _allocator_in(data: bytes) -> str | None:
     """The first name in a pickle that could be called for any amount of memory."""
-    under = below = top = None  # what was pushed last: ("name", ...), ("text", ...), None for all else
-    memo: dict[Any, Any] = {}
+    under: _Pushed = None
+    below: _Pushed = None
+    top: _Pushed = None  # what was pushed last
+    memo: dict[Any, _Pushed] = {}
     for op, arg, _ in pickletools.genops(data):
         if op.name in ("BINPUT", "LONG_BINPUT"):
             memo[arg] = top

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -62,7 +63,7 @@ def check(table: Any, value: Any, where: str) -> None:
                 check(kind, value[key], f"{where}.{key}".lstrip("."))
 
 
-def check_resumable(checkpoint: Mapping[str, Any], path: Any) -> None:
+def check_resumable(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Refuse a file of which a resume cannot use something, before any of it is used.
 
     Example:

@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -33,7 +34,7 @@ def come_by_themselves(fabric: Fabric) -> bool:
     return bool(getattr(environment, "creates_processes_externally", False))
 
 
-def check_number(fabric: Fabric, path: Any, ours: Mapping[str, Any]) -> None:
+def check_number(fabric: Fabric, path: str | Path, ours: Mapping[str, Any]) -> None:
     """Refuse another number of processes in the middle of an epoch; between two the fingerprint's line says what is other."""
     were, now = len(ours.get("ranks", ())), number_of(fabric)
     if were in (0, now) or not ours.get("batch_idx"):
@@ -79,7 +80,7 @@ def agree_on_file(fabric: Fabric, find: Callable[[], Any]) -> None:
         raise error
 
 
-def _describe(path: Any) -> str:
+def _describe(path: str | Path | None) -> str:
     """A file by its size, its step and its checksum, for a torch file that of the checksums in its directory."""
     if path is None or not os.path.isfile(path):
         return "none" if path is None else f"'{path}'"  # a CheckpointIO plugin may read what is no file

@@ -16,9 +16,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.config import _CHECKS, FABRIC_WORDS, TRAINER_ONLY, LoopConfig
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
 
 PACKAGE = __package__.rpartition(".")[0]  # another one in a copy
 DIGITS = {"model": f"{PACKAGE}.demos.digits:DigitsClassifier", "data": f"{PACKAGE}.demos.digits:DigitsData"}
@@ -35,9 +38,9 @@ class Options:
     """What was typed, and what it means."""
 
     typed: dict[str, Any]  # a text each; of --config a list
-    settings: Any  # jsonargparse's Namespace: every option's value
+    settings: Namespace  # every option's value
     factories: dict[str, Callable]  # the class (or function) of model and data
-    parser: Any
+    parser: ArgumentParser
 
     def make_parts(self) -> dict[str, Any]:
         """Make the model and the data; their own errors are theirs."""
@@ -271,7 +274,7 @@ FABRIC_OPTIONS = tuple(inspect.signature(fabric_options).parameters)
 
 def _make_parser(
     verb: str, program: str, description: str, paths: dict[str, str | None], factories: dict[str, Callable]
-) -> tuple[Any, dict[str, list[str]]]:
+) -> tuple[ArgumentParser, dict[str, list[str]]]:
     """A parser for every word, and the names of the arguments of model and data."""
     import jsonargparse
 
@@ -300,7 +303,7 @@ def _make_parser(
     return parser, known
 
 
-def _parse(parser: Any, argv: list[str], factories: dict[str, Callable]) -> Any:
+def _parse(parser: ArgumentParser, argv: list[str], factories: dict[str, Callable]) -> Namespace:
     """Parse, with one line for what has the wrong type."""
     try:
         return parser.parse_args(argv)
