@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric import Fabric
 
 from .core.config import parse_config
 from .core.errors import Misuse, MisuseOfType
-from .core.evaluate import evaluate, predict, print_results
-from .core.run import Run
-from .core.schedulers import step_schedulers
-from .files.fingerprint import tell_differences
-from .files.noticed import Noticed
+from .core.evaluate import print_results
 from .files.opening import is_file
-from .process.finished import heeds_time, time_left
+from .process.home import make_loggers, with_safe_files
 from .process.launch import launch
 from .process.parts import Parts
-from .process.place import files_settled, make_loggers, with_safe_files
+from .process.plan import Plan
 from .process.prepare import prepare
-from .process.session import Session, finish_batch, heed_signals, restore_position, start_fit, stay_finished, stop_for
-from .process.signals import Signals, is_launched
-from .record.bar import is_interactive
+from .process.verbs import run_evaluation, run_fit, run_prediction
 from .trainer.attributes import TrainerFace
 from .trainer.callbacks import parse_callbacks
 from .trainer.profiling import make_profiler
@@ -49,6 +40,7 @@ class FabricLoop(Parts, TrainerFace):
         Misuse, MisuseOfType: for values that do not, all at once.
 
     Example:
+        >>> import torch
         >>> from fabric_template import FabricLoop, TensorLoader
         >>> net = torch.nn.Linear(2, 1)
         >>> data = TensorLoader(torch.ones(8, 2), torch.zeros(8, 1), batch_size=4)
@@ -138,10 +130,10 @@ class FabricLoop(Parts, TrainerFace):
         """  # noqa: D401
         functions = {"training_step": training_step, "validation_step": validation_step}
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        run = prepare(self, "fit", model, loaders, datamodule, resume=resume, load=load, optimizer=optimizer,
+        plan = prepare(self, "fit", model, loaders, datamodule, resume=resume, load=load, optimizer=optimizer,
                       functions=functions, ckpt_path=ckpt_path, weights_only=weights_only)  # fmt: skip
-        launch(self, self._fit, run)
-        return run.history.frame()
+        launch(self, run_fit, plan)
+        return self._run.history.frame()
 
     def validate(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, load: str | Path | None = None,
@@ -149,9 +141,9 @@ class FabricLoop(Parts, TrainerFace):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """Run validation_step over the loaders; returns what was logged, a dict for each loader."""
-        run = prepare(self, "validate", model, {"val": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
+        plan = prepare(self, "validate", model, {"val": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
                       functions={"validation_step": validation_step}, weights_only=weights_only)  # fmt: skip
-        return self._evaluate(run, "val", verbose)
+        return self._evaluate(plan, "val", verbose)
 
     def test(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, load: str | Path | None = None,
@@ -159,9 +151,9 @@ class FabricLoop(Parts, TrainerFace):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """Run test_step over the loaders; returns what was logged, a dict for each loader."""
-        run = prepare(self, "test", model, {"test": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
+        plan = prepare(self, "test", model, {"test": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
                       functions={"test_step": test_step}, weights_only=weights_only)  # fmt: skip
-        return self._evaluate(run, "test", verbose)
+        return self._evaluate(plan, "test", verbose)
 
     def predict(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
@@ -169,224 +161,15 @@ class FabricLoop(Parts, TrainerFace):
         weights_only: bool | None = None,
     ) -> list[Any] | None:  # fmt: skip
         """Run predict_step (or forward) over the loaders; returns the outputs by batch, on the CPU."""
-        run = prepare(self, "predict", model, {"predict": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
+        plan = prepare(self, "predict", model, {"predict": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
                       functions={"predict_step": predict_step}, weights_only=weights_only)  # fmt: skip
-        return launch(self, self._predict, run, return_predictions is not False).results
+        return launch(self, run_prediction, plan, return_predictions is not False).results
 
-    # ---- training
-
-    def _fit(self, fabric: Fabric, run: Run) -> Any:
-        together = fabric.world_size > 1 and torch.distributed.is_initialized()
-        signals = run.signals = Signals(together, patience=1.0 if is_launched(fabric) else 0.0)
-        listening = ExitStack()
-        listening.enter_context(files_settled(fabric))
-        if together:  # alone, a signal ends the set-up at once; here the others would wait for ever
-            listening.enter_context(signals)
-        with listening, Session(self, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
-            start_fit(self, run)
-            self._sanity_check(run)
-            heed_signals(run)
-            if not together:
-                listening.enter_context(signals)
-            with torch.enable_grad():
-                self._train(run)
-            listening.close()
-            stop_for(run, signals.agreed)
-
-    def _train(self, run: Run) -> None:
-        """Epoch after epoch, until there is a reason to stop."""
-        signals = run.signals
-        run.feed.set_up_train()
-        if (run.done() and not run.was_cut_short) or run.config.limit_train_batches == 0:
-            if run.resume_path is not None:
-                stay_finished(run, self)
-            if run.saver is not None:
-                run.saver.nothing_to_do(run)
-            return
-        tell_differences(run)
-        if run.schedule.in_this_epoch:
-            run.feed.set_up_val()
-        run.trains_since = time.monotonic()
-        if (left := time_left(run)) is not None:
-            signals.deadline = run.trains_since + left
-        run.schedule.start_clock()
-        run.metrics.start(run.metrics.train)
-        run.hooks.call("on_train_start")
-        run.noticed = Noticed(run)
-        while (run.was_cut_short or not run.done()) and signals.agreed is None:
-            run.hooks.timed(self._train_epoch, "run_training_epoch")(run)
-            run.should_stop |= run.is_late
-        if run.saver is not None:
-            run.saver.finish(run, interrupted=signals.agreed is not None)
-        if signals.agreed is None or is_interactive():
-            run.hooks.call("on_train_end")
-
-    def _train_epoch(self, run: Run) -> None:
-        """One epoch: every batch of a pass, then its end."""
-        hooks, metrics, config, feed, signals = run.hooks, run.metrics, run.config, run.feed, run.signals
-        logs, limited = metrics.enabled, config.max_steps != -1
-        starts, ends = hooks.heard("on_train_batch_start"), hooks.heard("on_train_batch_end")
-        if run.restored is not None:
-            restore_position(run)
-            finish_batch(run, self._validate)
-        if run.starts_epoch():
-            feed.set_up_train()
-            feed.train.set_epoch(run.current_epoch)
-            hooks.call("on_train_epoch_start")
-            feed.begin_epoch()
-        validates, due, hands = run.schedule.in_this_epoch, run.schedule.due, run.hands_iterator
-        train_batch, transfer, bar, num_batches = run.train_batch, run.transfer, run.bar, feed.num_batches
-        shows, checks, saves = bar.enabled, signals.checks, run.saver is not None and config.save_every_n_steps
-        bar.start(f"epoch {run.current_epoch}", num_batches, run.batches_done)
-
-        for batch in (batches := feed.batches):
-            run.is_last_batch = batches.is_last
-            if transfer is not None:
-                batch = transfer(batch, 0)
-            batch_idx = run.batches_done
-            run.batches_done += 1
-            run.total_batches += 1
-            if logs:
-                metrics.batch_starts(batch)
-            if skips := batch is None and not hands:  # the batch still counts, as under Trainer
-                run.warn_once("train_dataloader yielded None. If this was on purpose, ignore this warning...")
-            elif starts and hooks.call("on_train_batch_start", batch, batch_idx) == -1:  # leave out the rest
-                run.is_last_batch = True
-                self._step_schedulers(run)
-                break
-            last = run.is_last_batch or batch_idx + 1 == num_batches
-            accumulates = not last and (batch_idx + 1) % run.window != 0
-            outputs = None if skips else train_batch(batch, batch_idx, not accumulates)
-            if hands:  # the step has taken its batches itself
-                batch = batches.handed.latest[0]
-            if run.schedulers and not accumulates:
-                self._step_schedulers(run)
-            if ends:
-                hooks.call("on_train_batch_end", outputs, batch, batch_idx)
-            if logs:
-                metrics.batch_ends()
-                if metrics.train.any_on_step and not accumulates:
-                    run.record.step()
-            if shows:
-                bar.advance(batch_idx + 1)
-            validated = validates and due()
-            if validated:
-                self._validate(run)
-            if not accumulates:
-                if run.schedulers:
-                    step_schedulers(run, "step", plateau=True)
-                run.batches_that_stepped += 1
-                if checks and not last and signals.check(run.total_batches) and heeds_time(run):
-                    self._cut_short(run, validates and not validated)
-            if last or (limited and run.steps_done) or (run.should_stop and run.may_stop):
-                break
-            if not accumulates:
-                if signals.agreed is not None:
-                    return
-                if saves:
-                    run.saver.save_step(run)
-        else:
-            if not (run.is_last_of_epoch or run.stops):
-                feed.ran_out()
-                self._end_pass(run, validates)
-        if run.saver is not None and not run.is_last_of_epoch:
-            run.saver.cut_short(run)
-        self._end_epoch(run)
-
-    def _cut_short(self, run: Run, validates: bool) -> None:
-        """Time is over (max_time): saved here, to go on exactly; then the epoch ends as a whole one does."""
-        if run.saver is not None:
-            run.saver.cut_short(run)
-        run.should_stop = True
-        if validates:
-            self._validate(run)
-
-    def _end_pass(self, run: Run, validates: bool) -> None:
-        """No batch was known to be the last one: what comes after that comes now."""
-        run.record.note_rates()
-        step_schedulers(run, "epoch", plateau=False)
-        if validates and run.schedule.due_at_end():
-            self._validate(run)
-
-    def _step_schedulers(self, run: Run) -> None:
-        """After an update: schedulers by step; after the epoch's last batch, those by epoch."""
-        if run.is_last_of_epoch or run.steps_done:
-            run.record.note_rates()
-        step_schedulers(run, "step", plateau=False)
-        if run.is_last_of_epoch:
-            step_schedulers(run, "epoch", plateau=False)
-
-    def _end_epoch(self, run: Run) -> None:
-        """Hooks, metrics, schedulers that follow them, the row, the checkpoint."""
-        run.metrics.batches_end()
-        run.history.end_train(run.total_batches - 1, run.all_reduce)
-        if run.saved_in != "on_train_epoch_end":  # resumed from a file that a callback saved there: they were called
-            run.hooks.call_epoch_end("on_train_epoch_end")
-        run.saved_in = None
-        run.metrics.merge()
-        if run.is_last_of_epoch:
-            step_schedulers(run, "epoch", plateau=True)
-        score = run.score()
-        run.record.epoch(run.metrics.merge())
-        run.metrics.epoch_ends()
-        run.end_epoch()
-        # before it is saved how late it is
-        run.is_late = run.signals.check(run.total_batches, now=True) and heeds_time(run)
-        if run.saver is not None:
-            run.saver.save_epoch(run, score)
-            run.check_monitor(score)
-
-    def _validate(self, run: Run) -> None:
-        """A validation inside the training epoch."""
-        feed = run.feed
-        if not run.accumulates:
-            run.clear_gradients()
-        kept, before = run.metrics.pause(), run.measured()
-        feed.set_up_val()
-        feed.val.set_epoch(run.current_epoch)
-        evaluate(run, feed.val, "validate")
-        score = None if run.measured() is before else run.score()
-        run.metrics.resume(kept)
-        if run.saver is not None:
-            run.saver.save_validation(run, score)
-        run.has_validated = True
-        run.schedule.start_clock()
-
-    def _sanity_check(self, run: Run) -> None:
-        """A few validation batches before training; random numbers and metrics are as before afterwards."""
-        if not run.schedule.validates or run.config.num_sanity_val_steps == 0 or run.resume_path is not None:
-            return
-        with run.isolated_rng():
-            run.stage = "sanity_check"
-            run.hooks.call_callbacks("on_sanity_check_start")
-            run.feed.set_up_val()
-            run.feed.val.set_epoch(run.current_epoch)
-            evaluate(run, run.feed.val, "sanity_check", most=run.config.num_sanity_val_steps)
-            run.hooks.call_callbacks("on_sanity_check_end")
-            run.metrics.forget()
-            run.history.val.reset()
-            run.stage, run.evaluated = "train", 0
-
-    # ---- evaluation
-
-    def _evaluate(self, run: Run, stage: str, verbose: bool) -> list:
-        results = launch(self, self._run_evaluation, run, run.fn, stage).results
+    def _evaluate(self, plan: Plan, stage: str, verbose: bool) -> list:
+        results = launch(self, run_evaluation, plan, stage).results
         if verbose and self.fabric.is_global_zero:
-            print_results(results, run.fn)
+            print_results(results, plan.fn)
         return results
-
-    def _run_evaluation(self, fabric: Fabric, run: Run, fn: str, stage: str) -> list[dict]:
-        with Session(self, run):
-            run.metrics.name_metrics(run.net)
-            run.transfer = run.make_transfer()
-            due = run.feed.set_up_evaluation(stage)
-            return evaluate(run, run.feed.val, fn, inference=run.inference()) if due else []
-
-    def _predict(self, fabric: Fabric, run: Run, keep: bool) -> Any:
-        with Session(self, run):
-            run.transfer = run.make_transfer()
-            due = run.feed.set_up_evaluation("predict")
-            return predict(run, run.feed.val, keep, run.inference()) if due else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the last runs: their parts belong to this process."""

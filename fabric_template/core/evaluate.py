@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..data.loaders import Loaders
 from .history import name_outputs
 from .hooks import is_a, overrides
 from .passes import INFINITE, Handed
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    run: Run, loaders: Loaders, stage: str, *, most: int | float = INFINITE, inference: bool = False
+    run: Run, loaders: Any, stage: str, *, most: int | float = INFINITE, inference: bool = False
 ) -> list[dict]:
     """Run ``validation_step`` or ``test_step`` over the loaders.
 
@@ -44,13 +43,13 @@ def evaluate(
     hooks, metrics, sanity = run.hooks, run.metrics, stage == "sanity_check"
     step_name = f"{word}_step"
     step = hooks.timed(run.steps.get(step_name), f"[Strategy]{type(run.fabric.strategy).__name__}.{step_name}")
-    method, transfer = getattr(run.owner, step_name), run.transfer
+    method, transfer = getattr(run.trained.owner, step_name), run.data.transfer
     hands, given = takes_iterator(method), _given(method)
     several = len(loaders.loaders) > 1 and loaders.combined is None
     check_dataloader_idx(run, word, step_name, several)
     batch_start, batch_end = f"on_{word}_batch_start", f"on_{word}_batch_end"
     results: list[dict[str, Any]] = []
-    before_stage, run.stage, run.evaluated = run.stage, stage, 0
+    before_stage = run.at.begin_evaluation(stage)
     metrics.start(metrics.val)
 
     def store() -> None:
@@ -60,7 +59,7 @@ def evaluate(
     with torch.inference_mode() if inference else torch.no_grad():
         batches = _timed(run, loaders.start_evaluation(most), "_EvaluationLoop", "test" if stage == "test" else "val")
         handed = Handed(batches, metrics.batch_taken) if hands else None
-        run.modes = modes = Modes(run.net)
+        run.steps.modes = modes = Modes(run.trained.net)
         try:
             _switch(run, f"on_{word}_model_eval")
             hooks.call(f"on_{word}_start")
@@ -70,8 +69,7 @@ def evaluate(
                 if index != current:
                     store()
                     current, keeps = index, True
-                run.evaluated += 1
-                run.evaluated_in_all += 1
+                run.at.evaluate_batch()
                 if transfer is not None and handed is None:
                     batch = transfer(batch, index)
                 place = (batch_idx, index) if several else (batch_idx,)
@@ -91,12 +89,12 @@ def evaluate(
                 hooks.call(batch_end, output, batch, *place)
                 metrics.batch_ends()
                 if not sanity:
-                    run.record_evaluated(index)
+                    run.log.evaluated(index)
                 run.bar.advance(batch_idx + 1)
             store()
             metrics.val.dataloader_idx = None
-            returned = {} if sanity else run.history.end_validation(run.all_reduce)
-            if not run.is_lightning:  # a plain module's returned values are its metrics
+            returned = {} if sanity else run.history.end_validation(run.log.all_reduce)
+            if not run.trained.is_lightning:  # a plain module's returned values are its metrics
                 metrics.callback.update({name: torch.tensor(value) for name, value in returned.items()})
             hooks.call(f"on_{word}_epoch_end")
             at_end = {} if sanity else metrics.merge()
@@ -104,10 +102,10 @@ def evaluate(
             for result in results:
                 result.update(at_end)
             if not sanity:
-                run.record.validation(everything if run.is_lightning else {**returned, **everything}, returned)
+                run.log.validation(everything if run.trained.is_lightning else {**returned, **everything}, returned)
             hooks.call(f"on_{word}_end")
             metrics.epoch_ends()
-            if overrides(run.owner, f"on_{word}_model_train"):
+            if overrides(run.trained.owner, f"on_{word}_model_train"):
                 hooks.call(f"on_{word}_model_train")
             else:
                 hooks.call_callbacks(f"on_{word}_model_train")
@@ -117,8 +115,9 @@ def evaluate(
             raise
         finally:
             metrics.fx = None
-            run.stage, run.modes = before_stage, None
-    if returned and not (run.is_lightning and any(results)):
+            run.at.enter(before_stage)
+            run.steps.modes = None
+    if returned and not (run.trained.is_lightning and any(results)):
         ends = [f"/dataloader_idx_{index}" if several else "" for index in range(len(results))]
         results = [
             {name: value for name, value in returned.items() if name.endswith(end)} | result
@@ -139,16 +138,16 @@ def _keep(run: Run, output: Any, prefix: str, batch_idx: int, loader: int | None
     values = {f"{name}{end}": value for name, value in name_outputs(output, prefix).items()}
     if run.metrics.active:
         logged = {f"{name}{end}" for _, name, index in run.metrics.active if index == loader}
-        allowed = {f"{prefix}_loss{end}"} if run.is_lightning else values.keys()
+        allowed = {f"{prefix}_loss{end}"} if run.trained.is_lightning else values.keys()
         values = {name: values[name] for name in values if name in allowed and name not in logged}
         if not values:
             return False
     if values:
-        run.history.val.add(values, run.size_of_batch(), batch_idx)
+        run.history.val.add(values, run.log.size_of_batch(), batch_idx)
     return True
 
 
-def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any] | None:
+def predict(run: Run, loaders: Any, keep: bool, inference: bool) -> list[Any] | None:
     """Run ``predict_step`` over the loaders; a module without one is called with the batch.
 
     Returns:
@@ -156,35 +155,34 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
     """
     if sum(loaders.limits) == 0:
         return None
-    hooks, transfer, several = run.hooks, run.transfer, len(loaders.loaders) > 1
-    has_step = callable(getattr(run.owner, "predict_step", None))
+    hooks, transfer, several = run.hooks, run.data.transfer, len(loaders.loaders) > 1
+    has_step = callable(getattr(run.trained.owner, "predict_step", None))
     step = hooks.timed(
         run.steps.get("predict_step" if has_step else "forward"),
         f"[Strategy]{type(run.fabric.strategy).__name__}.predict_step",
     )
-    given = _given(run.owner.predict_step) if has_step else slice(0)
+    given = _given(run.trained.owner.predict_step) if has_step else slice(0)
     if has_step:
         check_dataloader_idx(run, "predict", "predict_step", several)
-    writers = [callback.interval for callback in run.callbacks if is_a(callback, "BasePredictionWriter")]
+    writers = [callback.interval for callback in run.hooks.callbacks if is_a(callback, "BasePredictionWriter")]
     keeps = keep or any(interval.on_epoch for interval in writers)
     kept: list[list[Any]] = [[] for _ in loaders.loaders]
-    run.predictions, run.batch_indices = kept, [[] for _ in loaders.loaders]
-    run.stage, run.evaluated = "predict", 0
+    run.predicted.made, run.predicted.indices = kept, [[] for _ in loaders.loaders]
+    run.at.begin_evaluation("predict")
     with torch.inference_mode() if inference else torch.no_grad():
         batches = _timed(run, loaders.start_evaluation(), "_PredictionLoop", "predict")
-        handed = Handed(batches) if has_step and takes_iterator(run.owner.predict_step) else None
-        modes = Modes(run.net)
+        handed = Handed(batches) if has_step and takes_iterator(run.trained.owner.predict_step) else None
+        modes = Modes(run.trained.net)
         try:
             _switch(run, "on_predict_model_eval")
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
             for batch, batch_idx, index, _ in batches if handed is None else handed.turns():
-                run.evaluated += 1
-                run.evaluated_in_all += 1
+                run.at.evaluate_batch()
                 if handed is None:
                     batch = batch if transfer is None else transfer(batch, index)
                     if writers:
-                        run.batch_indices[index].append(_indices_of(run, loaders.loaders[index], batch_idx))
+                        run.predicted.indices[index].append(_indices_of(run, loaders.loaders[index], batch_idx))
                 place = (batch_idx, index) if several else (batch_idx,)
                 hooks.call("on_predict_batch_start", batch, *place)
                 if handed is None:
@@ -196,7 +194,7 @@ def predict(run: Run, loaders: Loaders, keep: bool, inference: bool) -> list[Any
                     place = (batch_idx, index) if several else (batch_idx,)
                 hooks.call("on_predict_batch_end", output, batch, *place)
                 if output is None:
-                    run.warn_once("predict returned None if it was on purpose, ignore this warning...")
+                    run.said.warn("predict returned None if it was on purpose, ignore this warning...")
                 if keeps:
                     kept[index].append(to_cpu(output))
                 run.bar.advance(batch_idx + 1)
@@ -219,7 +217,7 @@ def _indices_of(run: Run, loader: Any, batch_idx: int) -> list[int]:
     """Which samples of the dataset a batch has; empty when the loader's sampler did not note them."""
     seen = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", None)
     if not seen:
-        run.warn_once(
+        run.said.warn(
             "Couldn't infer the batch indices fetched from your dataloader: a BasePredictionWriter gets none; expected a"
             " DataLoader with a batch sampler"
         )
@@ -244,11 +242,11 @@ def _take(step: Callable, handed: Handed) -> Any:
 
 def _switch(run: Run, hook: str) -> None:
     """Into evaluation mode: the module's own way, or ``eval()``."""
-    if overrides(run.owner, hook):
+    if overrides(run.trained.owner, hook):
         run.hooks.call(hook)
     else:
         run.hooks.call_callbacks(hook)
-        run.net.eval()
+        run.trained.net.eval()
 
 
 def check_dataloader_idx(run: Run, word: str, step_name: str, several: bool) -> None:
@@ -257,14 +255,14 @@ def check_dataloader_idx(run: Run, word: str, step_name: str, several: bool) -> 
     A plain model's step may leave it out: what it returns is told apart by its name.
     """
     for hook in (step_name, f"on_{word}_batch_start", f"on_{word}_batch_end"):
-        method = overrides(run.owner, hook)
-        if method is None or (several and hook == step_name and not run.is_lightning):
+        method = overrides(run.trained.owner, hook)
+        if method is None or (several and hook == step_name and not run.trained.is_lightning):
             continue
         parameters = inspect.signature(method).parameters
         open_ended = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
         given = parameters.get("dataloader_idx")
         loader = f"{'val' if word == 'validation' else word}_dataloader"
-        name = run.name
+        name = run.trained.name
         if several and given is None and not open_ended and "dataloader_iter" not in parameters:
             raise RuntimeError(
                 f"You provided multiple `{loader}`, but no `dataloader_idx` argument in `{name}.{hook}()`."

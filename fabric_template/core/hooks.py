@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,6 +138,10 @@ class Hooks:
         metrics.fx = before
         return result
 
+    def caller(self, name: str) -> Callable:
+        """What calls this hook's listeners, as they are now; where there are none, it does nothing."""
+        return partial(self.call, name) if self.heard(name) else _nobody
+
     def call_epoch_end(self, name: str) -> None:
         """Call the module before the callbacks that monitor, so that they see what the module logs here."""
         monitors = [callback for callback in self.callbacks if is_a(callback, "EarlyStopping", "Checkpoint")]
@@ -173,8 +178,9 @@ class Hooks:
             self._listen(name)
         return name not in self._unheard
 
-    def refresh(self) -> None:
+    def refresh(self, callbacks: list[Any]) -> None:
         """Look again who listens: the callbacks have changed."""
+        self.callbacks = callbacks
         self._listeners.clear()
         self._unheard.clear()
 
@@ -231,6 +237,10 @@ class Hooks:
             return method(**{word: known[word] for word in wanted if word in known})
 
         return self.timed(by_keyword, f"[Callback]{key}.{name}")
+
+
+def _nobody(*args: Any) -> None:
+    """Nobody listens."""
 
 
 def _by_stage(method: Callable) -> Callable:

@@ -140,9 +140,10 @@ class NoOptimizer(Optimizer):
 
 @contextmanager
 def states_as_saved(optimizers: Iterable[Any]) -> Iterator[None]:
-    """Whatever state these optimizers load inside keeps the dtypes in which it was saved.
+    """Whatever state these optimizers load inside keeps the dtypes in which it was saved, and they their defaults.
 
-    ``Optimizer.load_state_dict`` casts all of it to its parameter's: float32 averages of bfloat16 weights are rounded.
+    ``Optimizer.load_state_dict`` casts all of it to its parameter's: float32 averages of bfloat16 weights are rounded. It
+    also adds a word to the defaults, which groups that are added later would have, and in an uninterrupted run have not.
     """
     loaded: list[tuple[Any, Mapping[str, Any]]] = []
     hooked = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
@@ -150,11 +151,14 @@ def states_as_saved(optimizers: Iterable[Any]) -> Iterator[None]:
         optimizer.register_load_state_dict_pre_hook(lambda *now: loaded.append(now))  # as other hooks have left it
         for optimizer in hooked
     ]
+    defaults = [dict(optimizer.defaults) for optimizer in hooked]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+        for optimizer, before in zip(hooked, defaults, strict=True):
+            optimizer.defaults = before
     for optimizer, saved in loaded:
         for theirs, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
             for number, parameter in zip(theirs["params"], group["params"], strict=True):

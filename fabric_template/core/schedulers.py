@@ -20,10 +20,10 @@ def step_schedulers(run: Run, interval: str, plateau: bool) -> None:
         interval: those that count optimizer "step"s, or those that count "epoch"s.
         plateau: those that follow a metric, or all others.
     """
-    if not run.schedulers or not run.is_automatic:
+    if not run.optimizing.schedulers or not run.trained.is_automatic:
         return
-    count = run.batches_done if interval == "step" else run.current_epoch + 1
-    for config in run.schedulers:  # or Lightning's class with the same words, which a callback has put there
+    count = run.at.batches_done if interval == "step" else run.at.current_epoch + 1
+    for config in run.optimizing.schedulers:  # or Lightning's class with the same words, which a callback has put there
         if config.reduce_on_plateau == plateau and config.interval == interval and count % config.frequency == 0:
             _step_one(run, config)
 
@@ -32,9 +32,9 @@ def _step_one(run: Run, config: Any) -> None:
     """Step one scheduler, with its monitor's value when it wants one."""
     value = None
     if config.reduce_on_plateau:
-        value = run.known_metrics().get(config.monitor)
+        value = run.log.known_metrics().get(config.monitor)
         if value is None:
-            known = sorted(run.known_metrics())
+            known = sorted(run.log.known_metrics())
             if config.strict:
                 raise Misuse(
                     f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available. Available metrics"
@@ -45,7 +45,7 @@ def _step_one(run: Run, config: Any) -> None:
                 " `False`. Skipping learning rate update.", RuntimeWarning, stacklevel=2,
             )  # fmt: skip
             return
-    own = overrides(run.owner, "lr_scheduler_step")
+    own = overrides(run.trained.owner, "lr_scheduler_step")
     if own is not None:
         own(config.scheduler, value)
     elif value is None:

@@ -132,6 +132,7 @@ class Steps:
         self.wrapped: _FabricModule | None = None  # by the strategy (DDP); None on a single device
         self.buckets: Buckets | None = None  # of DDP
         self.precision = fabric.strategy.precision
+        self.modes: Modes | None = None  # in which an evaluation that is on has found the modules
 
     def convert_net(self) -> None:
         """Give the net its precision's dtype: before it takes weights, which a narrower one would round."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins.precision import MixedPrecision
+from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -34,21 +34,31 @@ class AutomaticUpdate:
     """
 
     def __init__(self, run: Run) -> None:
-        config, owner, fabric = run.config, run.owner, run.fabric
         self.run, self.hooks, self.metrics = run, run.hooks, run.metrics
+        self._batch: tuple = ()
+        self._batch_idx = 0
+        self._outputs: Any = {}
+        self._called = False  # the closure, by a step that gets it
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Know what there is to call; once more where a callback brings other optimizers."""
+        run = self.run
+        config, owner, fabric = run.config, run.trained.owner, run.fabric
         self.fabric, self.owner = fabric, owner
         self.step = run.hooks.timed(
             run.steps.get("training_step"), f"[Strategy]{type(fabric.strategy).__name__}.training_step"
         )
-        self.takes_idx = run.takes_idx("training_step")
-        self.optimizer: Any = run.optimizers[0] if run.optimizers else NoOptimizer()  # manual, with one of its own
+        self.takes_idx = run.trained.takes_idx("training_step")
+        # none: manual, with one of its own
+        self.optimizer: Any = run.optimizing.optimizers[0] if run.optimizing.optimizers else NoOptimizer()
         self.clip_val, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
         self.scaler = getattr(fabric.strategy.precision, "scaler", None)
         self.own_step = overrides(owner, "optimizer_step")
         self.own_zero = overrides(owner, "optimizer_zero_grad")
         self.own_backward = overrides(owner, "backward")
         self.own_clip = run.hooks.own(owner, "configure_gradient_clipping")
-        self.wrapped_optimizers = run.loop_optimizers
+        self.wrapped_optimizers = run.optimizing.wrapped
         self.is_plain = run.steps.is_plain
         self.keeps = not config.barebones or run.hooks.heard("on_train_batch_end")
         self._backward = run.hooks.timed(
@@ -56,16 +66,12 @@ class AutomaticUpdate:
             f"[Strategy]{type(fabric.strategy).__name__}.backward",
         )
         self.heard = any(run.hooks.heard(name) for name in UPDATE_HOOKS)
-        self.lenient = run.is_lightning
+        self.lenient = run.trained.is_lightning
         # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
         self.needs_closure = not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(
             self.optimizer, LBFGS
         )
         self.needs_value = self.needs_closure or self.scaler is not None or self.own_step is not None
-        self._batch: tuple = ()
-        self._batch_idx = 0
-        self._outputs: Any = {}
-        self._called = False  # the closure, by a step that gets it
         if self.scaler is not None and isinstance(self.optimizer, LBFGS):
             raise MisuseOfType(
                 "AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'"
@@ -73,6 +79,9 @@ class AutomaticUpdate:
 
         if run.hooks.profiler is not None:
             self._be_timed()
+        self.train = run.hooks.timed(self, "run_training_batch")
+        if run.trained.hands_iterator:
+            self.train = run.data.handing_over(self.train)
 
     def _be_timed(self) -> None:
         """Let the profiler see the optimizer's part by Trainer's names."""
@@ -87,8 +96,7 @@ class AutomaticUpdate:
         self._batch_idx = batch_idx
         if last_of_window:
             self._optimizer_step(batch_idx)
-            self.run.global_step += 1
-            self.run.steps_in_epoch += 1
+            self.run.at.stepped()
         elif self.run.steps.wrapped is None:
             self.closure()
         else:
@@ -109,16 +117,16 @@ class AutomaticUpdate:
                 self._refuse_detached()
             if self.keeps:
                 self._keep(output, loss)
-            if run.window > 1:
-                loss = loss / run.window
-        if self._batch_idx % run.window == 0:
+            if run.at.window > 1:
+                loss = loss / run.at.window
+        if self._batch_idx % run.at.window == 0:
             if self.heard:
                 hooks.call("on_before_zero_grad", self.optimizer)
             if self.own_zero is None:
                 self.optimizer.zero_grad()
             else:
                 self._named(
-                    "optimizer_zero_grad", self.own_zero, self.run.current_epoch, self._batch_idx, self.optimizer
+                    "optimizer_zero_grad", self.own_zero, self.run.at.current_epoch, self._batch_idx, self.optimizer
                 )
         if loss is None:
             return None
@@ -188,11 +196,11 @@ class AutomaticUpdate:
         """Keep the loss, and what was returned with it, for hooks and history; hooks get it divided by the window."""
         run, value = self.run, loss.detach()
         if output is loss:
-            run.history.train.add_loss(value, run.size_of_batch(), run.total_batches - 1)
+            run.history.train.add_loss(value, run.log.size_of_batch(), run.at.total_batches - 1)
         else:
-            run.note_returned(output, value)
-        if run.window > 1:
-            value = value / run.window
+            run.log.note_returned(output, value)
+        if run.at.window > 1:
+            value = value / run.at.window
         self._outputs = {**output, "loss": value} if isinstance(output, dict) else {"loss": value}
 
     def _skip(self) -> None:
@@ -203,7 +211,7 @@ class AutomaticUpdate:
                 "Skipping the `training_step` by returning None in distributed training is not supported. It is"
                 " recommended that you rewrite your training logic to avoid having to skip the step in the first place."
             )
-        self.run.warn_once("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+        self.run.said.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
 
     def _optimizer_step(self, batch_idx: int) -> None:
         if self.own_step is None and self.scaler is None:
@@ -214,7 +222,7 @@ class AutomaticUpdate:
             self._called = False
             closure = torch.enable_grad()(self._noted_closure)
             optimizer = self.wrapped_optimizers[0]
-            self._named("optimizer_step", self.own_step, self.run.current_epoch, batch_idx, optimizer, closure)
+            self._named("optimizer_step", self.own_step, self.run.at.current_epoch, batch_idx, optimizer, closure)
             self._check_called()
 
     def _noted_closure(self) -> Tensor | None:
@@ -260,7 +268,7 @@ class AutomaticUpdate:
     def scaled_step(self, optimizer: Optimizer, closure: Callable, **arguments: Any) -> Any:
         """With a GradScaler: torch takes no closure here, and gradients are unscaled before anyone looks at them."""
         result = closure()
-        skipped = result is None and self.run.is_automatic
+        skipped = result is None and self.run.trained.is_automatic
         handles_unscaling = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's fused optimizers
         if not skipped and not handles_unscaling:
             self.scaler.unscale_(optimizer)
@@ -282,7 +290,7 @@ class AutomaticUpdate:
 
         After an error the run goes on behind the last whole one.
         """
-        return self.run.optimizers if self.run.accumulates and not self.run.has_failed else []
+        return self.run.optimizing.optimizers if self.run.at.accumulates and not self.run.failure.has_come else []
 
     def before_step(self, optimizer: Optimizer) -> None:
         """``on_before_optimizer_step``, then clipping."""
@@ -292,7 +300,7 @@ class AutomaticUpdate:
             words = {"gradient_clip_val": self.clip_val, "gradient_clip_algorithm": self.clip_algorithm}
             self._named("configure_gradient_clipping", self.own_clip, optimizer, **words)
         elif self.clip_val:
-            clip_gradients(self.run, optimizer, self.clip_val, self.clip_algorithm)
+            clip_gradients(self.fabric.strategy.precision, optimizer, self.clip_val, self.clip_algorithm)
 
     def _named(self, hook: str, method: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call a module's own version of a part of the update, with its name known to ``self.log``."""
@@ -302,18 +310,16 @@ class AutomaticUpdate:
         return result
 
 
-def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
+def clip_gradients(precision: Precision, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
     """Limit the gradients of an optimizer's parameters: all together ("norm", the default) or each ("value")."""
     if not value or value <= 0:
         return
-    if isinstance(run.fabric.strategy.precision, MixedPrecision) and getattr(
-        optimizer, "_step_supports_amp_scaling", False
-    ):
+    if isinstance(precision, MixedPrecision) and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise RuntimeError(
             f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient clipping because it"
             " performs unscaling of gradients internally. HINT: Are you using a 'fused' optimizer?"
         )
-    parameters = run.fabric.strategy.precision.main_params(optimizer)
+    parameters = precision.main_params(optimizer)
     if algorithm == "value":
         torch.nn.utils.clip_grad_value_(parameters, value)
     else:

@@ -1,12 +1,14 @@
-"""Schedule: after which training batches a fit validates."""
+"""Validation: after which training batches a fit validates, and what that is inside an epoch."""
 
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from .config import LoopConfig, parse_duration
 from .errors import Misuse
+from .evaluate import evaluate
 from .hooks import overrides
 from .passes import INFINITE
 
@@ -14,14 +16,16 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-class Schedule:
-    """When a fit validates: every so many batches, at an epoch's end, or by the clock."""
+class Validation:
+    """The validation of a fit: every so many batches, at an epoch's end, or by the clock."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.batch: int | float | None = None  # every so many batches; None: by the clock
         self.seconds = 0.0  # between validations that go by the clock
         self.validated_at = 0.0
+        self.is_on = False  # in the epoch that runs
+        self.has_run = False
 
     def set_up(self, num_batches: int | float) -> None:
         """Know the length of an epoch."""
@@ -37,18 +41,60 @@ class Schedule:
     def validates(self) -> bool:
         """Whether the fit validates at all."""
         run = self.run
-        has_step = overrides(run.owner, "validation_step") is not None
-        return has_step and run.config.limit_val_batches > 0 and run.feed.has("val")
+        has_step = overrides(run.trained.owner, "validation_step") is not None
+        return has_step and run.config.limit_val_batches > 0 and run.data.has("val")
 
     @property
     def in_this_epoch(self) -> bool:
         """Whether this epoch validates at all."""
         every = self.run.config.check_val_every_n_epoch
-        return self.validates and (every is None or (self.run.current_epoch + 1) % every == 0)
+        return self.validates and (every is None or (self.run.at.current_epoch + 1) % every == 0)
+
+    def begin_epoch(self) -> None:
+        """Know whether the epoch that runs validates."""
+        self.is_on = self.in_this_epoch
+
+    def after_batch(self) -> bool:
+        """Validate, if that is due behind the batch at hand; returns whether it was."""
+        if not (self.is_on and self.due()):
+            return False
+        self.validate()
+        return True
+
+    def validate(self) -> None:
+        """Validate inside the training epoch, and judge what was measured."""
+        run = self.run
+        if not run.at.accumulates:
+            run.trained.clear_gradients()
+        kept, before = run.metrics.pause(), run.log.measured()
+        run.data.set_up_val()
+        run.data.val.set_epoch(run.at.current_epoch)
+        evaluate(run, run.data.val, "validate")
+        score = None if run.log.measured() is before else run.log.score()
+        run.metrics.resume(kept)
+        run.keeper.save_validation(run, score)
+        self.has_run = True
+        self.start_clock()
+
+    def sanity_check(self, isolated: AbstractContextManager) -> None:
+        """A few batches before training; random numbers (``isolated``) and metrics are as before afterwards."""
+        run, steps = self.run, self.run.config.num_sanity_val_steps
+        if not self.validates or steps == 0 or run.origin.resume_path is not None:
+            return
+        with isolated:
+            before = run.at.enter("sanity_check")
+            run.hooks.call_callbacks("on_sanity_check_start")
+            run.data.set_up_val()
+            run.data.val.set_epoch(run.at.current_epoch)
+            evaluate(run, run.data.val, "sanity_check", most=steps)
+            run.hooks.call_callbacks("on_sanity_check_end")
+            run.metrics.forget()
+            run.history.val.reset()
+            run.at.begin_evaluation(before)
 
     def due(self) -> bool:
         """Whether to validate after the batch at hand, in an epoch that validates."""
-        return (self.run.should_stop and self.run.may_stop) or self.is_planned()
+        return (self.run.stop.should_stop and self.run.stop.may_stop) or self.is_planned()
 
     def is_planned(self) -> bool:
         """The same, of a run that nothing stops."""
@@ -57,16 +103,16 @@ class Schedule:
             return time.monotonic() - self.validated_at >= self.seconds
         if batch == INFINITE:
             limit = run.config.limit_train_batches
-            if isinstance(limit, int) and not run.is_last_batch:
-                return run.batches_done % limit == 0
-            return run.is_last_batch
-        count = run.total_batches if run.config.check_val_every_n_epoch is None else run.batches_done
-        return count % batch == 0 or (run.is_last_batch and run.hands_iterator)
+            if isinstance(limit, int) and not run.at.is_last_batch:
+                return run.at.batches_done % limit == 0
+            return run.at.is_last_batch
+        count = run.at.total_batches if run.config.check_val_every_n_epoch is None else run.at.batches_done
+        return count % batch == 0 or (run.at.is_last_batch and run.trained.hands_iterator)
 
     def due_at_end(self) -> bool:
         """Whether to validate at the end of a pass that was shorter than it was to be, as if it had been whole."""
         each = self.run.config.check_val_every_n_epoch is not None
-        return each and bool(self.batch) and self.run.feed.num_batches % self.batch == 0 and not self.is_planned()
+        return each and bool(self.batch) and self.run.at.num_batches % self.batch == 0 and not self.is_planned()
 
 
 def val_check_batch(config: LoopConfig, num_batches: int | float, validates: bool) -> int | float | None:

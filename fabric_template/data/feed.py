@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,22 @@ from ..core.ranks import check_lengths
 from ..core.timing import TimedPass
 from .loaders import USED_UP, Loaders
 from .sharing import ready
+from .transfer import make_transfer
 
 if TYPE_CHECKING:
     from ..core.run import Run
+
+
+@dataclass
+class Given:
+    """Where a run's loaders come from: given to the verb, or asked of the datamodule or module."""
+
+    loaders: dict[str, Any]  # by stage
+    source: Any
+
+    def has(self, stage: str) -> bool:
+        """Whether there is a loader for this stage, asked without making it."""
+        return self.loaders.get(stage) is not None or overrides(self.source, f"{stage}_dataloader") is not None
 
 
 class Feed:
@@ -25,42 +39,35 @@ class Feed:
     Loaders are given to the verb, or the datamodule or module is asked for them: each time that they are due, not before.
     """
 
-    def __init__(self, run: Run, source: Any) -> None:
-        self.run, self.source = run, source
-        self.given: dict[str, Any] = {}  # by stage, as they were given
+    def __init__(self, run: Run, given: Given) -> None:
+        self.run, self.given = run, given
         self.train: Loaders | None = None
         self.val: Loaders | None = None  # what is evaluated, in test and predict too
         self.made_in: dict[str, int] = {}  # the epoch in which each stage's loaders were made
-        self.num_batches: int | float = INFINITE  # training batches of an epoch
         self.was_short = False  # a pass, by what its length says
         self.batches: Any = None  # the pass over the training batches
+        self.transfer: Callable[[Any, int], Any] | None = None  # brings a batch to its device; None: it is there
         self.loader_states: list[Any] = []  # of a checkpoint that has no position of ours, until the pass begins
 
     def has(self, stage: str) -> bool:
         """Whether there is a loader for this stage, asked without making it."""
-        return self._source_of(stage) is not None
-
-    def _source_of(self, stage: str) -> Any:
-        """The loader given, or the method that makes it."""
-        if self.given.get(stage) is not None:
-            return self.given[stage]
-        return self.run.hooks.own(self.source, f"{stage}_dataloader")
+        return self.given.has(stage)
 
     def _make(self, stage: str) -> Loaders:
         """The stage's loaders, made ready; asked of the datamodule or module anew each time."""
-        run, config, source = self.run, self.run.config, self._source_of(stage)
+        run, config, source = self.run, self.run.config, self.given.loaders.get(stage)
         origin = f"passed to `Trainer.{run.fn}({loader_argument(run.fn, stage)}=...)`"
-        if self.given.get(stage) is None:
-            origin = f"returned from `{type(self.source).__name__}.{stage}_dataloader()`"
-            source = source()
+        if source is None:
+            origin = f"returned from `{type(self.given.source).__name__}.{stage}_dataloader()`"
+            source = run.hooks.own(self.given.source, f"{stage}_dataloader")()
         overfit = bool(config.overfit_batches) and run.fn == "fit"
         may_be_empty = any(
             getattr(part, "allow_zero_length_dataloader_with_multiple_devices", False)
-            for part in (run.owner, self.source)
+            for part in (run.trained.owner, self.given.source)
         )
         make_ready = partial(ready, fabric=run.fabric, stage=stage, overfit=overfit, may_be_empty=may_be_empty)
         limit = getattr(config, f"limit_{stage}_batches")
-        keeps_position = run.fn == "fit" and (config.enable_checkpointing or run.resume_path is not None)
+        keeps_position = run.fn == "fit" and (config.enable_checkpointing or run.origin.resume_path is not None)
         return Loaders(source, stage, limit, make_ready, origin, bool(keeps_position))
 
     def _remade(self, stage: str, before: Loaders | None) -> Loaders:
@@ -73,7 +80,7 @@ class Feed:
 
     def _is_due(self, stage: str) -> bool:
         every = self.run.config.reload_dataloaders_every_n_epochs
-        return bool(every) and self.run.current_epoch - self.made_in.get(stage, -math.inf) >= every
+        return bool(every) and self.run.at.current_epoch - self.made_in.get(stage, -math.inf) >= every
 
     # ---- training
 
@@ -86,26 +93,26 @@ class Feed:
             return
         run, config = self.run, self.run.config
         if config.limit_train_batches == 0:
-            self.num_batches = 0
+            run.at.expect(0)
             return
-        is_resumed = self.train is not None and run.resume_path is not None
+        is_resumed = self.train is not None and run.origin.resume_path is not None
         seeds = self.train.sources.seeds() if is_resumed else []  # of the run that goes on
         self.train = self._remade("train", self.train)
         self.train.sources.put_back_seeds(seeds)
-        self.made_in["train"] = run.current_epoch
-        if run.restored is None:
-            if run.batches_done:  # another trainer's checkpoint from the middle of an epoch: what was left of it
-                self.train.set_epoch(run.current_epoch)
+        self.made_in["train"] = run.at.current_epoch
+        if run.origin.pending is None:
+            if run.at.batches_done:  # another trainer's checkpoint from the middle of an epoch: what was left of it
+                self.train.set_epoch(run.at.current_epoch)
             self.start_pass()
-        self.num_batches = self.train.num_batches
+        run.at.expect(self.train.num_batches)
         self.train.check_mode()
-        most = (config.max_steps - run.global_step) * run.window if config.max_steps != -1 else INFINITE
-        check_lengths(run.fabric, "train", [min(self.num_batches, run.batches_done + most)], "in their next step")
-        run.schedule.set_up(self.num_batches)
-        few = config.log_every_n_steps > self.num_batches and not config.fast_dev_run
-        if few and run.loggers and any(not hasattr(type(logger), "log_epoch") for logger in run.loggers):
-            run.warn_once(
-                f"The number of training batches ({self.num_batches}) is smaller than the logging interval"
+        most = (config.max_steps - run.at.global_step) * run.at.window if config.max_steps != -1 else INFINITE
+        check_lengths(run.fabric, "train", [min(run.at.num_batches, run.at.batches_done + most)], "in their next step")
+        run.validation.set_up(run.at.num_batches)
+        few = config.log_every_n_steps > run.at.num_batches and not config.fast_dev_run
+        if few and run.home.loggers and any(not hasattr(type(logger), "log_epoch") for logger in run.home.loggers):
+            run.said.warn(
+                f"The number of training batches ({run.at.num_batches}) is smaller than the logging interval"
                 f" Trainer(log_every_n_steps={config.log_every_n_steps}). Set a lower value for log_every_n_steps if you want"
                 " to see logs for the training epoch."
             )
@@ -116,31 +123,31 @@ class Feed:
         self.batches = None  # the workers of the pass before go first
         self.train.load_states(self.loader_states)
         self.loader_states = []
-        batches = self.train.start(run.batches_done, is_over=run.is_last_batch)
+        batches = self.train.start(run.at.batches_done, is_over=run.at.is_last_batch)
         if run.hooks.profiler is not None:
             batches = TimedPass(batches, run.hooks.profiler)
         self.batches = batches
-        if run.hands_iterator:
-            self.batches = HandedPass(batches, run.batches_done, run.metrics.batch_taken)
+        if run.trained.hands_iterator:
+            self.batches = HandedPass(batches, run.at.batches_done, run.metrics.batch_taken)
 
     def begin_epoch(self) -> None:
         """Begin the epoch's pass. The first epoch's was begun with the loader, where Trainer begins it."""
-        if self.run.current_epoch > 0:
+        if self.run.at.current_epoch > 0:
             self.start_pass()
 
     def ran_out(self) -> None:
         """The pass is over before its time: no batch is known to be its last one, and there is no other."""
         run, kinds = self.run, ", ".join(type(loader).__name__ for loader in self.train.loaders)
-        if not run.batches_done:
+        if not run.at.batches_done:
             raise Misuse(
-                f"the train loader ({kinds}) gave no batch in epoch {run.current_epoch}: {USED_UP}, or max_epochs=1"
+                f"the train loader ({kinds}) gave no batch in epoch {run.at.current_epoch}: {USED_UP}, or max_epochs=1"
             )
-        run.is_last_batch = True
+        run.at.end_pass()
         if not self.was_short:
             self.was_short = True
-            lost = run.batches_done % run.window
-            run.warn_once(
-                f"the train loader ({kinds}) gave {run.batches_done} batches where {self.num_batches} were to come (its"
+            lost = run.at.batches_done % run.at.window
+            run.said.warn(
+                f"the train loader ({kinds}) gave {run.at.batches_done} batches where {run.at.num_batches} were to come (its"
                 " len(), or limit_train_batches): that counts as a whole epoch"
                 + f", and the gradients of the last {lost} batches are lost"
                 * bool(lost)
@@ -157,32 +164,35 @@ class Feed:
             except StopIteration:
                 run.metrics.fx = None
                 if not batch_idx:
-                    run.batches_done = 0
+                    run.at.begin_again()
                     self.ran_out()
                 return {}
             finally:
-                run.is_last_batch = handed.done
+                run.at.end_pass(handed.done)
 
         return train
 
-    @property
-    def in_pass(self) -> bool:
-        """Whether a pass has begun that is not over; the first one begins before its epoch."""
-        return not self.run.between_epochs or self.run.epochs_done == 0
-
     def fetched_after(self, done: int) -> int | None:
         """How many batches of the pass were fetched for the first so many steps; None between two passes."""
-        if not self.in_pass:
+        if not self.run.at.in_pass:
             return None
         return self.batches.fetched_after(done) if isinstance(self.batches, HandedPass) else done
 
-    @property
     def is_quiet(self) -> bool:
         """Whether a batch is fetched without random numbers of this process, as far as one can know."""
-        parts = self.run.owner, self.run.datamodule
+        parts = self.run.trained.owner, self.run.trained.datamodule
         return not any(overrides(part, name) for part in parts for name in TRANSFER_HOOKS) and all(
             hasattr(loader, "tensors") or getattr(loader, "num_workers", 0) for loader in self.train.loaders
         )
+
+    def set_up_transfer(self) -> None:
+        """Know how a batch comes to its device: through the datamodule's or module's hooks."""
+        run, source, owner = self.run, self.given.source, self.run.trained.owner
+        hooks = [run.hooks.own(source, name) or run.hooks.own(owner, name) for name in TRANSFER_HOOKS]
+        transfer = make_transfer(run.fabric, run.steps.convert(), hooks)
+        if transfer is not None:
+            name = f"[Strategy]{type(run.fabric.strategy).__name__}.batch_to_device"
+            self.transfer = run.hooks.timed(transfer, name)
 
     # ---- evaluation
 
@@ -195,18 +205,18 @@ class Feed:
             self.val = self._remade("val", self.val)
             if self.run.steps.talks:
                 check_lengths(self.run.fabric, "val", self.val.limits, "for rank zero's buffers (BatchNorm)")
-            if self.run.stage != "sanity_check" or self.run.schedule.in_this_epoch:
-                self.made_in["val"] = self.run.current_epoch
+            if self.run.at.stage != "sanity_check" or self.run.validation.in_this_epoch:
+                self.made_in["val"] = self.run.at.current_epoch
 
     def set_up_evaluation(self, stage: str) -> bool:
         """Make the loaders of validate, test or predict, which shuffle by the last epoch; False under a limit of 0: none."""
         run = self.run
-        run.net.zero_grad()
+        run.trained.net.zero_grad()
         if getattr(run.config, f"limit_{stage}_batches") == 0:
             return False
         self.val = self._make(stage)
         self.val.check_mode()
-        self.val.set_epoch(run.current_epoch)
+        self.val.set_epoch(run.at.current_epoch)
         run.bar.start(run.fn, sum(self.val.limits))
         return True
 

@@ -34,37 +34,37 @@ class Held:
 
     def set_up(self) -> None:
         """Note how things stand as set-up hooks have left them."""
-        self._settings = settings_of(self.run.net)
+        self._settings = settings_of(self.run.trained.net)
 
     def set_up_optimizers(self) -> None:
         """Note how many parameters each optimizer trains."""
-        self._groups = [_sizes(optimizer) for optimizer in self.run.optimizers]
+        self._groups = [_sizes(optimizer) for optimizer in self.run.optimizing.optimizers]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of a checkpoint."""
         run = self.run
-        now, before = settings_of(run.net, run.modes), self._settings
+        now, before = settings_of(run.trained.net, run.steps.modes), self._settings
         changed = {
             name: part
             for name, own in now.items()
             if (part := {key: value for key, value in own.items() if before.get(name, {}).get(key, ...) != value})
         }
-        names = {id(parameter): name for name, parameter in run.net.named_parameters()}
+        names = {id(parameter): name for name, parameter in run.trained.net.named_parameters()}
         groups = [
             None
             if _sizes(optimizer) == sizes
             else [[names.get(id(p)) for p in g["params"]] for g in optimizer.param_groups]
-            for optimizer, sizes in zip(run.optimizers, self._groups, strict=False)
+            for optimizer, sizes in zip(run.optimizing.optimizers, self._groups, strict=False)
         ]
         return {
             "generators": {path: generator_state(generator) for path, generator in self._generators().items()},
-            "buffers": _temporary_buffers(run.net),
+            "buffers": _temporary_buffers(run.trained.net),
             "settings": changed,
             "groups": groups,
             "tensors": self._tensors(),
             "gradients": {
                 names[id(parameter)]: parameter.grad
-                for optimizer in (run.update.waiting() if hasattr(run, "update") else ())
+                for optimizer in (run.update.waiting() if run.update is not None else ())
                 for group in optimizer.param_groups
                 for parameter in group["params"]
                 if parameter.grad is not None and id(parameter) in names
@@ -73,8 +73,8 @@ class Held:
 
     def put_back_groups(self, groups: Sequence[Any]) -> None:
         """Let optimizers train the parameters that they trained, before their state is loaded."""
-        parameters = dict(self.run.net.named_parameters())
-        for optimizer, saved in zip(self.run.optimizers, groups, strict=False):
+        parameters = dict(self.run.trained.net.named_parameters())
+        for optimizer, saved in zip(self.run.optimizing.optimizers, groups, strict=False):
             if not saved or [len(names) for names in saved] == _sizes(optimizer):
                 continue
             if not {name for names in saved for name in names} <= parameters.keys():
@@ -91,7 +91,7 @@ class Held:
 
     def put_back(self, state: Mapping[str, Any]) -> None:
         """Put everything but the groups back, after all hooks that set it up again."""
-        net, device = self.run.net, self.run.fabric.device
+        net, device = self.run.trained.net, self.run.fabric.device
         modules, parameters = dict(net.named_modules()), dict(net.named_parameters())
         for name, own in state["settings"].items():
             for key, value in own.items():
@@ -116,20 +116,20 @@ class Held:
             if path in generators:
                 set_generator_state(generators[path], part)
         if missing := sorted(state["generators"].keys() - generators.keys()):
-            self.run.warn_once(
+            self.run.said.warn(
                 f"resume: the checkpoint has the state of random generators that are not there now ({', '.join(missing)}): what"
                 " they draw is not what they would have drawn; make them in __init__ or setup"
             )
 
     def _generators(self) -> dict[str, Any]:
         run = self.run
-        callbacks = {f"callbacks.{index}": callback for index, callback in enumerate(run.callbacks)}
-        return find({"model": run.owner, "datamodule": run.datamodule, **callbacks}, is_generator)
+        callbacks = {f"callbacks.{index}": callback for index, callback in enumerate(run.hooks.callbacks)}
+        return find({"model": run.trained.owner, "datamodule": run.trained.datamodule, **callbacks}, is_generator)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Tensors that optimizers hold for themselves, float32 copies of the weights for example."""
         found: dict[str, Tensor] = {}
-        for index, optimizer in enumerate(self.run.optimizers):
+        for index, optimizer in enumerate(self.run.optimizing.optimizers):
             known = {"state", "param_groups", "defaults"}
             own = {name: part for name, part in vars(optimizer).items() if name not in known}
             trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

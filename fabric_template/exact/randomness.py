@@ -6,8 +6,8 @@ import functools
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -278,3 +278,13 @@ def _with_lists(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _with_lists(value) for key, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Random numbers drawn inside leave no trace."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.hooks import is_a, overrides
+from ..core.progress import Point
 from ..core.ranks import gather
 from ..exact.randomness import rng_state, rng_state_of_another
-from ..process.finished import end_state, restore_end
-from ..record.earlier import rows_state
 from .fingerprint import check_loaded, check_optimizers
 from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_scheduler
 from .opening import CheckpointError
@@ -27,6 +26,7 @@ from .reading import explain_mismatch, find_weights
 
 if TYPE_CHECKING:
     from ..core.run import Run
+    from ..core.said import Said
 
 OURS = "fabric_template"
 FORMAT = 1
@@ -48,87 +48,93 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
     """
     from lightning.fabric import __version__ as lightning_version
 
+    net, owner, datamodule = run.trained.net, run.trained.owner, run.trained.datamodule
     state: dict[str, Any] = {
-        "epoch": run.current_epoch if epoch is None else epoch,
-        "global_step": run.global_step,
+        "epoch": run.at.current_epoch if epoch is None else epoch,
+        "global_step": run.at.global_step,
         "pytorch-lightning_version": lightning_version,
-        "state_dict": run.net.state_dict() if overrides(run.owner, "state_dict") is None else run.owner.state_dict(),
+        "state_dict": (net if overrides(owner, "state_dict") is None else owner).state_dict(),
         "loops": loops_state(run),
     }
     if not weights_only:
         state["callbacks"] = {
             key: part
-            for callback in run.callbacks
+            for callback in run.hooks.callbacks
             if callable(getattr(callback, "state_dict", None)) and (part := callback.state_dict())
             for key in [getattr(callback, "state_key", type(callback).__qualname__)]
         }
-        state["optimizer_states"] = [optimizer.state_dict() for optimizer in run.optimizers]
-        state["lr_schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
+        state["optimizer_states"] = [optimizer.state_dict() for optimizer in run.optimizing.optimizers]
+        state["lr_schedulers"] = [config.scheduler.state_dict() for config in run.optimizing.schedulers]
         precision = run.fabric.strategy.precision
         if scaler := precision.state_dict():
             state[type(precision).__qualname__] = scaler
-    for owner in (run.owner, run.datamodule):
-        if hparams := getattr(owner, "hparams", None):  # under the names by which Lightning's classes read them back
-            if hasattr(owner, "_hparams_name"):
-                state[getattr(owner, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name")] = owner._hparams_name
-            key, kind = getattr(owner, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters"), type(hparams)
+    for part in (owner, datamodule):
+        if hparams := getattr(part, "hparams", None):  # under the names by which Lightning's classes read them back
+            if hasattr(part, "_hparams_name"):
+                state[getattr(part, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name")] = part._hparams_name
+            key, kind = getattr(part, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters"), type(hparams)
             is_omegaconf = kind.__module__.startswith("omegaconf.")  # Hydra's configurations keep their kind
-            state[key] = hparams if is_omegaconf else hyperparameters_of(run, owner)
+            state[key] = hparams if is_omegaconf else hyperparameters_of(part, run.config.trusted, run.said)
             if is_omegaconf:
-                state[getattr(owner, "CHECKPOINT_HYPER_PARAMS_TYPE", "hparams_type")] = kind
-    if callable(state_of_data := getattr(run.datamodule, "state_dict", None)) and (part := state_of_data()):
-        state[type(run.datamodule).__qualname__] = part
+                state[getattr(part, "CHECKPOINT_HYPER_PARAMS_TYPE", "hparams_type")] = kind
+    if callable(state_of_data := getattr(datamodule, "state_dict", None)) and (held := state_of_data()):
+        state[type(datamodule).__qualname__] = held
     if not weights_only:
         run.hooks.call_callbacks("on_save_checkpoint", state)
     run.hooks.call_module("on_save_checkpoint", state)
     return state if weights_only else canonical({**state, OURS: _our_state(run)})  # the hooks see Trainer's keys only
 
 
-def hyperparameters_of(run: Run, owner: Any) -> dict[str, Any]:
+def hyperparameters_of(owner: Any, trusted: bool, said: Said) -> dict[str, Any]:
     """The hyperparameters of a module or datamodule that a file can hold; said once of the others what becomes of them."""
     hparams = dict(getattr(owner, "hparams", None) or {})
-    kept, text = (hparams, None) if run.config.trusted else without_odd(hparams)
+    kept, text = (hparams, None) if trusted else without_odd(hparams)
     if text is not None:
-        run.warn_once(f"{type(owner).__name__}: {text}")
+        said.warn(f"{type(owner).__name__}: {text}")
     return kept
 
 
+def point_of(run: Run) -> Point:
+    """Where a resume goes on from a checkpoint that is saved now."""
+    return run.at.point(run.metrics.fx, run.failure.has_come, run.data.is_quiet)
+
+
 def _our_state(run: Run) -> dict[str, Any]:
-    if run.restored is not None:  # it goes on from there only now
-        return run.restored
-    place, feed = run.place(), run.feed
+    if run.origin.pending is not None:  # it goes on from there only now
+        return run.origin.pending
+    at, point, feed, bookmark = run.at, point_of(run), run.data, run.bookmark
     ranks = {
         "rng": rng_state(),
-        "train": feed.train.state(feed.fetched_after(place.batches_done)) if feed.train is not None else None,
+        "train": feed.train.state(feed.fetched_after(point.batches_done)) if feed.train is not None else None,
         "val": feed.val.state(None) if feed.val is not None else None,
         "returned": run.history.train.state_dict(),
         "metrics": run.metrics.state_dict(),
-        "held": run.held.state_dict(),
+        "held": bookmark.held.state_dict(),
     }
     gathered = gather(run.fabric, ranks)
     return {
         "format": FORMAT,
-        "batch_idx": place.batches_done if not run.between_epochs else 0,
-        "epoch": run.epochs_done,
-        "saved_in": place.saved_in,
-        "is_exact": place.is_exact,
-        "window": run.window if run.window != run.config.accumulate_grad_batches else None,
-        "is_last_batch": place.is_last_batch,
-        "total_batches": place.total_batches,
-        "batches_that_stepped": run.batches_that_stepped,
-        "stepped_before": run.stepped_before,
-        "steps_in_epoch": run.steps_in_epoch,
-        "seconds": time.monotonic() - run.record.began,
-        **end_state(run),
-        "fingerprint": dict(run.fingerprint),
-        "noticed": run.noticed.state_dict() if run.noticed is not None else {},
+        "batch_idx": point.batches_done if not at.between_epochs else 0,
+        "epoch": at.epochs_done,
+        "saved_in": point.saved_in,
+        "is_exact": point.is_exact,
+        "window": at.window if at.window != run.config.accumulate_grad_batches else None,
+        "is_last_batch": point.is_last_batch,
+        "total_batches": point.total_batches,
+        "batches_that_stepped": at.batches_that_stepped,
+        "stepped_before": at.stepped_before,
+        "steps_in_epoch": at.steps_in_epoch,
+        "seconds": time.monotonic() - run.log.began,
+        **run.stop.state_dict(),
+        "fingerprint": dict(bookmark.fingerprint),
+        "noticed": bookmark.noticed.state_dict() if bookmark.noticed is not None else {},
         "ranks": gathered,
         "buckets": list(run.steps.buckets.order) if run.steps.buckets is not None else [],
-        "loaders_epoch": dict(sorted(run.feed.made_in.items())) if run.config.reload_dataloaders_every_n_epochs else {},
+        "loaders_epoch": dict(sorted(run.data.made_in.items())) if run.config.reload_dataloaders_every_n_epochs else {},
         "returned": dict(run.history.returned),
-        "rates": list(run.record.rates),
-        "kept": run.saver.state_dict() if run.saver is not None else {},
-        **rows_state(run),
+        "rates": list(run.log.rates),
+        "kept": run.keeper.state_dict(),
+        **run.log.rows_state(),
     }
 
 
@@ -157,30 +163,30 @@ def loops_state(run: Run) -> dict[str, Any]:
         return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
 
     two, three = ("ready", "completed"), ("ready", "started", "completed")
-    place = run.place()
-    epoch, batches = progress(run.epochs_done, run.epochs_done), progress(place.total_batches, place.batches_done)
-    validated = run.evaluated if place.saved_in == "on_validation_end" else 0
-    if not run.between_epochs:  # Trainer counts what it begins, what it has done, and what it has quite finished
+    at, point = run.at, point_of(run)
+    epoch, batches = progress(at.epochs_done, at.epochs_done), progress(point.total_batches, point.batches_done)
+    validated = at.evaluated if point.saved_in == "on_validation_end" else 0
+    if not at.between_epochs:  # Trainer counts what it begins, what it has done, and what it has quite finished
         for part in epoch.values():
             part["ready"] += 1
             part["started"] += 1
-            part["processed"] += place.saved_in == "on_train_epoch_end"
+            part["processed"] += point.saved_in == "on_train_epoch_end"
         for part in batches.values():
-            part["completed"] -= place.saved_in == "on_train_batch_end"
-    steps, current = (run.global_step, run.steps_in_epoch) if run.is_automatic else (0, 0)
-    manual = 0 if run.is_automatic else run.global_step
-    schedulers = sum(getattr(config.scheduler, "last_epoch", 0) or 0 for config in run.schedulers)
-    states = run.feed.train.states() if run.feed.train is not None else []  # of loaders that have one
+            part["completed"] -= point.saved_in == "on_train_batch_end"
+    steps, current = (at.global_step, at.steps_in_epoch) if run.trained.is_automatic else (0, 0)
+    manual = 0 if run.trained.is_automatic else at.global_step
+    schedulers = sum(getattr(config.scheduler, "last_epoch", 0) or 0 for config in run.optimizing.schedulers)
+    states = run.data.train.states() if run.data.train is not None else []  # of loaders that have one
     fit = {
         "state_dict": {"combined_loader": states} if states else {},
         "epoch_progress": epoch,
-        "epoch_loop.state_dict": {"_batches_that_stepped": run.batches_that_stepped},
-        "epoch_loop.batch_progress": batches | {"is_last_batch": place.is_last_batch},
+        "epoch_loop.state_dict": {"_batches_that_stepped": at.batches_that_stepped},
+        "epoch_loop.batch_progress": batches | {"is_last_batch": point.is_last_batch},
         "epoch_loop.scheduler_progress": progress(schedulers, 0, two),
         "epoch_loop.automatic_optimization.state_dict": {},
         "epoch_loop.automatic_optimization.optim_progress": {
             "optimizer": {
-                "step": progress(steps, run.steps_in_epoch if steps else 0, two),
+                "step": progress(steps, at.steps_in_epoch if steps else 0, two),
                 "zero_grad": progress(steps, 0, three),
             }
         },
@@ -228,97 +234,68 @@ def check_trained(checkpoint: Mapping[str, Any], path: Any) -> None:
 def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     """Put a checkpoint's weights into the module, by its own hooks."""
     run.hooks.call_module("on_load_checkpoint", checkpoint)
-    weights = find_weights(checkpoint, run.net.state_dict())
-    strict = getattr(run.owner, "strict_loading", True)
-    with given_to(run.net, run.resume_path or run.load_path):
-        run.net.load_state_dict(weights, strict=strict if isinstance(strict, bool) else True)
+    weights = find_weights(checkpoint, run.trained.net.state_dict())
+    strict = getattr(run.trained.owner, "strict_loading", True)
+    with given_to(run.trained.net, run.origin.path):
+        run.trained.net.load_state_dict(weights, strict=strict if isinstance(strict, bool) else True)
 
 
 def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     """Optimizers, schedulers, scaler, counters: what fit needs beyond the weights, the random numbers excepted."""
     precision = run.fabric.strategy.precision
     if scaler := checkpoint.get(type(precision).__qualname__):
-        with given_to(precision, run.resume_path):
+        with given_to(precision, run.origin.resume_path):
             precision.load_state_dict(scaler)
-    check_trained(checkpoint, run.resume_path)
-    if len(checkpoint["optimizer_states"]) != len(run.optimizers):
+    check_trained(checkpoint, run.origin.resume_path)
+    if len(checkpoint["optimizer_states"]) != len(run.optimizing.optimizers):
         raise CheckpointError(
-            f"resume={str(run.resume_path)!r}: the file holds {len(checkpoint['optimizer_states'])} optimizers, this run has"
-            f" {len(run.optimizers)}; use load= to take the weights only"
+            f"resume={str(run.origin.resume_path)!r}: the file holds {len(checkpoint['optimizer_states'])} optimizers, this"
+            f" run has {len(run.optimizing.optimizers)}; use load= to take the weights only"
         )
-    ours = run.restored
+    ours = run.origin.pending
     known = (ours or {}).get("fingerprint")
     check_optimizers(run, known)
     if ours is not None:
-        run.held.put_back_groups(of_this_rank(run, ours).get("held", {}).get("groups", ()))
-    for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
-        put_into_optimizer(optimizer, state, run.resume_path)
+        run.bookmark.held.put_back_groups(of_this_rank(run, ours).get("held", {}).get("groups", ()))
+    for optimizer, state in zip(run.optimizing.optimizers, checkpoint["optimizer_states"], strict=True):
+        put_into_optimizer(optimizer, state, run.origin.resume_path)
         check_loaded(run, optimizer)
-    for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=False):
-        put_into_scheduler(config.scheduler, state, run.resume_path)
-    run.global_step = int(checkpoint.get("global_step", 0))
+    for config, state in zip(run.optimizing.schedulers, checkpoint["lr_schedulers"], strict=False):
+        put_into_scheduler(config.scheduler, state, run.origin.resume_path)
+    run.at.load(checkpoint, ours)
     if ours is None or of_this_rank(run, ours)["train"] is None:
         fit = checkpoint.get("loops", {}).get("fit_loop", {})
-        run.feed.loader_states = fit.get("state_dict", {}).get("combined_loader", [])
+        run.data.loader_states = fit.get("state_dict", {}).get("combined_loader", [])
     if ours is None:
-        _counters_of_trainer(run, checkpoint)
-        run.steps_in_epoch = run.batches_done // run.window
-        run.stepped_before = run.batches_that_stepped - run.steps_in_epoch
         return
-    run.epochs_done, run.batches_done = ours["epoch"], ours["batch_idx"]
-    run.total_batches, run.batches_that_stepped = ours["total_batches"], ours["batches_that_stepped"]
-    run.steps_in_epoch, run.saved_in = ours["steps_in_epoch"], ours["saved_in"]
-    run.is_last_batch = ours["is_last_batch"]
-    run.stepped_before = ours.get("stepped_before", run.batches_that_stepped - run.batches_done // run.window)
-    run.between_epochs = run.batches_done == 0
-    restore_end(run, ours)
-    run.record.rates = list(ours["rates"])
-    run.metrics.callback = dict(of_this_rank(run, ours)["metrics"]["callback"])
-    if run.saver is not None:
-        run.saver.load_state_dict(ours["kept"])
-        run.saver.goes_on_from(run, run.resume_path)
-
-
-def _counters_of_trainer(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Where Trainer stood when it wrote this file: it saves in the middle of its own bookkeeping."""
-    fit = checkpoint.get("loops", {}).get("fit_loop", {})
-    epoch = fit.get("epoch_progress", {}).get("current", {})
-    batches = fit.get("epoch_loop.batch_progress", {})
-    run.epochs_done = epoch.get("processed", int(checkpoint.get("epoch", -1)) + 1)
-    started_and_open = epoch.get("ready", 0) > epoch.get("processed", 0)
-    if batches and not started_and_open and not batches.get("is_last_batch"):  # max_steps ended the epoch in its middle
-        run.epochs_done, started_and_open = run.epochs_done - 1, True
-    run.batches_done = batches.get("current", {}).get("processed", 0) if started_and_open else 0
-    if started_and_open and batches.get("is_last_batch"):  # saved in validation, after the last batch
-        run.epochs_done, run.batches_done = run.epochs_done + 1, 0
-    run.between_epochs = run.batches_done == 0
-    run.total_batches = batches.get("total", {}).get("processed", 0)
-    run.batches_that_stepped = fit.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", run.global_step)
-    if started_and_open and not run.accumulates:  # it counts a step after the hooks that save
-        run.batches_that_stepped += 1
+    run.origin.saved_in = ours["saved_in"]
+    run.stop.load_state_dict(ours, run.origin.is_auto)
+    run.log.load_state_dict(ours, of_this_rank(run, ours)["metrics"])
+    run.keeper.load_state_dict(ours["kept"])
+    run.keeper.goes_on_from(run, run.origin.resume_path)
 
 
 def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     """Give the datamodule and every callback their part of the checkpoint."""
-    part = checkpoint.get(type(run.datamodule).__qualname__) if run.datamodule is not None else None
-    if part and callable(getattr(run.datamodule, "load_state_dict", None)):
-        run.datamodule.load_state_dict(part)
+    part = checkpoint.get(type(run.trained.datamodule).__qualname__) if run.trained.datamodule is not None else None
+    if part and callable(getattr(run.trained.datamodule, "load_state_dict", None)):
+        run.trained.datamodule.load_state_dict(part)
     if not isinstance(states := checkpoint.get("callbacks"), Mapping):
         return
-    known = {getattr(callback, "state_key", type(callback).__qualname__) for callback in run.callbacks}
+    known = {getattr(callback, "state_key", type(callback).__qualname__) for callback in run.hooks.callbacks}
     missing = sorted(map(str, states.keys() - known))
-    if not any(is_a(callback, "Checkpoint") for callback in run.callbacks):  # the loop keeps files itself
+    if not any(is_a(callback, "Checkpoint") for callback in run.hooks.callbacks):  # the loop keeps files itself
         missing = [key for key in missing if not key.startswith("ModelCheckpoint")]
     if missing:
-        run.warn_once(
+        run.said.warn(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided during"
             f" `Trainer` instantiation. Please add the following callbacks: {missing}."
         )
     run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
-    for callback in run.callbacks:
+    for callback in run.hooks.callbacks:
         state = states.get(getattr(callback, "state_key", type(callback).__qualname__))
         if callable(getattr(callback, "load_state_dict", None)):
-            put_into_callback(callback, state, run.resume_path or run.load_path, checkpoint.get("global_step", 0))
+            put_into_callback(callback, state, run.origin.path, checkpoint.get("global_step", 0))
 
 
 def canonical(item: Any, words: dict[str, str] | None = None, depth: int = 20) -> Any:

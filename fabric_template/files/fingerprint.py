@@ -29,28 +29,27 @@ def fingerprint(run: Run) -> dict[str, Any]:
     return {
         "accumulate_grad_batches": run.config.accumulate_grad_batches,
         "precision": str(run.fabric.strategy.precision.precision),
-        "optimizers": [_kin(optimizer) for optimizer in run.optimizers],
-        "schedulers": [type(config.scheduler).__name__ for config in run.schedulers],
+        "optimizers": [_kin(optimizer) for optimizer in run.optimizing.optimizers],
+        "schedulers": [type(config.scheduler).__name__ for config in run.optimizing.schedulers],
         "settings": settings_of(run),
         "processes": run.fabric.world_size,
         "versions": {name: ".".join(text.split(".")[:2]) for name, text in VERSIONS.items()},  # a third number mends
     }
 
 
-def tell_differences(run: Run) -> None:
-    """As the first pass begins: note the data, too, and name in one line what is other than in the run that goes on."""
-    run.fingerprint |= of_data(run)
-    before = (run.restored or {}).get("fingerprint")
+def tell_differences(run: Run, now: Mapping[str, Any]) -> None:
+    """Name in one line what is other than in the run that goes on."""
+    before = (run.origin.pending or {}).get("fingerprint")
     if not isinstance(before, Mapping) or not run.fabric.is_global_zero:
         return
-    if kept := differences(run.fingerprint["settings"], before.get("settings")):
-        run.warn_once(
+    if kept := differences(now["settings"], before.get("settings")):
+        run.said.warn(
             f"resume: in the code, and otherwise in the run that goes on: {'; '.join(kept)}. It goes on with what it was; to"
             " change that, set it in on_train_start (for group in loop.optimizers[0].param_groups: group['lr'] = 0.01), or"
             " write load= in the place of resume= to start a new run from the weights"
         )
-    if found := differences({name: part for name, part in run.fingerprint.items() if name != "settings"}, before):
-        run.warn_once(
+    if found := differences({name: part for name, part in now.items() if name != "settings"}, before):
+        run.said.warn(
             f"resume: other than in the run that goes on: {'; '.join(found)}. It goes on with what it has now, and not with"
             " the numbers that it would have had"
         )
@@ -59,12 +58,12 @@ def tell_differences(run: Run) -> None:
 def settings_of(run: Run) -> dict[str, str]:
     """The numbers and words that optimizers and schedulers are made with, which a resume takes from the file."""
     parts: list[tuple[Any, dict[str, Any]]] = []
-    for optimizer in run.optimizers:
+    for optimizer in run.optimizing.optimizers:
         for index, group in enumerate(optimizer.param_groups):
             own = {**group, "lr": group.get("initial_lr", group.get("lr")), "initial_lr": None}
             rates = {key: own[key] for key in ("lr", "weight_decay") if key in own}
             parts.append((optimizer, rates if index else own))  # of groups there may be hundreds
-    parts += [(config.scheduler, config.scheduler.state_dict()) for config in run.schedulers]
+    parts += [(config.scheduler, config.scheduler.state_dict()) for config in run.optimizing.schedulers]
     found: dict[str, str] = {}
     for number, (part, values) in enumerate(parts):
         name = type(part).__name__ + f" {number}" * any(type(part) is type(other) for other, _ in parts[:number])
@@ -79,10 +78,10 @@ def of_data(run: Run) -> dict[str, Any]:
     """The part about the training data, as the first pass begins; nothing where loaders are made anew each epoch."""
     if run.config.reload_dataloaders_every_n_epochs:
         return {}
-    batches = run.feed.num_batches
+    batches = run.at.num_batches
     return {
         "batches": None if batches == INFINITE else batches,
-        "data": [_data(part) for part in run.feed.train.loaders],
+        "data": [_data(part) for part in run.data.train.loaders],
     }
 
 
@@ -125,7 +124,7 @@ def differences(now: Mapping[str, Any], before: Any) -> list[str]:
 def check_optimizers(run: Run, before: Any) -> None:
     """Refuse the states of optimizers of another kind; a renamed or derived class takes them."""
     before = before.get("optimizers", ()) if isinstance(before, Mapping) else ()
-    for optimizer, kin in zip(run.optimizers, before, strict=False):
+    for optimizer, kin in zip(run.optimizing.optimizers, before, strict=False):
         own = _kin(optimizer)
         if own and kin and not set(own) & set(kin):
             raise _another(run, f"the optimizer {kin[0]}, this one has {own[0]}", kin[0])
@@ -142,7 +141,7 @@ def check_loaded(run: Run, optimizer: Any) -> None:
 
 def _another(run: Run, what: str, instead: str) -> CheckpointError:
     return CheckpointError(
-        f"resume={str(run.resume_path)!r}: the file is of a run with {what}: go on with {instead}, or write load= in the"
+        f"resume={str(run.origin.resume_path)!r}: the file is of a run with {what}: go on with {instead}, or write load= in the"
         " place of resume= to start a new run from the weights"
     )
 

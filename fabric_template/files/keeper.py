@@ -1,4 +1,4 @@
-"""Saver: which checkpoints of a run are kept, and what happens when one cannot be written."""
+"""Keeper: which checkpoints of a run are kept, and what happens when one cannot be written."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.config import LoopConfig
 from ..core.errors import Misuse
 from ..core.history import is_better
-from .checkpoint import OURS, state_of
+from .checkpoint import OURS, point_of, state_of
 from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file
 from .reading import read_checkpoint
 from .storage import AtomicCheckpointIO, UnsyncedError, inside, safe_name
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ..core.run import Run
 
 
-class Saver:
+class Keeper:
     """Keeps ``last.ckpt`` and the best checkpoints of a run, in ``checkpoints/<name>/version_<n>``.
 
     A save that fails costs a warning, not the run: the old file stays, the next save tries again, and at the end of the
@@ -29,14 +30,20 @@ class Saver:
 
     Args:
         folder: where the files go.
-        monitor: the metric that says which is best; None keeps only the last.
-        mode: "min" or "max".
-        top_k: how many of the best are kept; -1: all.
-        save_last: whether ``last.ckpt`` is written at the end of each epoch.
+        config: says by ``monitor``, ``mode``, ``save_top_k``, ``save_last`` and ``save_every_n_steps`` what is kept, and when.
     """
 
-    def __init__(self, folder: Path, monitor: str | None, mode: str, top_k: int, save_last: bool) -> None:
-        self.folder, self.monitor, self.mode, self.top_k, self.save_last = folder, monitor, mode, top_k, save_last
+    keeps = True
+
+    def __init__(self, folder: Path, config: LoopConfig) -> None:
+        self.folder, self.every = folder, config.save_every_n_steps
+        self.monitor, self.mode, self.top_k, self.save_last = (
+            config.monitor,
+            config.mode,
+            config.save_top_k,
+            config.save_last,
+        )
+        self.cut: dict[str, Any] | None = None  # the state in which this epoch was cut short
         self.dirpath = str(folder)
         self.best: dict[str, float] = {}  # path -> score
         self.last_model_path = ""
@@ -64,28 +71,45 @@ class Saver:
 
     # ---- when
 
+    def begin_epoch(self) -> None:
+        """No epoch is cut short any more."""
+        self.cut = None
+
     def save_epoch(self, run: Run, score: float | None) -> None:
         """The epoch is over: keep its checkpoint if its score is among the best, and as the last."""
-        over = run.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
+        over = run.at.epochs_done - 1  # Trainer's files of an epoch's end name the epoch that ended
         self._keep(run, None if self._judged == over else score, over, f"epoch={over}")
-        if self._is_due(run) and not self.save_last and run.cut is None:
+        if self._is_due(run) and not self.save_last and self.cut is None:
             self.write_last(run, epoch=over)
+        if self.monitor is not None and score is None:
+            self._check_monitor(run)
+
+    def _check_monitor(self, run: Run) -> None:
+        """Refuse a monitor that was never logged, once the epoch is safe on disk."""
+        rows = run.history.rows
+        if (run.validation.validates and not run.validation.has_run) or any(self.monitor in row for row in rows):
+            return  # max_steps has ended this epoch before its validation
+        known = sorted(rows[-1].keys() - {"epoch", "step", "time"}) if rows else []
+        raise Misuse(
+            f"monitor={self.monitor!r} was not logged in epoch {run.at.current_epoch - 1}; logged were {known}: write monitor="
+            " with one of these; last.ckpt is saved, resume='last' goes on from it"
+        )
 
     def save_validation(self, run: Run, score: float | None) -> None:
         """The same after a validation in the middle of an epoch, to go on behind it; a score of None: it did not measure it."""
         self._judged = None
-        if run.is_last_of_epoch or run.cut is not None or run.stops:
+        if run.at.is_last_of_epoch or self.cut is not None or run.stop.now:
             return
-        self._judged = None if score is None else run.epochs_done
+        self._judged = None if score is None else run.at.epochs_done
         run.metrics.fx = "on_validation_end"  # as if a callback had saved there
-        self._keep(run, score, None, f"epoch={run.epochs_done}-step={run.global_step}")
+        self._keep(run, score, None, f"epoch={run.at.epochs_done}-step={run.at.global_step}")
         run.metrics.fx = None
 
     def _keep(self, run: Run, score: float | None, over: int | None, place: str) -> None:
         path = None if score is None or self.top_k == 0 else self._path_for(place, score)
         if self.monitor is not None:
             path = run.fabric.broadcast(path)  # scores may differ: rank zero's counts
-        state = run.cut
+        state = self.cut
         if path is not None:
             before, highest = self.best, self.best_model_score
             self.best = {**(before if self.top_k > 1 else {}), str(path): score}
@@ -96,18 +120,18 @@ class Saver:
                 self._remove_worst(run)
             else:
                 self.best = before
-        if self.save_last and (run.cut is None or path is not None):  # a cut epoch's is written: only the best is new
+        if self.save_last and (self.cut is None or path is not None):  # a cut epoch's is written: only the best is new
             self.write_last(run, state, epoch=over)
         elif path is not None:
             prove(run, path)
 
     def save_step(self, run: Run) -> None:
         """In the middle of an epoch: rewrite ``last.ckpt`` every so many optimizer steps."""
-        if self._is_due(run):
+        if self.every is not None and self._is_due(run):
             self.write_last(run)
 
     def _is_due(self, run: Run) -> bool:
-        every, now = run.config.save_every_n_steps, run.global_step
+        every, now = self.every, run.at.global_step
         before, self._stepped = now - 1 if self._stepped is None else self._stepped, now
         # manual optimization may take several at once, or none
         return every is not None and now // every > before // every
@@ -125,10 +149,10 @@ class Saver:
 
     def cut_short(self, run: Run) -> None:
         """An epoch is ended in its middle: what is saved of it is its state here, so that a resume loses nothing of it."""
-        if run.cut is None:
-            run.cut = state_of(run)
+        if self.cut is None:
+            self.cut = state_of(run)
             if self.save_last and self._saved_at != _place(run):
-                self.write_last(run, run.cut)
+                self.write_last(run, self.cut)
 
     def save_failed(self, run: Run) -> Path | None:
         """An error ends the run: save its state, as ``last.ckpt`` if it is exact, otherwise beside it.
@@ -136,9 +160,9 @@ class Saver:
         Returns:
             Where a state lies that is not exact; None if there is none, or if all is on disk already.
         """
-        if self._saved_at == _place(run) or not run.global_step or run.between_epochs:
+        if self._saved_at == _place(run) or not run.at.global_step or run.at.between_epochs:
             return None
-        if run.place().is_exact:
+        if point_of(run).is_exact:
             self.write_last(run)
             return None
         path = self.folder / "exception.ckpt"
@@ -147,11 +171,11 @@ class Saver:
     def finish(self, run: Run, interrupted: bool) -> None:
         """Training is over: save the last state, where it is not yet on disk; try again, where that has failed."""
         if (interrupted and self._saved_at != _place(run)) or "last" in self._failures:
-            self.write_last(run, run.cut, epoch=run.epochs_done - 1 if run.between_epochs else None)
+            self.write_last(run, self.cut, epoch=run.at.epochs_done - 1 if run.at.between_epochs else None)
 
     def nothing_to_do(self, run: Run) -> None:
         """A finished run was resumed; a kill between its last two files may have left ``last.ckpt`` behind the best."""
-        path = Path(run.resume_path) if run.is_auto and run.resume_path is not None else None
+        path = Path(run.origin.resume_path) if run.origin.is_auto and run.origin.resume_path is not None else None
         if path is not None and path.name != "last.ckpt" and self.save_last:
             self._write(run, self.folder / "last.ckpt", read_checkpoint(path, trusted=run.config.trusted), "last")
 
@@ -163,7 +187,7 @@ class Saver:
 
     def _write(self, run: Run, path: Path, state: dict[str, Any], kind: str) -> bool:
         """Write one file, on rank zero; every rank learns whether that went well."""
-        run.record.sync()  # what a checkpoint says of the logs must be on disk before it
+        run.log.sync()  # what a checkpoint says of the logs must be on disk before it
         failure = None
         if run.fabric.is_global_zero:
             try:
@@ -182,7 +206,7 @@ class Saver:
         self._failures[kind] = failure
         if run.fabric.is_global_zero:
             warnings.warn(
-                f"{failure}{'' if run.has_failed else ' Training goes on without this checkpoint.'}", stacklevel=2
+                f"{failure}{'' if run.failure.has_come else ' Training goes on without this checkpoint.'}", stacklevel=2
             )
         return False
 
@@ -221,6 +245,10 @@ class Saver:
         judged = {} if self._judged is None else {"judged": self._judged}
         return {"best": {Path(path).name: score for path, score in self.best.items()}, **judged}
 
+    def know(self, last_model_path: str = "", best: dict[str, float] | None = None) -> None:
+        """Know what another process has kept."""
+        self.last_model_path, self.best = last_model_path, best or {}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Know again which files are the best, as far as they are still there."""
         self._judged = state.get("judged")
@@ -232,9 +260,59 @@ class Saver:
 
     def goes_on_from(self, run: Run, path: str | Path) -> None:
         """The run stands where this file has left it."""
-        self._stepped = run.global_step
+        self._stepped = run.at.global_step
         if Path(path) == self.folder / "last.ckpt":
             self.last_model_path, self._saved_at = str(path), _place(run)
+
+
+class KeepsNothing:
+    """Stands where no checkpoints are kept, or where callbacks keep them."""
+
+    keeps = False
+    cut: dict[str, Any] | None = None
+    best: dict[str, float] = {}
+    last_model_path = best_model_path = ""
+    saved_step: int | None = None
+
+    def begin_epoch(self) -> None:
+        """Nothing to forget."""
+
+    def save_epoch(self, run: Run, score: float | None) -> None:
+        """Nothing is kept."""
+
+    def save_validation(self, run: Run, score: float | None) -> None:
+        """Nothing is kept."""
+
+    def save_step(self, run: Run) -> None:
+        """Nothing is kept."""
+
+    def cut_short(self, run: Run) -> None:
+        """Nothing is kept."""
+
+    def save_failed(self, run: Run) -> Path | None:
+        """Nothing is kept."""
+
+    def finish(self, run: Run, interrupted: bool) -> None:
+        """Nothing is kept."""
+
+    def nothing_to_do(self, run: Run) -> None:
+        """Nothing is kept."""
+
+    def complaint(self) -> str | None:
+        """Nothing was to be saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to know again."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to know again."""
+
+    def goes_on_from(self, run: Run, path: str | Path) -> None:
+        """No file of its own."""
+
+    def know(self, **kept: Any) -> None:
+        """Nothing was kept."""
 
 
 def prove(run: Run, path: Any) -> None:
@@ -246,19 +324,19 @@ def prove(run: Run, path: Any) -> None:
     io = run.fabric.strategy.checkpoint_io
     if type(io) is not AtomicCheckpointIO or io.trusted:
         return
-    problem, is_first, run.is_proved = None, not run.is_proved, True
+    problem, is_first, io.is_proved = None, not io.is_proved, True
     if run.fabric.is_global_zero:
         try:
             problem = io.complaint(path, reads=is_first)
         except DamagedError as error:  # nothing is gained by ending the run, too
-            run.warn_once(f"what was just saved did not reach the disk: {error}")
+            run.said.warn(f"what was just saved did not reach the disk: {error}")
         except (UnreadableError, OSError, MemoryError):  # the disk's: asked again at the next save
-            run.is_proved = False
+            io.is_proved = False
     if is_first and (problem := run.fabric.broadcast(problem)) is not None:
         raise Misuse(problem)
     if problem is not None:
-        run.warn_once(problem)
+        run.said.warn(problem)
 
 
 def _place(run: Run) -> tuple[int, ...]:
-    return run.epochs_done, run.place().total_batches, run.global_step
+    return run.at.epochs_done, point_of(run).total_batches, run.at.global_step

@@ -63,11 +63,14 @@ class Noticed:
         }
 
 
-def tell_forgotten(run: Run, ours: Mapping[str, Any], in_epoch: bool) -> None:
+def tell_forgotten(run: Run, noticed: Noticed, state: Mapping[str, str]) -> None:
     """Say in one line what is not as it was, and that ``on_train_epoch_start`` is not called for an epoch that goes on."""
-    names = run.noticed.forgotten(ours.get("noticed") or {}, in_epoch)
+    in_epoch = not run.at.between_epochs
+    names = noticed.forgotten(state, in_epoch)
     listens = [
-        type(p).__name__ for p in (*run.callbacks, run.owner) if _is_own(p) and overrides(p, "on_train_epoch_start")
+        type(p).__name__
+        for p in (*run.hooks.callbacks, run.trained.owner)
+        if _is_own(p) and overrides(p, "on_train_epoch_start")
     ]
     told = []
     if in_epoch and listens:
@@ -82,14 +85,18 @@ def tell_forgotten(run: Run, ours: Mapping[str, Any], in_epoch: bool) -> None:
         )
     if told and run.fabric.is_global_zero:
         text = f"resume: {'; '.join(told)}"
-        run.warn_once(text) if names else print(text, file=sys.stderr)
+        run.said.warn(text) if names else print(text, file=sys.stderr)
 
 
 def _parts(run: Run) -> Iterator[tuple[str, Any]]:
     """The objects of the user's own classes, by name."""
-    given: list[tuple[str, Any]] = [(type(part).__name__, part) for part in (run.owner, *run.callbacks, run.datamodule)]
-    given += [(f"{type(run.net).__name__}.{path}", part) for path, part in run.net.named_modules() if path]
-    datasets = [getattr(loader, "dataset", None) for loader in run.feed.train.loaders]
+    given: list[tuple[str, Any]] = [
+        (type(part).__name__, part) for part in (run.trained.owner, *run.hooks.callbacks, run.trained.datamodule)
+    ]
+    given += [
+        (f"{type(run.trained.net).__name__}.{path}", part) for path, part in run.trained.net.named_modules() if path
+    ]
+    datasets = [getattr(loader, "dataset", None) for loader in run.data.train.loaders]
     given += [(type(dataset).__name__, dataset) for dataset in datasets]
     seen: dict[int, str] = {}
     for name, part in given:

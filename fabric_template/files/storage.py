@@ -35,6 +35,7 @@ class AtomicCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, trusted: bool = False, in_run: bool = False) -> None:
+        self.is_proved = False  # what this run has saved is known to be readable
         self.in_run = in_run  # then whoever saves says what `odd` holds
         self.trusted = trusted  # then what is no plain value is pickled as it is
         self.odd: list[tuple[str, Any]] = []  # what the last file holds that only trusted=True reads, and where

@@ -26,15 +26,15 @@ from .agreement import agree_on_file, check_number, come_by_themselves, from_ran
 from .signals import starts_processes
 
 if TYPE_CHECKING:
-    from ..core.run import Run
-    from ..loop import FabricLoop
+    from ..trainer.attributes import TrainerFace
+    from .plan import Plan
 
 
 class MissingError(CheckpointError):
     """There is no such checkpoint."""
 
 
-def choose_checkpoint(loop: FabricLoop, run: Run, resume: Any, load: Any) -> None:
+def choose_checkpoint(loop: TrainerFace, plan: Plan, resume: Any, load: Any) -> None:
     """Find the files that ``resume=`` and ``load=`` mean, and check that they can be used.
 
     Ranks that have come here by themselves (torchrun, SLURM) wait for `agree_on_checkpoint`, so that one without a file
@@ -43,37 +43,37 @@ def choose_checkpoint(loop: FabricLoop, run: Run, resume: Any, load: Any) -> Non
     """
     fabric = loop.fabric
     is_one = fabric.strategy.launcher is None or starts_processes(fabric)
-    run.is_auto = resume == "auto"
-    if come_by_themselves(fabric) or (run.is_auto and not is_one):
-        run.awaits = resume, load
+    plan.origin.is_auto = resume == "auto"
+    if come_by_themselves(fabric) or (plan.origin.is_auto and not is_one):
+        plan.origin.awaits = resume, load
     else:
-        _find(loop, run, resume, load)
+        _find(loop, plan, resume, load)
 
 
-def agree_on_checkpoint(loop: FabricLoop, run: Run) -> None:
+def agree_on_checkpoint(loop: TrainerFace, plan: Plan) -> None:
     """Once the ranks can talk to each other: rank zero finds what "auto" means, and all have the same file, or end."""
-    fabric, awaited = loop.fabric, run.awaits
-    run.awaits = None
-    if awaited is not None and run.is_auto:
+    fabric, awaited = loop.fabric, plan.origin.awaits
+    plan.origin.awaits = None
+    if awaited is not None and plan.origin.is_auto:
         found = from_rank_zero(fabric, lambda: _path_of("resume", "auto", loop))
         awaited = found, awaited[1]
     if fabric.world_size > 1 and not starts_processes(fabric):
-        agree_on_file(fabric, lambda: _find(loop, run, *awaited) if awaited else run.resume_path or run.load_path)
+        agree_on_file(fabric, lambda: _find(loop, plan, *awaited) if awaited else plan.origin.path)
     elif awaited is not None:
-        _find(loop, run, *awaited)
+        _find(loop, plan, *awaited)
 
 
-def _find(loop: FabricLoop, run: Run, resume: Any, load: Any) -> str | Path | None:
+def _find(loop: TrainerFace, plan: Plan, resume: Any, load: Any) -> str | Path | None:
     try:
-        run.resume_path, run.load_path = _path_of("resume", resume, loop), _path_of("load", load, loop)
+        plan.origin.resume_path, plan.origin.load_path = _path_of("resume", resume, loop), _path_of("load", load, loop)
     except MissingError:
-        if not run.may_lack:
+        if not plan.origin.may_lack:
             raise
-        run.warn_once(
-            f'.{run.fn}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be loaded.'
+        plan.said.warn(
+            f'.{plan.fn}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be loaded.'
         )
-    _check(run, loop.fabric)
-    return run.resume_path or run.load_path
+    _check(plan, loop.fabric)
+    return plan.origin.path
 
 
 def load_file(fabric: Fabric, path: str | Path, trusted: bool) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def load_file(fabric: Fabric, path: str | Path, trusted: bool) -> dict[str, Any]
     return io.load_checkpoint(path, **({"weights_only": not trusted} if takes_it else {}))
 
 
-def _path_of(argument: str, value: Any, loop: FabricLoop) -> str | Path | None:
+def _path_of(argument: str, value: Any, loop: TrainerFace) -> str | Path | None:
     """The file, None for none."""
     config = loop.config
     root = Path(config.default_root_dir or ".") / "checkpoints"
@@ -108,7 +108,7 @@ def _path_of(argument: str, value: Any, loop: FabricLoop) -> str | Path | None:
     return value if value is None or "://" in str(value) else Path(value)
 
 
-def _last_of_callbacks(loop: FabricLoop) -> Path | None:
+def _last_of_callbacks(loop: TrainerFace) -> Path | None:
     """The newest ``last.ckpt`` of a ModelCheckpoint, of an earlier process too."""
     starts = tuple(name for c in loop.checkpoint_callbacks if (name := getattr(c, "CHECKPOINT_NAME_LAST", None)))
     for folder in folders_of_callbacks(loop):
@@ -117,7 +117,7 @@ def _last_of_callbacks(loop: FabricLoop) -> Path | None:
     return None
 
 
-def folders_of_callbacks(loop: FabricLoop) -> list[Path]:
+def folders_of_callbacks(loop: TrainerFace) -> list[Path]:
     """Where the loop's ModelCheckpoints keep their files, of earlier processes too: the newest version first."""
     root, config, folders = Path(loop.default_root_dir), loop.config, []
     for callback in loop.checkpoint_callbacks:
@@ -138,7 +138,7 @@ def folders_of_callbacks(loop: FabricLoop) -> list[Path]:
     return list(dict.fromkeys(folders))
 
 
-def _why_no_best(loop: FabricLoop) -> str:
+def _why_no_best(loop: TrainerFace) -> str:
     """Why this loop has no best checkpoint, where that is known."""
     if loop.checkpoint_callbacks:
         return (
@@ -149,32 +149,32 @@ def _why_no_best(loop: FabricLoop) -> str:
     return ""
 
 
-def _check(run: Run, fabric: Fabric) -> None:
+def _check(plan: Plan, fabric: Fabric) -> None:
     """Refuse a file that this run cannot use, before anything is launched or written."""
-    path = run.resume_path or run.load_path
+    path = plan.origin.path
     if path is None:
         return
     try:
-        checkpoint = load_file(fabric, path, run.trusted)
+        checkpoint = load_file(fabric, path, plan.origin.trusted)
     except DamagedError as error:
-        if run.resume_path is None:
+        if plan.origin.resume_path is None:
             raise
         raise CheckpointError(
             f"{error} Or write resume='auto': it sets damaged ones aside, and goes on from the newest good one."
         ) from error
     check_format(checkpoint, path)
-    if run.resume_path is not None:
+    if plan.origin.resume_path is not None:
         check_resumable(checkpoint, path)
-    own_ways = [overrides(run.owner, name) for name in ("configure_model", "on_load_checkpoint")]
-    loads_plainly = type(run.net).load_state_dict is nn.Module.load_state_dict
-    if not any(own_ways) and loads_plainly and getattr(run.owner, "strict_loading", True):
-        check_fits(run.net, checkpoint, path)
-    if run.resume_path is None:
+    own_ways = [overrides(plan.trained.owner, name) for name in ("configure_model", "on_load_checkpoint")]
+    loads_plainly = type(plan.trained.net).load_state_dict is nn.Module.load_state_dict
+    if not any(own_ways) and loads_plainly and getattr(plan.trained.owner, "strict_loading", True):
+        check_fits(plan.trained.net, checkpoint, path)
+    if plan.origin.resume_path is None:
         return
     check_trained(checkpoint, path)
     check_number(fabric, path, _ours(checkpoint))
     if not _is_exact(checkpoint):
-        run.warn_once(
+        plan.said.warn(
             f"resume: you are resuming from a checkpoint that ended in the middle of a step, by an error ('{path}'): training"
             f" goes on after step {checkpoint.get('global_step')}, not to the bit as without the error"
         )

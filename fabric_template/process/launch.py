@@ -14,45 +14,44 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from torch.multiprocessing.spawn import ProcessException
 
-from ..core.run import Run
+from ..core.said import is_interactive
 from ..files.opening import CheckpointError
-from ..record.bar import is_interactive
 from .agreement import come_by_themselves
+from .build import build
 from .choose import agree_on_checkpoint
 from .desk import desk, first_error, leave_error
+from .home import choose_place
 from .outcome import Outcome, leave, leave_together, unshare
-from .place import choose_place
+from .plan import Plan
 from .signals import Forward, ending, starts_processes
 
 if TYPE_CHECKING:
-    from ..loop import FabricLoop
+    from ..trainer.attributes import TrainerFace
 
 
-def launch(loop: FabricLoop, function: Callable, run: Run, *args: Any) -> Outcome:
-    """Run the function in the strategy's processes; what it learned is back here afterwards.
+def launch(loop: TrainerFace, function: Callable, plan: Plan, *args: Any) -> Outcome:
+    """Run the function in the strategy's processes; what it learned is back here afterwards, in ``loop._run``.
 
     Raises:
         CheckpointError: training came to its end, but its last state or rows could not be written.
     """
-    if run.fn != "fit" and loop._run is not None:
-        run.follow(loop._run)
-    if run.fn != "fit" and run.fn in loop._runs:  # what it has evaluated is counted on
-        run.evaluated_in_all = loop._runs[run.fn].evaluated_in_all
-    seeds = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS") if run.config.seed is not None else ()
+    seeds = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS") if plan.config.seed is not None else ()
     try:
-        loop._run, loop._status = run, "running"
-        loop._runs[run.fn] = run
+        loop._status = "running"
+        if starts_processes(loop.fabric):  # the caller's own, which learns of theirs
+            loop._begin(build(plan, loop, loop.fabric))
         with _kept(*seeds):
             if seeds:
-                Fabric.seed_everything(run.config.seed, workers=True, verbose=False)
-            outcome = _anywhere(loop.fabric, loop, function, run, args, os.getpid())
+                Fabric.seed_everything(plan.config.seed, workers=True, verbose=False)
+            outcome = _anywhere(loop.fabric, loop, function, plan, args, os.getpid())
+        run = loop._run
         outcome.bring_back(run)
     except BaseException:
         loop._status = "interrupted"
         raise
-    loop._status = "finished" if run.stopped_by is None else "interrupted"
-    if outcome.is_from_elsewhere and run.stopped_by is not None and not is_interactive():
-        raise ending(run.stopped_by)
+    loop._status = "finished" if run.stop.signal is None else "interrupted"
+    if outcome.is_from_elsewhere and run.stop.signal is not None and not is_interactive():
+        raise ending(run.stop.signal)
     if outcome.complaint:
         raise CheckpointError(f"training has come to its end, but not everything is on disk: {outcome.complaint}")
     return outcome
@@ -125,22 +124,23 @@ def _caught(fabric: Fabric, folder: str, *rest: Any) -> Any:
 
 
 def _in_process(
-    fabric: Fabric, folder: str, loop: FabricLoop, function: Callable, run: Run, args: tuple, caller: int
+    fabric: Fabric, folder: str, loop: TrainerFace, function: Callable, plan: Plan, args: tuple, caller: int
 ) -> Any:
     """What each process does: its own set-up, the function, and the way back."""
-    loop.fabric, loop._run, loop._runs[run.fn] = fabric, run, run
+    loop.fabric = fabric
     elsewhere = os.getpid() != caller
     if elsewhere:
-        unshare(run)
+        unshare(plan.trained.net)
     if isinstance(fabric.strategy, DDPStrategy):
         reset_seed()  # as Trainer's DDP does and Fabric's does not; its other strategies do
+    run = None
     try:
-        agree_on_checkpoint(loop, run)
-        choose_place(loop, run)
-        run.set_up(loop, fabric)
-        results = function(fabric, run, *args)
+        agree_on_checkpoint(loop, plan)
+        choose_place(loop, plan)
+        loop._begin(run := build(plan, loop, fabric))
+        results = function(loop, run, *args)
     except BaseException as error:
-        stopped = run.stopped_by is not None and not isinstance(error, Exception)
+        stopped = run is not None and run.stop.signal is not None and not isinstance(error, Exception)
         for process in () if stopped else getattr(fabric.strategy.launcher, "procs", ()):
             process.kill()  # else they would wait for this one, for ever
         if not (stopped and elsewhere):

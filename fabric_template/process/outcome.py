@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..core.evaluate import to_cpu
 from ..core.hooks import overrides
+from ..core.progress import Progress
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -33,15 +35,14 @@ class Outcome:
     results: Any = None
     pid: int = field(default_factory=os.getpid)
     rows: list[dict] = field(default_factory=list)
-    counters: dict[str, Any] = field(default_factory=dict)
+    at: Progress = field(default_factory=Progress)
+    stop: tuple[bool, int | None] = (False, None)  # should_stop; the signal
+    resume_path: Any = None
     views: dict[str, dict] = field(default_factory=dict)
     weights: dict[str, Any] | None = None
     callbacks: list[Any] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
     complaint: str = ""  # what could not be saved to the end
-
-    COUNTERS = ("global_step", "epochs_done", "batches_done", "total_batches", "batches_that_stepped",
-                "should_stop", "resume_path", "stopped_by")  # fmt: skip
 
     @classmethod
     def of(cls, run: Run, results: Any, elsewhere: bool) -> Outcome:
@@ -49,22 +50,25 @@ class Outcome:
         metrics = run.metrics
         outcome = cls(results=results, rows=run.history.rows)
         complaints = [
-            run.saver.complaint() if run.fn == "fit" and run.saver is not None else None,
-            run.record.complaint,
+            run.keeper.complaint() if run.fn == "fit" else None,
+            run.log.complaint,
         ]
         outcome.complaint = " ".join(filter(None, complaints))
-        outcome.counters = {name: getattr(run, name) for name in cls.COUNTERS}
+        outcome.at, outcome.stop = run.at, (run.stop.should_stop, run.stop.signal)
+        outcome.resume_path = run.origin.resume_path
         if elsewhere:
             outcome.views = to_cpu(
                 {"callback": metrics.callback, "logged": metrics.logged, "progress": metrics.progress}
             )
-            if run.stopped_by is None or run.total_batches:  # else it was stopped in its set-up: layers may be missing
-                outcome.weights = to_cpu(run.net.state_dict())
+            if (
+                run.stop.signal is None or run.at.total_batches
+            ):  # else it was stopped in its set-up: layers may be missing
+                outcome.weights = to_cpu(run.trained.net.state_dict())
             outcome.callbacks = [
-                to_cpu(part.state_dict()) if hasattr(part, "state_dict") else None for part in run.callbacks
+                to_cpu(part.state_dict()) if hasattr(part, "state_dict") else None for part in run.hooks.callbacks
             ]
-            if run.saver is not None:
-                outcome.kept = {"last_model_path": run.saver.last_model_path, "best": run.saver.best}
+            if run.keeper.keeps:
+                outcome.kept = {"last_model_path": run.keeper.last_model_path, "best": run.keeper.best}
         return outcome
 
     def to_file(self, folder: str) -> str:
@@ -86,24 +90,22 @@ class Outcome:
         """Give the caller's objects what another process learned; nothing to do in the same one."""
         if not self.is_from_elsewhere:
             return
-        for name, value in self.counters.items():
-            setattr(run, name, value)
+        run.at.stand_at(self.at)
+        run.stop.should_stop, run.stop.signal = self.stop
+        run.origin.resume_path = self.resume_path
         run.history.rows = self.rows
-        for name, view in self.views.items():
-            setattr(run.metrics, name, view)
+        run.metrics.show(**self.views)
         if self.weights is not None:
-            if (configure := overrides(run.owner, "configure_model")) is not None:
+            if (configure := overrides(run.trained.owner, "configure_model")) is not None:
                 configure()  # the layers that the other process made
-            for name, tensor in run.net.state_dict(keep_vars=True).items():
+            for name, tensor in run.trained.net.state_dict(keep_vars=True).items():
                 if isinstance(tensor, torch.Tensor) and name in self.weights:
                     tensor.data = tensor.data.to(self.weights[name].dtype)  # "64-true" is to be seen here, too
-            run.net.load_state_dict(self.weights)
-        for callback, state in zip(run.callbacks, self.callbacks, strict=False):
+            run.trained.net.load_state_dict(self.weights)
+        for callback, state in zip(run.hooks.callbacks, self.callbacks, strict=False):
             if state:
                 _give_back(callback, state)
-        run.set_up_saver()
-        if run.saver is not None:
-            vars(run.saver).update(self.kept)
+        run.keeper.know(**self.kept)
 
 
 def _give_back(callback: Any, state: Any) -> None:
@@ -115,9 +117,9 @@ def _give_back(callback: Any, state: Any) -> None:
         warnings.warn(f"{name} stays as it was before the run: its load_state_dict failed with {error!r}", stacklevel=2)
 
 
-def unshare(run: Run) -> None:
+def unshare(net: nn.Module) -> None:
     """Give this process weights of its own: those that a launcher spawned with lie in memory that all ranks share."""
-    for tensor in itertools.chain(run.net.parameters(), run.net.buffers()):
+    for tensor in itertools.chain(net.parameters(), net.buffers()):
         if tensor.device.type == "cpu" and tensor.is_shared():
             tensor.data = tensor.data.clone()
 

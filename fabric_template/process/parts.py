@@ -69,8 +69,8 @@ class Parts:
         """
         _check("log_dict", metrics, Mapping, "a dict of numbers: loop.log_dict({'epoch': 0, 'train_loss': loss})")
         scalars = {name: number_of(name, value) for name, value in metrics.items()}
-        if (run := self._run) is not None and run.stage is not None:
-            run.record.given(scalars, step)
+        if (run := self._run) is not None and run.at.stage is not None:
+            run.log.given(scalars, step)
             return
         for logger in self.loggers:
             if "epoch" in scalars and hasattr(logger, "log_epoch"):

@@ -14,18 +14,21 @@ from ..core.errors import MissingLoader, Misuse, MisuseOfType
 from ..core.hooks import overrides
 from ..core.inputs import check_object, check_parameters, check_path, check_signature
 from ..core.optimizers import parse_optimizers
+from ..core.origin import Origin
 from ..core.passes import INFINITE, length_of
-from ..core.run import Run
 from ..core.steps import FunctionSteps, net_of, takes_batch_idx
-from ..data.feed import loader_argument
+from ..core.trained import Trained
+from ..data.feed import Given, loader_argument
 from ..data.loaders import check_iterable, loaders_in, no_fraction
 from ..files.checkpoint import hyperparameters_of
 from .choose import choose_checkpoint
-from .place import choose_place
+from .home import choose_place
+from .plan import Plan
 from .signals import starts_processes
 
 if TYPE_CHECKING:
-    from ..loop import FabricLoop
+    from ..core.run import Run
+    from ..trainer.attributes import TrainerFace
 
 STEP_OF = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 _GONE = {
@@ -37,10 +40,10 @@ LOADER_OF = {"fit": "train", "validate": "val", "test": "test", "predict": "pred
 
 
 def prepare(
-    loop: FabricLoop, fn: str, model: Any, loaders: dict[str, Any], datamodule: Any, *, resume: Any = None, load: Any = None,
+    loop: TrainerFace, fn: str, model: Any, loaders: dict[str, Any], datamodule: Any, *, resume: Any = None, load: Any = None,
     optimizer: Any = None, functions: dict[str, Callable | None] | None = None, ckpt_path: Any = None,
     weights_only: bool | None = None,
-) -> Run:  # fmt: skip
+) -> Plan:  # fmt: skip
     """Check everything that can be checked and make the run's plain part.
 
     Raises:
@@ -69,32 +72,39 @@ def prepare(
             f"{fn}(resume={str(resume)!r}, load={str(load)!r}): expected one of them; resume= continues a run with its"
             " optimizer and counters, load= takes the weights only and starts a new one"
         )
-    owner, net = _owner_of(model, functions or {}, loop._run if fn != "fit" else None)
-    run = Run(fn, loop.config, owner, net, datamodule, list(loop.callbacks))
-    run.feed.given, run.given_optimizer = loaders, optimizer
-    run.may_lack = ckpt_path == "last"
-    run.trusted = loop.config.trusted if weights_only is None else not weights_only
-    if fn != "fit" and datamodule is None and loop._run is not None:
-        _keep_datamodule(run, loop._run.datamodule, first)
-    _check_steps(run, fn)
-    _check_loaders(run, fn)
+    last = loop._run if fn != "fit" else None
+    owner, net = _owner_of(model, functions or {}, last)
+    given = Given(loaders, owner if datamodule is None else datamodule)
+    if last is not None and datamodule is None:  # the last one stays, as under Trainer, and its hooks are called;
+        datamodule = last.trained.datamodule
+        if datamodule is not None and not given.has(first):  # its loaders where there are no others
+            given.source = datamodule
+    origin = Origin(
+        may_lack=ckpt_path == "last", trusted=loop.config.trusted if weights_only is None else not weights_only
+    )
+    plan = Plan(fn, loop.config, Trained(owner, net, datamodule), given, list(loop.callbacks), origin, optimizer)
+    if last is not None:
+        plan.keeper, plan.last = last.keeper, last.at
+        plan.again = loop._runs[fn].at if fn in loop._runs else None
+    _check_steps(plan, fn)
+    _check_loaders(plan, fn)
     if fn == "fit":
-        _check_optimizer(run)
+        _check_optimizer(plan)
         if loop.loggers:
-            _check_hyperparameters(run)
-        if run.config.enable_checkpointing or loop.checkpoint_callbacks:
-            for owner in (run.owner, run.datamodule):
-                hyperparameters_of(run, owner)
-        if run.config.max_epochs is None and run.limits()[0] == 1000:
-            run.warn_once(
+            _check_hyperparameters(plan)
+        if plan.config.enable_checkpointing or loop.checkpoint_callbacks:
+            for part in (plan.trained.owner, plan.trained.datamodule):
+                hyperparameters_of(part, plan.config.trusted, plan.said)
+        if plan.config.max_epochs is None and not plan.endless:
+            plan.said.warn(
                 "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set `max_epochs=-1`.",
                 PossibleUserWarning,
             )
-    _find_files(run, loop, resume, load)
-    return run
+    _find_files(plan, loop, resume, load)
+    return plan
 
 
-def _from_last_run(loop: FabricLoop, fn: str, model: Any, load: Any) -> tuple:
+def _from_last_run(loop: TrainerFace, fn: str, model: Any, load: Any) -> tuple:
     """What the run before has, for what was not given: (model, load), as Trainer takes them."""
     last = loop._run
     if last is None:
@@ -114,14 +124,7 @@ def _from_last_run(loop: FabricLoop, fn: str, model: Any, load: Any) -> tuple:
             stacklevel=5,
         )
         load = best
-    return last.model, load
-
-
-def _keep_datamodule(run: Run, datamodule: Any, stage: str) -> None:
-    """The last run's datamodule stays, as under Trainer, and its hooks are called; its loaders where there are no others."""
-    run.datamodule = datamodule
-    if datamodule is not None and not run.feed.has(stage):
-        run.feed.source = datamodule
+    return last.trained.model, load
 
 
 def _owner_of(model: Any, functions: dict[str, Callable | None], last: Run | None) -> tuple[Any, nn.Module]:
@@ -133,114 +136,118 @@ def _owner_of(model: Any, functions: dict[str, Callable | None], last: Run | Non
         if not callable(function):
             raise MisuseOfType(f"{name}={function!r}: expected a function fn(model, batch, batch_idx)")
     net = net_of(model)
-    if last is not None and last.net is net and isinstance(last.owner, FunctionSteps):
-        given = last.owner.functions | given
+    if last is not None and last.trained.net is net and isinstance(last.trained.owner, FunctionSteps):
+        given = last.trained.owner.functions | given
     owner = FunctionSteps(net, **given) if given else model
     for name, function in given.items():
         check_signature(function, name, takes_net=True, takes_idx=takes_batch_idx(getattr(owner, name)))
     return owner, net
 
 
-def _check_steps(run: Run, fn: str) -> None:
+def _check_steps(plan: Plan, fn: str) -> None:
     step = STEP_OF[fn]
-    name = run.name
+    name = plan.trained.name
     if fn == "predict":
-        if not any(callable(getattr(run.owner, word, None)) for word in ("predict_step", "forward")):
+        if not any(callable(getattr(plan.trained.owner, word, None)) for word in ("predict_step", "forward")):
             raise Misuse(
-                f"predict requires `forward` method to run, or `predict_step`: {name} has neither; expected a method"
+                f"predict requires `forward` method to plan, or `predict_step`: {name} has neither; expected a method"
                 " predict_step(batch, batch_idx), or predict(..., predict_step=fn)"
             )
         return
-    if overrides(run.owner, step) is None:
+    if overrides(plan.trained.owner, step) is None:
         raise Misuse(
             f"No `{step}()` method defined in {name}: expected a method {step}(batch, batch_idx)"
             f"{' that returns the loss' if fn == 'fit' else ''}, or a function given as {fn}(..., {step}=fn) with"
             " fn(model, batch, batch_idx)"
         )
     if fn == "fit":
-        _check_validation(run, name)
-    if "optimizer_idx" in inspect.signature(getattr(run.owner, step)).parameters:
+        _check_validation(plan, name)
+    if "optimizer_idx" in inspect.signature(getattr(plan.trained.owner, step)).parameters:
         raise RuntimeError(
             f"Training with several optimizers is manual. Remove the `optimizer_idx` argument from `{step}` in {name}: set"
             " `self.automatic_optimization = False`, and step each of `self.optimizers()` yourself"
         )
-    steps = {step, "validation_step"} if fn == "fit" and run.feed.has("val") else {step}
-    for each in sorted(name for name in steps if overrides(run.owner, name) is not None):
-        check_signature(getattr(run.owner, each), each, takes_idx=run.takes_idx(each))
+    steps = {step, "validation_step"} if fn == "fit" and plan.given.has("val") else {step}
+    for each in sorted(name for name in steps if overrides(plan.trained.owner, name) is not None):
+        check_signature(getattr(plan.trained.owner, each), each, takes_idx=plan.trained.takes_idx(each))
     for old, new in _GONE.items():
-        if run.is_lightning and callable(getattr(run.owner, old, None)):
+        if plan.trained.is_lightning and callable(getattr(plan.trained.owner, old, None)):
             raise NotImplementedError(
                 f"Support for `{old}` has been removed in v2.0.0 of Lightning, and {name} has it: write `{new}`, with what"
                 " the steps returned kept in a list of your own"
             )
 
 
-def _check_validation(run: Run, name: str) -> None:
+def _check_validation(plan: Plan, name: str) -> None:
     """A step and its loader come together; a LightningModule that has one of them trains without validation."""
-    has_step, has_loader = overrides(run.owner, "validation_step") is not None, run.feed.has("val")
-    if has_loader and not has_step and not run.is_lightning and run.feed.given.get("val") is not None:
+    has_step, has_loader = overrides(plan.trained.owner, "validation_step") is not None, plan.given.has("val")
+    if has_loader and not has_step and not plan.trained.is_lightning and plan.given.loaders.get("val") is not None:
         raise Misuse(
             f"fit got val_dataloaders but {name} has no validation_step: expected a method validation_step(batch,"
             " batch_idx) (or validation_step=fn); leave val_dataloaders out to train without validation"
         )
-    if has_loader and not has_step and run.is_lightning:
-        run.warn_once(f"You passed in a `val_dataloader` but have no `validation_step` in {name}. Skipping val loop.")
-    if has_step and not has_loader and run.is_lightning:
-        run.warn_once(
+    if has_loader and not has_step and plan.trained.is_lightning:
+        plan.said.warn(f"You passed in a `val_dataloader` but have no `validation_step` in {name}. Skipping val loop.")
+    if has_step and not has_loader and plan.trained.is_lightning:
+        plan.said.warn(
             f"You defined a `validation_step` in {name} but have no `val_dataloader`. Skipping val loop.",
             PossibleUserWarning,
         )
 
 
-def _check_loaders(run: Run, fn: str) -> None:
+def _check_loaders(plan: Plan, fn: str) -> None:
     stage = LOADER_OF[fn]
-    if not run.feed.has(stage):
-        home = run.name if run.datamodule is None else type(run.datamodule).__name__
+    if not plan.given.has(stage):
+        home = plan.trained.name if plan.trained.datamodule is None else type(plan.trained.datamodule).__name__
         method = f", as datamodule=, or write a method {stage}_dataloader in {home}"
-        method = " or as datamodule=" if run.owner is not run.model and run.datamodule is None else method
+        method = (
+            " or as datamodule="
+            if plan.trained.owner is not plan.trained.model and plan.trained.datamodule is None
+            else method
+        )
         raise MissingLoader(
             f"An invalid dataloader was passed to `Trainer.{fn}({loader_argument(fn, stage)}=...)`. Found None: {fn} has no"
             f" {stage} loader; give it as {fn}(model, loader){method}"
         )
-    given = run.feed.given.get(stage)
+    given = plan.given.loaders.get(stage)
     if fn == "fit" and given is not None and all(length_of(loader) == 0 for loader in loaders_in(given)):
         raise Misuse(f"fit got an empty train loader ({type(given).__name__} of length 0): expected at least one batch")
     for name in ("train", "val") if fn == "fit" else (stage,):
-        limit = getattr(run.config, f"limit_{name}_batches")
+        limit = getattr(plan.config, f"limit_{name}_batches")
         needs_length = isinstance(limit, float) and limit not in (0.0, 1.0)
-        for loader in loaders_in(run.feed.given[name]) if run.feed.given.get(name) is not None else ():
+        for loader in loaders_in(plan.given.loaders[name]) if plan.given.loaders.get(name) is not None else ():
             check_iterable(loader, f"passed to `Trainer.{fn}({loader_argument(fn, name)}=...)`")
             if needs_length and length_of(loader) == INFINITE:
                 raise Misuse(no_fraction(loader, limit, name))
 
 
-def _check_optimizer(run: Run) -> None:
-    has_own = overrides(run.owner, "configure_optimizers") is not None
-    if run.given_optimizer is None and not has_own:
+def _check_optimizer(plan: Plan) -> None:
+    has_own = overrides(plan.trained.owner, "configure_optimizers") is not None
+    if plan.optimizer is None and not has_own:
         raise Misuse(
-            f"No `configure_optimizers()` method defined in {run.name}, and fit got no optimizer: write"
+            f"No `configure_optimizers()` method defined in {plan.trained.name}, and fit got no optimizer: write"
             " fit(..., optimizer=torch.optim.Adam(model.parameters())) or a method configure_optimizers"
         )
-    if run.given_optimizer is not None:
-        optimizers, _ = parse_optimizers(run.given_optimizer, automatic=run.is_automatic)
-        if overrides(run.owner, "configure_model") is None:  # which may make the parameters
-            check_parameters(optimizers, run.net, run.name)
-    if not run.is_automatic:
-        if run.config.gradient_clip_val:
+    if plan.optimizer is not None:
+        optimizers, _ = parse_optimizers(plan.optimizer, automatic=plan.trained.is_automatic)
+        if overrides(plan.trained.owner, "configure_model") is None:  # which may make the parameters
+            check_parameters(optimizers, plan.trained.net, plan.trained.name)
+    if not plan.trained.is_automatic:
+        if plan.config.gradient_clip_val:
             raise Misuse(
                 "Automatic gradient clipping is not supported for manual optimization. Remove"
-                f" gradient_clip_val={run.config.gradient_clip_val} or switch to automatic optimization."
+                f" gradient_clip_val={plan.config.gradient_clip_val} or switch to automatic optimization."
             )
-        if run.config.accumulate_grad_batches != 1:
+        if plan.config.accumulate_grad_batches != 1:
             raise Misuse(
                 "Automatic gradient accumulation is not supported for manual optimization. Remove"
-                f" accumulate_grad_batches={run.config.accumulate_grad_batches} or switch to automatic optimization."
+                f" accumulate_grad_batches={plan.config.accumulate_grad_batches} or switch to automatic optimization."
             )
 
 
-def _check_hyperparameters(run: Run) -> None:
+def _check_hyperparameters(plan: Plan) -> None:
     """The module's and the datamodule's are logged together: a name that both have has one value."""
-    parts = [part for part in (run.owner, run.datamodule) if getattr(part, "_log_hyperparams", False)]
+    parts = [part for part in (plan.trained.owner, plan.trained.datamodule) if getattr(part, "_log_hyperparams", False)]
     if len(parts) < 2:
         return
     ours, theirs = (dict(part.hparams_initial) for part in parts)
@@ -257,9 +264,9 @@ def _are_equal(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other))
 
 
-def _find_files(run: Run, loop: FabricLoop, resume: Any, load: Any) -> None:
+def _find_files(plan: Plan, loop: TrainerFace, resume: Any, load: Any) -> None:
     """Find and check the checkpoint, choose the version, prove that logs can be written."""
-    choose_checkpoint(loop, run, resume, load)
+    choose_checkpoint(loop, plan, resume, load)
     if loop.fabric.strategy.launcher is None or starts_processes(loop.fabric):
-        choose_place(loop, run)  # elsewhere all ranks run this already, and have to agree first
-    run.loggers = loop.loggers
+        choose_place(loop, plan)  # elsewhere all ranks run this already, and have to agree first
+    plan.home.loggers = loop.loggers

@@ -1,4 +1,4 @@
-"""Progress: one bar for training and validation, on rank zero, in a terminal or a notebook."""
+"""Bar: one bar for training and validation, on rank zero, in a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from typing import Any
 
 from torch import nn
 
+from ..core.said import is_interactive
+
 SECONDS_BETWEEN = 0.2  # a bar that is drawn more often costs steps and shows no more
 
 
-class Progress:
+class Bar:
     """A tqdm bar that looks at the clock in each step, and at the values only when it is drawn.
 
     Example:
-        >>> bar = Progress(enabled=False)
+        >>> bar = Bar()
         >>> bar.start("epoch 0", 10); bar.advance(1); bar.close()
     """
 
-    def __init__(self, enabled: bool, values: Callable[[], Mapping[str, float]] = dict) -> None:
-        self.enabled, self._values = enabled, values
+    def __init__(self, values: Callable[[], Mapping[str, float]] = dict) -> None:
+        self.enabled, self._values = False, values
         self._bar: Any = None
         self._due = 0.0
+
+    def show(self) -> None:
+        """Let it be seen."""
+        self.enabled = True
 
     def start(self, title: str, total: int | float, done: int = 0) -> None:
         """Begin an epoch of so many batches, or an endless one."""
@@ -55,11 +61,6 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-def is_interactive() -> bool:
-    """Whether this is a notebook or an interactive session."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
 def can_show_bar() -> bool:

@@ -19,22 +19,24 @@ CSV = "metrics.csv"
 
 def rows_state(run: Run) -> dict[str, Any]:
     """Where the rows are, for a checkpoint: how many and the last, if a CSV of ours has them; otherwise all, as text."""
-    logs = [logger.position() if hasattr(type(logger), "position") else None for logger in run.loggers]
+    logs = [logger.position() if hasattr(type(logger), "position") else None for logger in run.home.loggers]
     places = [place[CSV] for place in logs if place and CSV in place]
     in_csv = any(_count(place) >= len(run.history.rows) for place in places)
-    home = next(([str(logger.name), logger.version] for logger in run.loggers if hasattr(type(logger), "rewind")), [])
+    home = next(
+        ([str(logger.name), logger.version] for logger in run.home.loggers if hasattr(type(logger), "rewind")), []
+    )
     history = run.history.state_dict(whole=run.fabric.is_global_zero and not in_csv)
     return {"history": {**history, "home": home}, "logs": logs}
 
 
 def bring_back(run: Run) -> None:
     """Give the run the rows before its resume, on all ranks; cut logs of ours back to where the checkpoint was saved."""
-    ours, rows = run.restored, None
+    ours, rows = run.origin.pending, None
     if run.fabric.is_global_zero:
         history, rows = ours["history"], _in_checkpoint(ours["history"])
         last = rows[-1:] if rows is not None else [history["last"]]
         new = []
-        for logger, position in zip_longest(run.loggers, ours["logs"]):
+        for logger, position in zip_longest(run.home.loggers, ours["logs"]):
             if not hasattr(type(logger), "rewind"):
                 continue
             if logger.position():
@@ -55,7 +57,7 @@ def bring_back(run: Run) -> None:
             for row in rows:
                 logger.log_epoch(row)
     run.history.rows = run.fabric.broadcast(rows)
-    run.restored = {**ours, **rows_state(run)}  # for a checkpoint that is saved before the first batch
+    run.origin.pending = {**ours, **rows_state(run)}  # for a checkpoint that is saved before the first batch
 
 
 def _in_checkpoint(history: Any) -> list[dict] | None:
@@ -71,27 +73,28 @@ def _in_checkpoint(history: Any) -> list[dict] | None:
 
 def _elsewhere(run: Run) -> list[dict]:
     """The rows, from the CSV of the run that the checkpoint is of; that one is known by its last row, time included."""
-    history = run.restored["history"]
-    places = [position[CSV] for position in run.restored["logs"] if position and CSV in position]
+    history = run.origin.pending["history"]
+    places = [position[CSV] for position in run.origin.pending["logs"] if position and CSV in position]
     for path in _other_homes(run, history["home"]) if places else ():
         if path.is_file():
             cells = _cells(path, places[0])
             if len(cells) == _count(places[0]) and _agree(cells[-1], history["last"], history["last"]):
                 return _values(cells[-history["rows"] :], history["names"])
-    run.warn_once(
-        f"resume: '{run.resume_path}' is not with the logs of its run, which hold the history of the {history['rows']} epochs"
-        " before: history and logs begin after them; put that run's metrics.csv beside the file to have them"
+    run.said.warn(
+        f"resume: '{run.origin.resume_path}' is not with the logs of its run, which hold the history of the"
+        f" {history['rows']} epochs before: history and logs begin after them; put that run's metrics.csv beside the file to"
+        " have them"
     )
     return []
 
 
 def _other_homes(run: Run, home: list[Any]) -> Iterator[Path]:
     """Where that run's metrics.csv may be: by the file's own folder, and by the name and version that it had."""
-    folder = Path(run.resume_path).resolve().parent
+    folder = Path(run.origin.resume_path).resolve().parent
     if folder.parent.parent.name == "checkpoints":
         yield Path(folder.parents[2], "logs", folder.parent.name, folder.name, CSV)
     yield from (folder / CSV, folder.parent / CSV)
-    roots = [Path(logger.root_dir) for logger in run.loggers if hasattr(type(logger), "rewind")]
+    roots = [Path(logger.root_dir) for logger in run.home.loggers if hasattr(type(logger), "rewind")]
     name, version = home if len(home) == 2 else ("", "")
     folder_of_version = version if isinstance(version, str) else f"version_{version}"
     if is_name(name) and is_name(folder_of_version):

@@ -1,4 +1,4 @@
-"""Record: what a run writes down: values per step and rows per epoch, to the CSV and to any other logger."""
+"""Log: what a run writes down: values per step and rows per epoch, to the CSV and to any other logger."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..core.history import name_outputs
+from .earlier import rows_state
 from .tables import LogsError
 
 if TYPE_CHECKING:
@@ -16,50 +18,126 @@ if TYPE_CHECKING:
 _NONE: Mapping[str, Any] = {}
 
 
-class Record:
-    """Sends what was logged where it belongs.
+class Log:
+    """Sends what was logged where it belongs, and knows what can be monitored.
 
     A logger with ``log_epoch`` (our CSVLogger) gets one whole row per epoch and the values per step. Every other logger
     gets what Trainer would give it, at the same steps.
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        self.run, self.metrics, self.history = run, run.metrics, run.history
+        self.begin_batch = run.metrics.batch_starts
         self.every = run.config.log_every_n_steps
-        self.by_row = [logger for logger in run.loggers if hasattr(type(logger), "log_epoch")]
-        self.by_value = [logger for logger in run.loggers if logger not in self.by_row]
+        self.by_row = [logger for logger in run.home.loggers if hasattr(type(logger), "log_epoch")]
+        self.by_value = [logger for logger in run.home.loggers if logger not in self.by_row]
         self.began = time.monotonic()
         self.rates: list[float] = []
         self.complaint: str | None = None  # what could not be written to the end
+        self._seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
 
     def hyperparameters(self) -> None:
         """Write the module's and datamodule's hyperparameters, and for the CSV the loop's configuration."""
         run = self.run
         hparams: dict[str, Any] = {}
-        for owner in (run.datamodule, run.owner):
+        for owner in (run.trained.datamodule, run.trained.owner):
             if getattr(owner, "_log_hyperparams", True):
                 hparams |= dict(getattr(owner, "hparams_initial", None) or getattr(owner, "hparams", None) or {})
         for logger in self.by_value:
             if hparams:
                 logger.log_hyperparams(hparams)
-            has_example = getattr(run.owner, "example_input_array", None) is not None  # a graph is traced from it
+            has_example = (
+                getattr(run.trained.owner, "example_input_array", None) is not None
+            )  # a graph is traced from it
             if has_example and callable(log_graph := getattr(logger, "log_graph", None)):
-                log_graph(run.owner)
+                log_graph(run.trained.owner)
         for logger in self.by_row:
             logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
+
+    # ---- a batch
+
+    @property
+    def batch(self) -> Any:
+        """The batch at hand, or the one that the step has taken itself."""
+        return self.metrics.train.batch
+
+    def end_batch(self, ends_window: bool) -> None:
+        """A training batch is over: the step's values go to the loggers as its window ends."""
+        self.metrics.batch_ends()
+        if ends_window and self.metrics.train.any_on_step:
+            self.step()
+
+    def size_of_batch(self) -> int:
+        """The size of the batch at hand; 1 where none can be found."""
+        collection = self.metrics.active
+        try:
+            return collection.batch_size or collection.size_of_batch()
+        except ValueError:
+            return 1
+
+    def note_returned(self, output: Any, loss: Tensor) -> None:
+        """Keep what the training step returned, for the history and to notice a loss that is no number."""
+        named_itself = self.run.trained.is_lightning and self.metrics.active  # the rest, by logging it
+        only_loss = isinstance(output, Tensor) or named_itself
+        values = {"train_loss": loss} if only_loss else name_outputs(output, "train")
+        self.history.train.add(values, self.size_of_batch(), self.run.at.total_batches - 1)
+
+    def end_batches(self) -> None:
+        """The epoch's batches are over: its means are known."""
+        self.metrics.batches_end()
+        self.history.end_train(self.run.at.total_batches - 1, self.all_reduce)
+
+    def evaluated(self, index: int) -> None:
+        """After an evaluation batch of this loader: values that are logged per step."""
+        seen = self._seen.get(index, 0)
+        self._seen[index] = seen + 1
+        if self.metrics.active.any_on_step:
+            self.values(self.metrics.step_log(), seen)
+
+    @property
+    def all_reduce(self) -> Callable[..., Tensor] | None:
+        """How to reduce over the ranks; None for one process."""
+        fabric = self.run.fabric
+        return fabric.all_reduce if fabric.world_size > 1 else None
+
+    # ---- what can be monitored
+
+    def known_metrics(self) -> dict[str, Any]:
+        """What can be monitored now: the logged metrics, and what the steps of a module that logs nothing returned."""
+        if self.metrics.active:
+            self.metrics.merge()
+        return {**self.history.returned, **self.metrics.callback}
+
+    def measured(self) -> Any:
+        """The monitor's newest value as it was made, None where there is none."""
+        return {**self.history.returned, **self.metrics.callback}.get(self.run.config.monitor)
+
+    def score(self) -> float | None:
+        """The monitor's value for checkpoints; None where none are kept, or where this epoch did not measure it."""
+        monitor = self.run.config.monitor
+        if monitor is None or not self.run.keeper.keeps:
+            return None
+        known = self.known_metrics()
+        return float(known[monitor]) if monitor in known else None
+
+    # ---- to the loggers
 
     def step(self) -> None:
         """After a training batch: the step's values, when they are due."""
         run = self.run
-        due = self.every and (run.batches_that_stepped + 1) % self.every == 0
-        if due or (run.should_stop and self.every):
+        due = self.every and (run.at.batches_that_stepped + 1) % self.every == 0
+        if due or (run.stop.should_stop and self.every):
             self.values(run.metrics.step_log())
-            run.history.warn_of_nan(run.total_batches - 1)
+            run.history.warn_of_nan(run.at.total_batches - 1)
 
     def values(
-        self, metrics: Mapping[str, Any], step: int | None = None, by_row: bool = True, more: Mapping[str, Any] = _NONE
-    ) -> None:
-        """Values at one step, and more for our CSV; None: at a logged "step", or where the run stands, beside the epoch."""
+        self, metrics: Mapping[str, Any], step: int | None = None, by_row: bool = True, more: Mapping[str, Any] = _NONE,
+        behind: int = 0,
+    ) -> None:  # fmt: skip
+        """Values at one step, and more for our CSV; None: at a logged "step", or where the run stands, beside the epoch.
+
+        Or so many steps ``behind`` that.
+        """
         run = self.run
         if not (metrics or (more and by_row)) or not (self.by_value or self.by_row):
             return
@@ -68,8 +146,8 @@ class Record:
         if step is None and "step" in scalars:  # a logged "step" is the x axis
             step = int(scalars.pop("step"))
         elif step is None:
-            scalars.setdefault("epoch", run.current_epoch)
-            step = run.batches_that_stepped
+            scalars.setdefault("epoch", run.at.current_epoch)
+            step = run.at.batches_that_stepped - behind
         for logger in (self.by_value if metrics else []) + (self.by_row if by_row else []):
             own = {**more, **scalars} if logger in self.by_row else scalars
             self._try(logger.log_metrics, metrics=own, step=step)
@@ -78,36 +156,43 @@ class Record:
 
     def validation(self, metrics: Mapping[str, Any], returned: Mapping[str, Any]) -> None:
         """A validation is over; in the middle of an epoch its values, those returned, too, are a row of the steps."""
-        self.values(metrics, by_row=not self.run.is_last_of_epoch, more=returned)
+        self.values(metrics, by_row=not self.run.at.is_last_of_epoch, more=returned)
 
     def given(self, metrics: Mapping[str, Any], step: int | None) -> None:
         """What a hook or a step gives to ``loop.log_dict``; with the epoch that runs among it, it joins that one's row."""
         run = self.run
-        joins = run.fn == "fit" and not run.between_epochs and metrics.get("epoch") == run.current_epoch
+        joins = run.fn == "fit" and not run.at.between_epochs and metrics.get("epoch") == run.at.current_epoch
         if joins:
             run.metrics.row.update({name: value for name, value in metrics.items() if name not in ("epoch", "step")})
         self.values(metrics, step, by_row=not joins)
 
     def note_rates(self) -> None:
         """The learning rates of the step just taken, before a scheduler of the epoch changes them."""
-        self.rates = self.run.learning_rates()
+        self.rates = self.run.optimizing.learning_rates()
 
     def epoch(self, metrics: Mapping[str, Any]) -> None:
         """The epoch is over: Trainer's values for the others, one whole row for the CSV and the history."""
         run = self.run
-        run.batches_that_stepped -= 1  # the epoch's values stand at its last step
-        returned = {} if run.is_lightning else run.history.returned  # a plain module's values are its metrics
+        returned = {} if run.trained.is_lightning else run.history.returned  # a plain module's values are its metrics
         trained = {name: value for name, value in returned.items() if name.startswith("train_")}
-        try:
-            self.values({**trained, **metrics}, by_row=False)
-        finally:
-            run.batches_that_stepped += 1
+        self.values({**trained, **metrics}, by_row=False, behind=1)  # the epoch's values stand at its last step
         seconds, self.began = time.monotonic() - self.began, time.monotonic()
-        rates = self.rates or run.learning_rates()
-        row = run.history.add(run.current_epoch, run.global_step, run.metrics.take_row(), rates, seconds)
+        rates = self.rates or run.optimizing.learning_rates()
+        row = run.history.add(run.at.current_epoch, run.at.global_step, run.metrics.take_row(), rates, seconds)
         self.rates = []
         for logger in self.by_row:
             self._try(logger.log_epoch, row)
+
+    # ---- across a restart
+
+    def rows_state(self) -> dict[str, Any]:
+        """Where the rows so far are, for a checkpoint."""
+        return rows_state(self.run)
+
+    def load_state_dict(self, ours: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+        """Know again what was logged last."""
+        self.rates = list(ours["rates"])
+        self.metrics.callback = dict(metrics["callback"])
 
     def sync(self) -> None:
         """Make the rows survive a power cut, those that the disk has refused so far as well."""
@@ -117,7 +202,7 @@ class Record:
 
     def finalize(self, status: str) -> None:
         """Close the loggers."""
-        for logger in self.run.loggers:
+        for logger in self.run.home.loggers:
             self.complaint = self._try(logger.finalize, status) or self.complaint
 
     def _try(self, write: Callable, *args: Any, **words: Any) -> str | None:
@@ -125,6 +210,21 @@ class Record:
         try:
             write(*args, **words)
         except LogsError as error:
-            self.run.warn_once(f"{error}; training goes on, the rows are kept and written as soon as that is possible")
+            self.run.said.warn(f"{error}; training goes on, the rows are kept and written as soon as that is possible")
             return f"the logs are not complete: {error}."
         return None
+
+
+class Barebones(Log):
+    """The log of a run that logs nothing: it knows the batch at hand, for the hooks."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.begin_batch = self._begin_batch
+
+    def _begin_batch(self, batch: Any) -> None:
+        self.metrics.train.batch = batch
+
+    def end_batch(self, ends_window: bool) -> None:
+        """Let go of the batch."""
+        self.metrics.train.batch = None

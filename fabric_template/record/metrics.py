@@ -53,9 +53,7 @@ class Metrics:
         self._closed = Collection(training=False)  # into which nothing can be logged
         self.active = self._closed
         self.fx: str | None = None
-        self.enabled = True  # False: barebones
-        self.predicts = False
-        self.has_logger = True
+        self.set_up(predicts=False, enabled=True, has_logger=True)
         self._last_fx: str | None = None
         self._paused: tuple | None = None  # where training stood, while it is validated
         self._in_batches: bool | None = None  # None: outside of the batches; True: in the first one; False: after it
@@ -64,6 +62,10 @@ class Metrics:
         self.progress: dict[str, float] = {}
         self.row: dict[str, Tensor] = {}  # what goes into the epoch's row of the history
         self._objects: MetricStates | None = None  # the module's torchmetrics
+
+    def set_up(self, predicts: bool, enabled: bool, has_logger: bool) -> None:
+        """Know what kind of run it is; ``enabled=False``: barebones."""
+        self.predicts, self.enabled, self.has_logger = predicts, enabled, has_logger
 
     def __deepcopy__(self, memo: dict) -> Metrics:
         """Copies of a module made while it runs (EMA, pruning) log into the same run."""
@@ -225,6 +227,10 @@ class Metrics:
         """Go on after `pause`."""
         self.active, self._in_batches, self._last_fx = kept
         self._paused = None
+
+    def show(self, callback: dict, logged: dict, progress: dict) -> None:
+        """Show what was logged in another process."""
+        self.callback, self.logged, self.progress = callback, logged, progress
 
     def to_cpu(self) -> None:
         """Move what stays readable after the run off the device."""

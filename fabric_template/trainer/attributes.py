@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import Misuse
 from ..core.hooks import is_a
-from ..process.finished import tell_held_back
 from .views import (
     AcceleratorView,
     DataView,
@@ -42,31 +41,33 @@ class TrainerFace:
     # ---- progress
 
     current_epoch = shows(
-        "_run.current_epoch", "The epoch that runs, from 0; after fit, the number of epochs trained.", 0
+        "_run.at.current_epoch", "The epoch that runs, from 0; after fit, the number of epochs trained.", 0
     )
 
-    global_step = shows("_run.global_step", "Optimizer steps taken so far.", 0)
+    global_step = shows("_run.at.global_step", "Optimizer steps taken so far.", 0)
 
     @property
     def max_epochs(self) -> int | None:
         """The limit of epochs, -1 for none."""
-        return self._run.limits()[0] if self._run else self.config.max_epochs
+        return self._run.stop.limits()[0] if self._run else self.config.max_epochs
 
     @property
     def min_epochs(self) -> int | None:
         """How many epochs no ``should_stop`` can end, 0 for none; as configured before anything has run."""
-        return self._run.min_epochs if self._run else self.config.min_epochs
+        return self._run.stop.min_epochs if self._run else self.config.min_epochs
 
-    is_last_batch = shows("_fitted.is_last_batch", "Whether the training batch at hand is the epoch's last.", False)
+    is_last_batch = shows("_fitted.at.is_last_batch", "Whether the training batch at hand is the epoch's last.", False)
 
-    should_stop = shows("_fitted.should_stop", "Set it to end training after the batch at hand, if it may end.", False)
+    should_stop = shows(
+        "_fitted.stop.should_stop", "Set it to end training after the batch at hand, if it may end.", False
+    )
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         if self._fitted is not None:
-            self._fitted.should_stop = value
+            self._fitted.stop.should_stop = value
             if value:
-                tell_held_back(self._fitted, "The loop was signaled to stop")
+                self._fitted.stop.tell_held_back("The loop was signaled to stop")
 
     @property
     def gradient_clip_algorithm(self) -> Word | None:
@@ -77,13 +78,13 @@ class TrainerFace:
     @property
     def accumulate_grad_batches(self) -> int:
         """Batches per optimizer step; a callback may change it between epochs."""
-        return self._run.window if self._run else self.config.accumulate_grad_batches
+        return self._run.at.window if self._run else self.config.accumulate_grad_batches
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: int) -> None:
-        self._required("accumulate_grad_batches").window = value
+        self._required("accumulate_grad_batches").at.accumulate(value)
 
-    num_training_batches = shows("_fitted.feed.num_batches", "Training batches of an epoch.", math.inf)
+    num_training_batches = shows("_fitted.at.num_batches", "Training batches of an epoch.", math.inf)
 
     num_val_batches = property(
         lambda self: self._limits_of("validate" if self._run and self._run.fn == "validate" else "fit"),
@@ -101,9 +102,9 @@ class TrainerFace:
     def _limits_of(self, verb: str) -> list[int | float]:
         """The batches of each evaluation loader of the last such run."""
         run = self._runs.get(verb)
-        return run.feed.val.limits if run and run.feed.val else []
+        return run.data.val.limits if run and run.data.val else []
 
-    val_check_batch = shows("_fitted.schedule.batch", "Validation runs every so many batches.")
+    val_check_batch = shows("_fitted.validation.batch", "Validation runs every so many batches.")
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -115,18 +116,18 @@ class TrainerFace:
             Misuse: where there is no training loader, as in a test.
         """
         run = self._required("estimated_stepping_batches")
-        max_epochs, max_steps = run.limits()
-        if max_epochs == -1 and not run.has_timer:
+        max_epochs, max_steps = run.stop.limits()
+        if max_epochs == -1 and not run.stop.has_timer:
             return math.inf if max_steps == -1 else max_steps
-        if not run.feed.has("train"):
+        if not run.data.has("train"):
             raise Misuse(
                 f"FabricLoop.estimated_stepping_batches: {run.fn} has no train loader, and `train_dataloader` must be"
                 " implemented to count its batches: ask for it in fit"
             )
-        run.feed.set_up_train()
-        if run.feed.num_batches == math.inf:
+        run.data.set_up_train()
+        if run.at.num_batches == math.inf:
             return max_steps if max_steps != -1 else math.inf
-        per_epoch = math.ceil(run.feed.num_batches / run.window)
+        per_epoch = math.ceil(run.at.num_batches / run.at.window)
         total = per_epoch * max(max_epochs, 1)
         return min(max_steps, total) if max_steps != -1 else total
 
@@ -146,30 +147,39 @@ class TrainerFace:
 
     # ---- parts
 
-    lightning_module = shows("_run.model", "The model that was given.")
+    lightning_module = shows("_run.trained.model", "The model that was given.")
 
     @property
     def model(self) -> Any:
         """The same; under DDP the wrapper."""
         if self._run is None:
             return None
-        return getattr(getattr(self._run, "steps", None), "wrapped", None) or self._run.model
+        return getattr(getattr(self._run, "steps", None), "wrapped", None) or self._run.trained.model
 
-    datamodule = shows("_run.datamodule", "The datamodule given to this run.")
+    datamodule = shows("_run.trained.datamodule", "The datamodule given to this run.")
 
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers themselves; a plain object that steps them itself gets those that count their steps."""
         if (run := self._fitted) is None:
             return []
-        return run.optimizers if run.is_automatic or run.is_lightning else run.loop_optimizers
+        return (
+            run.optimizing.optimizers
+            if run.trained.is_automatic or run.trained.is_lightning
+            else run.optimizing.wrapped
+        )
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
-        self._required("optimizers").replace_optimizers(optimizers)
+        run = self._required("optimizers")
+        run.optimizing.replace(optimizers)
+        if run.update is not None:
+            run.update.set_up()
 
-    lr_scheduler_configs = shows("_fitted.schedulers", "The schedulers with their intervals and monitors.", list)
-    train_dataloader = shows("_run.feed.train.as_given", "The training loader, in the shape in which it was given.")
+    lr_scheduler_configs = shows(
+        "_fitted.optimizing.schedulers", "The schedulers with their intervals and monitors.", list
+    )
+    train_dataloader = shows("_run.data.train.as_given", "The training loader, in the shape in which it was given.")
     val_dataloaders = property(
         lambda self: self._loaders_of("fit", "validate"), doc="The validation loaders, as given."
     )
@@ -179,7 +189,7 @@ class TrainerFace:
     def _loaders_of(self, *verbs: str) -> Any:
         """The evaluation's loaders, if the last run was one of these verbs: they don't outlive it."""
         run = self._run
-        return run.feed.val.as_given if run and run.feed.val and run.fn in verbs else None
+        return run.data.val.as_given if run and run.data.val and run.fn in verbs else None
 
     @property
     def logger(self) -> Any:
@@ -215,7 +225,7 @@ class TrainerFace:
     @property
     def checkpoint_callback(self) -> Any:
         """The first callback that saves checkpoints; without one, the loop's own saver."""
-        return next(iter(self.checkpoint_callbacks), self._run.saver if self._run else None)
+        return next(iter(self.checkpoint_callbacks), self._run.keeper if self._run and self._run.keeper.keeps else None)
 
     @property
     def profiler(self) -> Any:
@@ -229,7 +239,7 @@ class TrainerFace:
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that this run started from."""
-        path = self._run and (self._run.resume_path or self._run.load_path)
+        path = self._run and (self._run.origin.resume_path or self._run.origin.load_path)
         return str(path) if path else None
 
     # ---- loops: Lightning's callbacks look into them
@@ -295,13 +305,13 @@ class TrainerFace:
     # ---- stages
 
     def _is_in(self, *stages: str) -> bool:
-        return bool(self._run and self._run.stage in stages)
+        return bool(self._run and self._run.at.stage in stages)
 
     @property
     def state(self) -> State:
         """What runs."""
         run = self._run
-        return State(fn=run and run.fn, stage=run and run.stage and Word(run.stage), status=Word(self._status))
+        return State(fn=run and run.fn, stage=run and run.at.stage and Word(run.at.stage), status=Word(self._status))
 
     training = property(lambda self: self._is_in("train"), doc="Whether a training epoch runs.")
     validating = property(lambda self: self._is_in("validate"), doc="Whether a validation runs.")
@@ -320,12 +330,12 @@ class TrainerFace:
     def received_sigterm(self) -> bool:
         """Whether SIGTERM has come: fit ends after the step at hand."""
         run = self._run
-        return run is not None and signal.SIGTERM in (run.stopped_by, run.signals and run.signals.received)
+        return run is not None and signal.SIGTERM in (run.stop.signal, run.stop.signals and run.stop.signals.received)
 
     @property
     def enable_validation(self) -> bool:
         """Whether fit validates."""
-        return bool(self._run and self._run.schedule.validates)
+        return bool(self._run and self._run.validation.validates)
 
     # ---- deeds
 
@@ -339,10 +349,10 @@ class TrainerFace:
                 " in fit, validate, test or predict"
             )
         run = self._run
-        if self._fitted is not None and self._fitted.model is run.model:  # so that it can be resumed
+        if self._fitted is not None and self._fitted.trained.model is run.trained.model:  # so that it can be resumed
             run = self._fitted
         state = state_of(run, weights_only=bool(weights_only))
-        run.record.sync()  # what it says of the logs is on disk before it
+        run.log.sync()  # what it says of the logs is on disk before it
         if self.fabric.is_global_zero:
             save = run.hooks.timed(self.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")
             save(state, filepath, storage_options=storage_options)
@@ -356,6 +366,10 @@ class TrainerFace:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank zero."""
         self.fabric.print(*args, **kwargs)
+
+    def _begin(self, run: Run) -> None:
+        """This is the run at hand."""
+        self._run = self._runs[run.fn] = run
 
     @property
     def _fitted(self) -> Run | None:

@@ -23,19 +23,18 @@ def go_on(run: Run, has_ended: bool = False) -> None:
     By name, and by its hook: there it makes its scheduler and puts it in the others' place, and turns the epoch after the
     last into one that only renews BatchNorm's statistics. What the hook does to weights and optimizer is done already.
     """
-    for callback in run.callbacks:
-        epoch = run.epochs_done
+    for callback in run.hooks.callbacks:
+        epoch = run.at.epochs_done
         if not is_a(callback, "StochasticWeightAveraging"):
             continue
-        if run.between_epochs and not has_ended and epoch <= callback.swa_end:
+        if run.at.between_epochs and not has_ended and epoch <= callback.swa_end:
             continue
         weights = {name: tensor.detach().clone() for name, tensor in _tensors(run)}
-        groups = [(group, dict(group)) for optimizer in run.optimizers for group in optimizer.param_groups]
+        groups = [(group, dict(group)) for optimizer in run.optimizing.optimizers for group in optimizer.param_groups]
         # the scheduler is made in an epoch that it belongs to
-        run.epochs_done = min(epoch - run.between_epochs, callback.swa_end)
-        run.hooks.call_one(callback, "on_train_epoch_start")
-        run.epochs_done = epoch
-        if epoch > callback.swa_end and not run.between_epochs:
+        with run.at.shown_in(min(epoch - run.at.between_epochs, callback.swa_end)):
+            run.hooks.call_one(callback, "on_train_epoch_start")
+        if epoch > callback.swa_end and not run.at.between_epochs:
             run.hooks.call_one(callback, "on_train_epoch_start")
         with torch.no_grad():
             for name, tensor in _tensors(run):
@@ -46,4 +45,4 @@ def go_on(run: Run, has_ended: bool = False) -> None:
 
 
 def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
-    return chain(run.net.named_parameters(), run.net.named_buffers())
+    return chain(run.trained.net.named_parameters(), run.trained.net.named_buffers())

@@ -29,7 +29,7 @@ class ManualUpdate(AutomaticUpdate):
         """Run the step; returns what ``on_train_batch_end`` gets as outputs."""
         self._used.clear()
         outputs = self._outputs_of(batch, batch_idx)
-        self.run.steps_in_epoch = self.run.batches_done  # a batch is a window, whatever has stepped
+        self.run.at.stepped_by_hand(0)
         return outputs
 
     def _outputs_of(self, batch: Any, batch_idx: int) -> Any:
@@ -47,14 +47,13 @@ class ManualUpdate(AutomaticUpdate):
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         if isinstance(outputs.get("loss"), Tensor):
             outputs["loss"] = outputs["loss"].detach()
-            self.run.note_returned(output, outputs["loss"])
+            self.run.log.note_returned(output, outputs["loss"])
         return outputs
 
     def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
         """One optimizer's step, called by the module; counts as a step of the run."""
         output = super().step_with(optimizer, closure, **arguments)
-        self.run.global_step += 1
-        self.run.steps_in_epoch = self.run.batches_done  # what comes of an error now is behind a step
+        self.run.at.stepped_by_hand(1)  # what comes of an error now is behind a step
         self._used.add(id(optimizer))
         return output
 
@@ -69,7 +68,7 @@ class ManualUpdate(AutomaticUpdate):
 
     def waiting(self) -> list[Optimizer]:
         """Those whose parameters may have gradients that a later batch steps with."""
-        return [optimizer for optimizer in self.run.optimizers if id(optimizer) not in self._used]
+        return [optimizer for optimizer in self.run.optimizing.optimizers if id(optimizer) not in self._used]
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Only the hook: in manual optimization the module clips."""
@@ -103,7 +102,7 @@ class LoopOptimizer:
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
         """Only this optimizer's parameters require gradients inside; see LightningOptimizer.toggle_model."""
-        module, run = self._run.owner, self._run
+        module, run = self._run.trained.owner, self._run
         alone = not sync_grad and run.steps.wrapped is not None
         with run.steps.no_sync() if alone else nullcontext():
             module.toggle_optimizer(self)

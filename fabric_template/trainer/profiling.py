@@ -33,7 +33,7 @@ def begin(profiler: Any, run: Run, log_dir: str | None) -> None:
     if profiler is not None and callable(setup := getattr(profiler, "setup", None)):
         rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
         if hasattr(profiler, "_lightning_module"):  # PyTorchProfiler names its modules; Trainer sets it, too
-            profiler._lightning_module = run.model
+            profiler._lightning_module = run.trained.model
         setup(stage=run.fn, local_rank=rank, log_dir=log_dir)
 
 

@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.trained import Trained
+
 # What a user's own functions or hooks are called through: they are given what `fit` was given.
 _OF_USERS = ("callbacks.callback", "callbacks.lambda_function")
 
 
-def is_lightning(owner: Any) -> bool:
-    """Whether this is a LightningModule, of whichever package, by its shape."""
-    return isinstance(getattr(type(owner), "trainer", None), property) and callable(getattr(owner, "log", None))
-
-
-def shown_to(run: Any, callback: Any, trainer: Any) -> Any:
+def shown_to(trained: Trained, callback: Any, trainer: Any) -> Any:
     """What a callback finds in the module's place: what was given; Lightning's own, a LightningModule in any case."""
-    package = None if run.is_lightning else package_of(callback)
-    return run.model if package is None else face_of(run.model, run.net, package, trainer)
+    package = None if trained.is_lightning else package_of(callback)
+    return trained.model if package is None else face_of(trained.model, trained.net, package, trainer)
 
 
 def package_of(callback: Any) -> str | None:

@@ -30,7 +30,7 @@ def shows(path: str, doc: str, otherwise: Any = None) -> property:
     Example:
         >>> class Face:
         ...     run = None
-        ...     steps = shows("run.global_step", "Optimizer steps so far.", 0)
+        ...     steps = shows("run.at.global_step", "Optimizer steps so far.", 0)
         >>> Face().steps
         0
     """
@@ -113,23 +113,23 @@ class FitLoopView(_View):
         loop = self._loop
         loop.config = loop.config.changed(max_epochs=value)
         if loop._run is not None:
-            loop._run.config = loop.config
+            loop._run.stop.max_epochs = value
 
-    max_batches = shows("_run.feed.num_batches", "Training batches of an epoch.")
+    max_batches = shows("_run.at.num_batches", "Training batches of an epoch.")
 
     @max_batches.setter
     def max_batches(self, value: int | float) -> None:
-        self._run.feed.num_batches = value
+        self._run.at.expect(value)
 
     @property
     def batch_idx(self) -> int:
         """The batch at hand, counted in its epoch."""
-        return self._run.batches_done - 1
+        return self._run.at.batches_done - 1
 
     @property
     def total_batch_idx(self) -> int:
         """The batch at hand, counted over all epochs."""
-        return self._run.total_batches - 1
+        return self._run.at.total_batches - 1
 
     epoch_loop = property(lambda self: EpochLoopView(self._loop), doc="The loop over the batches.")
 
@@ -140,24 +140,24 @@ class FitLoopView(_View):
         self._run.update.skips_backward = value
 
     def _should_accumulate(self) -> bool:
-        return self._run.accumulates
+        return self._run.at.accumulates
 
 
 class EpochLoopView(_View):
     """``trainer.fit_loop.epoch_loop``."""
 
-    global_step = shows("_run.global_step", "Optimizer steps so far.")
-    _batches_that_stepped = shows("_run.batches_that_stepped", "The step that loggers see.")
+    global_step = shows("_run.at.global_step", "Optimizer steps so far.")
+    _batches_that_stepped = shows("_run.at.batches_that_stepped", "The step that loggers see.")
     val_loop = property(lambda self: EvaluationLoopView(self._loop), doc="The validation inside fit.")
 
     @property
     def batch_progress(self) -> BatchProgress:
         """Training batches so far."""
         run = self._run
-        return BatchProgress(Count(run.batches_done), Count(run.total_batches), run.is_last_batch)
+        return BatchProgress(Count(run.at.batches_done), Count(run.at.total_batches), run.at.is_last_batch)
 
     def _should_check_val_epoch(self) -> bool:
-        return self._run.schedule.in_this_epoch
+        return self._run.validation.in_this_epoch
 
 
 class EvaluationLoopView(_View):
@@ -167,11 +167,11 @@ class EvaluationLoopView(_View):
     def batch_progress(self) -> BatchProgress:
         """Batches of this evaluation so far, of all its loaders, and in all."""
         run = self._run
-        return BatchProgress(Count(run.evaluated), Count(run.evaluated_in_all))
+        return BatchProgress(Count(run.at.evaluated), Count(run.at.evaluated_in_all))
 
     @property
     def _has_run(self) -> bool:
-        return self._run.evaluated > 0
+        return self._run.at.evaluated > 0
 
     _data_source = property(lambda self: ValSourceView(self._loop))
 
@@ -179,18 +179,18 @@ class EvaluationLoopView(_View):
 class PredictLoopView(EvaluationLoopView):
     """``trainer.predict_loop``: what was predicted, and of which samples."""
 
-    epoch_batch_indices = shows("_run.batch_indices", "The indices of the samples, by loader and batch.")
+    epoch_batch_indices = shows("_run.predicted.indices", "The indices of the samples, by loader and batch.")
 
     @property
     def predictions(self) -> list[Any]:
         """What was predicted so far, by batch; a list of such lists for several loaders."""
-        made = self._run.predictions
+        made = self._run.predicted.made
         return made if len(made) != 1 else made[0]
 
     @property
     def current_batch_indices(self) -> list[int]:
         """The indices of the samples of the batch at hand."""
-        return next((batches[-1] for batches in reversed(self._run.batch_indices) if batches), [])
+        return next((batches[-1] for batches in reversed(self._run.predicted.indices) if batches), [])
 
 
 class ValSourceView(_View):
@@ -198,7 +198,7 @@ class ValSourceView(_View):
 
     def is_defined(self) -> bool:
         """Whether there is a validation loader."""
-        return self._run.feed.has("val")
+        return self._run.data.has("val")
 
 
 class DataView(_View):
@@ -209,7 +209,7 @@ class DataView(_View):
     def get_instance(self, hook_name: str) -> Any:
         """The datamodule if it has this hook, otherwise the module."""
         run = self._run
-        return run.owner if overrides(run.datamodule, hook_name) is None else run.datamodule
+        return run.trained.owner if overrides(run.trained.datamodule, hook_name) is None else run.trained.datamodule
 
 
 class LoggerView(_View):
@@ -220,14 +220,14 @@ class LoggerView(_View):
         """Whether the batch at hand is one of every ``log_every_n_steps``."""
         run = self._run
         every = run.config.log_every_n_steps
-        if not every or run.stage is None:
+        if not every or run.at.stage is None:
             return every != 0
-        done = run.batches_that_stepped + 1 if run.stage == "train" else run.evaluated
-        return done % every == 0 or run.should_stop
+        done = run.at.batches_that_stepped + 1 if run.at.stage == "train" else run.at.evaluated
+        return done % every == 0 or run.stop.should_stop
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write values to all loggers; without a step at the one where the run stands, beside the epoch."""
-        self._run.record.values(metrics, step)
+        self._run.log.values(metrics, step)
 
     def should_reset_tensors(self, fx: str) -> bool:
         """No: `Metrics.log` sees to it."""
@@ -268,7 +268,7 @@ class StrategyFace:
         self._loop = loop
 
     # LightningModule.optimizers() asks by this name
-    _lightning_optimizers = shows("_loop._fitted.loop_optimizers", "The optimizers, each as a module sees it.", list)
+    _lightning_optimizers = shows("_loop._fitted.optimizing.wrapped", "The optimizers, each as a module sees it.", list)
     root_device = shows("_loop.fabric.device", "This process's device.")
 
     @property
@@ -310,7 +310,7 @@ class _Clips:
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
         """Clip, for LightningModule.clip_gradients."""
         algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)  # Lightning's enum, or its word
-        clip_gradients(self._loop._run, optimizer, clip_val, algorithm)
+        clip_gradients(self._loop.fabric.strategy.precision, optimizer, clip_val, algorithm)
 
 
 @cache

@@ -7,9 +7,10 @@ import torch
 from modules import Classifier, assert_parity, make_loader
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
-import fabric_template.loop
+import fabric_template.core.train
+import fabric_template.process.verbs
 from fabric_template.core.hooks import Hooks
-from fabric_template.core.run import Run
+from fabric_template.core.optimizing import Optimizing
 from fabric_template.core.steps import Modes
 from fabric_template.core.update import AutomaticUpdate
 from fabric_template.data.feed import Feed
@@ -94,19 +95,19 @@ def zero_grad_hook_after_backward(monkeypatch):
 
 
 def schedulers_one_step_early(monkeypatch):
-    def early(original, self):
-        original(self)
+    def early(original, self, *args):
+        original(self, *args)
         for config in self.schedulers:
             config.scheduler.step()
 
-    instead(monkeypatch, Run, "set_up_optimizers", early)
+    instead(monkeypatch, Optimizing, "set_up", early)
 
 
 def schedulers_by_epoch_at_each_step(monkeypatch):
     def any_interval(original, run, interval, plateau):
         return original(run, "epoch" if interval == "step" else interval, plateau)
 
-    instead(monkeypatch, fabric_template.loop, "step_schedulers", any_interval)
+    instead(monkeypatch, fabric_template.core.train, "step_schedulers", any_interval)
 
 
 def batches_weigh_the_same(monkeypatch):
@@ -150,7 +151,7 @@ def left_in_eval_mode(monkeypatch):
 
 
 def sanity_check_leaves_a_trace(monkeypatch):
-    monkeypatch.setattr(Run, "isolated_rng", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(fabric_template.process.verbs, "isolated_rng", contextlib.nullcontext)
 
 
 def a_random_number_more(monkeypatch):

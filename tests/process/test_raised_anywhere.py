@@ -425,7 +425,7 @@ def test_a_foreign_logger_that_raises_shifts_no_counter():
 
     class Counts(pl.Callback):
         def on_exception(self, trainer, module, exception):
-            counted.update(batches=trainer._run.batches_that_stepped, steps=trainer.global_step)
+            counted.update(batches=trainer._run.at.batches_that_stepped, steps=trainer.global_step)
 
     loop.callbacks.append(Counts())
     loader = DataLoader(make_data(8), batch_size=4)

@@ -81,9 +81,9 @@ def test_a_job_that_theirs_may_requeue_is_not_requeued_twice(tmp_path, heard, mo
 
 class HitsParent(Classifier):
     def training_step(self, batch, batch_idx):
-        if self.global_step == 3 and self.global_rank == 0 and not self.trainer._run.signals.received:
+        if self.global_step == 3 and self.global_rank == 0 and not self.trainer._run.stop.signals.received:
             os.kill(os.getppid(), signal.SIGTERM)
-            while self.trainer._run.signals.received is None:  # passed on
+            while self.trainer._run.stop.signals.received is None:  # passed on
                 signal.sigtimedwait([], 0.01)
         return super().training_step(batch, batch_idx)
 

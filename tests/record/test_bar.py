@@ -8,7 +8,7 @@ from runs import fit, val_loader
 
 import fabric_template.process.session
 import fabric_template.record.bar
-from fabric_template.record.bar import Progress, can_show_bar
+from fabric_template.record.bar import can_show_bar
 
 
 class Bar:
@@ -124,7 +124,8 @@ def test_throttled_by_time(monkeypatch, seconds, draws):
         read.append(1)
         return {"loss": 0.123456}
 
-    bar = Progress(True, values)
+    bar = fabric_template.record.bar.Bar(values)
+    bar.show()
     bar.start("epoch 0", 1000)
     for done in range(1, 1001):
         clock[0] += seconds
@@ -139,7 +140,7 @@ def test_throttled_by_time(monkeypatch, seconds, draws):
 
 
 def test_disabled_costs_nothing(monkeypatch):
-    bar = Progress(False, lambda: pytest.fail("nobody looks"))
+    bar = fabric_template.record.bar.Bar(lambda: pytest.fail("nobody looks"))
     bar.start("epoch 0", 10)
     bar.advance(5)
     bar.close()

@@ -1,4 +1,4 @@
-"""Place: where a run lives: its loggers, its name and version, its folder for checkpoints."""
+"""Home: where a run lives: its loggers, its name and version, its folder for checkpoints."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..files.storage import AtomicCheckpointIO
 from ..record.logger import CSVLogger
 
 if TYPE_CHECKING:
-    from ..core.run import Run
-    from ..loop import FabricLoop
+    from ..trainer.attributes import TrainerFace
+    from .plan import Plan
 
 
 def with_safe_files(fabric: Fabric, trusted: bool = False) -> Fabric:
@@ -92,17 +92,17 @@ def _nothing(checkpoint_callback: Any) -> None:
     """A file was kept; nothing to do."""
 
 
-def choose_place(loop: FabricLoop, run: Run) -> None:
+def choose_place(loop: TrainerFace, plan: Plan) -> None:
     """Choose name and version on rank zero, prove that logs can be written there, and tell all ranks.
 
     A resumed run goes on in its own version, a new one takes the next number that neither logs nor checkpoints have.
     """
-    if run.fn != "fit" or run.placed:
+    if plan.fn != "fit" or plan.home.is_chosen:
         return
-    config = run.config
+    config = plan.config
     root = Path(config.default_root_dir or ".")
     name, version = config.name, config.version
-    resumed = run.resume_path and _place_of(run.resume_path, root)
+    resumed = plan.origin.resume_path and _place_of(plan.origin.resume_path, root)
     if version is None and resumed:
         name, version = resumed
     csv = next((logger for logger in loop.loggers if isinstance(logger, CSVLogger)), None)
@@ -116,11 +116,11 @@ def choose_place(loop: FabricLoop, run: Run) -> None:
         if loop._own_logger:
             csv.claim(version)
         csv.check_writable()
-    run.loggers = loop.loggers
+    plan.home.loggers = loop.loggers
     if keeps:
         folder = version if isinstance(version, str) else f"version_{version}"
-        run.folder = root / "checkpoints" / name / folder
-    run.placed = True
+        plan.home.folder = root / "checkpoints" / name / folder
+    plan.home.is_chosen = True
 
 
 def _place_of(path: Path, root: Path) -> tuple[str, int | str] | None:

@@ -1,0 +1,206 @@
+"""Stop: why training ends, and when: limits, ``should_stop``, time, a signal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from .config import LoopConfig, parse_duration
+from .hooks import Hooks, is_a
+from .progress import Progress
+from .said import Said
+
+
+class Heard(Protocol):
+    """What may come from outside while training goes on."""
+
+    received: int | None
+    """The signal that has come to this process."""
+    agreed: int | None
+    """The one that all ranks end for."""
+    deadline: float | None
+    """When max_time is over, in time.monotonic's seconds."""
+    was_theirs: bool
+    """Whether somebody's own handler has heard of the signal, too."""
+
+    @property
+    def together(self) -> bool:
+        """Whether other ranks have to stop at the same step."""
+
+    @property
+    def checks(self) -> bool:
+        """Whether `check` has anything to find."""
+
+    def check(self, batches: int, now: bool = False) -> bool:
+        """Whether the time is over; among several ranks, agree on that and on a signal."""
+
+
+class Stop:
+    """Why training ends.
+
+    Args:
+        config: the limits, as the loop has them when the run begins.
+        at: how far the run is.
+        hooks: whose callbacks may have a timer.
+        signals: what may come from outside.
+        said: tells what holds the end back.
+        speaks: whether this rank says it.
+    """
+
+    def __init__(
+        self, config: LoopConfig, at: Progress, hooks: Hooks, signals: Heard, said: Said, speaks: bool
+    ) -> None:
+        self._config, self._at, self._hooks, self.signals, self._said, self._speaks = (
+            config,
+            at,
+            hooks,
+            signals,
+            said,
+            speaks,
+        )
+        self.max_epochs = config.max_epochs
+        self.should_stop = False
+        self.is_late = False  # max_time is over as an epoch ends
+        self.signal: int | None = None  # that ended training
+        self.elapsed, self._began = 0.0, None  # seconds trained before a resume; time.monotonic as training began
+
+    # ---- limits
+
+    def limits(self) -> tuple[int, int]:
+        """(max_epochs, max_steps), -1 for no limit."""
+        epochs, steps = self.max_epochs, self._config.max_steps
+        if epochs is None:
+            endless = steps != -1 or self._config.max_time is not None or self.has_timer
+            epochs = -1 if endless else 1000
+        return epochs, steps
+
+    @property
+    def has_timer(self) -> bool:
+        """Whether a Timer callback ends the run."""
+        return has_timer(self._hooks.callbacks)
+
+    @property
+    def steps_done(self) -> bool:
+        """Whether max_steps is reached."""
+        return self._config.max_steps != -1 and self._at.global_step >= self._config.max_steps
+
+    @property
+    def min_epochs(self) -> int:
+        """How many epochs there are at least; one when there are to be steps."""
+        config = self._config
+        return config.min_epochs if config.min_epochs is not None else 0 if config.min_steps is None else 1
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether min_epochs and min_steps allow to stop early."""
+        return self._at.epochs_done >= self.min_epochs and self._at.global_step >= (self._config.min_steps or 0)
+
+    # ---- now?
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether training ends behind the batch at hand: max_steps is reached, or ``should_stop`` is set and may be heeded."""
+        return self.steps_done or (self.should_stop and self.may_stop)
+
+    @property
+    def now(self) -> bool:
+        """Whether training ends here, in the middle of an epoch, too."""
+        return self.is_asked or self.is_time_over
+
+    def before_epoch(self) -> bool:
+        """Whether to leave the loop of epochs: asked before the first one, too."""
+        epochs, _ = self.limits()
+        at = self._at
+        return at.num_batches == 0 or self.now or (epochs != -1 and at.epochs_done >= epochs)
+
+    def heard(self, now: bool = False) -> bool:
+        """Whether max_time is over and may end the run here; among several ranks, agree on that and on a signal."""
+        return self.signals.check(self._at.total_batches, now) and self._heeds_time()
+
+    def end_epoch(self) -> None:
+        """Before an epoch's end is saved: how late it is."""
+        self.is_late = self.heard(now=True)
+
+    def agree(self) -> None:
+        """An epoch is over: what was late by then is to stop now."""
+        self.should_stop |= self.is_late
+
+    # ---- time
+
+    def start_clock(self) -> None:
+        """Training begins: its time counts from now."""
+        self._began = time.monotonic()
+        if (left := self.time_left()) is not None:
+            self.signals.deadline = self._began + left
+
+    def time_left(self) -> float | None:
+        """Seconds of max_time that are left, those counted that were trained before a resume; None: no limit here."""
+        if not self._config.max_time:
+            return None
+        if self.has_timer:
+            self._say(f"max_time={self._config.max_time!r} is ignored: the callbacks have a Timer already")
+            return None
+        return parse_duration(self._config.max_time).total_seconds() - self.elapsed
+
+    @property
+    def is_time_over(self) -> bool:
+        """Whether max_time was over when the checkpoint was saved."""
+        return bool(self.elapsed) and (left := self.time_left()) is not None and left <= 0 and self.may_stop
+
+    def _heeds_time(self) -> bool:
+        """Whether a run that is late ends here, as far as min_epochs and min_steps allow."""
+        if not self.may_stop:
+            self.tell_held_back(f"max_time={self._config.max_time!r} is over")
+        return self.may_stop
+
+    # ---- words
+
+    def tell_held_back(self, why: str) -> None:
+        """Say once that the run was to stop and goes on, unless the epoch at hand is the last that it must have."""
+        config, at = self._config, self._at
+        epochs = at.epochs_done + (at.is_last_of_epoch and not at.between_epochs)
+        if epochs < self.min_epochs or at.global_step < (config.min_steps or 0):
+            words = f"`min_epochs={config.min_epochs}` or `min_steps={config.min_steps}`"
+            self._say(f"{why} but the required {words} has not been met. Training will continue...")
+
+    def _say(self, text: str) -> None:
+        if self._speaks:
+            self._said.line(text)
+
+    def ended_by(self) -> str | None:
+        """What has ended a run that is resumed, and what to write to go on; None: there is something to train."""
+        epochs, steps = self.limits()
+        if self.steps_done:
+            return f"max_steps={steps} is reached; more max_steps go on"
+        if epochs != -1 and self._at.epochs_done >= epochs:
+            return f"max_epochs={epochs} is reached; more max_epochs go on"
+        if self.is_time_over:
+            return f"max_time={self._config.max_time!r} is over; more max_time goes on"
+        if not (self.should_stop and self.may_stop):
+            return None
+        stops = [stop for stop in self._hooks.callbacks if is_a(stop, "EarlyStopping")]
+        by = [f" (EarlyStopping on {stop.monitor!r})" for stop in stops if stop.wait_count >= stop.patience]
+        return f"should_stop was set{''.join(by)}; resume='last' goes on all the same"
+
+    # ---- across a restart
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether the run is to stop, and the seconds that it has trained."""
+        now = 0.0 if self._began is None else time.monotonic() - self._began
+        return {"should_stop": self.should_stop, "elapsed": self.elapsed + now}
+
+    def load_state_dict(self, state: Mapping[str, Any], is_auto: bool) -> None:
+        """Know again that a run was to stop, and how much of its time is over.
+
+        A run that ``should_stop`` has ended stays so for ``resume="auto"``, the word of a requeue. "last" or a path is a
+        wish to go on. Where min_epochs or min_steps still kept it going, it goes on knowing that it is to stop then.
+        """
+        self.elapsed = state.get("elapsed", 0.0)
+        if state.get("should_stop") and (is_auto or not self.may_stop):
+            self.should_stop = True
+
+
+def has_timer(callbacks: list[Any]) -> bool:
+    """Whether one of these is a Timer, which ends the run itself."""
+    return any(is_a(callback, "Timer") for callback in callbacks)

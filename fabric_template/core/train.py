@@ -1,0 +1,200 @@
+"""Train: epoch after epoch, batch after batch. The page to read.
+
+The order is Trainer's. How a batch becomes a step of the optimizer stands in update.py, what a validation does in
+validation.py and evaluate.py; what is behind `run`, and who makes it, in run.py and process/build.py.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from .said import is_interactive
+from .schedulers import step_schedulers
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+class Then(Enum):
+    """What comes behind a batch."""
+
+    GO_ON = "the next batch"
+    END = "the end of the epoch"
+    LEAVE = "nothing: a signal ends training here"
+
+
+def fit(run: Run) -> None:
+    """Train until there is a reason to stop."""
+    stop, validation = run.stop, run.validation
+    run.data.set_up_train()
+    if (stop.before_epoch() and not was_cut_short(run)) or run.config.limit_train_batches == 0:
+        run.bookmark.stay_finished()
+        run.keeper.nothing_to_do(run)
+        return
+    run.bookmark.tell_differences()
+    if validation.in_this_epoch:
+        run.data.set_up_val()
+    stop.start_clock()
+    validation.start_clock()
+    run.metrics.start(run.metrics.train)
+    run.hooks.call("on_train_start")
+    run.bookmark.training_begins()
+    epoch = run.hooks.timed(train_epoch, "run_training_epoch")
+    while (was_cut_short(run) or not stop.before_epoch()) and stop.signals.agreed is None:
+        epoch(run)
+        stop.agree()
+    run.keeper.finish(run, interrupted=stop.signals.agreed is not None)
+    if stop.signals.agreed is None or is_interactive():
+        run.hooks.call("on_train_end")
+
+
+def was_cut_short(run: Run) -> bool:
+    """Whether the epoch was ended in its middle that a checkpoint is from; its end comes (once more)."""
+    return run.stop.now and run.origin.pending is not None and not run.at.between_epochs
+
+
+def train_epoch(run: Run) -> None:
+    """One epoch: every batch of a pass, then its end."""
+    if run.origin.pending is not None:
+        run.bookmark.go_on()
+        finish_batch(run)
+    if run.at.begins_epoch():
+        begin_epoch(run)
+    at, log, hooks, update = run.at, run.log, run.hooks, run.update
+    batches, transfer = run.data.batches, run.data.transfer
+    batch_starts, batch_ends = hooks.caller("on_train_batch_start"), hooks.caller("on_train_batch_end")
+    run.validation.begin_epoch()
+    run.bar.start(f"epoch {at.current_epoch}", at.num_batches, at.batches_done)
+    then = Then.GO_ON
+
+    for batch in batches:
+        batch_idx = at.begin_batch(batches.is_last)
+        if transfer is not None:
+            batch = transfer(batch, 0)
+        log.begin_batch(batch)
+        outputs = None
+        if batch is None and not run.trained.hands_iterator:  # the batch still counts, as under Trainer
+            run.said.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            ends_window = not at.accumulates
+        elif batch_starts(batch, batch_idx) == -1:  # leave out the rest
+            at.end_pass()
+            step_behind_update(run)
+            break
+        else:
+            ends_window = not at.accumulates
+            outputs = update.train(batch, batch_idx, ends_window)
+        if ends_window:
+            step_behind_update(run)
+        batch_ends(outputs, log.batch, batch_idx)
+        then = behind_batch(run, ends_window)
+        if then is not Then.GO_ON:
+            break
+    else:
+        run_out(run)
+    if then is not Then.LEAVE:
+        end_epoch(run)
+
+
+def begin_epoch(run: Run) -> None:
+    """Its loaders, its order of the samples, its hooks, its pass over the batches."""
+    run.keeper.begin_epoch()
+    run.data.set_up_train()
+    run.data.train.set_epoch(run.at.current_epoch)
+    run.hooks.call("on_train_epoch_start")
+    run.data.begin_epoch()
+
+
+def step_behind_update(run: Run) -> None:
+    """After an update: schedulers by step; after the epoch's last batch, those by epoch."""
+    if not run.optimizing.schedulers:
+        return
+    if run.at.is_last_of_epoch or run.stop.steps_done:
+        run.log.note_rates()
+    step_schedulers(run, "step", plateau=False)
+    if run.at.is_last_of_epoch:
+        step_schedulers(run, "epoch", plateau=False)
+
+
+def behind_batch(run: Run, ends_window: bool) -> Then:
+    """What comes behind the hooks of a batch: its log, a validation, the end of its window, and of training."""
+    at, stop = run.at, run.stop
+    run.log.end_batch(ends_window)
+    run.bar.advance(at.batches_done)
+    validated = run.validation.after_batch()
+    if ends_window:
+        end_window(run)
+        if stop.signals.checks and not at.is_last_of_epoch and stop.heard():
+            cut_short(run, validated)
+    if at.is_last_of_epoch or stop.is_asked:
+        return Then.END
+    if ends_window:
+        if stop.signals.agreed is not None:
+            return Then.LEAVE
+        run.keeper.save_step(run)
+    return Then.GO_ON
+
+
+def end_window(run: Run) -> None:
+    """The optimizer has stepped, and all has heard of it: schedulers that follow a metric do."""
+    step_schedulers(run, "step", plateau=True)
+    run.at.end_window()
+
+
+def cut_short(run: Run, validated: bool) -> None:
+    """Time is over (max_time): saved here, to go on exactly; then the epoch ends as a whole one does."""
+    run.keeper.cut_short(run)
+    run.stop.should_stop = True
+    if run.validation.is_on and not validated:
+        run.validation.validate()
+
+
+def run_out(run: Run) -> None:
+    """There is no other batch; where none was known to be the last one, what comes after that comes now."""
+    if run.at.is_last_of_epoch or run.stop.now:
+        return
+    run.data.ran_out()
+    run.log.note_rates()
+    step_schedulers(run, "epoch", plateau=False)
+    if run.validation.is_on and run.validation.due_at_end():
+        run.validation.validate()
+
+
+def end_epoch(run: Run) -> None:
+    """Hooks, metrics, schedulers that follow them, the row, the checkpoint."""
+    if not (at := run.at).is_last_of_epoch:
+        run.keeper.cut_short(run)
+    run.log.end_batches()
+    if run.origin.saved_in != "on_train_epoch_end":  # resumed from a file that a callback saved there: they were called
+        run.hooks.call_epoch_end("on_train_epoch_end")
+    run.origin.saved_in = None
+    run.metrics.merge()
+    if at.is_last_of_epoch:
+        step_schedulers(run, "epoch", plateau=True)
+    score = run.log.score()
+    run.log.epoch(run.metrics.merge())
+    run.metrics.epoch_ends()
+    at.end_epoch()
+    run.stop.end_epoch()
+    run.keeper.save_epoch(run, score)
+
+
+def finish_batch(run: Run) -> None:
+    """What was left of a batch when a callback saved the checkpoint in one of its hooks: as it stands behind that hook."""
+    at, stop, validation, saved_in = run.at, run.stop, run.validation, run.origin.saved_in
+    validation.begin_epoch()
+    if saved_in == "on_train_epoch_end":
+        if not (at.is_last_of_epoch or stop.now):  # of an epoch that was cut short, and now goes on
+            run.origin.saved_in = None
+            run.metrics.batches_go_on()
+    elif saved_in is not None:
+        ends_window = not at.accumulates
+        if saved_in != "on_validation_end":
+            run.log.end_batch(ends_window)
+            validation.after_batch()
+        if ends_window:
+            end_window(run)
+    if stop.now:
+        run.data.batches.close()  # there is no next one
+    if stop.is_time_over and saved_in is None and validation.is_on and not validation.is_planned():
+        validation.validate()  # as it was when max_time had ended this epoch

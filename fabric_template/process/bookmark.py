@@ -1,0 +1,86 @@
+"""Bookmark: what a checkpoint knows of a run beside the states of its parts, and how the run goes on from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.run import Run
+from ..exact.held import Held
+from ..exact.randomness import set_rng_state
+from ..files.checkpoint import of_this_rank
+from ..files.fingerprint import fingerprint, of_data, tell_differences
+from ..files.noticed import Noticed, tell_forgotten
+from ..trainer.averaging import go_on
+from .finished import end_again
+
+
+class Bookmark:
+    """Where a run goes on, and what it must find there.
+
+    Args:
+        run: whose.
+        loop: what callbacks get as their trainer.
+    """
+
+    def __init__(self, run: Run, loop: Any) -> None:
+        self._run, self._loop = run, loop
+        self.held = Held(run)
+        self.noticed: Noticed | None = None  # once training has begun
+        self.fingerprint: dict[str, Any] = {}  # what the run is made of
+
+    def note_parts(self) -> None:
+        """Note what the run is made of before callbacks change it, as its optimizers are made."""
+        self.fingerprint = fingerprint(self._run)
+        self.held.set_up_optimizers()
+
+    def tell_differences(self) -> None:
+        """As the first pass begins: note the data, too, and say what is other than in the run that goes on."""
+        self.fingerprint |= of_data(self._run)
+        tell_differences(self._run, self.fingerprint)
+
+    def training_begins(self) -> None:
+        """Notice from now on what changes."""
+        self.noticed = Noticed(self._run)
+
+    def stay_finished(self) -> None:
+        """Of a finished run that is resumed everything is as it was at its end."""
+        run = self._run
+        if run.origin.resume_path is None:
+            return
+        if run.origin.pending is not None and (held := of_this_rank(run, run.origin.pending).get("held")):
+            self.held.put_back(held)
+        end_again(run, self._loop)
+
+    def go_on(self) -> None:
+        """Put random numbers, loaders and running sums where the checkpoint left them, as the first epoch begins."""
+        run, feed = self._run, self._run.data
+        ours = run.origin.take_pending()
+        mine = of_this_rank(run, ours)
+        if mine["val"] is not None:
+            feed.set_up_val()
+        if ours["loaders_epoch"]:  # what was made for this process alone is due when it was due then
+            feed.made_in = dict(ours["loaders_epoch"])
+        loaders = [(feed.train, mine["train"]), (feed.val, mine["val"])]
+        loaders = [(stage, state) for stage, state in loaders if state is not None]
+        for stage, state in loaders:
+            stage.resume(state)
+        if run.at.in_pass:
+            if mine["train"] is None and len(feed.loader_states) < len(feed.train.loaders):
+                run.said.warn(
+                    "resume: the checkpoint does not say which batches of its epoch are done (it is of a run with"
+                    " enable_checkpointing=False): the rest of the epoch trains on batches of a new pass"
+                )
+            feed.train.set_epoch(run.at.current_epoch)
+            feed.start_pass()
+            run.history.train.load_state_dict(mine["returned"], run.fabric.device)
+        run.metrics.load_state_dict(mine["metrics"], run.fabric.device)
+        run.history.returned = dict(ours["returned"])
+        go_on(run)
+        run.at.accumulate(ours.get("window") or run.at.window)
+        for stage, state in loaders:
+            stage.put_back_generators(state)
+        if held := mine.get("held"):
+            self.held.put_back(held)
+        if self.noticed is not None:
+            tell_forgotten(run, self.noticed, ours.get("noticed") or {})
+        set_rng_state(mine["rng"])
