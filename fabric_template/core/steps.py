@@ -238,14 +238,22 @@ class Modes:
 
     Example:
         >>> net = nn.Sequential(nn.Linear(1, 1), nn.Dropout()); _ = net[1].eval()
-        >>> modes = Modes(net); _ = net.eval(); modes.restore(); [part.training for part in net]
+        >>> modes = Modes(net); _ = net.eval(); modes.of(net[0])
+        True
+        >>> modes.restore(); [part.training for part in net]
         [True, False]
     """
 
     def __init__(self, net: nn.Module) -> None:
-        self.modes = {module: module.training for module in net.modules()}
+        # by id: the hash of a torchmetrics metric changes with what it has measured
+        self._modes = {id(module): (module, module.training) for module in net.modules()}
+
+    def of(self, module: nn.Module) -> bool:
+        """The mode that this module was in; of one that was not there, the one that it is in."""
+        _, training = self._modes.get(id(module), (module, module.training))
+        return training
 
     def restore(self) -> None:
         """Put every module back into the mode that it was in."""
-        for module, training in self.modes.items():
+        for module, training in self._modes.values():
             module.training = training

@@ -146,9 +146,8 @@ def settings_of(net: nn.Module, modes: Any = None) -> dict[str, dict[str, Any]]:
         {'': {'training': True, 'p': 0.5, 'inplace': False}}
     """
     found = {name: {"requires_grad": parameter.requires_grad} for name, parameter in net.named_parameters()}
-    was_training = modes.modes if modes is not None else {}
     for name, module in net.named_modules():
-        own: dict[str, Any] = {"training": was_training.get(module, module.training)}
+        own: dict[str, Any] = {"training": module.training if modes is None else modes.of(module)}
         if type(module).__module__.startswith("torch.nn."):
             own |= {
                 key: value

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import callbacks as cb
 from modules import Classifier, make_data, make_loader, quiet
 from runs import Snapshots, assert_same_end, fit, logs_of, loud, same, val_loader
@@ -161,6 +162,26 @@ def test_saved_inside_a_validation(tmp_path):
         warnings.simplefilter("ignore")
         trainer.fit(Frozen(), loader(), ckpt_path=path, weights_only=True)
     assert trainer.current_epoch == 3
+
+
+class Measured(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.all = torchmetrics.CatMetric()
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.all.update(batch[0])
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_metric_changes_its_hash_inside_a_validation(tmp_path):
+    """It is in training mode all the same when a callback saves there."""
+    kept = cb.ModelCheckpoint(tmp_path / "kept", monitor="val_loss", save_on_train_epoch_end=False)
+    fit(tmp_path / "first", Measured, loader, val=val_loader, callbacks=[kept], max_epochs=1)
+    path = kept.best_model_path
+    _, module, _ = fit(tmp_path / "on", Measured, loader, val=val_loader, resume=path, max_epochs=2)
+    assert all(flags(module)[1])
 
 
 def test_others_files_and_weights_only(tmp_path):
