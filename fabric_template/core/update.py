@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from .errors import Misuse, MisuseOfType
-from .hooks import overrides
+from .hooks import is_a, overrides
 from .optimizers import NoOptimizer
 
 if TYPE_CHECKING:
@@ -290,7 +290,24 @@ class AutomaticUpdate:
 
         After an error the run goes on behind the last whole one.
         """
-        return self.run.optimizing.optimizers if self.run.at.accumulates and not self.run.failure.has_come else []
+        run = self.run
+        waits = run.at.accumulates or self._is_left_to_averaging()
+        return run.optimizing.optimizers if waits and not run.failure.has_come else []
+
+    def _is_left_to_averaging(self) -> bool:
+        """Whether the next epoch goes forward only, and steps with the gradients that the last batch of this one has left.
+
+        That is how Lightning's StochasticWeightAveraging renews BatchNorm's statistics.
+        """
+        at = self.run.at
+        if not (at.between_epochs or at.is_last_of_epoch):
+            return False
+        epoch = at.epochs_done - at.between_epochs  # that ends here, or has just ended
+        return any(
+            callback.swa_end == epoch and callback.pl_module_contains_batch_norm(self.run.trained.net)
+            for callback in self.hooks.callbacks
+            if is_a(callback, "StochasticWeightAveraging")
+        )
 
     def before_step(self, optimizer: Optimizer) -> None:
         """``on_before_optimizer_step``, then clipping."""

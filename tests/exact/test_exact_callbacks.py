@@ -97,8 +97,17 @@ CALLBACKS = {
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_killed_at_every_step(tmp_path, name):
     make, make_callback = CALLBACKS[name]
-    words = {"max_epochs": 3, "log_every_n_steps": 2, "save_every_n_steps": 1, "val": val_loader}
-    train = lambda: make_loader(12)  # noqa: E731
+    killed_at_every_step(tmp_path, make, make_callback, 12, max_epochs=3, val=val_loader)
+
+
+def test_gradients_that_are_left_for_the_epoch_that_renews_batch_norm(tmp_path):
+    """Without a validation nobody frees them, and Lightning's callback lets that epoch step with them."""
+    killed_at_every_step(tmp_path, *CALLBACKS["swa_batchnorm"], 8, max_epochs=2)
+
+
+def killed_at_every_step(tmp_path, make, make_callback, samples, **words):
+    words |= {"log_every_n_steps": 2, "save_every_n_steps": 1}
+    train = lambda: make_loader(samples)  # noqa: E731
     whole_root, copies = tmp_path / "whole", tmp_path / "killed"
     snapshots = Snapshots(whole_root, copies)
     whole = fit(whole_root, make, train, callbacks=[make_callback(), snapshots], **words)
