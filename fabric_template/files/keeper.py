@@ -11,9 +11,10 @@ from ..core.config import LoopConfig
 from ..core.errors import Misuse
 from ..core.history import is_better
 from .checkpoint import OURS, point_of, state_of
+from .names import ONE, name_of
 from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file
 from .reading import read_checkpoint
-from .storage import AtomicCheckpointIO, UnsyncedError, inside, safe_name
+from .storage import AtomicCheckpointIO, UnsyncedError, inside
 
 if TYPE_CHECKING:
     from ..core.run import Run
@@ -215,11 +216,11 @@ class Keeper:
         if self.top_k == 1:
             if not is_better(score, self.best_model_score, self.mode):
                 return None
-            return self.folder / "best.ckpt"
+            return self.folder / ONE
         worst = self.best[self._worst()] if len(self.best) >= self.top_k > 0 else None
         if self.top_k > 0 and not is_better(score, worst, self.mode):
             return None
-        return self.folder / (safe_name(f"{place}-{self.monitor}={score:.4f}") + ".ckpt")
+        return self.folder / name_of(place, self.monitor, score)
 
     def _worst(self) -> str:
         return (max if self.mode == "min" else min)(self.best, key=self.best.__getitem__)

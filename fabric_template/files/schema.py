@@ -10,7 +10,6 @@ tuple for a list of just these, an `Is` for one value, and a function for the ta
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from .names import is_name
 from .opening import CheckpointError
 
 MOST = 2**48  # of any count
@@ -139,10 +139,7 @@ seed = number_from(-(2**63), 2**63 - 1, int)
 scalar = Is("a tensor of one element", lambda value: _is_whole(value, numel=1))
 measured = Is("a number or a tensor", lambda value: _is_whole(value) or number.test(value))
 cell = Is("a number or a text", lambda value: value is None or isinstance(value, str) or number.test(value))
-file_name = Is(  # of those that the loop makes itself, and removes
-    "a file name that the loop gives to one of the best",
-    lambda value: isinstance(value, str) and bool(re.fullmatch(r"best\.ckpt|epoch=[A-Za-z0-9._=+-]+\.ckpt", value)),
-)
+file_name = Is("a file name that the loop gives to one of the best", is_name)
 
 # ---- random numbers
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -112,16 +111,6 @@ class AtomicCheckpointIO(CheckpointIO):
                 _fs.unlink(target)
         except OSError as error:
             raise CheckpointError(f"could not remove '{target}': {cause_of(error)}. Remove it by hand.") from error
-
-
-def safe_name(text: Any) -> str:
-    """Make a metric's name or value fit to be part of a file name.
-
-    Example:
-        >>> safe_name("val/acc=0.93"), safe_name("../../etc")
-        ('val_acc=0.93', '_.._etc')
-    """
-    return re.sub(r"[^A-Za-z0-9._=+-]", "_", str(text)).lstrip(".")[:100] or "_"
 
 
 def inside(folder: str | Path, path: str | Path) -> Path:

@@ -25,6 +25,7 @@ from lightning.fabric import Fabric
 
 from fabric_template.files import locks, storage
 from fabric_template.files.locks import one_writer
+from fabric_template.files.names import safe_name
 from fabric_template.files.reading import (
     CheckpointError,
     explain_mismatch,
@@ -32,7 +33,7 @@ from fabric_template.files.reading import (
     read_checkpoint,
     verify_checkpoint,
 )
-from fabric_template.files.storage import AtomicCheckpointIO, inside, safe_name
+from fabric_template.files.storage import AtomicCheckpointIO, inside
 
 ROOT = Path(__file__).parents[2]
 STATE = {"w": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.int64), "n": 3, "text": "a"}
