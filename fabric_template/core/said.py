@@ -17,6 +17,7 @@ class Said:
     Example:
         >>> said = Said()
         >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
         ...     said.warn("the disk is full"); said.warn("the disk is full")
         >>> len(told)
         1

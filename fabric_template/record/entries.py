@@ -96,6 +96,10 @@ class Entry:
 
     def update_metric(self, metric: Any) -> None:
         """Note that a torchmetrics object was logged; it keeps its own sums."""
+        default = torch.get_default_dtype()
+        if metric is self.metric and getattr(metric, "dtype", default) is not default:
+            # as Trainer, which moves it once more with every log: it computes in what is now the default dtype
+            metric.to(metric.device)
         self.metric, self.live, self._epoch_value = metric, True, None
         if self.meta.on_step:
             # torchmetrics keeps what forward() returned for this very purpose, and has no public name for it

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torchmetrics as tm
 from modules import Classifier, make_loader, run_loop, run_trainer
-from runs import same, val_loader
+from runs import Snapshots, assert_same_end, fit, same, val_loader
 
 
 class Measured(Classifier):
@@ -33,3 +33,38 @@ def test_as_trainer(precision):
     (trainer, _), (loop, _) = (run(Measured, make_loader, val_loader, **words) for run in (run_trainer, run_loop))
     theirs, ours = (dict(sorted(one.callback_metrics.items())) for one in (trainer, loop))
     assert same(theirs, ours), (theirs, ours)
+
+
+class Logged(Classifier):
+    """Logs metrics themselves, which are told values of a dtype of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self.mean = tm.MaxMetric(), tm.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        for name in ("most", "mean"):
+            metric = getattr(self, name)
+            metric(loss.detach().double() / 3)
+            self.log(name, metric, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "32-true"])
+def test_a_logged_metric_has_trainers_dtype(precision):
+    words = {"max_epochs": 2, "precision": precision}
+    (trainer, _), (loop, _) = (run(Logged, make_loader, None, **words) for run in (run_trainer, run_loop))
+    theirs, ours = (dict(sorted(one.callback_metrics.items())) for one in (trainer, loop))
+    assert same(theirs, ours), (theirs, ours)
+
+
+def test_a_logged_metric_has_it_again_after_a_resume(tmp_path):
+    words = {"max_epochs": 2, "precision": "64-true", "save_every_n_steps": 1}
+    train = lambda: make_loader(8)  # noqa: E731
+    snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")
+    whole = fit(tmp_path / "whole", Logged, train, callbacks=[snapshots], **words)
+    for root in (tmp_path / "killed").iterdir():
+        resumed = fit(root, Logged, train, seed=9, resume="auto", **words)
+        assert_same_end(whole, resumed)
+        assert resumed[0].callback_metrics["most"].dtype == whole[0].callback_metrics["most"].dtype
