@@ -21,6 +21,7 @@ from ..core.trained import Trained
 from ..data.feed import Given, loader_argument
 from ..data.loaders import check_iterable, loaders_in, no_fraction
 from ..files.checkpoint import hyperparameters_of
+from ..trainer.views import Word
 from .choose import choose_checkpoint
 from .home import choose_place
 from .plan import Plan
@@ -82,7 +83,8 @@ def prepare(
     origin = Origin(
         may_lack=ckpt_path == "last", trusted=loop.config.trusted if weights_only is None else not weights_only
     )
-    plan = Plan(fn, loop.config, Trained(owner, net, datamodule), given, list(loop.callbacks), origin, optimizer)
+    # a word that hooks may compare with Trainer's enum, or ask for its value
+    plan = Plan(Word(fn), loop.config, Trained(owner, net, datamodule), given, list(loop.callbacks), origin, optimizer)
     if last is not None:
         plan.keeper, plan.last = last.keeper, last.at
         plan.again = loop._runs[fn].at if fn in loop._runs else None
