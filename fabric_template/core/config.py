@@ -7,7 +7,7 @@ import difflib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 Interval = int | float | str | timedelta | dict[str, int]
 
@@ -166,7 +166,7 @@ class LoopConfig:
                 )
         return found
 
-    def resolved(self) -> LoopConfig:
+    def resolved(self) -> Settings:
         """The same configuration with every None that stands for a default filled in.
 
         Example:
@@ -202,12 +202,32 @@ class LoopConfig:
                       "check_val_every_n_epoch": 1, "enable_checkpointing": False}  # fmt: skip
         return self.changed(**words)
 
-    def changed(self, **words: Any) -> LoopConfig:
+    def changed(self, **words: Any) -> Settings:
         """A copy with other values, taken as they are: the checks know what users may write, not what we fill in."""
-        copy = object.__new__(LoopConfig)
+        copy = object.__new__(Settings)
         for name, value in {**vars(self), **words}.items():
             object.__setattr__(copy, name, value)
         return copy
+
+
+if TYPE_CHECKING:
+
+    class Settings(LoopConfig):
+        """What a run reads: a LoopConfig that is resolved, in which these are never None."""
+
+        limit_train_batches: int | float
+        limit_val_batches: int | float
+        limit_test_batches: int | float
+        limit_predict_batches: int | float
+        val_check_interval: Interval
+        num_sanity_val_steps: int  # or infinity
+        log_every_n_steps: int
+        enable_checkpointing: bool
+        enable_progress_bar: bool
+        enable_model_summary: bool
+
+else:
+    Settings = LoopConfig
 
 
 def parse_config(words: dict[str, Any]) -> LoopConfig:

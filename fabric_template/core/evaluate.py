@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .history import name_outputs
 from .hooks import is_a, overrides
-from .passes import INFINITE, Handed
+from .passes import INFINITE, Handed, Turn
 from .steps import Modes, takes, takes_batch_idx, takes_iterator
 from .timing import timed_batches
 
@@ -72,7 +72,7 @@ def evaluate(
                 run.at.evaluate_batch()
                 if transfer is not None and handed is None:
                     batch = transfer(batch, index)
-                place = (batch_idx, index) if several else (batch_idx,)
+                place: tuple[int, ...] = (batch_idx, index) if several else (batch_idx,)
                 metrics.batch_starts(batch, index if several else None)
                 hooks.call(batch_start, batch, *place)
                 metrics.fx = step_name
@@ -183,7 +183,7 @@ def predict(run: Run, loaders: Any, keep: bool, inference: bool) -> list[Any] | 
                     batch = batch if transfer is None else transfer(batch, index)
                     if writers:
                         run.predicted.indices[index].append(_indices_of(run, loaders.loaders[index], batch_idx))
-                place = (batch_idx, index) if several else (batch_idx,)
+                place: tuple[int, ...] = (batch_idx, index) if several else (batch_idx,)
                 hooks.call("on_predict_batch_start", batch, *place)
                 if handed is None:
                     output = step(batch, *place[given])
@@ -224,9 +224,9 @@ def _indices_of(run: Run, loader: Any, batch_idx: int) -> list[int]:
     return seen[batch_idx] if seen else []
 
 
-def _timed(run: Run, batches: Iterable, loop: str, stage: str) -> Iterable:
+def _timed(run: Run, batches: Iterator[Turn], loop: str, stage: str) -> Iterator[Turn]:
     """The batches, fetched under the profiler by Trainer's name for that; (batch, batch_idx, dataloader_idx, is_last)."""
-    return timed_batches(run.hooks.profiler, iter(batches), f"[{loop}].{stage}_next", itemgetter(3))
+    return timed_batches(run.hooks.profiler, batches, f"[{loop}].{stage}_next", itemgetter(3))
 
 
 _NO_MORE = object()

@@ -7,7 +7,7 @@ is found once, when a run starts: a hook that nobody listens to costs a look int
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -164,7 +164,7 @@ class Hooks:
         _, own = self._listeners.get(name) or self._listen(name)
         return self._call(name, [own], *args)
 
-    def _call(self, name: str, listeners: list[Callable | None], *args: Any) -> Any:
+    def _call(self, name: str, listeners: Sequence[Callable | None], *args: Any) -> Any:
         metrics, result = self._metrics, None
         before, metrics.fx = metrics.fx, name
         for call in filter(None, listeners):

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 INFINITE = float("inf")
+Turn = tuple[Any, int, int, bool]  # of an evaluation: batch, batch_idx, dataloader_idx, whether it is the last
 RECENT = 1024  # steps of which a handed pass knows what they began with: more than a window of accumulation has
 
 
@@ -77,7 +78,7 @@ class Handed:
 
     def __init__(
         self,
-        batches: Iterator[tuple[Any, int, int, bool]],
+        batches: Iterator[Turn],
         note: Callable[[Any], None] | None = None,
         done: bool = False,
     ) -> None:
@@ -97,7 +98,7 @@ class Handed:
             self._note(self.latest[0])
         return self.latest
 
-    def turns(self) -> Iterator[tuple[Any, int, int, bool]]:
+    def turns(self) -> Iterator[Turn]:
         """What was taken last, for each step, until nothing is left."""
         while not self.done:
             yield *self.latest, False

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.fabric import Fabric
 
-from .config import LoopConfig
+from .config import Settings
 from .history import History
 from .hooks import Hooks
 from .optimizing import Optimizing
@@ -50,7 +50,7 @@ class Run:
     """One call of a verb, in the process that runs it. What the rooms above bring is theirs; here stands what it is for."""
 
     fn: str  # "fit", "validate", "test", "predict"
-    config: LoopConfig
+    config: Settings
     fabric: Fabric
     trained: Trained
     origin: Origin

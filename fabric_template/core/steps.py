@@ -173,11 +173,9 @@ class Steps:
         """One device in float32: ``fabric.backward`` and the strategy's step come to ``loss.backward()`` and ``step()``."""
         return type(self.fabric.strategy) is SingleDeviceStrategy and type(self.precision) is Precision
 
-    def get(self, name: str) -> Callable | None:
-        """The step of this name with precision, strategy and compilation around it; None if the owner has none."""
-        method = getattr(self.owner, name, None)
-        if not callable(method):
-            return None
+    def get(self, name: str) -> Callable:
+        """The step of this name with precision, strategy and compilation around it."""
+        method = getattr(self.owner, name)
         if self._compile:
             method = torch.compile(method, **(self._compile if isinstance(self._compile, dict) else {}))
         if self.wrapped is not None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from .config import LoopConfig, parse_duration
+from .config import Settings, parse_duration
 from .hooks import Hooks, is_a
 from .progress import Progress
 from .said import Said
 
 
-class Heard(Protocol):
+class Heard(AbstractContextManager[Any], Protocol):
     """What may come from outside while training goes on."""
 
     received: int | None
@@ -48,9 +49,7 @@ class Stop:
         speaks: whether this rank says it.
     """
 
-    def __init__(
-        self, config: LoopConfig, at: Progress, hooks: Hooks, signals: Heard, said: Said, speaks: bool
-    ) -> None:
+    def __init__(self, config: Settings, at: Progress, hooks: Hooks, signals: Heard, said: Said, speaks: bool) -> None:
         self._config, self._at, self._hooks, self.signals, self._said, self._speaks = (
             config,
             at,
@@ -63,7 +62,8 @@ class Stop:
         self.should_stop = False
         self.is_late = False  # max_time is over as an epoch ends
         self.signal: int | None = None  # that ended training
-        self.elapsed, self._began = 0.0, None  # seconds trained before a resume; time.monotonic as training began
+        self.elapsed = 0.0  # seconds trained before a resume
+        self._began: float | None = None  # time.monotonic's, as training began
 
     # ---- limits
 
@@ -130,9 +130,9 @@ class Stop:
 
     def start_clock(self) -> None:
         """Training begins: its time counts from now."""
-        self._began = time.monotonic()
+        self._began = now = time.monotonic()
         if (left := self.time_left()) is not None:
-            self.signals.deadline = self._began + left
+            self.signals.deadline = now + left
 
     def time_left(self) -> float | None:
         """Seconds of max_time that are left, those counted that were trained before a resume; None: no limit here."""

@@ -53,7 +53,7 @@ class AutomaticUpdate:
         # none: manual, with one of its own
         self.optimizer: Any = run.optimizing.optimizers[0] if run.optimizing.optimizers else NoOptimizer()
         self.clip_val, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
-        self.scaler = getattr(fabric.strategy.precision, "scaler", None)
+        self.scaler: Any = getattr(fabric.strategy.precision, "scaler", None)
         self.own_step = overrides(owner, "optimizer_step")
         self.own_zero = overrides(owner, "optimizer_zero_grad")
         self.own_backward = overrides(owner, "backward")
@@ -86,7 +86,7 @@ class AutomaticUpdate:
     def _be_timed(self) -> None:
         """Let the profiler see the optimizer's part by Trainer's names."""
         name = f"[LightningModule]{type(self.owner).__name__}"
-        self._optimizer_step = self.hooks.timed(self._optimizer_step, f"{name}.optimizer_step")
+        vars(self)["_optimizer_step"] = self.hooks.timed(self._optimizer_step, f"{name}.optimizer_step")
         zero_grad = self.own_zero or (lambda epoch, batch_idx, optimizer: optimizer.zero_grad())
         self.own_zero = self.hooks.timed(zero_grad, f"{name}.optimizer_zero_grad")
 
@@ -142,7 +142,7 @@ class AutomaticUpdate:
     def skips_backward(self, skips: bool) -> None:
         vars(self).pop("closure", None)
         if skips:  # in the place of the usual one, which is spared the question
-            self.closure = self._forward_only
+            vars(self)["closure"] = self._forward_only
 
     def _forward_only(self) -> Tensor | None:
         before, self.metrics.fx = self.metrics.fx, "training_step"
@@ -168,7 +168,8 @@ class AutomaticUpdate:
     def _loss_in(self, output: Any) -> Tensor | None:
         """The loss in what a step returned when that is no tensor; None to skip the batch."""
         if output is None:
-            return self._skip()
+            self._skip()
+            return None
         loss = output
         if isinstance(output, Mapping):
             loss = output.get("loss")

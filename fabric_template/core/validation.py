@@ -29,9 +29,10 @@ class Validation:
 
     def set_up(self, num_batches: int | float) -> None:
         """Know the length of an epoch."""
+        interval = self.run.config.val_check_interval
         self.batch = val_check_batch(self.run.config, num_batches, self.validates)
-        if self.batch is None:
-            self.seconds = parse_duration(self.run.config.val_check_interval).total_seconds()
+        if not isinstance(interval, int | float):
+            self.seconds = parse_duration(interval).total_seconds()
 
     def start_clock(self) -> None:
         """The time until the next validation that goes by the clock counts from now."""
@@ -112,7 +113,8 @@ class Validation:
     def due_at_end(self) -> bool:
         """Whether to validate at the end of a pass that was shorter than it was to be, as if it had been whole."""
         each = self.run.config.check_val_every_n_epoch is not None
-        return each and bool(self.batch) and self.run.at.num_batches % self.batch == 0 and not self.is_planned()
+        batch = self.batch
+        return each and bool(batch and self.run.at.num_batches % batch == 0) and not self.is_planned()
 
 
 def val_check_batch(config: LoopConfig, num_batches: int | float, validates: bool) -> int | float | None:

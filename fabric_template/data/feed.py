@@ -59,7 +59,8 @@ class Feed:
         origin = f"passed to `Trainer.{run.fn}({loader_argument(run.fn, stage)}=...)`"
         if source is None:
             origin = f"returned from `{type(self.given.source).__name__}.{stage}_dataloader()`"
-            source = run.hooks.own(self.given.source, f"{stage}_dataloader")()
+            make = run.hooks.own(self.given.source, f"{stage}_dataloader")
+            source = make and make()
         overfit = bool(config.overfit_batches) and run.fn == "fit"
         may_be_empty = any(
             getattr(part, "allow_zero_length_dataloader_with_multiple_devices", False)
@@ -95,8 +96,8 @@ class Feed:
         if config.limit_train_batches == 0:
             run.at.expect(0)
             return
-        is_resumed = self.train is not None and run.origin.resume_path is not None
-        seeds = self.train.sources.seeds() if is_resumed else []  # of the run that goes on
+        before = self.train if run.origin.resume_path is not None else None
+        seeds = before.sources.seeds() if before is not None else []  # of the run that goes on
         self.train = self._remade("train", self.train)
         self.train.sources.put_back_seeds(seeds)
         self.made_in["train"] = run.at.current_epoch
@@ -119,11 +120,12 @@ class Feed:
 
     def start_pass(self) -> None:
         """Begin a pass over the training batches, or go on with the one that a checkpoint was in."""
-        run = self.run
+        run, loaders = self.run, self.train
+        assert loaders is not None
         self.batches = None  # the workers of the pass before go first
-        self.train.load_states(self.loader_states)
+        loaders.load_states(self.loader_states)
         self.loader_states = []
-        batches = self.train.start(run.at.batches_done, is_over=run.at.is_last_batch)
+        batches: Any = loaders.start(run.at.batches_done, is_over=run.at.is_last_batch)
         if run.hooks.profiler is not None:
             batches = TimedPass(batches, run.hooks.profiler)
         self.batches = batches
@@ -137,7 +139,9 @@ class Feed:
 
     def ran_out(self) -> None:
         """The pass is over before its time: no batch is known to be its last one, and there is no other."""
-        run, kinds = self.run, ", ".join(type(loader).__name__ for loader in self.train.loaders)
+        run, loaders = self.run, self.train
+        assert loaders is not None
+        kinds = ", ".join(type(loader).__name__ for loader in loaders.loaders)
         if not run.at.batches_done:
             raise Misuse(
                 f"the train loader ({kinds}) gave no batch in epoch {run.at.current_epoch}: {USED_UP}, or max_epochs=1"
@@ -182,7 +186,8 @@ class Feed:
         """Whether a batch is fetched without random numbers of this process, as far as one can know."""
         parts = self.run.trained.owner, self.run.trained.datamodule
         return not any(overrides(part, name) for part in parts for name in TRANSFER_HOOKS) and all(
-            hasattr(loader, "tensors") or getattr(loader, "num_workers", 0) for loader in self.train.loaders
+            hasattr(loader, "tensors") or getattr(loader, "num_workers", 0)
+            for loader in (self.train.loaders if self.train is not None else ())
         )
 
     def set_up_transfer(self) -> None:
@@ -225,7 +230,7 @@ class Feed:
     def close(self) -> None:
         """End the loaders' worker processes; left to the garbage collector they wait for seconds, at any time."""
         if self.batches is not None:
-            self.batches.close(self.train.kept())
+            self.batches.close(self.train.kept() if self.train is not None else ())
         for part in (self.train, self.val):
             if part is not None:
                 part.close()

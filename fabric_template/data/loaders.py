@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..core.errors import Misuse, MisuseOfType
 from ..core.inputs import why_no_loader
-from ..core.passes import INFINITE, Pass, is_combined, length_of
+from ..core.passes import INFINITE, Pass, Turn, is_combined, length_of
 from ..exact.position import Sources, set_epoch
 from .tensors import TensorLoader
 
@@ -128,7 +128,7 @@ class Loaders:
         self._never_taken = done - taken  # that count as done all the same, by another trainer's file
         return Pass(iterator, done if is_over else self.num_batches, done, self.sources.note)
 
-    def start_evaluation(self, most: int | float = INFINITE) -> Iterator[tuple[Any, int, int, bool]]:
+    def start_evaluation(self, most: int | float = INFINITE) -> Iterator[Turn]:
         """Begin an evaluation pass of (batch, batch_idx, dataloader_idx, is_last), at most so many batches of each."""
         if self.combined is not None:
             self.combined.limits = [min(limit, most) for limit in self.limits]
@@ -141,7 +141,7 @@ class Loaders:
         )  # drawn here, as Trainer does
         return self._sequence(first, limits)
 
-    def _sequence(self, first: Iterator, limits: list) -> Iterator[tuple[Any, int, int, bool]]:
+    def _sequence(self, first: Iterator, limits: list) -> Iterator[Turn]:
         final = max((index for index, limit in enumerate(limits) if limit), default=0)
         for index, limit in enumerate(limits):
             self._evaluated = first if index == 0 else iter(self.sources.each[index])

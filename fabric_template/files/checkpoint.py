@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,7 +205,7 @@ def loops_state(run: Run) -> dict[str, Any]:
     }
 
 
-def check_format(checkpoint: Mapping[str, Any], path: Any) -> None:
+def check_format(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Refuse a checkpoint of a newer format than we know."""
     ours = checkpoint.get(OURS)
     if isinstance(ours, Mapping) and isinstance(number := ours.get("format", 0), int) and number > FORMAT:
@@ -214,7 +215,7 @@ def check_format(checkpoint: Mapping[str, Any], path: Any) -> None:
         )
 
 
-def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -> None:
+def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Refuse a checkpoint of another model, naming the first keys and shapes that differ."""
     expected = net.state_dict()
     difference = explain_mismatch(expected, find_weights(dict(checkpoint), expected))
@@ -222,7 +223,7 @@ def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: Any) -
         raise CheckpointError(f"'{path}' is of another model: {difference}; build the model with the same arguments")
 
 
-def check_trained(checkpoint: Mapping[str, Any], path: Any) -> None:
+def check_trained(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Refuse a checkpoint that has no state of a training."""
     if missing := [key for key in ("optimizer_states", "lr_schedulers") if key not in checkpoint]:
         raise CheckpointError(
@@ -231,25 +232,25 @@ def check_trained(checkpoint: Mapping[str, Any], path: Any) -> None:
         )
 
 
-def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
+def load_weights(run: Run, checkpoint: dict[str, Any], path: str | Path) -> None:
     """Put a checkpoint's weights into the module, by its own hooks."""
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     weights = find_weights(checkpoint, run.trained.net.state_dict())
     strict = getattr(run.trained.owner, "strict_loading", True)
-    with given_to(run.trained.net, run.origin.path):
+    with given_to(run.trained.net, path):
         run.trained.net.load_state_dict(weights, strict=strict if isinstance(strict, bool) else True)
 
 
-def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
+def load_training_state(run: Run, checkpoint: dict[str, Any], path: str | Path) -> None:
     """Optimizers, schedulers, scaler, counters: what fit needs beyond the weights, the random numbers excepted."""
     precision = run.fabric.strategy.precision
     if scaler := checkpoint.get(type(precision).__qualname__):
-        with given_to(precision, run.origin.resume_path):
+        with given_to(precision, path):
             precision.load_state_dict(scaler)
-    check_trained(checkpoint, run.origin.resume_path)
+    check_trained(checkpoint, path)
     if len(checkpoint["optimizer_states"]) != len(run.optimizing.optimizers):
         raise CheckpointError(
-            f"resume={str(run.origin.resume_path)!r}: the file holds {len(checkpoint['optimizer_states'])} optimizers, this"
+            f"resume={str(path)!r}: the file holds {len(checkpoint['optimizer_states'])} optimizers, this"
             f" run has {len(run.optimizing.optimizers)}; use load= to take the weights only"
         )
     ours = run.origin.pending
@@ -258,10 +259,10 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     if ours is not None:
         run.bookmark.held.put_back_groups(of_this_rank(run, ours).get("held", {}).get("groups", ()))
     for optimizer, state in zip(run.optimizing.optimizers, checkpoint["optimizer_states"], strict=True):
-        put_into_optimizer(optimizer, state, run.origin.resume_path)
+        put_into_optimizer(optimizer, state, path)
         check_loaded(run, optimizer)
     for config, state in zip(run.optimizing.schedulers, checkpoint["lr_schedulers"], strict=False):
-        put_into_scheduler(config.scheduler, state, run.origin.resume_path)
+        put_into_scheduler(config.scheduler, state, path)
     run.at.load(checkpoint, ours)
     if ours is None or of_this_rank(run, ours)["train"] is None:
         fit = checkpoint.get("loops", {}).get("fit_loop", {})
@@ -272,10 +273,10 @@ def load_training_state(run: Run, checkpoint: dict[str, Any]) -> None:
     run.stop.load_state_dict(ours, run.origin.is_auto)
     run.log.load_state_dict(ours, of_this_rank(run, ours)["metrics"])
     run.keeper.load_state_dict(ours["kept"])
-    run.keeper.goes_on_from(run, run.origin.resume_path)
+    run.keeper.goes_on_from(run, path)
 
 
-def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
+def load_callbacks(run: Run, checkpoint: dict[str, Any], path: str | Path) -> None:
     """Give the datamodule and every callback their part of the checkpoint."""
     part = checkpoint.get(type(run.trained.datamodule).__qualname__) if run.trained.datamodule is not None else None
     if part and callable(getattr(run.trained.datamodule, "load_state_dict", None)):
@@ -295,7 +296,7 @@ def load_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     for callback in run.hooks.callbacks:
         state = states.get(getattr(callback, "state_key", type(callback).__qualname__))
         if callable(getattr(callback, "load_state_dict", None)):
-            put_into_callback(callback, state, run.origin.path, checkpoint.get("global_step", 0))
+            put_into_callback(callback, state, path, checkpoint.get("global_step", 0))
 
 
 def canonical(item: Any, words: dict[str, str] | None = None, depth: int = 20) -> Any:

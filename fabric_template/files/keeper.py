@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.config import LoopConfig
+from ..core.config import Settings
 from ..core.errors import Misuse
 from ..core.history import is_better
 from .checkpoint import OURS, point_of, state_of
@@ -36,7 +36,7 @@ class Keeper:
 
     keeps = True
 
-    def __init__(self, folder: Path, config: LoopConfig) -> None:
+    def __init__(self, folder: Path, config: Settings) -> None:
         self.folder, self.every = folder, config.save_every_n_steps
         self.monitor, self.mode, self.top_k, self.save_last = (
             config.monitor,
@@ -68,7 +68,7 @@ class Keeper:
     @property
     def saved_step(self) -> int | None:
         """The optimizer steps in ``last.ckpt``, as this run has written it or gone on from it."""
-        return self._saved_at and self._saved_at[2]
+        return None if self._saved_at is None else self._saved_at[2]
 
     # ---- when
 
@@ -109,9 +109,9 @@ class Keeper:
     def _keep(self, run: Run, score: float | None, over: int | None, place: str) -> None:
         path = None if score is None or self.top_k == 0 else self._path_for(place, score)
         if self.monitor is not None:
-            path = run.fabric.broadcast(path)  # scores may differ: rank zero's counts
+            path, score = run.fabric.broadcast((path, score))  # they may differ: rank zero's count
         state = self.cut
-        if path is not None:
+        if path is not None and score is not None:
             before, highest = self.best, self.best_model_score
             self.best = {**(before if self.top_k > 1 else {}), str(path): score}
             if self.top_k < 0 and not is_better(score, highest, self.mode):

@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import zip_longest
 from types import CodeType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +146,7 @@ def _uses(method: Any) -> dict[str, bool]:
     code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
     uses: dict[str, bool] = {}
     steps = list(dis.get_instructions(code)) if isinstance(code, CodeType) else []
-    for step, after in pairwise([*steps, None]):
+    for step, after in zip_longest(steps, steps[1:]):
         if step.opname in ("STORE_ATTR", "LOAD_ATTR", "LOAD_METHOD"):
             clears = getattr(after, "argval", None) == "clear"
             uses.setdefault(step.argval, step.opname == "STORE_ATTR" or clears)

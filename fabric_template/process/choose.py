@@ -241,12 +241,12 @@ def by_progress(folder: Path) -> Iterator[Path]:
     """
     unopened = {folder / name: _said(name) for name in names_in(folder) if name.endswith(".ckpt")}
     places: dict[Path, tuple[Any, ...]] = {}
-    whole = {}  # opened, and the epochs and steps that are in it for certain
+    whole: dict[Path, tuple[float, float]] = {}  # opened, and the epochs and steps that are in it for certain
     while unopened or places:
         best = max(places, key=lambda path: (places[path], path.name == "last.ckpt"), default=None)
         epochs, steps = whole[best] if best is not None else (-1, -1)
         further = [path for path, (epoch, step) in unopened.items() if epoch >= epochs and step >= steps]
-        if not further:
+        if best is not None and not further:
             yield best
             del places[best]
             continue

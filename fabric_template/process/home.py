@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from ..core.config import LoopConfig
+from ..core.config import Settings
 from ..core.errors import MisuseOfType
 from ..files.disk import claim_version
 from ..files.opening import CheckpointError, cause_of
@@ -55,7 +55,7 @@ def files_settled(fabric: Fabric) -> Iterator[None]:
         ) from error
 
 
-def make_loggers(config: LoopConfig, loggers: Any, fabric: Fabric) -> tuple[list[Any], bool]:
+def make_loggers(config: Settings, loggers: Any, fabric: Fabric) -> tuple[list[Any], bool]:
     """The loggers that were asked for, and whether it is the loop's own CSV logger."""
     asked = loggers if loggers is not None else config.logger
     if asked is True and fabric.loggers:
@@ -123,7 +123,7 @@ def choose_place(loop: TrainerFace, plan: Plan) -> None:
     plan.home.is_chosen = True
 
 
-def _place_of(path: Path, root: Path) -> tuple[str, int | str] | None:
+def _place_of(path: str | Path, root: Path) -> tuple[str, int | str] | None:
     """(name, version) of a checkpoint that lies in this root's own layout, or where a ModelCheckpoint keeps it there."""
     folder, home = Path(path).resolve().parent, "checkpoints"
     if folder.name == home and folder.parents[2] == (root / "logs").resolve():

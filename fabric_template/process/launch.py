@@ -44,7 +44,7 @@ def launch(loop: TrainerFace, function: Callable, plan: Plan, *args: Any) -> Out
             if seeds:
                 Fabric.seed_everything(plan.config.seed, workers=True, verbose=False)
             outcome = _anywhere(loop.fabric, loop, function, plan, args, os.getpid())
-        run = loop._run
+        run = loop._required(plan.fn)
         outcome.bring_back(run)
     except BaseException:
         loop._status = "interrupted"
@@ -75,15 +75,17 @@ def _in_processes(fabric: Fabric, *rest: Any) -> Outcome:
     An error of theirs is raised here as it was there.
     """
     launcher, starts = fabric.strategy.launcher, starts_processes(fabric)
-    makes_scripts = hasattr(launcher, "procs") and (launcher.procs or not come_by_themselves(fabric))
+    makes_scripts = (
+        launcher is not None and hasattr(launcher, "procs") and (launcher.procs or not come_by_themselves(fabric))
+    )
     with ExitStack() as around:
         forward = around.enter_context(Forward(launcher)) if starts or makes_scripts else None
         around.enter_context(_kept(*["MASTER_PORT"] * starts))
         folder = around.enter_context(desk()) if starts else ""
         try:
-            outcome = fabric.launch(_caught, folder, *rest)
+            outcome = fabric.launch(_caught, folder, *rest)  # type: ignore[arg-type]
         except ProcessException as error:
-            if (number := forward.meaning(error)) is not None:
+            if forward is not None and (number := forward.meaning(error)) is not None:
                 raise ending(number) from error
             if (first := first_error(folder)) is not None:
                 raise first from error
@@ -143,7 +145,7 @@ def _in_process(
         stopped = run is not None and run.stop.signal is not None and not isinstance(error, Exception)
         for process in () if stopped else getattr(fabric.strategy.launcher, "procs", ()):
             process.kill()  # else they would wait for this one, for ever
-        if not (stopped and elsewhere):
+        if run is None or not (stopped and elsewhere):
             raise
         results = None  # the state is saved; the caller's process ends as the signal says
     outcome = Outcome.of(run, results, elsewhere)

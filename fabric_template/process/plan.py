@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.config import LoopConfig
+from ..core.config import Settings
 from ..core.origin import Origin
 from ..core.progress import Progress
 from ..core.run import Home
@@ -20,7 +20,7 @@ class Plan:
     """What `prepare` makes, and `build` makes a run of."""
 
     fn: str  # "fit", "validate", "test", "predict"
-    config: LoopConfig
+    config: Settings
     trained: Trained
     given: Given
     callbacks: list[Any]

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,7 @@ class Session:
             found.callback(_rest, run)
             found.callback(run.data.close)
             modes = Modes(run.trained.net)
-            found.push(lambda kind, *_: kind and modes.restore())
+            found.push(partial(_restore_after_error, modes))
             try:
                 attach(run.trained.owner, loop, run.metrics, found, compiled=bool(run.config.compile))
                 _set_up(loop, run, found)
@@ -81,6 +82,11 @@ class Session:
             except BaseException as error:
                 _tell(self.loop, self.run, error)
                 raise
+
+
+def _restore_after_error(modes: Modes, kind: type[BaseException] | None, *_: Any) -> None:
+    if kind is not None:
+        modes.restore()
 
 
 def _rest(run: Run) -> None:
@@ -149,11 +155,11 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
             check_resumable(run.origin.checkpoint, path)
         ours = run.origin.checkpoint.pop(ckpt.OURS, None)  # hooks see Trainer's keys only
         run.steps.convert_net()
-        ckpt.load_weights(run, run.origin.checkpoint)
+        ckpt.load_weights(run, run.origin.checkpoint, path)
         if run.origin.resume_path is not None:
             run.origin.pending = ours
         if run.origin.resume_path is not None or run.fn != "fit":  # a fit that takes the weights only is a new one
-            ckpt.load_callbacks(run, run.origin.checkpoint)
+            ckpt.load_callbacks(run, run.origin.checkpoint, path)
     run.steps.setup(training=run.fn == "fit")
 
 
@@ -174,8 +180,9 @@ def start_fit(loop: TrainerFace, run: Run) -> None:
     run.optimizing.set_up(run.trained, run.hooks.own(run.trained.owner, "configure_optimizers"))
     run.bookmark.note_parts()
     run.hooks.call("on_fit_start")
-    if run.origin.resume_path is not None:
-        ckpt.load_training_state(run, run.origin.checkpoint)
+    if (path := run.origin.resume_path) is not None:
+        assert run.origin.checkpoint is not None
+        ckpt.load_training_state(run, run.origin.checkpoint, path)
         tell_finished(run)
         epochs, _ = run.stop.limits()
         if epochs != -1 and run.at.epochs_done > epochs:
@@ -189,7 +196,7 @@ def start_fit(loop: TrainerFace, run: Run) -> None:
     if run.steps.buckets is not None:
         run.steps.buckets.begin(run.origin.pending, run.fabric.backward)
     if run.origin.pending is not None:
-        bring_back(run)
+        bring_back(run, run.origin.pending)
     elif run.origin.is_auto and run.origin.resume_path is None and run.fabric.is_global_zero:
         for logger in run.home.loggers:
             if hasattr(type(logger), "set_aside"):

@@ -29,9 +29,9 @@ def rows_state(run: Run) -> dict[str, Any]:
     return {"history": {**history, "home": home}, "logs": logs}
 
 
-def bring_back(run: Run) -> None:
+def bring_back(run: Run, ours: Mapping[str, Any]) -> None:
     """Give the run the rows before its resume, on all ranks; cut logs of ours back to where the checkpoint was saved."""
-    ours, rows = run.origin.pending, None
+    rows: list[dict[str, Any]] | None = None
     if run.fabric.is_global_zero:
         history, rows = ours["history"], _in_checkpoint(ours["history"])
         last = rows[-1:] if rows is not None else [history["last"]]
@@ -42,7 +42,7 @@ def bring_back(run: Run) -> None:
             if logger.position():
                 place = (position or {}).get(CSV)
                 cells = _cells(Path(logger.log_dir, CSV), place) if place else []
-                is_whole = cells and len(cells) == _count(place)
+                is_whole = place and cells and len(cells) == _count(place)
                 if position is None or (is_whole and last and not _agree(cells[-1], last[0], ("epoch", "step"))):
                     logger.set_aside()  # of another run
                 elif rows is None and place and _count(place) >= history["rows"]:
@@ -52,15 +52,15 @@ def bring_back(run: Run) -> None:
             else:
                 new.append(logger)
         if rows is None:
-            rows = _elsewhere(run)
+            rows = _elsewhere(run, ours)
         for logger in new:  # a new place: it begins with the rows of the old one
             for row in rows:
                 logger.log_epoch(row)
-    run.history.rows = run.fabric.broadcast(rows)
+    run.history.rows = run.fabric.broadcast(rows or [])
     run.origin.pending = {**ours, **rows_state(run)}  # for a checkpoint that is saved before the first batch
 
 
-def _in_checkpoint(history: Any) -> list[dict] | None:
+def _in_checkpoint(history: Any) -> list[dict[str, Any]] | None:
     """The rows that came with the checkpoint; None: they lie in a CSV."""
     if not isinstance(history, Mapping):  # an older file of ours has a dict for each
         return [dict(row) for row in history]
@@ -71,10 +71,10 @@ def _in_checkpoint(history: Any) -> list[dict] | None:
     return [{name: value for name, value in zip(names, row, strict=False) if value is not None} for row in rows]
 
 
-def _elsewhere(run: Run) -> list[dict]:
+def _elsewhere(run: Run, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows, from the CSV of the run that the checkpoint is of; that one is known by its last row, time included."""
-    history = run.origin.pending["history"]
-    places = [position[CSV] for position in run.origin.pending["logs"] if position and CSV in position]
+    history = ours["history"]
+    places = [position[CSV] for position in ours["logs"] if position and CSV in position]
     for path in _other_homes(run, history["home"]) if places else ():
         if path.is_file():
             cells = _cells(path, places[0])
@@ -90,6 +90,8 @@ def _elsewhere(run: Run) -> list[dict]:
 
 def _other_homes(run: Run, home: list[Any]) -> Iterator[Path]:
     """Where that run's metrics.csv may be: by the file's own folder, and by the name and version that it had."""
+    if run.origin.resume_path is None:
+        return
     folder = Path(run.origin.resume_path).resolve().parent
     if folder.parent.parent.name == "checkpoints":
         yield Path(folder.parents[2], "logs", folder.parent.name, folder.name, CSV)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.history import name_outputs
 from .earlier import rows_state
+from .metrics import Metrics
 from .tables import LogsError
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class Log:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, self.metrics, self.history = run, run.metrics, run.history
+        self.run, self.history = run, run.history
+        self.metrics: Metrics = run.metrics
         self.begin_batch = run.metrics.batch_starts
         self.every = run.config.log_every_n_steps
         self.by_row = [logger for logger in run.home.loggers if hasattr(type(logger), "log_epoch")]
@@ -95,7 +97,7 @@ class Log:
             self.values(self.metrics.step_log(), seen)
 
     @property
-    def all_reduce(self) -> Callable[..., Tensor] | None:
+    def all_reduce(self) -> Callable[..., Any] | None:
         """How to reduce over the ranks; None for one process."""
         fabric = self.run.fabric
         return fabric.all_reduce if fabric.world_size > 1 else None
@@ -110,7 +112,7 @@ class Log:
 
     def measured(self) -> Any:
         """The monitor's newest value as it was made, None where there is none."""
-        return {**self.history.returned, **self.metrics.callback}.get(self.run.config.monitor)
+        return {**self.history.returned, **self.metrics.callback}.get(self.run.config.monitor or "")
 
     def score(self) -> float | None:
         """The monitor's value for checkpoints; None where none are kept, or where this epoch did not measure it."""

@@ -46,7 +46,7 @@ class Metrics:
         fx: the hook that runs now; it decides whether a value belongs to the step or to the epoch.
     """
 
-    def __init__(self, all_reduce: Callable[..., Tensor] | None = None, distributed: bool = False) -> None:
+    def __init__(self, all_reduce: Callable[..., Any] | None = None, distributed: bool = False) -> None:
         self._all_reduce = all_reduce or _alone
         self._distributed = distributed
         self.train, self.val = Collection(training=True), Collection(training=False)

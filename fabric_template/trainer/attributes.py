@@ -27,6 +27,7 @@ from .views import (
 )
 
 if TYPE_CHECKING:
+    from ..core.config import Settings
     from ..core.run import Run
 
 
@@ -36,6 +37,13 @@ class TrainerFace:
     _run: Run | None
     _runs: dict[str, Run]  # the last one of each verb: what it has set up stays readable, as under Trainer
     fabric: Any
+    config: Settings
+    callbacks: list[Any]
+    loggers: list[Any]
+    default_root_dir: str
+    own_profiler: Any
+    _own_logger: bool  # whether the logger is the loop's own CSV
+    _status: str  # Trainer's word
     _strategy_face: Any
 
     # ---- progress
@@ -58,9 +66,10 @@ class TrainerFace:
 
     is_last_batch = shows("_fitted.at.is_last_batch", "Whether the training batch at hand is the epoch's last.", False)
 
-    should_stop = shows(
-        "_fitted.stop.should_stop", "Set it to end training after the batch at hand, if it may end.", False
-    )
+    @property
+    def should_stop(self) -> bool:
+        """Set it to end training after the batch at hand, if it may end."""
+        return self._fitted is not None and self._fitted.stop.should_stop
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
@@ -73,7 +82,7 @@ class TrainerFace:
     def gradient_clip_algorithm(self) -> Word | None:
         """What gradient_clip_val limits."""
         algorithm = self.config.gradient_clip_algorithm
-        return algorithm and Word(algorithm)
+        return None if algorithm is None else Word(algorithm)
 
     @property
     def accumulate_grad_batches(self) -> int:

@@ -88,6 +88,8 @@ class BatchProgress(NamedTuple):
 class _View:
     """A view of the run at hand; a name that is not offered raises, also when it is set."""
 
+    _loop: Any
+
     def __init__(self, loop: Any) -> None:
         vars(self)["_loop"] = loop
 
@@ -115,7 +117,10 @@ class FitLoopView(_View):
         if loop._run is not None:
             loop._run.stop.max_epochs = value
 
-    max_batches = shows("_run.at.num_batches", "Training batches of an epoch.")
+    @property
+    def max_batches(self) -> int | float:
+        """Training batches of an epoch."""
+        return self._run.at.num_batches
 
     @max_batches.setter
     def max_batches(self, value: int | float) -> None:
@@ -133,7 +138,10 @@ class FitLoopView(_View):
 
     epoch_loop = property(lambda self: EpochLoopView(self._loop), doc="The loop over the batches.")
 
-    _skip_backward = shows("_run.update.skips_backward", "Whether only the step runs.")
+    @property
+    def _skip_backward(self) -> bool:
+        """Whether only the step runs."""
+        return self._run.update.skips_backward
 
     @_skip_backward.setter
     def _skip_backward(self, value: bool) -> None:
@@ -275,7 +283,7 @@ class StrategyFace:
     def precision_plugin(self) -> Any:
         """Fabric's precision, which clips beside, for LightningModule.clip_gradients."""
         face = copy(self._loop.fabric.strategy.precision)
-        face.__class__ = _clipping(type(face))
+        face.__class__ = _clipping(face.__class__)
         face._loop = self._loop
         return face
 
@@ -306,6 +314,8 @@ class StrategyFace:
 
 class _Clips:
     """What Trainer's precision can do and Fabric's cannot."""
+
+    _loop: Any
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
         """Clip, for LightningModule.clip_gradients."""
