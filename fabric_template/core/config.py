@@ -7,7 +7,7 @@ import difflib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 Interval = int | float | str | timedelta | dict[str, int]
 
@@ -210,24 +210,15 @@ class LoopConfig:
         return copy
 
 
-if TYPE_CHECKING:
+class Settings(LoopConfig):
+    """What a run reads: a LoopConfig that is resolved, in which these are never None."""
 
-    class Settings(LoopConfig):
-        """What a run reads: a LoopConfig that is resolved, in which these are never None."""
-
-        limit_train_batches: int | float
-        limit_val_batches: int | float
-        limit_test_batches: int | float
-        limit_predict_batches: int | float
-        val_check_interval: Interval
-        num_sanity_val_steps: int  # or infinity
-        log_every_n_steps: int
-        enable_checkpointing: bool
-        enable_progress_bar: bool
-        enable_model_summary: bool
-
-else:
-    Settings = LoopConfig
+    limit_train_batches: int | float
+    limit_val_batches: int | float
+    val_check_interval: Interval
+    num_sanity_val_steps: int  # or infinity
+    log_every_n_steps: int
+    enable_checkpointing: bool
 
 
 def parse_config(words: dict[str, Any]) -> LoopConfig:
