@@ -220,7 +220,7 @@ class Keeper:
         worst = self.best[self._worst()] if len(self.best) >= self.top_k > 0 else None
         if self.top_k > 0 and not is_better(score, worst, self.mode):
             return None
-        return self.folder / name_of(place, self.monitor, score)
+        return self.folder / name_of(place, self.monitor or "", score)
 
     def _worst(self) -> str:
         return (max if self.mode == "min" else min)(self.best, key=self.best.__getitem__)
