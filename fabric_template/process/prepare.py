@@ -152,7 +152,7 @@ def _check_steps(plan: Plan, fn: str) -> None:
     if fn == "predict":
         if not any(callable(getattr(plan.trained.owner, word, None)) for word in ("predict_step", "forward")):
             raise Misuse(
-                f"predict requires `forward` method to plan, or `predict_step`: {name} has neither; expected a method"
+                f"predict requires `forward` method to run, or `predict_step`: {name} has neither; expected a method"
                 " predict_step(batch, batch_idx), or predict(..., predict_step=fn)"
             )
         return

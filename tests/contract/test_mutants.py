@@ -141,7 +141,7 @@ def window_not_divided(monkeypatch):
     def whole(original, self, run):
         original(self, run)
         backward = self._backward
-        self._backward = lambda loss: backward(loss * run.window)
+        self._backward = lambda loss: backward(loss * run.at.window)
 
     instead(monkeypatch, AutomaticUpdate, "__init__", whole)
 
