@@ -72,6 +72,7 @@ ASIDE = (
     ".lock",
     ".before",  # rows of a run that was killed before it saved
 )
+LEFT = "checkpoints/run/last.ckpt"  # with save_last=False only a run that was ended writes it, and it stays
 EXCLUDED = [  # (why, which)
     (
         "a loader that brings its own state brings none of its workers' random numbers",
@@ -84,6 +85,10 @@ EXCLUDED = [  # (why, which)
     (
         "torch's fused SGD: its first step reads a bfloat16 momentum that nobody has set, resumed or not",
         lambda w: w["optimizer"] == "SGD_fused" and w["loop"].get("precision") == "bf16-true",
+    ),
+    (
+        "torch's fused SGD: it looks for the momentum of a parameter that had no gradient in the step before",
+        lambda w: w["optimizer"] == "SGD_fused" and "freezes" in w["parts"],
     ),
     (
         "thawed layers on two ranks: DDP does not know what was frozen when it was made, and each rank trains its own",
@@ -258,7 +263,8 @@ def _fit_together(words):
         without("stops", "stops_in_training", "keeps_best")
         if words["scheduler"] == "ReduceLROnPlateau":
             words["scheduler"] = "StepLR"
-    if words["ranks"] > 1:  # Lightning refuses a skipped batch there
+    # Lightning refuses a skipped batch there; torch to clip none
+    if words["ranks"] > 1 or "gradient_clip_algorithm" in loop:
         words["parts"] = [part for part in words["parts"] if part != "skips"]
     if "monitor" not in loop:
         loop.pop("save_top_k", None)
@@ -266,6 +272,8 @@ def _fit_together(words):
         loop |= {name: 3 for name in ("limit_train_batches", "val_check_interval") if loop.get(name) == 0.5}
     if words["loader"] == "function":
         loop["limit_train_batches"] = 4
+    if "iterable" in kinds_of(words) and "limit_train_batches" not in loop and "batchnorm" in words["parts"]:
+        without("swa")  # which wants a length for the epoch that renews BatchNorm
     if words["loader"] in ("tensors", "function", "list"):
         words["workers"] = 0
     if not words["workers"]:
@@ -521,7 +529,10 @@ def one(words, home, figures):
     if any(codes):
         return [f"the resumed run ended with {codes}: {_last_words(log)}"]
     try:
-        return list(differences(end_of(home / "whole"), end_of(home / "run")))
+        whole, found = end_of(home / "whole"), end_of(home / "run")
+        if words["loop"].get("save_last") is False and LEFT not in whole:  # where a signal has said that it goes on
+            found.pop(LEFT, None)
+        return list(differences(whole, found))
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
 

@@ -102,8 +102,8 @@ class Samples(Dataset):
 class Stream(IterableDataset):
     """The same one after the other, shared among the workers."""
 
-    def __init__(self, noise):
-        self.samples = Samples(noise)
+    def __init__(self, noise, num):
+        self.samples = Samples(noise, num)
 
     def __iter__(self):
         info = get_worker_info()
@@ -202,7 +202,8 @@ def loader_of(words, kind=None):
         more.pop("collate_fn", None)
         return DataLoader(Samples(noise, batched=4), batch_size=None, shuffle=True, **more)
     if kind == "iterable":
-        return DataLoader(Stream(noise), **sizes, **more)
+        # no worker has a last batch of one
+        return DataLoader(Stream(noise, 28 if workers == 2 else 26), **sizes, **more)
     if kind == "tensors":
         return TensorLoader(data.x, data.y, batch_size=4, shuffle=True, generator=seeded() if words["drops"] else None)
     if kind in ("function", "own", "items"):
