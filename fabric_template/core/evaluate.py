@@ -42,7 +42,8 @@ def evaluate(
     word = "test" if stage == "test" else "validation"
     hooks, metrics, sanity = run.hooks, run.metrics, stage == "sanity_check"
     step_name = f"{word}_step"
-    step = hooks.timed(run.steps.get(step_name), f"[Strategy]{type(run.fabric.strategy).__name__}.{step_name}")
+    timed = hooks.timed(run.steps.get(step_name), f"[Strategy]{type(run.fabric.strategy).__name__}.{step_name}")
+    step = hooks.named(step_name, timed)
     method, transfer = getattr(run.trained.owner, step_name), run.data.transfer
     hands, given = takes_iterator(method), _given(method)
     several = len(loaders.loaders) > 1 and loaders.combined is None
@@ -75,7 +76,6 @@ def evaluate(
                 place: tuple[int, ...] = (batch_idx, index) if several else (batch_idx,)
                 metrics.batch_starts(batch, index if several else None)
                 hooks.call(batch_start, batch, *place)
-                metrics.fx = step_name
                 if handed is None:
                     output = step(batch, *place[given])
                 elif (output := _take(step, handed)) is _NO_MORE:
@@ -83,7 +83,6 @@ def evaluate(
                 else:
                     batch, batch_idx, index = handed.latest
                     place = (batch_idx, index) if several else (batch_idx,)
-                metrics.fx = None
                 if keeps:
                     keeps = _keep(run, output, "test" if stage == "test" else "val", *place)
                 hooks.call(batch_end, output, batch, *place)
@@ -114,7 +113,7 @@ def evaluate(
             modes.restore()
             raise
         finally:
-            metrics.fx = None
+            hooks.enter(None)
             run.at.enter(before_stage)
             run.steps.modes = None
     if returned and not (run.trained.is_lightning and any(results)):

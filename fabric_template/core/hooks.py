@@ -138,6 +138,25 @@ class Hooks:
         metrics.fx = before
         return result
 
+    def named(self, name: str, method: Callable | None) -> Callable | None:
+        """The same call, during which this hook runs; after an error it stays the one that runs."""
+        if method is None:
+            return None
+        metrics = self._metrics
+
+        def call(*args: Any, **words: Any) -> Any:
+            before, metrics.fx = metrics.fx, name
+            result = method(*args, **words)
+            metrics.fx = before
+            return result
+
+        return call
+
+    def enter(self, name: str | None) -> str | None:
+        """This hook runs now, or none; returns the one before."""
+        before, self._metrics.fx = self._metrics.fx, name
+        return before
+
     def caller(self, name: str) -> Callable:
         """What calls this hook's listeners, as they are now; where there are none, it does nothing."""
         return partial(self.call, name) if self.heard(name) else _nobody

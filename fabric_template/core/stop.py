@@ -114,6 +114,14 @@ class Stop:
         at = self._at
         return at.num_batches == 0 or self.now or (epochs != -1 and at.epochs_done >= epochs)
 
+    def ask(self, stops: bool = True) -> None:
+        """Training is to end behind the batch at hand, as soon as it may; or not any more."""
+        self.should_stop = stops
+
+    def end_for(self, signal: int | None) -> None:
+        """A signal has ended training; None: none has."""
+        self.signal = signal
+
     def heard(self, now: bool = False) -> bool:
         """Whether max_time is over and may end the run here; among several ranks, agree on that and on a signal."""
         return self.signals.check(self._at.total_batches, now) and self._heeds_time()

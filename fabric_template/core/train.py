@@ -144,7 +144,7 @@ def end_window(run: Run) -> None:
 def cut_short(run: Run, validated: bool) -> None:
     """Time is over (max_time): saved here, to go on exactly; then the epoch ends as a whole one does."""
     run.keeper.cut_short(run)
-    run.stop.should_stop = True
+    run.stop.ask()
     if run.validation.is_on and not validated:
         run.validation.validate()
 

@@ -34,7 +34,7 @@ class AutomaticUpdate:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, self.hooks, self.metrics = run, run.hooks, run.metrics
+        self.run, self.hooks = run, run.hooks
         self._batch: tuple = ()
         self._batch_idx = 0
         self._outputs: Any = {}
@@ -43,28 +43,26 @@ class AutomaticUpdate:
 
     def set_up(self) -> None:
         """Know what there is to call; once more where a callback brings other optimizers."""
-        run = self.run
+        run, named = self.run, self.hooks.named
         config, owner, fabric = run.config, run.trained.owner, run.fabric
         self.fabric, self.owner = fabric, owner
-        self.step = run.hooks.timed(
-            run.steps.get("training_step"), f"[Strategy]{type(fabric.strategy).__name__}.training_step"
-        )
+        step, strategy = run.steps.get("training_step"), type(fabric.strategy).__name__
+        self.step = named("training_step", run.hooks.timed(step, f"[Strategy]{strategy}.training_step"))
         self.takes_idx = run.trained.takes_idx("training_step")
         # none: manual, with one of its own
         self.optimizer: Any = run.optimizing.optimizers[0] if run.optimizing.optimizers else NoOptimizer()
         self.clip_val, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
         self.scaler: Any = getattr(fabric.strategy.precision, "scaler", None)
-        self.own_step = overrides(owner, "optimizer_step")
-        self.own_zero = overrides(owner, "optimizer_zero_grad")
-        self.own_backward = overrides(owner, "backward")
-        self.own_clip = run.hooks.own(owner, "configure_gradient_clipping")
+        self.own_step = named("optimizer_step", overrides(owner, "optimizer_step"))
+        self.own_zero = named("optimizer_zero_grad", overrides(owner, "optimizer_zero_grad"))
+        self.own_backward = named("backward", overrides(owner, "backward"))
+        clip = "configure_gradient_clipping"
+        self.own_clip = named(clip, run.hooks.own(owner, clip))
         self.wrapped_optimizers = run.optimizing.wrapped
         self.is_plain = run.steps.is_plain
         self.keeps = not config.barebones or run.hooks.heard("on_train_batch_end")
-        self._backward = run.hooks.timed(
-            Tensor.backward if self.is_plain else fabric.backward,
-            f"[Strategy]{type(fabric.strategy).__name__}.backward",
-        )
+        backward = Tensor.backward if self.is_plain else fabric.backward
+        self._backward = run.hooks.timed(backward, f"[Strategy]{strategy}.backward")
         self.heard = any(run.hooks.heard(name) for name in UPDATE_HOOKS)
         self.lenient = run.trained.is_lightning
         # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
@@ -107,10 +105,8 @@ class AutomaticUpdate:
 
     def closure(self) -> Tensor | None:
         """The step and backward; returns the loss as the optimizer wants it."""
-        run, metrics, hooks = self.run, self.metrics, self.hooks
-        before, metrics.fx = metrics.fx, "training_step"
+        run, hooks = self.run, self.hooks
         output = self.step(*self._batch)
-        metrics.fx = before
         loss = output if isinstance(output, Tensor) else self._loss_in(output)
         if loss is not None:
             if not loss.requires_grad:
@@ -125,9 +121,7 @@ class AutomaticUpdate:
             if self.own_zero is None:
                 self.optimizer.zero_grad()
             else:
-                self._named(
-                    "optimizer_zero_grad", self.own_zero, self.run.at.current_epoch, self._batch_idx, self.optimizer
-                )
+                self.own_zero(run.at.current_epoch, self._batch_idx, self.optimizer)
         if loss is None:
             return None
         self.backward(loss)
@@ -145,9 +139,7 @@ class AutomaticUpdate:
             vars(self)["closure"] = self._forward_only
 
     def _forward_only(self) -> Tensor | None:
-        before, self.metrics.fx = self.metrics.fx, "training_step"
         output = self.step(*self._batch)
-        self.metrics.fx = before
         loss = output if isinstance(output, Tensor) else self._loss_in(output)
         if loss is not None and self.keeps:
             self._keep(output, loss)
@@ -161,7 +153,7 @@ class AutomaticUpdate:
             self._backward(loss, *args, **kwargs)
         else:
             scaled = loss if self.scaler is None else self.scaler.scale(loss)
-            self._named("backward", self.own_backward, scaled, *args, **kwargs)
+            self.own_backward(scaled, *args, **kwargs)
         if self.heard:
             self.hooks.call("on_after_backward")
 
@@ -223,7 +215,7 @@ class AutomaticUpdate:
             self._called = False
             closure = torch.enable_grad()(self._noted_closure)
             optimizer = self.wrapped_optimizers[0]
-            self._named("optimizer_step", self.own_step, self.run.at.current_epoch, batch_idx, optimizer, closure)
+            self.own_step(self.run.at.current_epoch, batch_idx, optimizer, closure)
             self._check_called()
 
     def _noted_closure(self) -> Tensor | None:
@@ -316,16 +308,9 @@ class AutomaticUpdate:
             self.hooks.call("on_before_optimizer_step", optimizer)
         if self.own_clip is not None:
             words = {"gradient_clip_val": self.clip_val, "gradient_clip_algorithm": self.clip_algorithm}
-            self._named("configure_gradient_clipping", self.own_clip, optimizer, **words)
+            self.own_clip(optimizer, **words)
         elif self.clip_val:
             clip_gradients(self.fabric.strategy.precision, optimizer, self.clip_val, self.clip_algorithm)
-
-    def _named(self, hook: str, method: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Call a module's own version of a part of the update, with its name known to ``self.log``."""
-        before, self.metrics.fx = self.metrics.fx, hook
-        result = method(*args, **kwargs)
-        self.metrics.fx = before
-        return result
 
 
 def clip_gradients(precision: Precision, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:

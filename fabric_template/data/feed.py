@@ -166,7 +166,7 @@ class Feed:
             try:
                 return train_batch(handed, batch_idx, last_of_window)
             except StopIteration:
-                run.metrics.fx = None
+                run.hooks.enter(None)
                 if not batch_idx:
                     run.at.begin_again()
                     self.ran_out()

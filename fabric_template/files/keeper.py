@@ -102,9 +102,9 @@ class Keeper:
         if run.at.is_last_of_epoch or self.cut is not None or run.stop.now:
             return
         self._judged = None if score is None else run.at.epochs_done
-        run.metrics.fx = "on_validation_end"  # as if a callback had saved there
+        run.hooks.enter("on_validation_end")  # as if a callback had saved there
         self._keep(run, score, None, f"epoch={run.at.epochs_done}-step={run.at.global_step}")
-        run.metrics.fx = None
+        run.hooks.enter(None)
 
     def _keep(self, run: Run, score: float | None, over: int | None, place: str) -> None:
         path = None if score is None or self.top_k == 0 else self._path_for(place, score)

@@ -91,7 +91,8 @@ class Outcome:
         if not self.is_from_elsewhere:
             return
         run.at.stand_at(self.at)
-        run.stop.should_stop, run.stop.signal = self.stop
+        run.stop.ask(self.stop[0])
+        run.stop.end_for(self.stop[1])
         run.origin.resume_path = self.resume_path
         run.history.rows = self.rows
         run.metrics.show(**self.views)

@@ -91,7 +91,7 @@ def _restore_after_error(modes: Modes, kind: type[BaseException] | None, *_: Any
 
 def _rest(run: Run) -> None:
     """The run stays readable; what it saved and what it computed with need not stay in memory."""
-    run.metrics.fx = None
+    run.hooks.enter(None)
     run.at.enter(None)
     run.keeper.begin_epoch()
     run.metrics.start(None)
@@ -108,13 +108,13 @@ def _tell(loop: TrainerFace, run: Run, error: BaseException) -> None:
             with suppress(Warning):  # where warnings are errors
                 run.said.warn(f"after {type(error).__name__}, {what}: {cause_of(another)}")
 
-    loop._status, run.failure.hook, run.metrics.fx = "interrupted", run.metrics.fx, None
+    loop._status, run.failure.hook = "interrupted", run.hooks.enter(None)
     run.failure.has_come = (
         run.fn == "fit" and run.at.total_batches > 0 and run.stop.signals.agreed is None
     )  # in a step, perhaps
     if run.fn == "fit" and run.at.total_batches and isinstance(error, Exception):
         _tell_where(run, error, beside)
-    run.metrics.fx = "on_exception"
+    run.hooks.enter("on_exception")
     for part in run.hooks.callbacks:
         beside(f"on_exception of {type(part).__name__} failed", run.hooks.call_one, part, "on_exception", error)
     if (hook := overrides(run.trained.datamodule, "on_exception")) is not None:
@@ -207,7 +207,7 @@ def start_fit(loop: TrainerFace, run: Run) -> None:
 
 def stop_for(run: Run, number: int | None) -> None:
     """After a signal: requeue the job where SLURM asks for it, and end as the signal would; a notebook goes on."""
-    run.stop.signal = number
+    run.stop.end_for(number)
     if number is None:
         return
     where, carries = _way_on_after(run, number), number == signal.SIGINT and not starts_processes(run.fabric)

@@ -74,7 +74,7 @@ class TrainerFace:
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         if self._fitted is not None:
-            self._fitted.stop.should_stop = value
+            self._fitted.stop.ask(value)
             if value:
                 self._fitted.stop.tell_held_back("The loop was signaled to stop")
 

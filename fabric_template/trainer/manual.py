@@ -33,10 +33,7 @@ class ManualUpdate(AutomaticUpdate):
         return outputs
 
     def _outputs_of(self, batch: Any, batch_idx: int) -> Any:
-        metrics = self.metrics
-        before, metrics.fx = metrics.fx, "training_step"
         output = self.step(batch, batch_idx) if self.takes_idx else self.step(batch)
-        metrics.fx = before
         if output is None:
             return {}
         if not isinstance(output, Tensor | Mapping):
