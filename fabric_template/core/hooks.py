@@ -157,9 +157,9 @@ class Hooks:
         before, self._metrics.fx = self._metrics.fx, name
         return before
 
-    def caller(self, name: str) -> Callable:
-        """What calls this hook's listeners, as they are now; where there are none, it does nothing."""
-        return partial(self.call, name) if self.heard(name) else _nobody
+    def caller(self, name: str) -> Callable | None:
+        """What calls this hook's listeners, as they are now; None where there are none."""
+        return partial(self.call, name) if self.heard(name) else None
 
     def call_epoch_end(self, name: str) -> None:
         """Call the module before the callbacks that monitor, so that they see what the module logs here."""
@@ -256,10 +256,6 @@ class Hooks:
             return method(**{word: known[word] for word in wanted if word in known})
 
         return self.timed(by_keyword, f"[Callback]{key}.{name}")
-
-
-def _nobody(*args: Any) -> None:
-    """Nobody listens."""
 
 
 def _by_stage(method: Callable) -> Callable:

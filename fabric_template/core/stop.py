@@ -58,7 +58,8 @@ class Stop:
             said,
             speaks,
         )
-        self.max_epochs = config.max_epochs
+        self.max_epochs, self._max_steps = config.max_epochs, config.max_steps
+        self.listens = False  # whether anything may come from outside that `heard` has to look for
         self.should_stop = False
         self.is_late = False  # max_time is over as an epoch ends
         self.signal: int | None = None  # that ended training
@@ -83,7 +84,7 @@ class Stop:
     @property
     def steps_done(self) -> bool:
         """Whether max_steps is reached."""
-        return self._config.max_steps != -1 and self._at.global_step >= self._config.max_steps
+        return self._max_steps != -1 and self._at.global_step >= self._max_steps
 
     @property
     def min_epochs(self) -> int:
@@ -101,7 +102,9 @@ class Stop:
     @property
     def is_asked(self) -> bool:
         """Whether training ends behind the batch at hand: max_steps is reached, or ``should_stop`` is set and may be heeded."""
-        return self.steps_done or (self.should_stop and self.may_stop)
+        if self.should_stop and self.may_stop:
+            return True
+        return self._max_steps != -1 and self._at.global_step >= self._max_steps
 
     @property
     def now(self) -> bool:
@@ -141,6 +144,7 @@ class Stop:
         self._began = now = time.monotonic()
         if (left := self.time_left()) is not None:
             self.signals.deadline = now + left
+        self.listens = self.signals.checks
 
     def time_left(self) -> float | None:
         """Seconds of max_time that are left, those counted that were trained before a resume; None: no limit here."""

@@ -1,7 +1,6 @@
-"""Train: epoch after epoch, batch after batch. The page to read.
+"""Train: epoch after epoch, batch after batch, in Trainer's order. The page to read.
 
-The order is Trainer's. How a batch becomes a step of the optimizer stands in update.py, what a validation does in
-validation.py and evaluate.py; what is behind `run`, and who makes it, in run.py and process/build.py.
+How a batch becomes a step stands in update.py, what a validation does in validation.py; who makes `run`, in process/build.py.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def fit(run: Run) -> None:
     run.metrics.start(run.metrics.train)
     run.hooks.call("on_train_start")
     run.bookmark.training_begins()
-    epoch = run.hooks.timed(train_epoch, "run_training_epoch")
     while (was_cut_short(run) or not stop.before_epoch()) and stop.signals.agreed is None:
-        epoch(run)
+        run.hooks.timed(train_epoch, "run_training_epoch")(run)
         stop.agree()
     run.keeper.finish(run, interrupted=stop.signals.agreed is not None)
     if stop.signals.agreed is None or is_interactive():
@@ -62,12 +60,11 @@ def train_epoch(run: Run) -> None:
     if run.at.begins_epoch():
         begin_epoch(run)
     at, log, hooks, update = run.at, run.log, run.hooks, run.update
-    batches, transfer = run.data.batches, run.data.transfer
+    batches, transfer, schedulers = run.data.batches, run.data.transfer, run.optimizing.schedulers
     batch_starts, batch_ends = hooks.caller("on_train_batch_start"), hooks.caller("on_train_batch_end")
     run.validation.begin_epoch()
     run.bar.start(f"epoch {at.current_epoch}", at.num_batches, at.batches_done)
     then = Then.GO_ON
-
     for batch in batches:
         batch_idx = at.begin_batch(batches.is_last)
         if transfer is not None:
@@ -77,16 +74,17 @@ def train_epoch(run: Run) -> None:
         if batch is None and not run.trained.hands_iterator:  # the batch still counts, as under Trainer
             run.said.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             ends_window = not at.accumulates
-        elif batch_starts(batch, batch_idx) == -1:  # leave out the rest
+        elif batch_starts is not None and batch_starts(batch, batch_idx) == -1:  # leave out the rest
             at.end_pass()
             step_behind_update(run)
             break
         else:
             ends_window = not at.accumulates
             outputs = update.train(batch, batch_idx, ends_window)
-        if ends_window:
+        if ends_window and schedulers:
             step_behind_update(run)
-        batch_ends(outputs, log.batch, batch_idx)
+        if batch_ends is not None:
+            batch_ends(outputs, log.batch, batch_idx)
         then = behind_batch(run, ends_window)
         if then is not Then.GO_ON:
             break
@@ -107,8 +105,6 @@ def begin_epoch(run: Run) -> None:
 
 def step_behind_update(run: Run) -> None:
     """After an update: schedulers by step; after the epoch's last batch, those by epoch."""
-    if not run.optimizing.schedulers:
-        return
     if run.at.is_last_of_epoch or run.stop.steps_done:
         run.log.note_rates()
     step_schedulers(run, "step", plateau=False)
@@ -118,26 +114,29 @@ def step_behind_update(run: Run) -> None:
 
 def behind_batch(run: Run, ends_window: bool) -> Then:
     """What comes behind the hooks of a batch: its log, a validation, the end of its window, and of training."""
-    at, stop = run.at, run.stop
+    at, stop, validation = run.at, run.stop, run.validation
     run.log.end_batch(ends_window)
-    run.bar.advance(at.batches_done)
-    validated = run.validation.after_batch()
+    if run.bar.enabled:
+        run.bar.advance(at.batches_done)
+    validated = validation.is_on and validation.after_batch()
     if ends_window:
         end_window(run)
-        if stop.signals.checks and not at.is_last_of_epoch and stop.heard():
+        if stop.listens and not at.is_last_of_epoch and stop.heard():
             cut_short(run, validated)
     if at.is_last_of_epoch or stop.is_asked:
         return Then.END
     if ends_window:
         if stop.signals.agreed is not None:
             return Then.LEAVE
-        run.keeper.save_step(run)
+        if run.keeper.every is not None:
+            run.keeper.save_step(run)
     return Then.GO_ON
 
 
 def end_window(run: Run) -> None:
     """The optimizer has stepped, and all has heard of it: schedulers that follow a metric do."""
-    step_schedulers(run, "step", plateau=True)
+    if run.optimizing.schedulers:
+        step_schedulers(run, "step", plateau=True)
     run.at.end_window()
 
 
@@ -162,10 +161,11 @@ def run_out(run: Run) -> None:
 
 def end_epoch(run: Run) -> None:
     """Hooks, metrics, schedulers that follow them, the row, the checkpoint."""
-    if not (at := run.at).is_last_of_epoch:
+    at = run.at
+    if not at.is_last_of_epoch:
         run.keeper.cut_short(run)
     run.log.end_batches()
-    if run.origin.saved_in != "on_train_epoch_end":  # resumed from a file that a callback saved there: they were called
+    if run.origin.saved_in != "on_train_epoch_end":  # in which a callback saved the file that is resumed
         run.hooks.call_epoch_end("on_train_epoch_end")
     run.origin.saved_in = None
     run.metrics.merge()

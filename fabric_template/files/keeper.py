@@ -128,7 +128,7 @@ class Keeper:
 
     def save_step(self, run: Run) -> None:
         """In the middle of an epoch: rewrite ``last.ckpt`` every so many optimizer steps."""
-        if self.every is not None and self._is_due(run):
+        if self._is_due(run):
             self.write_last(run)
 
     def _is_due(self, run: Run) -> bool:
@@ -270,6 +270,7 @@ class KeepsNothing:
     """Stands where no checkpoints are kept, or where callbacks keep them."""
 
     keeps = False
+    every: int | None = None
     cut: dict[str, Any] | None = None
     best: dict[str, float] = {}
     last_model_path = best_model_path = ""
