@@ -138,10 +138,8 @@ class Hooks:
         metrics.fx = before
         return result
 
-    def named(self, name: str, method: Callable | None) -> Callable | None:
+    def named(self, name: str, method: Callable) -> Callable:
         """The same call, during which this hook runs; after an error it stays the one that runs."""
-        if method is None:
-            return None
         metrics = self._metrics
 
         def call(*args: Any, **words: Any) -> Any:

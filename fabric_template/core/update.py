@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 
+OWN = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")  # a module's own parts
 UPDATE_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
@@ -53,11 +54,11 @@ class AutomaticUpdate:
         self.optimizer: Any = run.optimizing.optimizers[0] if run.optimizing.optimizers else NoOptimizer()
         self.clip_val, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
         self.scaler: Any = getattr(fabric.strategy.precision, "scaler", None)
-        self.own_step = named("optimizer_step", overrides(owner, "optimizer_step"))
-        self.own_zero = named("optimizer_zero_grad", overrides(owner, "optimizer_zero_grad"))
-        self.own_backward = named("backward", overrides(owner, "backward"))
-        clip = "configure_gradient_clipping"
-        self.own_clip = named(clip, run.hooks.own(owner, clip))
+        own = {name: named(name, method) for name in OWN if (method := overrides(owner, name)) is not None}
+        self.own_step, self.own_zero = own.get("optimizer_step"), own.get("optimizer_zero_grad")
+        self.own_backward, self.own_clip = own.get("backward"), own.get("configure_gradient_clipping")
+        if self.own_clip is not None:
+            self.own_clip = run.hooks.timed(self.own_clip, f"[LightningModule]{type(owner).__name__}.{OWN[-1]}")
         self.wrapped_optimizers = run.optimizing.wrapped
         self.is_plain = run.steps.is_plain
         self.keeps = not config.barebones or run.hooks.heard("on_train_batch_end")
