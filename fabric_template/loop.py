@@ -133,7 +133,7 @@ class FabricLoop(Parts, TrainerFace):
         plan = prepare(self, "fit", model, loaders, datamodule, resume=resume, load=load, optimizer=optimizer,
                       functions=functions, ckpt_path=ckpt_path, weights_only=weights_only)  # fmt: skip
         launch(self, run_fit, plan)
-        return self._run.history.frame()
+        return self._required("fit").history.frame()
 
     def validate(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, load: str | Path | None = None,

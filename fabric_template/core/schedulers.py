@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import Misuse
 from .hooks import overrides
 
 if TYPE_CHECKING:
+    from .optimizers import SchedulerConfig
     from .run import Run
 
 
@@ -28,7 +29,7 @@ def step_schedulers(run: Run, interval: str, plateau: bool) -> None:
             _step_one(run, config)
 
 
-def _step_one(run: Run, config: Any) -> None:
+def _step_one(run: Run, config: SchedulerConfig) -> None:
     """Step one scheduler, with its monitor's value when it wants one."""
     value = None
     if config.reduce_on_plateau:

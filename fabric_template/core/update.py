@@ -38,7 +38,7 @@ class AutomaticUpdate:
         self.run, self.hooks = run, run.hooks
         self._batch: tuple = ()
         self._batch_idx = 0
-        self._outputs: Any = {}
+        self._outputs: dict[str, Any] = {}
         self._called = False  # the closure, by a step that gets it
         self.set_up()
 

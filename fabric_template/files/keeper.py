@@ -317,7 +317,7 @@ class KeepsNothing:
         """Nothing was kept."""
 
 
-def prove(run: Run, path: Any) -> None:
+def prove(run: Run, path: str | Path) -> None:
     """A run's first file must be one that our own reader reads; what a later one holds that it does not is said.
 
     Raises:

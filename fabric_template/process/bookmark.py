@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.run import Run
 from ..exact.held import Held
@@ -13,6 +13,9 @@ from ..files.noticed import Noticed, tell_forgotten
 from ..trainer.averaging import go_on
 from .finished import end_again
 
+if TYPE_CHECKING:
+    from ..trainer.attributes import TrainerFace
+
 
 class Bookmark:
     """Where a run goes on, and what it must find there.
@@ -22,7 +25,7 @@ class Bookmark:
         loop: what callbacks get as their trainer.
     """
 
-    def __init__(self, run: Run, loop: Any) -> None:
+    def __init__(self, run: Run, loop: TrainerFace) -> None:
         self._run, self._loop = run, loop
         self.held = Held(run)
         self.noticed: Noticed | None = None  # once training has begun

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..core.hooks import is_a, overrides
 from ..core.run import Run
@@ -11,6 +11,9 @@ from ..trainer.averaging import go_on
 
 AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")  # give their weights to the module when training ends
 _LIGHTNINGS = ("lightning.pytorch.", "pytorch_lightning.")
+
+if TYPE_CHECKING:
+    from ..trainer.attributes import TrainerFace
 
 
 def tell_finished(run: Run) -> None:
@@ -28,7 +31,7 @@ def tell_finished(run: Run) -> None:
     print(f"resume: '{path}' is of a finished run ({place}), nothing is trained: {why}{again}", file=sys.stderr)
 
 
-def end_again(run: Run, trainer: Any) -> None:
+def end_again(run: Run, trainer: TrainerFace) -> None:
     """The weights as they were at the run's end: Lightning's averaging callbacks give the module theirs only then."""
     go_on(run, has_ended=True)
     for callback in run.hooks.callbacks:

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ class Outcome:
     rows: list[dict] = field(default_factory=list)
     at: Progress = field(default_factory=Progress)
     stop: tuple[bool, int | None] = (False, None)  # should_stop; the signal
-    resume_path: Any = None
+    resume_path: str | Path | None = None
     views: dict[str, dict] = field(default_factory=dict)
     weights: dict[str, Any] | None = None
     callbacks: list[Any] = field(default_factory=list)

@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 
 from ..core.errors import Misuse, MisuseOfType
 from ..core.optimizers import states_as_saved
+from ..core.run import Run
 from ..data.tensors import TensorLoader
 from ..files.storage import AtomicCheckpointIO
 from ..record.tables import number_of
@@ -32,7 +33,7 @@ class Parts:
 
     fabric: Fabric
     loggers: list[Any]
-    _run: Any  # the last one
+    _run: Run | None  # the last one
 
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.

@@ -13,6 +13,7 @@ from ..core.said import Said
 from ..core.stop import has_timer
 from ..core.trained import Trained
 from ..data.feed import Given
+from ..files.keeper import Keeper, KeepsNothing
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Plan:
     optimizer: Any = None  # in configure_optimizers' place
     home: Home = field(default_factory=Home)
     said: Said = field(default_factory=Said)
-    keeper: Any = None  # of the run that an evaluation follows,
+    keeper: Keeper | KeepsNothing | None = None  # of the run that an evaluation follows,
     last: Progress | None = None  # and how far that was
     again: Progress | None = None  # how much the same evaluation has counted before
 

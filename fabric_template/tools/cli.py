@@ -15,10 +15,13 @@ import tempfile
 import time
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.config import LoopConfig
 from .options import FABRIC_OPTIONS, PACKAGE, Options, UsageError, read_options
+
+if TYPE_CHECKING:
+    from ..loop import FabricLoop
 
 VERBS = {
     "fit": "train; without options: the digits, 10 epochs",
@@ -117,7 +120,7 @@ def _run(verb: str, argv: list[str]) -> None:
     {"fit": _fit}.get(verb, _evaluate)(verb, options, loop, parts["model"], parts.get("data"))
 
 
-def _fit(verb: str, options: Options, loop: Any, model: Any, data: Any) -> None:
+def _fit(verb: str, options: Options, loop: FabricLoop, model: Any, data: Any) -> None:
     start, typed = time.perf_counter(), {k: v for k, v in options.typed.items() if k not in ("resume", "load")}
     try:
         loop.fit(model, data, resume=options.settings.resume, load=options.settings.load)
@@ -139,9 +142,9 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
 
 
-def _print_summary(loop: Any, typed: dict[str, Any]) -> None:
+def _print_summary(loop: FabricLoop, typed: dict[str, Any]) -> None:
     """What came out, where it is, and what to type next."""
-    config, log_dir, rows = loop.config, getattr(loop.logger, "log_dir", None), loop._run.history.rows
+    config, log_dir, rows = loop.config, getattr(loop.logger, "log_dir", None), loop._required("fit").history.rows
     told: dict[str, str] = {}
     for row in rows:  # the latest of each, with its epoch where that is not the last one
         age = "" if row is rows[-1] else f" (epoch {row['epoch']})"
@@ -149,10 +152,11 @@ def _print_summary(loop: Any, typed: dict[str, Any]) -> None:
         told |= {name: f"{name} {row[name]:.4f}{age}" for name in names if isinstance(row[name], int | float)}
     if told:
         print(f"at the end  {', '.join(told.values())}")
-    scores = [(row[config.monitor], row["epoch"]) for row in rows if config.monitor in row]
+    monitor = config.monitor
+    scores = [(row[monitor], row["epoch"]) for row in rows if monitor is not None and monitor in row]
     if scores := [(score, epoch) for score, epoch in scores if not math.isnan(score)]:
         score, epoch = (min if config.mode == "min" else max)(scores, key=itemgetter(0))
-        print(f"best        {config.monitor} {score:.4f} in epoch {epoch}")
+        print(f"best        {monitor} {score:.4f} in epoch {epoch}")
     folder = Path(log_dir) if log_dir and Path(log_dir, "metrics.csv").is_file() else None
     if folder is not None:
         print(f"log         {_shown(folder / 'metrics.csv')}")
@@ -178,7 +182,7 @@ def _again(verb: str, words: dict[str, Any]) -> str:
     return f"{_program()} {verb} {shlex.join(token for word, part in given for token in (f'--{word}', part))}"
 
 
-def _evaluate(verb: str, options: Options, loop: Any, model: Any, data: Any) -> None:
+def _evaluate(verb: str, options: Options, loop: FabricLoop, model: Any, data: Any) -> None:
     load, is_first = options.settings.load, loop.fabric.is_global_zero
     if (out := getattr(options.settings, "out", None)) is not None and is_first:
         _try_out(Path(out))

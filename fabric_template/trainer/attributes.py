@@ -27,6 +27,8 @@ from .views import (
 )
 
 if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
     from ..core.config import Settings
     from ..core.run import Run
 
@@ -36,12 +38,10 @@ class TrainerFace:
 
     _run: Run | None
     _runs: dict[str, Run]  # the last one of each verb: what it has set up stays readable, as under Trainer
-    fabric: Any
+    fabric: Fabric
     config: Settings
     callbacks: list[Any]
     loggers: list[Any]
-    default_root_dir: str
-    own_profiler: Any
     _own_logger: bool  # whether the logger is the loop's own CSV
     _status: str  # Trainer's word
     _strategy_face: Any

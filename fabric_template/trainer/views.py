@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -301,7 +302,7 @@ class StrategyFace:
         """Reduce a tensor over all processes."""
         return self._loop.fabric.all_reduce(tensor, group=group, reduce_op=reduce_op)
 
-    def remove_checkpoint(self, filepath: Any) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint file, on rank zero."""
         if self._loop.fabric.is_global_zero:
             self._loop.fabric.strategy.checkpoint_io.remove_checkpoint(filepath)
