@@ -6,6 +6,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +84,8 @@ def _in_processes(fabric: Fabric, *rest: Any) -> Outcome:
         around.enter_context(_kept(*["MASTER_PORT"] * starts))
         folder = around.enter_context(desk()) if starts else ""
         try:
-            outcome = fabric.launch(_caught, folder, *rest)  # type: ignore[arg-type]
+            # with no arguments: Lightning would walk through them in spawned processes, into the plan's dataclasses, too
+            outcome = fabric.launch(partial(_caught, folder, rest))
         except ProcessException as error:
             if forward is not None and (number := forward.meaning(error)) is not None:
                 raise ending(number) from error
@@ -112,7 +114,7 @@ def _group_stands() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _caught(fabric: Fabric, folder: str, *rest: Any) -> Any:
+def _caught(folder: str, rest: tuple, fabric: Fabric) -> Any:
     """In the caller's process an error is handed back: Fabric's launch leaves DataLoader patched if it passes through."""
     try:
         return _in_process(fabric, folder, *rest)
