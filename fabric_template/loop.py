@@ -1,4 +1,4 @@
-"""FabricLoop: fit, validate, test, predict. The page to read first."""
+"""FabricLoop: fit, validate, test, predict. How it trains stands in core/train.py."""
 
 from __future__ import annotations
 
