@@ -37,7 +37,8 @@ class Sources:
         self._resumed: dict[str, Any] | None = None
         self._ahead: Any = None  # positions and random numbers as the batch was fetched that was looked at ahead
         self.note = self._note if records and trains else None
-        self._fetches_here = not any(source.workers for source in self.each)
+        # to fetch a batch draws random numbers here, if only as another pass over one of several loaders begins with it
+        self._draws_here = combined or not any(source.workers for source in self.each)
 
     def begin(self) -> dict[str, Any] | None:
         """A pass begins; returns what `resume` got, if it is the first one after that."""
@@ -116,7 +117,7 @@ class Sources:
         if self._before_ahead is not None:
             set_rng_state(self._before_ahead, self._generators_of(self._before_ahead))
             self._before_ahead, self._drawing = None, self.generators()
-        packed = pack_rng_state(self._drawing) if self._fetches_here else None
+        packed = pack_rng_state(self._drawing) if self._draws_here else None
         self._ahead = [source.position() for source in self.each], packed
 
 

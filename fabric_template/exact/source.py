@@ -108,8 +108,11 @@ class Source:
     # ---- saved and resumed
 
     def position(self) -> dict[str, Any]:
-        """Where the pass stands now."""
-        names = ("began", "first", "born", "is_born", "taken", "parts_began")
+        """Where the pass stands now; `state` makes a part of a checkpoint of it.
+
+        What notes its random numbers and indices belongs to it: the batch that is looked at ahead may begin another pass.
+        """
+        names = ("began", "first", "born", "is_born", "taken", "parts_began", "recorder", "noted", "indices")
         position = {name: getattr(self, name) for name in names}
         position |= {"num_workers": self.workers, "earlier": list(self.earlier)}
         return position | ({"loader": self.loader.state_dict()} if self.is_stateful else {})
@@ -119,13 +122,15 @@ class Source:
         if not self.records or (position is not None and position["taken"] is None):
             return None
         if position is not None:
-            workers, ahead = self._states_of_workers(position["taken"]), self._drawn_ahead(position["taken"])
+            position = dict(position)
+            taken, (recorder, noted, indices) = position["taken"], map(position.pop, ("recorder", "noted", "indices"))
+            workers, ahead = self._states_of_workers(recorder, noted, taken), _drawn_ahead(indices, taken)
             return {**position, "workers": workers, "ahead": ahead, "parts": self._states(self.parts)}
         state = {"loader": self.loader.state_dict()} if self.is_stateful else {}
         if self.parts:
             state["parts"] = self._states(self.parts)
         if self.keeps_workers and self.loader._iterator is not None:
-            state |= {"born": self.born, "workers": self._states_of_workers(self._sent())}
+            state |= {"born": self.born, "workers": self._states_of_workers(self.recorder, self.noted, self._sent())}
         return state or None
 
     def resume(self, state: dict[str, Any] | None) -> None:
@@ -317,22 +322,23 @@ class Source:
         """How many of the pass's first batches are this worker's: they take turns."""
         return (batches - worker + self.workers - 1) // self.workers
 
-    def _drawn_ahead(self, taken: int) -> list[Any] | None:
-        """The indices that workers were sent ahead of what is trained; a sampler may have drawn them as they were sent."""
-        if self.indices is None or self.indices.sent is None:
-            return None
-        drawn, ahead = list(self.indices.sent), self.indices.number - taken
-        is_known = 0 < ahead <= len(drawn) and all(isinstance(i, int) for indices in drawn for i in indices)
-        return drawn[-ahead:] if is_known else None
-
     @staticmethod
     def _states(parts: list[Any]) -> list[Any]:
         return [copy.deepcopy(part.state_dict()) for part in parts]
 
-    def _states_of_workers(self, batches: int) -> list[Any] | None:
-        if self.recorder is None:
+    def _states_of_workers(self, recorder: Recorder | None, noted: list[int], batches: int) -> list[Any] | None:
+        if recorder is None:
             return None
-        return self.recorder.read([noted + self._share(batches, w) for w, noted in enumerate(self.noted)])
+        return recorder.read([before + self._share(batches, worker) for worker, before in enumerate(noted)])
+
+
+def _drawn_ahead(indices: Indices | None, taken: int) -> list[Any] | None:
+    """The indices that workers were sent ahead of what is trained; a sampler may have drawn them as they were sent."""
+    if indices is None or indices.sent is None:
+        return None
+    drawn, ahead = list(indices.sent), indices.number - taken
+    is_known = 0 < ahead <= len(drawn) and all(isinstance(i, int) for some in drawn for i in some)
+    return drawn[-ahead:] if is_known else None
 
 
 def begun(loader: Any) -> Iterator:

@@ -443,6 +443,20 @@ class StatefulStream(Stream):
         self.at = state["at"]
 
 
+@pytest.mark.filterwarnings("ignore:.*DataLoader is asked again")
+def test_a_pass_begins_with_the_batch_that_is_looked_at_ahead(tmp_path):
+    """One loader has no length, so the other one, with workers, begins again before its last batch is trained.
+
+    A checkpoint in between is of the pass before: of its random numbers and its workers.
+    """
+
+    def make():
+        longer = DataLoader(Stream(20), batch_size=4)
+        return CombinedLoader([longer, loader_of(8, LIBRARIES, num_workers=2)], "max_size_cycle")
+
+    assert len(list(killed(tmp_path, make, (2, 4), lambda: Summed(one_cycle), max_epochs=1))) == 2
+
+
 class OwnState:
     """A loader of one's own that knows where it is."""
 
