@@ -23,8 +23,9 @@ NAMED = [  # (file, what is to be read there)
     for file in re.findall(r"[\w/]+\.py", part)
     for name in re.findall(r"`([A-Z]?\w+(?:\.\w+)?)`", part.split(":", 1)[1])
 ]
-# where there is nothing to do on this device, or nobody listens, a stop is settled at set-up
+# where there is nothing to do on this device, or nobody listens, a stop is settled at set-up, or is a look at an attribute
 NOT_CALLED = {"data/transfer.py", "core/steps.py"}
+NOT_CALLED |= {"core/schedulers.py", "record/bar.py", "process/signals.py", "files/keeper.py"}
 
 
 def definitions(path):
@@ -90,4 +91,4 @@ def test_a_batch_goes_through_these_files(capsys):
     assert files - named - {"core/train.py"} == set(), "tell of them"
     assert named - files == NOT_CALLED, "they are not on the way"
     lines = sum(max(line for *_, line in code.co_lines() if line) - code.co_firstlineno + 1 for code in called)
-    assert 300 < lines < 500
+    assert 300 < lines < 500, lines
