@@ -50,14 +50,8 @@ class Stop:
     """
 
     def __init__(self, config: Settings, at: Progress, hooks: Hooks, signals: Heard, said: Said, speaks: bool) -> None:
-        self._config, self._at, self._hooks, self.signals, self._said, self._speaks = (
-            config,
-            at,
-            hooks,
-            signals,
-            said,
-            speaks,
-        )
+        self._config, self._at, self._hooks = config, at, hooks
+        self.signals, self._said, self._speaks = signals, said, speaks
         self.max_epochs, self._max_steps = config.max_epochs, config.max_steps
         self.listens = False  # whether anything may come from outside that `heard` has to look for
         self.should_stop = False
@@ -70,11 +64,10 @@ class Stop:
 
     def limits(self) -> tuple[int, int]:
         """(max_epochs, max_steps), -1 for no limit."""
-        epochs, steps = self.max_epochs, self._config.max_steps
+        epochs = self.max_epochs
         if epochs is None:
-            endless = steps != -1 or self._config.max_time is not None or self.has_timer
-            epochs = -1 if endless else 1000
-        return epochs, steps
+            epochs = -1 if is_endless(self._config, self._hooks.callbacks) else 1000
+        return epochs, self._max_steps
 
     @property
     def has_timer(self) -> bool:
@@ -104,6 +97,7 @@ class Stop:
         """Whether training ends behind the batch at hand: max_steps is reached, or ``should_stop`` is set and may be heeded."""
         if self.should_stop and self.may_stop:
             return True
+        # `steps_done`, without its call: this is asked behind each batch
         return self._max_steps != -1 and self._at.global_step >= self._max_steps
 
     @property
@@ -211,6 +205,11 @@ class Stop:
         self.elapsed = state.get("elapsed", 0.0)
         if state.get("should_stop") and (is_auto or not self.may_stop):
             self.should_stop = True
+
+
+def is_endless(config: Settings, callbacks: list[Any]) -> bool:
+    """Whether something else than max_epochs ends a run: then there is no limit of epochs, where none was given."""
+    return config.max_steps != -1 or config.max_time is not None or has_timer(callbacks)
 
 
 def has_timer(callbacks: list[Any]) -> bool:

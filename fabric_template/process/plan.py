@@ -10,7 +10,6 @@ from ..core.origin import Origin
 from ..core.progress import Progress
 from ..core.run import Home
 from ..core.said import Said
-from ..core.stop import has_timer
 from ..core.trained import Trained
 from ..data.feed import Given
 from ..files.keeper import Keeper, KeepsNothing
@@ -32,8 +31,3 @@ class Plan:
     keeper: Keeper | KeepsNothing | None = None  # of the run that an evaluation follows,
     last: Progress | None = None  # and how far that was
     again: Progress | None = None  # how much the same evaluation has counted before
-
-    @property
-    def endless(self) -> bool:
-        """Whether something else than max_epochs ends it."""
-        return self.config.max_steps != -1 or self.config.max_time is not None or has_timer(self.callbacks)

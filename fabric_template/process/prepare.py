@@ -17,6 +17,7 @@ from ..core.optimizers import parse_optimizers
 from ..core.origin import Origin
 from ..core.passes import INFINITE, length_of
 from ..core.steps import FunctionSteps, net_of, takes_batch_idx
+from ..core.stop import is_endless
 from ..core.trained import Trained
 from ..data.feed import Given, loader_argument
 from ..data.loaders import check_iterable, loaders_in, no_fraction
@@ -97,7 +98,7 @@ def prepare(
         if plan.config.enable_checkpointing or loop.checkpoint_callbacks:
             for part in (plan.trained.owner, plan.trained.datamodule):
                 hyperparameters_of(part, plan.config.trusted, plan.said)
-        if plan.config.max_epochs is None and not plan.endless:
+        if plan.config.max_epochs is None and not is_endless(plan.config, plan.callbacks):
             plan.said.warn(
                 "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set `max_epochs=-1`.",
                 PossibleUserWarning,

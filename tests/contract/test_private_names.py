@@ -53,10 +53,6 @@ NEEDED = [  # name, who has it, and what we need it for
     )],
     ("_trainer", pl.LightningModule, "attach.py", "to give back, after an error, the trainer that a module had"),
     ("_current_fx_name", pl.LightningModule, "attach.py", "a module's own log, which ends in Lightning's"),
-    *[(name, DDPStrategy, "strategies.py", "to make Fabric's strategy of Trainer's") for name in (
-        "_accelerator", "_precision_plugin", "_checkpoint_io", "_ddp_comm_hook", "_model_averaging_period", "_timeout",
-        "_start_method", "_ddp_kwargs",
-    )],
     ("_trainer", pl.LightningModule, "shown.py", "a plain module as Lightning's callbacks expect it: its trainer"),
     ("_automatic_optimization", pl.LightningModule, "shown.py", "the same: who steps"),
     ("_example_input_array", pl.LightningModule, "shown.py", "the same: what a summary is made with"),
