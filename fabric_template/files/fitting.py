@@ -81,7 +81,7 @@ def put_into_optimizer(optimizer: Any, state: Mapping[str, Any], path: str | Pat
             return
         groups = tuple(
             {
-                f"{key}?": number_or_none if value is None else like(value)
+                f"{key}?": number_or_none if value is None else number if scalar.test(value) else like(value)
                 for key, value in group.items()
                 if key != "params"
             }

@@ -72,7 +72,7 @@ ASIDE = (
     ".lock",
     ".before",  # rows of a run that was killed before it saved
 )
-LEFT = "checkpoints/run/last.ckpt"  # with save_last=False only a run that was ended writes it, and it stays
+LEFT = "checkpoints/run/last.ckpt"  # with save_last=False what a run that was ended has written of its last steps stays
 EXCLUDED = [  # (why, which)
     (
         "a loader that brings its own state brings none of its workers' random numbers",
@@ -422,6 +422,11 @@ def end_of(root):
     return _plain(found, str(root))
 
 
+def batches_in(checkpoint):
+    """How many batches are behind a checkpoint; -1 where there is none."""
+    return checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"] if checkpoint else -1
+
+
 def _content(path):
     if path.suffix == ".ckpt":
         return read_checkpoint(path)
@@ -530,8 +535,8 @@ def one(words, home, figures):
         return [f"the resumed run ended with {codes}: {_last_words(log)}"]
     try:
         whole, found = end_of(home / "whole"), end_of(home / "run")
-        if words["loop"].get("save_last") is False and LEFT not in whole:  # where a signal has said that it goes on
-            found.pop(LEFT, None)
+        if words["loop"].get("save_last") is False and batches_in(found.get(LEFT)) > batches_in(whole.get(LEFT)):
+            whole[LEFT] = found[LEFT]
         return list(differences(whole, found))
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]

@@ -90,6 +90,22 @@ def test_an_optimizer_takes_its_own_state_and_no_other(name):
                 put_into_optimizer(optimizer_of(name), altered, "a.ckpt")
 
 
+@pytest.mark.parametrize("rates", [(torch.tensor(0.1), 0.2), (0.1, torch.tensor(0.2))])
+def test_a_rate_is_a_number_or_a_tensor_of_one(rates):
+    """StochasticWeightAveraging puts a number where a rate in a tensor had been noted, and the file holds that."""
+    made, noted = rates
+    optimizer, other = (torch.optim.Adam(net().parameters(), lr=made, foreach=False) for _ in range(2))
+    for one in (optimizer, other):
+        one.param_groups[0]["initial_lr"] = made
+    optimizer.param_groups[0]["initial_lr"] = noted
+    put_into_optimizer(other, plain(optimizer.state_dict()), "a.ckpt")
+    assert other.param_groups[0]["initial_lr"] == noted
+    for wrong in ("x", None, torch.zeros(2)):
+        optimizer.param_groups[0]["initial_lr"] = wrong
+        with pytest.raises(CheckpointError, match=r"initial_lr is .*, expected a number, or a tensor of one"):
+            put_into_optimizer(other, plain(optimizer.state_dict()), "a.ckpt")
+
+
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_takes_its_own_state_and_no_method(name):
     def make():
