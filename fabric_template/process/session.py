@@ -32,7 +32,7 @@ from ..trainer import profiling
 from ..trainer.attach import attach, attach_log, keep_if_well
 from ..trainer.callbacks import add_callbacks_of
 from .build import choose_update
-from .choose import load_file
+from .choose import folders_of_callbacks, load_file
 from .finished import tell_finished
 from .signals import ending, requeue, starts_processes
 
@@ -57,7 +57,7 @@ class Session:
         with found:
             folders = _written(run)
             found.enter_context(one_writer(folders))
-            _clear(folders)
+            _clear(folders, folders_of_callbacks(loop) if folders else [])
             found.callback(torch.set_grad_enabled, torch.is_grad_enabled())
             _set_switches(run, found)
             found.callback(_rest, run)
@@ -322,12 +322,13 @@ def _written(run: Run) -> list[str | Path | None]:
     return [*(logger.log_dir for logger in loggers), run.home.folder]
 
 
-def _clear(folders: list[str | Path | None]) -> None:
+def _clear(folders: list[str | Path | None], of_callbacks: list[Path]) -> None:
     """Remove what killed runs of this name have left unfinished, in any version."""
     for home in {Path(folder).parent for folder in folders if folder}:
         with suppress(OSError):  # tidying fails no run
-            for version in os.listdir(home):
-                clear_stale(home / version)
+            of_callbacks += [home / version for version in os.listdir(home)]
+    for folder in of_callbacks:
+        clear_stale(folder)
 
 
 def _set_switches(run: Run, found: ExitStack) -> None:

@@ -316,6 +316,7 @@ def _child(root, words, log, end, counts, rank, port):
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.setpgid(0, 0)  # its workers are found by that
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background, also by runs
         POINTS.__init__()
         POINTS.end = end
         if port is not None:

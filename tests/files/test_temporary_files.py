@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Classifier
 from runs import assert_same_end, fit, logs_of, tree
 
@@ -163,6 +164,25 @@ def test_the_next_run_of_a_name_clears_what_no_living_one_holds(tmp_path):
         os.close(fd)
     fit(tmp_path, max_epochs=1)
     assert [path for path in living if path.exists()] == [path for path in living if "other" in path.parts]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize(
+    ("place", "mine", "logger"),
+    [("logs/run/version_0/checkpoints", None, True), ("checkpoints", None, False), ("mine", "mine", True)],
+)
+def test_what_a_modelcheckpoint_left_goes_too(tmp_path, place, mine, logger):
+    """Killed in the run's last save; the next run only sees that there is nothing more to train."""
+
+    def again():
+        callback = ModelCheckpoint(mine and tmp_path / mine, save_last=True)
+        fit(tmp_path, max_epochs=1, callbacks=[callback], logger=logger, resume="auto")
+
+    again()
+    (left := tmp_path / place / LEFT).write_bytes(b"half")
+    again()
+    assert not left.exists()
+    assert (tmp_path / place / "last.ckpt").exists()
 
 
 def test_pipes_and_links_are_no_stale_files(tmp_path):
