@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,53 +49,58 @@ class AutomaticUpdate:
         config, owner, fabric = run.config, run.trained.owner, run.fabric
         self.fabric, self.owner = fabric, owner
         step, strategy = run.steps.get("training_step"), type(fabric.strategy).__name__
-        self.step = named("training_step", run.hooks.timed(step, f"[Strategy]{strategy}.training_step"))
+        self.step = named("training_step", self.hooks.timed(step, f"[Strategy]{strategy}.training_step"))
         self.takes_idx = run.trained.takes_idx("training_step")
         # none: manual, with one of its own
         self.optimizer: Any = run.optimizing.optimizers[0] if run.optimizing.optimizers else NoOptimizer()
-        self.clip_val, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
         self.scaler: Any = getattr(fabric.strategy.precision, "scaler", None)
         own = {name: named(name, method) for name in OWN if (method := overrides(owner, name)) is not None}
         self.own_step, self.own_zero = own.get("optimizer_step"), own.get("optimizer_zero_grad")
         self.own_backward, self.own_clip = own.get("backward"), own.get("configure_gradient_clipping")
-        if self.own_clip is not None:
-            self.own_clip = run.hooks.timed(self.own_clip, f"[LightningModule]{type(owner).__name__}.{OWN[-1]}")
         self.wrapped_optimizers = run.optimizing.wrapped
         self.is_plain = run.steps.is_plain
-        self.keeps = not config.barebones or run.hooks.heard("on_train_batch_end")
+        self.keeps = not config.barebones or self.hooks.heard("on_train_batch_end")
         backward = Tensor.backward if self.is_plain else fabric.backward
-        self._backward = run.hooks.timed(backward, f"[Strategy]{strategy}.backward")
-        self.heard = any(run.hooks.heard(name) for name in UPDATE_HOOKS)
+        self._backward = self.hooks.timed(backward, f"[Strategy]{strategy}.backward")
+        self.heard = any(self.hooks.heard(name) for name in UPDATE_HOOKS)
+        self.before_step = tuple(self.preparations())
         self.lenient = run.trained.is_lightning
-        # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
-        self.needs_closure = not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(
-            self.optimizer, LBFGS
-        )
-        self.needs_value = self.needs_closure or self.scaler is not None or self.own_step is not None
         if self.scaler is not None and isinstance(self.optimizer, LBFGS):
             raise MisuseOfType(
                 "AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'"
             )
-
-        if run.hooks.profiler is not None:
-            self._be_timed()
-        self.train = run.hooks.timed(self, "run_training_batch")
+        # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
+        is_torchs = type(self.optimizer).__module__.startswith("torch.optim.") and not isinstance(self.optimizer, LBFGS)
+        self.needs_closure = not is_torchs or self.scaler is not None or self.own_step is not None
+        name, way = (
+            f"[LightningModule]{type(owner).__name__}",
+            self.closed_step if self.needs_closure else self.plain_step,
+        )
+        self.optimizer_step = self.hooks.timed(way, f"{name}.optimizer_step")
+        if self.hooks.profiler is not None:  # which sees these parts by Trainer's names
+            zero_grad = self.own_zero or (lambda epoch, batch_idx, optimizer: optimizer.zero_grad())
+            self.own_zero = self.hooks.timed(zero_grad, f"{name}.optimizer_zero_grad")
+        self.train = self.hooks.timed(self, "run_training_batch")
         if run.trained.hands_iterator:
             self.train = run.data.handing_over(self.train)
 
-    def _be_timed(self) -> None:
-        """Let the profiler see the optimizer's part by Trainer's names."""
-        name = f"[LightningModule]{type(self.owner).__name__}"
-        vars(self)["_optimizer_step"] = self.hooks.timed(self._optimizer_step, f"{name}.optimizer_step")
-        zero_grad = self.own_zero or (lambda epoch, batch_idx, optimizer: optimizer.zero_grad())
-        self.own_zero = self.hooks.timed(zero_grad, f"{name}.optimizer_zero_grad")
+    def preparations(self) -> Iterator[Callable[[Optimizer], Any]]:
+        """What is done with the gradients before the optimizer steps, in this order: the hook, clipping."""
+        if self.heard:
+            yield partial(self.hooks.call, "on_before_optimizer_step")
+        value, algorithm = self.run.config.gradient_clip_val, self.run.config.gradient_clip_algorithm
+        if self.own_clip is not None:
+            own = self.hooks.timed(self.own_clip, f"[LightningModule]{type(self.owner).__name__}.{OWN[-1]}")
+            yield partial(own, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+        elif value:
+            yield partial(clip_gradients, self.fabric.strategy.precision, value=value, algorithm=algorithm)
 
     def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
         """Train on one batch; returns what ``on_train_batch_end`` gets as outputs."""
         self._batch = (batch, batch_idx) if self.takes_idx else (batch,)
         self._batch_idx = batch_idx
         if last_of_window:
-            self._optimizer_step(batch_idx)
+            self.optimizer_step()
             self.run.at.stepped()
         elif self.run.steps.wrapped is None:
             self.closure()
@@ -126,7 +132,7 @@ class AutomaticUpdate:
         if loss is None:
             return None
         self.backward(loss)
-        return loss.detach() if self.needs_value else None
+        return loss.detach() if self.needs_closure else None
 
     @property
     def skips_backward(self) -> bool:
@@ -207,44 +213,34 @@ class AutomaticUpdate:
             )
         self.run.said.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
 
-    def _optimizer_step(self, batch_idx: int) -> None:
-        if self.own_step is None and self.scaler is None:
-            self.fabric_step()
-        elif self.own_step is None:
-            self.scaled_step(self.optimizer, self.closure)
+    def plain_step(self) -> None:
+        """The ordinary case: an optimizer that needs no closure."""
+        self.closure()
+        for prepare in self.before_step:
+            prepare(self.optimizer)
+        if self.is_plain:
+            self.optimizer.step()
         else:
-            self._called = False
-            closure = torch.enable_grad()(self._noted_closure)
-            optimizer = self.wrapped_optimizers[0]
-            self.own_step(self.run.at.current_epoch, batch_idx, optimizer, closure)
-            self._check_called()
+            self.fabric.strategy.optimizer_step(self.optimizer)
 
-    def _noted_closure(self) -> Tensor | None:
-        self._called = True
-        return self.closure()
-
-    def _check_called(self) -> None:
-        """Nothing was trained on where a step does not call its closure."""
-        if not self._called:
+    def closed_step(self) -> None:
+        """The optimizer, or the module's own ``optimizer_step``, calls the closure."""
+        self._called = False
+        closure = torch.enable_grad()(self._noted_closure)
+        if self.own_step is None:
+            self.step_with(self.optimizer, closure)
+        else:
+            self.own_step(self.run.at.current_epoch, self._batch_idx, self.wrapped_optimizers[0], closure)
+        if not self._called:  # nothing was trained on
             raise Misuse(
                 "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your `optimizer_step` hook? It"
                 " could also happen because the `optimizer.step(optimizer_closure)` call did not execute it internally: write"
                 " optimizer.step(closure=optimizer_closure), and loss = closure() in an optimizer of your own"
             )
 
-    def fabric_step(self) -> None:
-        """The ordinary case: the strategy steps the optimizer."""
-        if self.needs_closure:
-            self._called = False
-            self.fabric.strategy.optimizer_step(self.optimizer, closure=self._closure_and_clip)
-            self._check_called()
-        else:
-            self.closure()
-            self.before_step(self.optimizer)
-            if self.is_plain:
-                self.optimizer.step()
-            else:
-                self.fabric.strategy.optimizer_step(self.optimizer)
+    def _noted_closure(self) -> Tensor | None:
+        self._called = True
+        return self.closure()
 
     def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
         """What ``optimizer.step(closure)`` does when a module calls it from its own ``optimizer_step``."""
@@ -254,7 +250,8 @@ class AutomaticUpdate:
 
         def closure_and_clip() -> Any:
             result = closure()
-            self.before_step(optimizer)
+            for prepare in self.before_step:
+                prepare(optimizer)
             return result
 
         return self.fabric.strategy.optimizer_step(optimizer, closure=closure_and_clip, **arguments)
@@ -266,18 +263,13 @@ class AutomaticUpdate:
         handles_unscaling = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's fused optimizers
         if not skipped and not handles_unscaling:
             self.scaler.unscale_(optimizer)
-        self.before_step(optimizer)
+        for prepare in self.before_step:
+            prepare(optimizer)
         if skipped:
             return result
         output = self.scaler.step(optimizer, **arguments)  # skips the step where gradients are not finite
         self.scaler.update()
         return output
-
-    @torch.enable_grad()
-    def _closure_and_clip(self) -> Tensor | None:
-        result = self._noted_closure()
-        self.before_step(self.optimizer)
-        return result
 
     def waiting(self) -> list[Optimizer]:
         """The optimizers whose gradients wait for another batch, where a checkpoint is saved: in the middle of a window.
@@ -302,16 +294,6 @@ class AutomaticUpdate:
             for callback in self.hooks.callbacks
             if is_a(callback, "StochasticWeightAveraging")
         )
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """``on_before_optimizer_step``, then clipping."""
-        if self.heard:
-            self.hooks.call("on_before_optimizer_step", optimizer)
-        if self.own_clip is not None:
-            words = {"gradient_clip_val": self.clip_val, "gradient_clip_algorithm": self.clip_algorithm}
-            self.own_clip(optimizer, **words)
-        elif self.clip_val:
-            clip_gradients(self.fabric.strategy.precision, optimizer, self.clip_val, self.clip_algorithm)
 
 
 def clip_gradients(precision: Precision, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -67,9 +68,9 @@ class ManualUpdate(AutomaticUpdate):
         """Those whose parameters may have gradients that a later batch steps with."""
         return [optimizer for optimizer in self.run.optimizing.optimizers if id(optimizer) not in self._used]
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def preparations(self) -> Iterator[Callable[[Optimizer], Any]]:
         """Only the hook: in manual optimization the module clips."""
-        self.hooks.call("on_before_optimizer_step", optimizer)
+        yield partial(self.hooks.call, "on_before_optimizer_step")
 
 
 class LoopOptimizer:

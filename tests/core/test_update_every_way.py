@@ -46,15 +46,23 @@ WAYS = {
 def test_whatever_stands_there_runs(monkeypatch, way):
     make, words = WAYS[way]
     seen = {"before_step": 0, "backward": 0}
+
+    def noted(name):
+        seen[name] += 1
+
     for kind in (AutomaticUpdate, ManualUpdate):
-        for name in seen.keys() & vars(kind).keys():
-            original = vars(kind)[name]
 
-            def added(self, *args, name=name, original=original, kind=kind, **words):
-                seen[name] += kind is type(self)
-                return original(self, *args, **words)
+        def prepared(self, original=kind.preparations):
+            yield from original(self)
+            yield lambda optimizer: noted("before_step")
 
-            monkeypatch.setattr(kind, name, added)
+        def backward(self, *args, original=kind.backward, kind=kind, **words):
+            if kind is type(self):
+                noted("backward")
+            return original(self, *args, **words)
+
+        monkeypatch.setattr(kind, "preparations", prepared)
+        monkeypatch.setattr(kind, "backward", backward)
     loop, _ = run_loop(make, lambda: make_loader(20), max_epochs=2, **words)
     assert loop.global_step > 0
     assert seen == {"before_step": loop.global_step, "backward": 10 if way != "manual" else loop.global_step}
