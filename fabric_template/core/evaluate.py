@@ -1,13 +1,14 @@
-"""Evaluate: a pass of validation or test with its hooks and metrics; predictions; the table of results."""
+"""Evaluate: one pass of validation, test or prediction with its hooks, and what each collects; the table of results."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from .history import name_outputs
@@ -21,247 +22,262 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    run: Run, loaders: Any, stage: str, *, most: int | float = INFINITE, inference: bool = False
-) -> list[dict]:
-    """Run ``validation_step`` or ``test_step`` over the loaders.
+    run: Run, loaders: Any, stage: str, *, most: int | float = INFINITE, inference: bool = False, keep: bool = True
+) -> Any:
+    """Run ``validation_step``, ``test_step`` or ``predict_step`` over the loaders.
 
     The module is handed back in the modes in which it came, also after an error.
 
     Args:
-        run: whose module, hooks and metrics these are.
+        run: whose module, hooks and metrics these are; without ``predict_step`` it is called with the batch.
         loaders: one after another.
-        stage: "validate", "sanity_check" (nothing is kept) or "test".
+        stage: "validate", "sanity_check", "test" or "predict".
         most: batches of each loader at most.
         inference: under torch.inference_mode; False: torch.no_grad.
+        keep: what is measured or predicted; False: nothing is.
 
     Returns:
-        What was logged, a dict for each loader.
+        What was logged, a dict for each loader. Of "predict" what was returned, by batch, on the CPU, for several loaders
+        a list of such lists; None when not kept.
     """
+    kind = KINDS[stage]
     if sum(min(limit, most) for limit in loaders.limits) == 0:
-        return []
-    word = "test" if stage == "test" else "validation"
-    hooks, metrics, sanity = run.hooks, run.metrics, stage == "sanity_check"
-    step_name = f"{word}_step"
-    timed = hooks.timed(run.steps.get(step_name), f"[Strategy]{type(run.fabric.strategy).__name__}.{step_name}")
-    step = hooks.named(step_name, timed)
-    method, transfer = getattr(run.trained.owner, step_name), run.data.transfer
-    hands, given = takes_iterator(method), _given(method)
+        return None if stage == "predict" else []
+    step = getattr(run.trained.owner, kind.step, None)
     several = len(loaders.loaders) > 1 and loaders.combined is None
-    check_dataloader_idx(run, word, step_name, several)
-    batch_start, batch_end = f"on_{word}_batch_start", f"on_{word}_batch_end"
-    results: list[dict[str, Any]] = []
-    before_stage = run.at.begin_evaluation(stage)
-    metrics.start(metrics.val)
-
-    def store() -> None:
-        metrics.batches_end()
-        results.append({} if sanity else dict(metrics.merge()))
-
+    if step is not None:
+        check_dataloader_idx(run, kind, several)
+    stage_before = run.at.begin_evaluation(stage)
+    collection = kind.collection(run, kind.prefix, len(loaders.loaders), several, keep)
     with torch.inference_mode() if inference else torch.no_grad():
-        batches = _timed(run, loaders.start_evaluation(most), "_EvaluationLoop", "test" if stage == "test" else "val")
-        handed = Handed(batches, metrics.batch_taken) if hands else None
+        turns = loaders.start_evaluation(most)
+        turns = timed_batches(run.hooks.profiler, turns, f"[{kind.loop}].{kind.prefix}_next", itemgetter(3))
         run.steps.modes = modes = Modes(run.trained.net)
         try:
-            _switch(run, f"on_{word}_model_eval")
-            hooks.call(f"on_{word}_start")
-            hooks.call(f"on_{word}_epoch_start")
-            current, keeps = 0, True
-            for batch, batch_idx, index, _ in batches if handed is None else handed.turns():
-                if index != current:
-                    store()
-                    current, keeps = index, True
-                run.at.evaluate_batch()
-                if transfer is not None and handed is None:
-                    batch = transfer(batch, index)
-                place: tuple[int, ...] = (batch_idx, index) if several else (batch_idx,)
-                metrics.batch_starts(batch, index if several else None)
-                hooks.call(batch_start, batch, *place)
-                if handed is None:
-                    output = step(batch, *place[given])
-                elif (output := _take(step, handed)) is _NO_MORE:
-                    break
-                else:
-                    batch, batch_idx, index = handed.latest
-                    place = (batch_idx, index) if several else (batch_idx,)
-                if keeps:
-                    keeps = _keep(run, output, "test" if stage == "test" else "val", *place)
-                hooks.call(batch_end, output, batch, *place)
-                metrics.batch_ends()
-                if not sanity:
-                    run.log.evaluated(index)
-                run.bar.advance(batch_idx + 1)
-            store()
-            metrics.val.dataloader_idx = None
-            returned = {} if sanity else run.history.end_validation(run.log.all_reduce)
-            if not run.trained.is_lightning:  # a plain module's returned values are its metrics
-                metrics.callback.update({name: torch.tensor(value) for name, value in returned.items()})
-            hooks.call(f"on_{word}_epoch_end")
-            at_end = {} if sanity else metrics.merge()
-            everything = {name: value for result in reversed(results) for name, value in result.items()} | at_end
-            for result in results:
-                result.update(at_end)
-            if not sanity:
-                run.log.validation(everything if run.trained.is_lightning else {**returned, **everything}, returned)
-            hooks.call(f"on_{word}_end")
-            metrics.epoch_ends()
-            if overrides(run.trained.owner, f"on_{word}_model_train"):
-                hooks.call(f"on_{word}_model_train")
-            else:
-                hooks.call_callbacks(f"on_{word}_model_train")
-                modes.restore()
+            _switch(run, f"on_{kind.word}_model_eval", run.trained.net.eval)
+            run.hooks.call(f"on_{kind.word}_start")
+            run.hooks.call(f"on_{kind.word}_epoch_start")
+            _take_turns(run, kind, turns, collection, several)
+            collection.end_pass()
+            run.hooks.call(f"on_{kind.word}_epoch_end")
+            collection.end_epoch()
+            run.hooks.call(f"on_{kind.word}_end")
+            run.metrics.epoch_ends()
+            _switch(run, f"on_{kind.word}_model_train", modes.restore)
         except BaseException:
             modes.restore()
             raise
         finally:
-            hooks.enter(None)
-            run.at.enter(before_stage)
+            run.hooks.enter(None)
+            run.at.enter(stage_before)
             run.steps.modes = None
-    if returned and not (run.trained.is_lightning and any(results)):
-        ends = [f"/dataloader_idx_{index}" if several else "" for index in range(len(results))]
-        results = [
-            {name: value for name, value in returned.items() if name.endswith(end)} | result
-            for end, result in zip(ends, results, strict=True)
-        ]
-    return [
-        {name: value.item() if isinstance(value, Tensor) else value for name, value in result.items()}
-        for result in results
-    ]
+    return collection.results()
 
 
-def _keep(run: Run, output: Any, prefix: str, batch_idx: int, loader: int | None = None) -> bool:
-    """Keep what a step returned beside what it logs, of a LightningModule that logs the loss only; whether to go on so.
-
-    Of several loaders it stands under Trainer's names. Who logs all that it returns pays for that once in a pass.
-    """
-    end = "" if loader is None else f"/dataloader_idx_{loader}"
-    values = {f"{name}{end}": value for name, value in name_outputs(output, prefix).items()}
-    if run.metrics.active:
-        logged = {f"{name}{end}" for _, name, index in run.metrics.active if index == loader}
-        allowed = {f"{prefix}_loss{end}"} if run.trained.is_lightning else values.keys()
-        values = {name: values[name] for name in values if name in allowed and name not in logged}
-        if not values:
-            return False
-    if values:
-        run.history.val.add(values, run.log.size_of_batch(), batch_idx)
-    return True
-
-
-def predict(run: Run, loaders: Any, keep: bool, inference: bool) -> list[Any] | None:
-    """Run ``predict_step`` over the loaders; a module without one is called with the batch.
-
-    Returns:
-        The predictions by batch, on the CPU; a list of such lists for several loaders; None when not kept.
-    """
-    if sum(loaders.limits) == 0:
-        return None
-    hooks, transfer, several = run.hooks, run.data.transfer, len(loaders.loaders) > 1
-    has_step = callable(getattr(run.trained.owner, "predict_step", None))
-    step = hooks.timed(
-        run.steps.get("predict_step" if has_step else "forward"),
-        f"[Strategy]{type(run.fabric.strategy).__name__}.predict_step",
+def _take_turns(run: Run, kind: Kind, turns: Iterator[Turn], collection: Any, several: bool) -> None:
+    """Every batch with its hooks."""
+    hooks, at, bar, transfer = run.hooks, run.at, run.bar, run.data.transfer
+    method = getattr(run.trained.owner, kind.step, None)
+    timed = hooks.timed(
+        run.steps.get("forward" if method is None else kind.step),
+        f"[Strategy]{type(run.fabric.strategy).__name__}.{kind.step}",
     )
-    given = _given(run.trained.owner.predict_step) if has_step else slice(0)
-    if has_step:
-        check_dataloader_idx(run, "predict", "predict_step", several)
-    writers = [callback.interval for callback in run.hooks.callbacks if is_a(callback, "BasePredictionWriter")]
-    keeps = keep or any(interval.on_epoch for interval in writers)
-    kept: list[list[Any]] = [[] for _ in loaders.loaders]
-    run.predicted.made, run.predicted.indices = kept, [[] for _ in loaders.loaders]
-    run.at.begin_evaluation("predict")
-    with torch.inference_mode() if inference else torch.no_grad():
-        batches = _timed(run, loaders.start_evaluation(), "_PredictionLoop", "predict")
-        handed = Handed(batches) if has_step and takes_iterator(run.trained.owner.predict_step) else None
-        modes = Modes(run.trained.net)
-        try:
-            _switch(run, "on_predict_model_eval")
-            hooks.call("on_predict_start")
-            hooks.call("on_predict_epoch_start")
-            for batch, batch_idx, index, _ in batches if handed is None else handed.turns():
-                run.at.evaluate_batch()
-                if handed is None:
-                    batch = batch if transfer is None else transfer(batch, index)
-                    if writers:
-                        run.predicted.indices[index].append(_indices_of(run, loaders.loaders[index], batch_idx))
-                place: tuple[int, ...] = (batch_idx, index) if several else (batch_idx,)
-                hooks.call("on_predict_batch_start", batch, *place)
-                if handed is None:
-                    output = step(batch, *place[given])
-                elif (output := _take(step, handed)) is _NO_MORE:
-                    break
-                else:
-                    batch, batch_idx, index = handed.latest
-                    place = (batch_idx, index) if several else (batch_idx,)
-                hooks.call("on_predict_batch_end", output, batch, *place)
-                if output is None:
-                    run.said.warn("predict returned None if it was on purpose, ignore this warning...")
-                if keeps:
-                    kept[index].append(to_cpu(output))
-                run.bar.advance(batch_idx + 1)
-            hooks.call("on_predict_epoch_end")
-            hooks.call("on_predict_end")
-            hooks.call_callbacks("on_predict_model_train")
-        finally:
-            modes.restore()
-    if not keep:
-        return None
-    return kept if several else kept[0]
+    step = hooks.named(kind.step, timed)
+    batch_starts, batch_ends = hooks.caller(f"on_{kind.word}_batch_start"), hooks.caller(f"on_{kind.word}_batch_end")
+    handed, given = None, slice(0)  # which of (batch_idx, dataloader_idx) the step takes beside the batch
+    if method is not None:
+        handed = Handed(turns, collection.batch_taken) if takes_iterator(method) else None
+        given = slice(0 if takes_batch_idx(method) else 1, 2 if takes(method, "dataloader_idx") else 1)
+    current = 0
+    for batch, batch_idx, index, _ in turns if handed is None else handed.turns():
+        if index != current:
+            collection.end_loader()
+            current = index
+        at.evaluate_batch()
+        if transfer is not None and handed is None:
+            batch = transfer(batch, index)
+        place: tuple[int, ...] = (batch_idx, index) if several else (batch_idx,)
+        collection.batch_starts(batch, index if several else None)
+        if batch_starts is not None:
+            batch_starts(batch, *place)
+        if handed is None:
+            output = step(batch, *place[given])
+        else:
+            try:
+                output = step(handed)
+            except StopIteration:  # it asked for more than there are
+                break
+            batch, batch_idx, index = handed.latest
+            place = (batch_idx, index) if several else (batch_idx,)
+        if collection.looks:
+            collection.look(output, *place)
+        if batch_ends is not None:
+            batch_ends(output, batch, *place)
+        collection.end_batch(output, index)
+        if bar.enabled:
+            bar.advance(batch_idx + 1)
 
 
-def _given(step: Callable) -> slice:
-    """Which of (batch_idx, dataloader_idx) a step takes beside the batch."""
-    return slice(0 if takes_batch_idx(step) else 1, 2 if takes(step, "dataloader_idx") else 1)
-
-
-def _indices_of(run: Run, loader: Any, batch_idx: int) -> list[int]:
-    """Which samples of the dataset a batch has; empty when the loader's sampler did not note them."""
-    seen = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", None)
-    if not seen:
-        run.said.warn(
-            "Couldn't infer the batch indices fetched from your dataloader: a BasePredictionWriter gets none; expected a"
-            " DataLoader with a batch sampler"
-        )
-    return seen[batch_idx] if seen else []
-
-
-def _timed(run: Run, batches: Iterator[Turn], loop: str, stage: str) -> Iterator[Turn]:
-    """The batches, fetched under the profiler by Trainer's name for that; (batch, batch_idx, dataloader_idx, is_last)."""
-    return timed_batches(run.hooks.profiler, batches, f"[{loop}].{stage}_next", itemgetter(3))
-
-
-_NO_MORE = object()
-
-
-def _take(step: Callable, handed: Handed) -> Any:
-    """What a step returns that takes its batches itself; _NO_MORE when it asked for more than there are."""
-    try:
-        return step(handed)
-    except StopIteration:
-        return _NO_MORE
-
-
-def _switch(run: Run, hook: str) -> None:
-    """Into evaluation mode: the module's own way, or ``eval()``."""
-    if overrides(run.trained.owner, hook):
+def _switch(run: Run, hook: str, otherwise: Callable[[], Any]) -> None:
+    """Into another mode: the module's own way, or ours."""
+    if (
+        overrides(run.trained.owner, hook) and hook != "on_predict_model_train"
+    ):  # of which Trainer's modules do not hear
         run.hooks.call(hook)
     else:
         run.hooks.call_callbacks(hook)
-        run.trained.net.eval()
+        otherwise()
 
 
-def check_dataloader_idx(run: Run, word: str, step_name: str, several: bool) -> None:
+class Measured:
+    """What a validation or test collects: what is logged, and what its step returns beside that."""
+
+    def __init__(self, run: Run, prefix: str, loaders: int, several: bool, keep: bool) -> None:
+        self.run, self._prefix, self._several, self._keep = run, prefix, several, keep
+        self.batch_starts, self.batch_taken = run.metrics.batch_starts, run.metrics.batch_taken
+        self.looks = True  # at what the step returns, of this loader
+        self._results: list[dict[str, Any]] = []
+        self._returned: dict[str, Any] = {}
+        run.metrics.start(run.metrics.val)
+
+    def look(self, output: Any, batch_idx: int, loader: int | None = None) -> None:
+        """Keep what a step returned beside what it logs, of a LightningModule that logs the loss only.
+
+        Of several loaders it stands under Trainer's names. Who logs all that it returns pays for that once in a pass.
+        """
+        run, end = self.run, "" if loader is None else f"/dataloader_idx_{loader}"
+        values = {f"{name}{end}": value for name, value in name_outputs(output, self._prefix).items()}
+        if run.metrics.active:
+            logged = {f"{name}{end}" for _, name, index in run.metrics.active if index == loader}
+            allowed = {f"{self._prefix}_loss{end}"} if run.trained.is_lightning else values.keys()
+            values = {name: values[name] for name in values if name in allowed and name not in logged}
+            self.looks = bool(values)
+        if values:
+            run.history.val.add(values, run.log.size_of_batch(), batch_idx)
+
+    def end_batch(self, output: Any, index: int) -> None:
+        """Behind the hooks of a batch."""
+        self.run.metrics.batch_ends()
+        if self._keep:
+            self.run.log.evaluated(index)
+
+    def end_loader(self) -> None:
+        """Behind the batches of one of several loaders."""
+        self.looks = True
+        self.run.metrics.batches_end()
+        self._results.append(dict(self.run.metrics.merge()) if self._keep else {})
+
+    def end_pass(self) -> None:
+        """Behind the batches of all."""
+        run = self.run
+        self.end_loader()
+        run.metrics.val.dataloader_idx = None
+        if self._keep:
+            self._returned = run.history.end_validation(run.log.all_reduce)
+        if not run.trained.is_lightning:  # a plain module's returned values are its metrics
+            run.metrics.callback.update({name: torch.tensor(value) for name, value in self._returned.items()})
+
+    def end_epoch(self) -> None:
+        """Behind ``on_*_epoch_end``."""
+        if not self._keep:
+            return
+        run, at_end = self.run, self.run.metrics.merge()
+        everything = {name: value for result in reversed(self._results) for name, value in result.items()} | at_end
+        for result in self._results:
+            result.update(at_end)
+        run.log.validation(everything if run.trained.is_lightning else {**self._returned, **everything}, self._returned)
+
+    def results(self) -> list[dict[str, Any]]:
+        """What was measured, a dict for each loader."""
+        results = self._results
+        if self._returned and not (self.run.trained.is_lightning and any(results)):
+            ends = [f"/dataloader_idx_{index}" if self._several else "" for index in range(len(results))]
+            results = [
+                {name: value for name, value in self._returned.items() if name.endswith(end)} | result
+                for end, result in zip(ends, results, strict=True)
+            ]
+        return [
+            {name: value.item() if isinstance(value, Tensor) else value for name, value in result.items()}
+            for result in results
+        ]
+
+
+class Predictions:
+    """What a prediction collects: what its step returns, and of which samples, for callbacks that write them."""
+
+    looks = False
+    batch_taken = None
+
+    def __init__(self, run: Run, prefix: str, loaders: int, several: bool, keep: bool) -> None:
+        self.run, self._several, self._keep = run, several, keep
+        writers = [callback.interval for callback in run.hooks.callbacks if is_a(callback, "BasePredictionWriter")]
+        self._keeps = keep or any(interval.on_epoch for interval in writers)
+        self._notes = bool(writers) and not takes_iterator(getattr(run.trained.owner, "predict_step", None))
+        run.predicted.made, run.predicted.indices = [[] for _ in range(loaders)], [[] for _ in range(loaders)]
+
+    def batch_starts(self, batch: Any, loader: int | None) -> None:
+        """Note which samples of the dataset a batch has; none when the loader's sampler did not note them."""
+        if self._notes:
+            index = loader or 0
+            sampler = getattr(self.run.data.val.loaders[index], "batch_sampler", None)
+            seen = getattr(sampler, "seen_batch_indices", None)
+            if not seen:
+                self.run.said.warn(
+                    "Couldn't infer the batch indices fetched from your dataloader: a BasePredictionWriter gets none;"
+                    " expected a DataLoader with a batch sampler"
+                )
+            noted = self.run.predicted.indices[index]
+            noted.append(seen[len(noted)] if seen else [])
+
+    def end_batch(self, output: Any, index: int) -> None:
+        """Keep it, on the CPU."""
+        if output is None:
+            self.run.said.warn("predict returned None if it was on purpose, ignore this warning...")
+        if self._keeps:
+            self.run.predicted.made[index].append(move_data_to_device(output, "cpu"))
+
+    def end_loader(self) -> None:
+        """Nothing is summed up."""
+
+    end_pass = end_epoch = end_loader
+
+    def results(self) -> Any:
+        """What was predicted, by batch; by loader, if there are several."""
+        made = self.run.predicted.made
+        return None if not self._keep else made if self._several else made[0]
+
+
+class Kind(NamedTuple):
+    """What tells one kind of pass from another."""
+
+    word: str  # in the names of its hooks
+    step: str
+    prefix: str  # of its loaders, and of what its step returns
+    collection: type[Measured | Predictions]
+    loop: str  # Trainer's, for its profilers
+
+
+KINDS = {
+    "validate": Kind("validation", "validation_step", "val", Measured, "_EvaluationLoop"),
+    "test": Kind("test", "test_step", "test", Measured, "_EvaluationLoop"),
+    "predict": Kind("predict", "predict_step", "predict", Predictions, "_PredictionLoop"),
+}
+KINDS["sanity_check"] = KINDS["validate"]
+
+
+def check_dataloader_idx(run: Run, kind: Kind, several: bool) -> None:
     """Several loaders need ``dataloader_idx`` in the step and the batch hooks; one loader must not require it.
 
     A plain model's step may leave it out: what it returns is told apart by its name.
     """
-    for hook in (step_name, f"on_{word}_batch_start", f"on_{word}_batch_end"):
+    for hook in (kind.step, f"on_{kind.word}_batch_start", f"on_{kind.word}_batch_end"):
         method = overrides(run.trained.owner, hook)
-        if method is None or (several and hook == step_name and not run.trained.is_lightning):
+        if method is None or (several and hook == kind.step and not run.trained.is_lightning):
             continue
         parameters = inspect.signature(method).parameters
         open_ended = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
         given = parameters.get("dataloader_idx")
-        loader = f"{'val' if word == 'validation' else word}_dataloader"
-        name = run.trained.name
+        loader, name = f"{kind.prefix}_dataloader", run.trained.name
         if several and given is None and not open_ended and "dataloader_iter" not in parameters:
             raise RuntimeError(
                 f"You provided multiple `{loader}`, but no `dataloader_idx` argument in `{name}.{hook}()`."
@@ -272,13 +288,6 @@ def check_dataloader_idx(run: Run, word: str, step_name: str, several: bool) -> 
                 f"You provided only a single `{loader}`, but have included `dataloader_idx` in `{name}.{hook}()`. Either"
                 " remove the argument or give it a default value i.e. `dataloader_idx=0`."
             )
-
-
-def to_cpu(value: Any) -> Any:
-    """Tensors in a collection, on the CPU."""
-    from lightning.fabric.utilities import move_data_to_device
-
-    return move_data_to_device(value, torch.device("cpu"))
 
 
 def print_results(results: list[dict[str, Any]], stage: str) -> None:

@@ -99,10 +99,10 @@ def takes(step: Callable, name: str) -> bool:
     return name in parameters or inspect.Parameter.VAR_POSITIONAL in {p.kind for p in parameters.values()}
 
 
-def takes_iterator(step: Callable) -> bool:
+def takes_iterator(step: Callable | None) -> bool:
     """Whether a step takes its batches itself, from an argument ``dataloader_iter``."""
     try:
-        return "dataloader_iter" in inspect.signature(step).parameters
+        return step is not None and "dataloader_iter" in inspect.signature(step).parameters
     except (TypeError, ValueError):
         return False
 

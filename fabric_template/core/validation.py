@@ -57,10 +57,11 @@ class Validation:
 
     def after_batch(self) -> bool:
         """Validate, if that is due behind the batch at hand; returns whether it was."""
-        if not (self.is_on and self.due()):
-            return False
-        self.validate()
-        return True
+        stop = self.run.stop
+        due = self.is_on and ((stop.should_stop and stop.may_stop) or self.is_planned())
+        if due:
+            self.validate()
+        return due
 
     def validate(self) -> None:
         """Validate inside the training epoch, and judge what was measured."""
@@ -87,18 +88,14 @@ class Validation:
             run.hooks.call_callbacks("on_sanity_check_start")
             run.data.set_up_val()
             run.data.val.set_epoch(run.at.current_epoch)
-            evaluate(run, run.data.val, "sanity_check", most=steps)
+            evaluate(run, run.data.val, "sanity_check", most=steps, keep=False)
             run.hooks.call_callbacks("on_sanity_check_end")
             run.metrics.forget()
             run.history.val.reset()
             run.at.begin_evaluation(before)
 
-    def due(self) -> bool:
-        """Whether to validate after the batch at hand, in an epoch that validates."""
-        return (self.run.stop.should_stop and self.run.stop.may_stop) or self.is_planned()
-
     def is_planned(self) -> bool:
-        """The same, of a run that nothing stops."""
+        """Whether a validation is due behind the batch at hand, in a run that nothing stops."""
         run, batch = self.run, self.batch
         if batch is None:
             return time.monotonic() - self.validated_at >= self.seconds

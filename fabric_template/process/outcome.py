@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
-from ..core.evaluate import to_cpu
 from ..core.hooks import overrides
 from ..core.progress import Progress
 
@@ -58,15 +58,16 @@ class Outcome:
         outcome.at, outcome.stop = run.at, (run.stop.should_stop, run.stop.signal)
         outcome.resume_path = run.origin.resume_path
         if elsewhere:
-            outcome.views = to_cpu(
-                {"callback": metrics.callback, "logged": metrics.logged, "progress": metrics.progress}
+            outcome.views = move_data_to_device(
+                {"callback": metrics.callback, "logged": metrics.logged, "progress": metrics.progress}, "cpu"
             )
             if (
                 run.stop.signal is None or run.at.total_batches
             ):  # else it was stopped in its set-up: layers may be missing
-                outcome.weights = to_cpu(run.trained.net.state_dict())
+                outcome.weights = move_data_to_device(run.trained.net.state_dict(), "cpu")
             outcome.callbacks = [
-                to_cpu(part.state_dict()) if hasattr(part, "state_dict") else None for part in run.hooks.callbacks
+                move_data_to_device(part.state_dict(), "cpu") if hasattr(part, "state_dict") else None
+                for part in run.hooks.callbacks
             ]
             if run.keeper.keeps:
                 outcome.kept = {"last_model_path": run.keeper.last_model_path, "best": run.keeper.best}

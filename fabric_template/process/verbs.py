@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import train
-from ..core.evaluate import evaluate, predict
+from ..core.evaluate import evaluate
 from ..core.run import Run
 from ..exact.randomness import isolated_rng
 from .home import files_settled
@@ -50,7 +50,7 @@ def run_prediction(loop: TrainerFace, run: Run, keep: bool) -> Any:
     with Session(loop, run):
         run.data.set_up_transfer()
         due = run.data.set_up_evaluation("predict")
-        return predict(run, run.data.val, keep, _may_infer(run)) if due else None
+        return evaluate(run, run.data.val, "predict", inference=_may_infer(run), keep=keep) if due else None
 
 
 def _may_infer(run: Run) -> bool:
