@@ -40,24 +40,15 @@ class Returned:
     def add(self, values: dict[str, Tensor], batch_size: int, step: int) -> None:
         """Add one step's values (0-dim tensors) for a batch of so many samples."""
         for name, value in values.items():
-            self._add(name, value, batch_size)
+            total = self._sums.get(name)
+            if total is None:
+                dtype = torch.promote_types(value.dtype, torch.float32)
+                total = torch.zeros((), dtype=dtype, device=value.device)
+                self._weights[name] = 0
+            self._sums[name] = torch.add(total, value, alpha=batch_size)  # cheaper than in place
+            self._weights[name] += batch_size
         if step % LOOK_EVERY == LOOK_EVERY - 1:
             self._look(step)
-
-    def add_loss(self, loss: Tensor, batch_size: int, step: int) -> None:
-        """The same for a training loss alone: a step of most modules."""
-        self._add("train_loss", loss, batch_size)
-        if step % LOOK_EVERY == LOOK_EVERY - 1:
-            self._look(step)
-
-    def _add(self, name: str, value: Tensor, batch_size: int) -> None:
-        total = self._sums.get(name)
-        if total is None:
-            dtype = torch.promote_types(value.dtype, torch.float32)
-            total = torch.zeros((), dtype=dtype, device=value.device)
-            self._weights[name] = 0
-        self._sums[name] = torch.add(total, value, alpha=batch_size)  # cheaper than in place
-        self._weights[name] += batch_size
 
     def means(self, all_reduce: Callable[..., Tensor] | None = None) -> dict[str, float]:
         """The mean of each name so far, over all ranks when told how to add them. CPU-GPU sync point."""

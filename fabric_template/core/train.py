@@ -59,7 +59,7 @@ def train_epoch(run: Run) -> None:
         finish_batch(run)
     if run.at.begins_epoch():
         begin_epoch(run)
-    at, log, hooks, update = run.at, run.log, run.hooks, run.update
+    at, metrics, hooks, update = run.at, run.metrics, run.hooks, run.update
     batches, transfer, schedulers = run.data.batches, run.data.transfer, run.optimizing.schedulers
     batch_starts, batch_ends = hooks.caller("on_train_batch_start"), hooks.caller("on_train_batch_end")
     run.validation.begin_epoch()
@@ -69,7 +69,7 @@ def train_epoch(run: Run) -> None:
         batch_idx = at.begin_batch(batches.is_last)
         if transfer is not None:
             batch = transfer(batch, 0)
-        log.begin_batch(batch)
+        metrics.batch_starts(batch)
         outputs = None
         if batch is None and not run.trained.hands_iterator:  # the batch still counts, as under Trainer
             run.said.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
@@ -84,7 +84,7 @@ def train_epoch(run: Run) -> None:
         if ends_window and schedulers:
             step_behind_update(run)
         if batch_ends is not None:
-            batch_ends(outputs, log.batch, batch_idx)
+            batch_ends(outputs, metrics.train.batch, batch_idx)
         then = behind_batch(run, ends_window)
         if then is not Then.GO_ON:
             break
@@ -114,13 +114,17 @@ def step_behind_update(run: Run) -> None:
 
 def behind_batch(run: Run, ends_window: bool) -> Then:
     """What comes behind the hooks of a batch: its log, a validation, the end of its window, and of training."""
-    at, stop, validation = run.at, run.stop, run.validation
-    run.log.end_batch(ends_window)
+    at, stop, validation, metrics = run.at, run.stop, run.validation, run.metrics
+    metrics.batch_ends()
+    if ends_window and metrics.train.any_on_step:
+        run.log.step()
     if run.bar.enabled:
         run.bar.advance(at.batches_done)
     validated = validation.is_on and validation.after_batch()
     if ends_window:
-        end_window(run)
+        if run.optimizing.schedulers:
+            step_schedulers(run, "step", plateau=True)
+        at.end_window()
         if stop.listens and not at.is_last_of_epoch and stop.heard():
             cut_short(run, validated)
     if at.is_last_of_epoch or stop.is_asked:
@@ -131,13 +135,6 @@ def behind_batch(run: Run, ends_window: bool) -> Then:
         if run.keeper.every is not None:
             run.keeper.save_step(run)
     return Then.GO_ON
-
-
-def end_window(run: Run) -> None:
-    """The optimizer has stepped, and all has heard of it: schedulers that follow a metric do."""
-    if run.optimizing.schedulers:
-        step_schedulers(run, "step", plateau=True)
-    run.at.end_window()
 
 
 def cut_short(run: Run, validated: bool) -> None:
@@ -190,10 +187,12 @@ def finish_batch(run: Run) -> None:
     elif saved_in is not None:
         ends_window = not at.accumulates
         if saved_in != "on_validation_end":
-            run.log.end_batch(ends_window)
+            if ends_window and run.metrics.train.any_on_step:
+                run.log.step()
             validation.after_batch()
         if ends_window:
-            end_window(run)
+            step_schedulers(run, "step", plateau=True)
+            at.end_window()
     if stop.now:
         run.data.batches.close()  # there is no next one
     if stop.is_time_over and saved_in is None and validation.is_on and not validation.is_planned():

@@ -112,23 +112,23 @@ class AutomaticUpdate:
 
     def closure(self) -> Tensor | None:
         """The step and backward; returns the loss as the optimizer wants it."""
-        run, hooks = self.run, self.hooks
         output = self.step(*self._batch)
+        window = self.run.at.window
         loss = output if isinstance(output, Tensor) else self._loss_in(output)
         if loss is not None:
             if not loss.requires_grad:
                 self._refuse_detached()
             if self.keeps:
                 self._keep(output, loss)
-            if run.at.window > 1:
-                loss = loss / run.at.window
-        if self._batch_idx % run.at.window == 0:
+            if window > 1:
+                loss = loss / window
+        if self._batch_idx % window == 0:
             if self.heard:
-                hooks.call("on_before_zero_grad", self.optimizer)
+                self.hooks.call("on_before_zero_grad", self.optimizer)
             if self.own_zero is None:
                 self.optimizer.zero_grad()
             else:
-                self.own_zero(run.at.current_epoch, self._batch_idx, self.optimizer)
+                self.own_zero(self.run.at.current_epoch, self._batch_idx, self.optimizer)
         if loss is None:
             return None
         self.backward(loss)
@@ -196,7 +196,7 @@ class AutomaticUpdate:
         """Keep the loss, and what was returned with it, for hooks and history; hooks get it divided by the window."""
         run, value = self.run, loss.detach()
         if output is loss:
-            run.history.train.add_loss(value, run.log.size_of_batch(), run.at.total_batches - 1)
+            run.history.train.add({"train_loss": value}, run.log.size_of_batch(), run.at.total_batches - 1)
         else:
             run.log.note_returned(output, value)
         if run.at.window > 1:

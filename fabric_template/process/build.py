@@ -20,7 +20,7 @@ from ..core.validation import Validation
 from ..data.feed import Feed
 from ..files.keeper import Keeper, KeepsNothing
 from ..record.bar import Bar
-from ..record.log import Barebones, Log
+from ..record.log import Log
 from ..record.metrics import Metrics
 from ..trainer.manual import LoopOptimizer, ManualUpdate
 from ..trainer.shown import shown_to
@@ -67,7 +67,7 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
     )
     if plan.fn == "fit" and plan.home.folder is not None:
         run.keeper = Keeper(plan.home.folder, config)
-    run.log = (Barebones if config.barebones else Log)(run)
+    run.log = Log(run)
     run.data = Feed(run, plan.given)
     run.validation = Validation(run)
     run.bookmark = Bookmark(run, loop)

@@ -29,7 +29,6 @@ class Log:
     def __init__(self, run: Run) -> None:
         self.run, self.history = run, run.history
         self.metrics: Metrics = run.metrics
-        self.begin_batch = run.metrics.batch_starts
         self.every = run.config.log_every_n_steps
         self.by_row = [logger for logger in run.home.loggers if hasattr(type(logger), "log_epoch")]
         self.by_value = [logger for logger in run.home.loggers if logger not in self.by_row]
@@ -57,17 +56,6 @@ class Log:
             logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
 
     # ---- a batch
-
-    @property
-    def batch(self) -> Any:
-        """The batch at hand, or the one that the step has taken itself."""
-        return self.metrics.train.batch
-
-    def end_batch(self, ends_window: bool) -> None:
-        """A training batch is over: the step's values go to the loggers as its window ends."""
-        self.metrics.batch_ends()
-        if ends_window and self.metrics.train.any_on_step:
-            self.step()
 
     def size_of_batch(self) -> int:
         """The size of the batch at hand; 1 where none can be found."""
@@ -125,7 +113,7 @@ class Log:
     # ---- to the loggers
 
     def step(self) -> None:
-        """After a training batch: the step's values, when they are due."""
+        """As a window ends: the step's values, when they are due."""
         run = self.run
         due = self.every and (run.at.batches_that_stepped + 1) % self.every == 0
         if due or (run.stop.should_stop and self.every):
@@ -215,18 +203,3 @@ class Log:
             self.run.said.warn(f"{error}; training goes on, the rows are kept and written as soon as that is possible")
             return f"the logs are not complete: {error}."
         return None
-
-
-class Barebones(Log):
-    """The log of a run that logs nothing: it knows the batch at hand, for the hooks."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.begin_batch = self._begin_batch
-
-    def _begin_batch(self, batch: Any) -> None:
-        self.metrics.train.batch = batch
-
-    def end_batch(self, ends_window: bool) -> None:
-        """Let go of the batch."""
-        self.metrics.train.batch = None
