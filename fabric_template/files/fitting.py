@@ -43,8 +43,8 @@ def given_to(taker: Any, path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def like(example: Any) -> Any:
-    """The table for what may stand in this one's place.
+def like(example: Any, one: Is | None = None) -> Any:
+    """The table for what may stand in this one's place; `one` is that for a tensor of one element, if it need not be a tensor.
 
     Example:
         >>> check(like({"lr": 0.1, "betas": (0.9, 0.99)}), {"lr": torch.tensor(0.2), "betas": [0.8, 0.9]}, "file")
@@ -53,6 +53,8 @@ def like(example: Any) -> Any:
         kinds = {bool: number_or_none, int: finite}  # foreach=None is torch's choice
         return kinds.get(type(example), number)
     if isinstance(example, Tensor) and example.numel() == 1:
+        if one is not None:
+            return one
         is_complex = example.is_complex()
         return Is(scalar.words, lambda value: scalar.test(value) and value.is_complex() in (False, is_complex))
     if isinstance(example, Tensor):
@@ -66,9 +68,9 @@ def like(example: Any) -> Any:
             ),
         )  # fmt: skip
     if isinstance(example, Mapping) and example and all(isinstance(key, str) for key in example):
-        return {f"{key}?": like(value) for key, value in example.items()}
+        return {f"{key}?": like(value, one) for key, value in example.items()}
     if isinstance(example, list | tuple) and example:
-        return tuple(like(value) for value in example)
+        return tuple(like(value, one) for value in example)
     return text if isinstance(example, str) else anything
 
 
@@ -81,7 +83,7 @@ def put_into_optimizer(optimizer: Any, state: Mapping[str, Any], path: str | Pat
             return
         groups = tuple(
             {
-                f"{key}?": number_or_none if value is None else number if scalar.test(value) else like(value)
+                f"{key}?": number_or_none if value is None else like(value, number)
                 for key, value in group.items()
                 if key != "params"
             }
@@ -133,7 +135,7 @@ def put_into_scheduler(scheduler: Any, state: Mapping[str, Any], path: str | Pat
             theirs = state.get(key)
             if isinstance(value, list) and isinstance(theirs, list) and len(value) < len(theirs) <= groups:
                 mine[key] = value[:1] * len(theirs)  # a number for each group, of which callbacks have added some
-        check(like(mine), state, "it")
+        check(like(mine, number), state, "it")
         scheduler.load_state_dict(state)
 
 

@@ -100,6 +100,10 @@ def test_a_rate_is_a_number_or_a_tensor_of_one(rates):
     optimizer.param_groups[0]["initial_lr"] = noted
     put_into_optimizer(other, plain(optimizer.state_dict()), "a.ckpt")
     assert other.param_groups[0]["initial_lr"] == noted
+    scheduler, again = (lr_scheduler.ReduceLROnPlateau(one) for one in (optimizer, other))
+    scheduler._last_lr = [noted]  # as where somebody has put it into the group by hand
+    put_into_scheduler(again, plain(scheduler.state_dict()), "a.ckpt")
+    assert again._last_lr == [noted]
     for wrong in ("x", None, torch.zeros(2)):
         optimizer.param_groups[0]["initial_lr"] = wrong
         with pytest.raises(CheckpointError, match=r"initial_lr is .*, expected a number, or a tensor of one"):
