@@ -53,7 +53,7 @@ from victim import quiet
 from fabric_template import FabricLoop
 from fabric_template.files.reading import read_checkpoint
 
-PATIENCE = 60.0  # seconds until a run that does not end counts as hanging
+PATIENCE = 300.0  # seconds until a run that does not end counts as hanging; at nice 19 beside others, 60 are soon over
 
 # ---- what is not compared, and what is not drawn
 
@@ -537,7 +537,8 @@ def one(words, home, figures):
     try:
         whole, found = end_of(home / "whole"), end_of(home / "run")
         if words["loop"].get("save_last") is False and batches_in(found.get(LEFT)) > batches_in(whole.get(LEFT)):
-            whole[LEFT] = found[LEFT]
+            found.pop(LEFT)
+            whole.pop(LEFT, None)
         return list(differences(whole, found))
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
