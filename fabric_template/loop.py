@@ -13,12 +13,11 @@ from .core.config import parse_config
 from .core.errors import Misuse, MisuseOfType
 from .core.evaluate import print_results
 from .files.opening import is_file
+from .process.build import Plan
 from .process.home import make_loggers, with_safe_files
 from .process.launch import launch
 from .process.parts import Parts
-from .process.plan import Plan
 from .process.prepare import prepare
-from .process.verbs import run_evaluation, run_fit, run_prediction
 from .trainer.attributes import TrainerFace
 from .trainer.callbacks import parse_callbacks
 from .trainer.profiling import make_profiler
@@ -132,7 +131,7 @@ class FabricLoop(Parts, TrainerFace):
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         plan = prepare(self, "fit", model, loaders, datamodule, resume=resume, load=load, optimizer=optimizer,
                       functions=functions, ckpt_path=ckpt_path, weights_only=weights_only)  # fmt: skip
-        launch(self, run_fit, plan)
+        launch(self, plan)
         return self._required("fit").history.frame()
 
     def validate(
@@ -143,7 +142,7 @@ class FabricLoop(Parts, TrainerFace):
         """Run validation_step over the loaders; returns what was logged, a dict for each loader."""
         plan = prepare(self, "validate", model, {"val": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
                       functions={"validation_step": validation_step}, weights_only=weights_only)  # fmt: skip
-        return self._evaluate(plan, "val", verbose)
+        return self._evaluate(plan, verbose)
 
     def test(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, load: str | Path | None = None,
@@ -153,7 +152,7 @@ class FabricLoop(Parts, TrainerFace):
         """Run test_step over the loaders; returns what was logged, a dict for each loader."""
         plan = prepare(self, "test", model, {"test": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
                       functions={"test_step": test_step}, weights_only=weights_only)  # fmt: skip
-        return self._evaluate(plan, "test", verbose)
+        return self._evaluate(plan, verbose)
 
     def predict(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
@@ -163,10 +162,10 @@ class FabricLoop(Parts, TrainerFace):
         """Run predict_step (or forward) over the loaders; returns the outputs by batch, on the CPU."""
         plan = prepare(self, "predict", model, {"predict": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
                       functions={"predict_step": predict_step}, weights_only=weights_only)  # fmt: skip
-        return launch(self, run_prediction, plan, return_predictions is not False).results
+        return launch(self, plan, keep=return_predictions is not False).results
 
-    def _evaluate(self, plan: Plan, stage: str, verbose: bool) -> list:
-        results = launch(self, run_evaluation, plan, stage).results
+    def _evaluate(self, plan: Plan, verbose: bool) -> list:
+        results = launch(self, plan).results
         if verbose and self.fabric.is_global_zero:
             print_results(results, plan.fn)
         return results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -14,11 +14,9 @@ from torch import Tensor
 from .history import name_outputs
 from .hooks import is_a, overrides
 from .passes import INFINITE, Handed, Turn
+from .run import Run
 from .steps import Modes, takes, takes_batch_idx, takes_iterator
 from .timing import timed_batches
-
-if TYPE_CHECKING:
-    from .run import Run
 
 
 def evaluate(

@@ -12,6 +12,11 @@ from .errors import Misuse
 from .passes import INFINITE
 
 
+def is_joined() -> bool:
+    """Whether this process has met the others, or is in a group of its own."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def gather(fabric: Fabric, value: Any) -> list[Any]:
     """One value of each rank, on all ranks."""
     if fabric.world_size == 1:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 from .errors import Misuse
 from .hooks import overrides
-
-if TYPE_CHECKING:
-    from .optimizers import SchedulerConfig
-    from .run import Run
+from .optimizers import SchedulerConfig
+from .run import Run
 
 
 def step_schedulers(run: Run, interval: str, plateau: bool) -> None:

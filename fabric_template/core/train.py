@@ -6,13 +6,10 @@ How a batch becomes a step stands in update.py, what a validation does in valida
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
 
+from .run import Run
 from .said import is_interactive
 from .schedulers import step_schedulers
-
-if TYPE_CHECKING:
-    from .run import Run
 
 
 class Then(Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
@@ -14,10 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from .errors import Misuse, MisuseOfType
 from .hooks import is_a, overrides
 from .optimizers import NoOptimizer
-
-if TYPE_CHECKING:
-    from .run import Run
-
+from .run import Run
 
 OWN = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")  # a module's own parts
 UPDATE_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")

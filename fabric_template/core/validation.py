@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from .config import LoopConfig, parse_duration
 from .errors import Misuse
 from .evaluate import evaluate
 from .hooks import overrides
 from .passes import INFINITE
-
-if TYPE_CHECKING:
-    from .run import Run
+from .run import Run
 
 
 class Validation:

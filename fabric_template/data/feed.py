@@ -6,19 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.errors import Misuse
 from ..core.hooks import TRANSFER_HOOKS, overrides
 from ..core.passes import INFINITE, HandedPass
 from ..core.ranks import check_lengths
+from ..core.run import Run
 from ..core.timing import TimedPass
 from .loaders import USED_UP, Loaders
 from .sharing import ready
 from .transfer import make_transfer
-
-if TYPE_CHECKING:
-    from ..core.run import Run
 
 
 @dataclass

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..core.run import Run
 from .randomness import find, generator_state, is_generator, set_generator_state
-
-if TYPE_CHECKING:
-    from ..core.run import Run
 
 _PLAIN = (bool, int, float, str, type(None))
 

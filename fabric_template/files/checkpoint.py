@@ -11,23 +11,21 @@ import copy
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..core.hooks import is_a, overrides
 from ..core.progress import Point
 from ..core.ranks import gather
+from ..core.run import Run
+from ..core.said import Said
 from ..exact.randomness import rng_state, rng_state_of_another
 from .fingerprint import check_loaded, check_optimizers
 from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_scheduler
 from .opening import CheckpointError
 from .plain import without_odd
 from .reading import explain_mismatch, find_weights
-
-if TYPE_CHECKING:
-    from ..core.run import Run
-    from ..core.said import Said
 
 OURS = "fabric_template"
 FORMAT = 1

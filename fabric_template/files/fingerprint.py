@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric import __version__ as lightning_version
 
 from .. import __version__
 from ..core.passes import INFINITE, length_of
+from ..core.run import Run
 from .opening import CheckpointError
-
-if TYPE_CHECKING:
-    from ..core.run import Run
 
 VERSIONS = {
     "python": platform.python_version(),

@@ -5,19 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.config import Settings
 from ..core.errors import Misuse
 from ..core.history import is_better
+from ..core.run import Run
 from .checkpoint import OURS, point_of, state_of
 from .names import ONE, name_of
 from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file
 from .reading import read_checkpoint
 from .storage import AtomicCheckpointIO, UnsyncedError, inside
-
-if TYPE_CHECKING:
-    from ..core.run import Run
 
 
 class Keeper:

@@ -10,14 +10,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from types import CodeType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ..core.hooks import HOOKS, overrides
-
-if TYPE_CHECKING:
-    from ..core.run import Run
+from ..core.run import Run
 
 MOST_PARTS, MOST_ITEMS, MOST_CHARACTERS = 100, 100, 1000  # looked at, so that a save costs nothing
 _LIBRARIES = ("torch.", "torchmetrics.", "lightning.", "pytorch_lightning.", "lightning_utilities.")

@@ -18,16 +18,6 @@ from ..files.opening import CheckpointError
 from ..files.reading import load_header
 
 
-def number_of(fabric: Fabric) -> int:
-    """How many ranks there are, or will be once they are launched.
-
-    Example:
-        >>> number_of(Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn"))
-        2
-    """
-    return getattr(fabric.strategy, "num_processes", 1) * getattr(fabric.strategy, "num_nodes", 1)
-
-
 def come_by_themselves(fabric: Fabric) -> bool:
     """Whether somebody else starts the ranks (torchrun, fabric run, SLURM), so that they meet only when they are launched."""
     environment = getattr(fabric.strategy, "cluster_environment", None)
@@ -36,7 +26,9 @@ def come_by_themselves(fabric: Fabric) -> bool:
 
 def check_number(fabric: Fabric, path: str | Path, ours: Mapping[str, Any]) -> None:
     """Refuse another number of processes in the middle of an epoch; between two the fingerprint's line says what is other."""
-    were, now = len(ours.get("ranks", ())), number_of(fabric)
+    were = len(ours.get("ranks", ()))
+    # those that there are, or will be once they are launched
+    now = getattr(fabric.strategy, "num_processes", 1) * getattr(fabric.strategy, "num_nodes", 1)
     if were in (0, now) or not ours.get("batch_idx"):
         return
     raise CheckpointError(

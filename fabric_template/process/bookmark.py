@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.run import Run
 from ..exact.held import Held
@@ -10,23 +10,14 @@ from ..exact.randomness import set_rng_state
 from ..files.checkpoint import of_this_rank
 from ..files.fingerprint import fingerprint, of_data, tell_differences
 from ..files.noticed import Noticed, tell_forgotten
-from ..trainer.averaging import go_on
-from .finished import end_again
-
-if TYPE_CHECKING:
-    from ..trainer.attributes import TrainerFace
+from ..trainer.averaging import end_again, go_on
 
 
 class Bookmark:
-    """Where a run goes on, and what it must find there.
+    """Where a run goes on, and what it must find there."""
 
-    Args:
-        run: whose.
-        loop: what callbacks get as their trainer.
-    """
-
-    def __init__(self, run: Run, loop: TrainerFace) -> None:
-        self._run, self._loop = run, loop
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self.held = Held(run)
         self.noticed: Noticed | None = None  # once training has begun
         self.fingerprint: dict[str, Any] = {}  # what the run is made of
@@ -52,7 +43,7 @@ class Bookmark:
             return
         if run.origin.pending is not None and (held := of_this_rank(run, run.origin.pending).get("held")):
             self.held.put_back(held)
-        end_again(run, self._loop)
+        end_again(run)
 
     def go_on(self) -> None:
         """Put random numbers, loaders and running sums where the checkpoint left them, as the first epoch begins."""

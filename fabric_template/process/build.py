@@ -2,49 +2,70 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
-import torch
 from lightning.fabric import Fabric
 
+from ..core.config import Settings
 from ..core.history import History
 from ..core.hooks import Hooks
 from ..core.optimizing import Optimizing
+from ..core.origin import Origin
 from ..core.progress import Progress
-from ..core.run import Failure, Predicted, Run
+from ..core.ranks import is_joined
+from ..core.run import Failure, Home, Predicted, Run
+from ..core.said import Said
 from ..core.steps import Steps
 from ..core.stop import Stop
-from ..core.update import AutomaticUpdate
+from ..core.trained import Trained
 from ..core.validation import Validation
-from ..data.feed import Feed
+from ..data.feed import Feed, Given
 from ..files.keeper import Keeper, KeepsNothing
 from ..record.bar import Bar
 from ..record.log import Log
 from ..record.metrics import Metrics
-from ..trainer.manual import LoopOptimizer, ManualUpdate
+from ..trainer.attributes import TrainerFace
+from ..trainer.manual import LoopOptimizer
 from ..trainer.shown import shown_to
 from .bookmark import Bookmark
-from .plan import Plan
-from .signals import Signals, is_launched
+from .signals import Signals
 
-if TYPE_CHECKING:
-    from ..trainer.attributes import TrainerFace
+
+@dataclass
+class Plan:
+    """What one call of a verb is to do, checked and plain, before anything is launched; it travels to other processes."""
+
+    fn: str  # "fit", "validate", "test", "predict"
+    config: Settings
+    trained: Trained
+    given: Given
+    origin: Origin
+    optimizer: Any = None  # in configure_optimizers' place
+    home: Home = field(default_factory=Home)
+    said: Said = field(default_factory=Said)
+    keeper: Keeper | KeepsNothing | None = None  # of the run that an evaluation follows,
+    last: Progress | None = None  # and how far that was
+    again: Progress | None = None  # how much the same evaluation has counted before
 
 
 def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
     """Make the run. What must wait for the module's own hooks (its optimizers, how it is updated) is empty until then."""
-    config, trained = plan.config, plan.trained
-    together = fabric.world_size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
+    config, trained, is_alone = plan.config, plan.trained, fabric.world_size == 1
     at = Progress(config.accumulate_grad_batches)
     if plan.last is not None:
         at.follow(plan.last)
     if plan.again is not None:
         at.follow_evaluations(plan.again)
-    metrics = Metrics(fabric.all_reduce, distributed=fabric.world_size > 1)
+    plan.home.loggers = loop.loggers
+    metrics = Metrics(fabric.all_reduce, distributed=not is_alone)
     metrics.set_up(predicts=plan.fn == "predict", enabled=not config.barebones, has_logger=bool(plan.home.loggers))
-    hooks = Hooks(loop, plan.callbacks, trained.owner, metrics, loop.own_profiler, partial(shown_to, trained))
-    signals = Signals(together, patience=1.0 if is_launched(fabric) else 0.0)
+    hooks = Hooks(loop, loop.callbacks, trained.owner, metrics, loop.own_profiler, partial(shown_to, trained))
+    # a launcher may pass on to this process what it has already been sent
+    patience = 0.0 if is_alone and "TORCHELASTIC_RUN_ID" not in os.environ else 1.0
+    signals = Signals(together=not is_alone and is_joined(), patience=patience)
     run = Run(
         fn=plan.fn,
         config=config,
@@ -70,12 +91,5 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
     run.log = Log(run)
     run.data = Feed(run, plan.given)
     run.validation = Validation(run)
-    run.bookmark = Bookmark(run, loop)
+    run.bookmark = Bookmark(run)
     return run
-
-
-def choose_update(run: Run) -> None:
-    """Know how a batch becomes an update, and how it comes to its device: once the optimizers are known."""
-    run.metrics.name_metrics(run.trained.net)
-    run.data.set_up_transfer()
-    run.update = (AutomaticUpdate if run.trained.is_automatic else ManualUpdate)(run)

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -22,12 +22,10 @@ from ..files.plain import brought_back
 from ..files.reading import load_header, read_checkpoint
 from ..files.schema import check_resumable
 from ..files.storage import AtomicCheckpointIO, inside
+from ..trainer.attributes import TrainerFace
 from .agreement import agree_on_file, check_number, come_by_themselves, from_rank_zero
+from .build import Plan
 from .signals import starts_processes
-
-if TYPE_CHECKING:
-    from ..trainer.attributes import TrainerFace
-    from .plan import Plan
 
 
 class MissingError(CheckpointError):
@@ -141,9 +139,8 @@ def folders_of_callbacks(loop: TrainerFace) -> list[Path]:
 def _why_no_best(loop: TrainerFace) -> str:
     """Why this loop has no best checkpoint, where that is known."""
     if loop.checkpoint_callbacks:
-        return (
-            " is set but `ModelCheckpoint` is not configured to save the best model (expected save_top_k other than 0)"
-        )
+        how = "to save the best model (expected save_top_k other than 0)"
+        return f" is set but `ModelCheckpoint` is not configured {how}"
     if not loop.config.enable_checkpointing:
         return " is set but `ModelCheckpoint` is not configured. (enable_checkpointing=False, fast_dev_run: no files)"
     return ""
@@ -181,14 +178,9 @@ def _check(plan: Plan, fabric: Fabric) -> None:
 
 
 def find_checkpoint(word: str, root: Path, name: str, version: int | str | None, mode: str = "min") -> Path | None:
-    """The file that ``"last"`` or ``"best"`` means: of this version, or of the newest version that has one.
-
-    Example:
-        >>> find_checkpoint("last", Path("nowhere"), "run", None)
-    """
+    """The file that ``"last"`` or ``"best"`` means: of this version, or of the newest version that has one."""
     for folder in _folders(root, name, version):
-        names = ["last.ckpt", "exception.ckpt"] if word == "last" else ["best.ckpt"]
-        for name in names:
+        for name in ("last.ckpt", "exception.ckpt") if word == "last" else ("best.ckpt",):
             if is_file(folder / name):
                 inside(folder, name)  # not through a symbolic link to somewhere else
                 return folder / name
@@ -207,9 +199,6 @@ def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
 
     A damaged one is named in a warning and set aside under another name, never deleted; the one before it is next. One
     that could not be read is no damaged one: the error is the caller's, and nothing is touched.
-
-    Example:
-        >>> newest_good([Path("nowhere")])
     """
     for folder in folders:
         aside: list[str] = []
@@ -240,28 +229,26 @@ def by_progress(folder: Path) -> Iterator[Path]:
     that was opened is as far. Names can be that old; the time of a file says nothing, once it was copied.
     """
     unopened = {folder / name: _said(name) for name in names_in(folder) if name.endswith(".ckpt")}
-    places: dict[Path, tuple[Any, ...]] = {}
-    whole: dict[Path, tuple[float, float]] = {}  # opened, and the epochs and steps that are in it for certain
-    while unopened or places:
-        best = max(places, key=lambda path: (places[path], path.name == "last.ckpt"), default=None)
-        epochs, steps = whole[best] if best is not None else (-1, -1)
+    # the place of each, and the epochs and steps that are in it for certain
+    opened: dict[Path, tuple[tuple[Any, ...], tuple[float, float]]] = {}
+    while unopened or opened:
+        best = max(opened, key=lambda path: (opened[path][0], path.name == "last.ckpt"), default=None)
+        epochs, steps = opened[best][1] if best is not None else (-1, -1)
         further = [path for path, (epoch, step) in unopened.items() if epoch >= epochs and step >= steps]
         if best is not None and not further:
             yield best
-            del places[best]
+            del opened[best]
             continue
         path = max(further, key=unopened.__getitem__)
         del unopened[path]
         try:
             checkpoint = load_header(path)
-            place = _progress(checkpoint)
-            whole[path] = _epochs(checkpoint), (*place, -1)[0]
+            if place := _progress(checkpoint):
+                opened[path] = place, (_epochs(checkpoint), place[0])
         except UnreadableError:  # now; in a moment it may be read, and be an old one
             raise
         except CheckpointError:  # taken for the newest, so that whoever reads it says what is wrong with it
-            place, whole[path] = (INFINITE, 0, 0), (INFINITE, INFINITE)
-        if place:
-            places[path] = place
+            opened[path] = (INFINITE, 0, 0), (INFINITE, INFINITE)
 
 
 def _said(name: str) -> tuple[float, float]:

@@ -6,22 +6,20 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from ..core.config import Settings
 from ..core.errors import MisuseOfType
+from ..core.ranks import is_joined
 from ..files.disk import claim_version
 from ..files.opening import CheckpointError, cause_of
 from ..files.storage import AtomicCheckpointIO
 from ..record.logger import CSVLogger
-
-if TYPE_CHECKING:
-    from ..trainer.attributes import TrainerFace
-    from .plan import Plan
+from ..trainer.attributes import TrainerFace
+from .build import Plan
 
 
 def with_safe_files(fabric: Fabric, trusted: bool = False) -> Fabric:
@@ -50,9 +48,12 @@ def files_settled(fabric: Fabric) -> Iterator[None]:
     try:
         end()
     except Exception as error:
-        raise CheckpointError(
-            f"training has come to its end, but not everything is on disk: {cause_of(error)}"
-        ) from error
+        raise not_all(cause_of(error)) from error
+
+
+def not_all(complaint: str) -> CheckpointError:
+    """What is raised after a training whose last state or rows could not be written."""
+    return CheckpointError(f"training has come to its end, but not everything is on disk: {complaint}")
 
 
 def make_loggers(config: Settings, loggers: Any, fabric: Fabric) -> tuple[list[Any], bool]:
@@ -76,16 +77,12 @@ def make_loggers(config: Settings, loggers: Any, fabric: Fabric) -> tuple[list[A
                 f"logger={word}: expected True (the CSV logger), False, or an object with log_metrics, such as"
                 " logger=CSVLogger('logs'), of this package, of Fabric or of Lightning; or a list of them"
             )
-        _complete(logger)
+        # Fabric's lack two words that Lightning's ModelCheckpoint asks every logger for
+        if not hasattr(logger, "after_save_checkpoint"):
+            logger.after_save_checkpoint = _nothing
+        if not hasattr(logger, "save_dir"):
+            logger.save_dir = getattr(logger, "root_dir", None)
     return given, False
-
-
-def _complete(logger: Any) -> None:
-    """Fabric's loggers lack two words that Lightning's ModelCheckpoint asks every logger for."""
-    if not hasattr(logger, "after_save_checkpoint"):
-        logger.after_save_checkpoint = _nothing
-    if not hasattr(logger, "save_dir"):
-        logger.save_dir = getattr(logger, "root_dir", None)
 
 
 def _nothing(checkpoint_callback: Any) -> None:
@@ -110,13 +107,13 @@ def choose_place(loop: TrainerFace, plan: Plan) -> None:
         csv = CSVLogger(str(root / "logs"), name, version)
         loop.loggers = [csv]
     keeps = config.enable_checkpointing and not loop.checkpoint_callbacks
-    if version is None and (loop._own_logger or keeps):
-        version = _claim(root, name, csv if loop._own_logger else None, keeps, loop.fabric)
+    homes = [root / kind / name for kind, due in (("logs", loop._own_logger), ("checkpoints", keeps)) if due]
+    if version is None and homes:
+        version = _claim(homes, loop.fabric)
     if csv is not None:
         if loop._own_logger:
             csv.claim(version)
         csv.check_writable()
-    plan.home.loggers = loop.loggers
     if keeps:
         folder = version if isinstance(version, str) else f"version_{version}"
         plan.home.folder = root / "checkpoints" / name / folder
@@ -134,10 +131,8 @@ def _place_of(path: str | Path, root: Path) -> tuple[str, int | str] | None:
     return folder.parent.name, int(version) if version.isdigit() and folder.name != version else folder.name
 
 
-def _claim(root: Path, name: str, csv: CSVLogger | None, keeps: bool, fabric: Fabric) -> int:
+def _claim(homes: list[Path], fabric: Fabric) -> int:
     """The next free number, taken by making its folder, so that two runs that start together get two numbers."""
-    homes = [root / "logs" / name] if csv is not None else []
-    homes += [root / "checkpoints" / name] if keeps else []
     number = -1
     if fabric.is_global_zero:
         try:
@@ -147,5 +142,4 @@ def _claim(root: Path, name: str, csv: CSVLogger | None, keeps: bool, fabric: Fa
                 f"cannot make the run's folder in '{homes[0]}' ({error.strerror}): expected a folder that can be written;"
                 " write default_root_dir= with one, or logger=False"
             ) from error
-    together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return fabric.broadcast(number) if together else number
+    return fabric.broadcast(number) if is_joined() else number

@@ -1,13 +1,13 @@
-"""Launch: from the caller's process to those that run, and back with what they learned."""
+"""Launch: from the caller's process to those that run, what each of them does, and back with what they learned."""
 
 from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -15,23 +15,25 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from torch.multiprocessing.spawn import ProcessException
 
+from ..core import train
+from ..core.evaluate import evaluate
+from ..core.ranks import is_joined
+from ..core.run import Run
 from ..core.said import is_interactive
-from ..files.opening import CheckpointError
+from ..exact.randomness import isolated_rng
+from ..trainer.attributes import TrainerFace
 from .agreement import come_by_themselves
-from .build import build
+from .build import Plan, build
 from .choose import agree_on_checkpoint
-from .desk import desk, first_error, leave_error
-from .home import choose_place
-from .outcome import Outcome, leave, leave_together, unshare
-from .plan import Plan
+from .home import choose_place, files_settled, not_all
+from .outcome import Outcome, desk, first_error, leave, leave_error, leave_together, unshare
+from .prepare import LOADER_OF
+from .session import heed_signals, session, start_fit, stop_for
 from .signals import Forward, ending, starts_processes
 
-if TYPE_CHECKING:
-    from ..trainer.attributes import TrainerFace
 
-
-def launch(loop: TrainerFace, function: Callable, plan: Plan, *args: Any) -> Outcome:
-    """Run the function in the strategy's processes; what it learned is back here afterwards, in ``loop._run``.
+def launch(loop: TrainerFace, plan: Plan, keep: bool = True) -> Outcome:
+    """Run the plan in the strategy's processes; what is learned is back here afterwards, in ``loop._run``.
 
     Raises:
         CheckpointError: training came to its end, but its last state or rows could not be written.
@@ -44,17 +46,17 @@ def launch(loop: TrainerFace, function: Callable, plan: Plan, *args: Any) -> Out
         with _kept(*seeds):
             if seeds:
                 Fabric.seed_everything(plan.config.seed, workers=True, verbose=False)
-            outcome = _anywhere(loop.fabric, loop, function, plan, args, os.getpid())
+            outcome = _anywhere(loop.fabric, loop, plan, keep, os.getpid())
         run = loop._required(plan.fn)
         outcome.bring_back(run)
     except BaseException:
         loop._status = "interrupted"
         raise
     loop._status = "finished" if run.stop.signal is None else "interrupted"
-    if outcome.is_from_elsewhere and run.stop.signal is not None and not is_interactive():
+    if outcome.learned is not None and run.stop.signal is not None and not is_interactive():
         raise ending(run.stop.signal)
     if outcome.complaint:
-        raise CheckpointError(f"training has come to its end, but not everything is on disk: {outcome.complaint}")
+        raise not_all(outcome.complaint)
     return outcome
 
 
@@ -62,11 +64,11 @@ def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
     """Where the strategy says: in this process, in others, or in all that somebody else has launched."""
     if os.environ.get("LT_CLI_USED") == "1":  # fabric run has launched already
         return _in_process(fabric, "", *rest)
-    stood = _group_stands()
+    stood = is_joined()
     try:
         return _in_processes(fabric, *rest)
     finally:
-        if _group_stands() and not stood:  # ranks that stay: not before the script's end, another run may come
+        if is_joined() and not stood:  # ranks that stay: not before the script's end, another run may come
             atexit.register(leave)
 
 
@@ -76,9 +78,8 @@ def _in_processes(fabric: Fabric, *rest: Any) -> Outcome:
     An error of theirs is raised here as it was there.
     """
     launcher, starts = fabric.strategy.launcher, starts_processes(fabric)
-    makes_scripts = (
-        launcher is not None and hasattr(launcher, "procs") and (launcher.procs or not come_by_themselves(fabric))
-    )
+    scripts = getattr(launcher, "procs", None)
+    makes_scripts = scripts is not None and (scripts or not come_by_themselves(fabric))
     with ExitStack() as around:
         forward = around.enter_context(Forward(launcher)) if starts or makes_scripts else None
         around.enter_context(_kept(*["MASTER_PORT"] * starts))
@@ -110,10 +111,6 @@ def _kept(*names: str) -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-def _group_stands() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _caught(folder: str, rest: tuple, fabric: Fabric) -> Any:
     """In the caller's process an error is handed back: Fabric's launch leaves DataLoader patched if it passes through."""
     try:
@@ -127,32 +124,63 @@ def _caught(folder: str, rest: tuple, fabric: Fabric) -> Any:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error  # which torch takes for a good end
 
 
-def _in_process(
-    fabric: Fabric, folder: str, loop: TrainerFace, function: Callable, plan: Plan, args: tuple, caller: int
-) -> Any:
-    """What each process does: its own set-up, the function, and the way back."""
+def _in_process(fabric: Fabric, folder: str, loop: TrainerFace, plan: Plan, keep: bool, caller: int) -> Any:
+    """What each process does: its own set-up, the run, and the way back."""
     loop.fabric = fabric
     elsewhere = os.getpid() != caller
     if elsewhere:
         unshare(plan.trained.net)
     if isinstance(fabric.strategy, DDPStrategy):
         reset_seed()  # as Trainer's DDP does and Fabric's does not; its other strategies do
-    run = None
+    run = results = None
     try:
         agree_on_checkpoint(loop, plan)
         choose_place(loop, plan)
         loop._begin(run := build(plan, loop, fabric))
-        results = function(loop, run, *args)
+        if run.fn == "fit":
+            _fit(loop, run)
+        else:
+            results = _evaluate(loop, run, keep)
     except BaseException as error:
         stopped = run is not None and run.stop.signal is not None and not isinstance(error, Exception)
         for process in () if stopped else getattr(fabric.strategy.launcher, "procs", ()):
             process.kill()  # else they would wait for this one, for ever
         if run is None or not (stopped and elsewhere):
-            raise
-        results = None  # the state is saved; the caller's process ends as the signal says
+            raise  # else the state is saved; the caller's process ends as the signal says
     outcome = Outcome.of(run, results, elsewhere)
     if not elsewhere:
         return outcome
     path = outcome.to_file(folder) if fabric.local_rank == 0 else None
     leave_together(fabric)
     return path
+
+
+def _fit(loop: TrainerFace, run: Run) -> None:
+    """Train."""
+    signals, listening = run.stop.signals, ExitStack()
+    listening.enter_context(files_settled(run.fabric))
+    if signals.together:  # alone, a signal ends the set-up at once; here the others would wait for ever
+        listening.enter_context(signals)
+    with listening, session(loop, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
+        start_fit(run)
+        run.validation.sanity_check(isolated_rng())
+        heed_signals(run)
+        if not signals.together:
+            listening.enter_context(signals)
+        with torch.enable_grad():
+            train.fit(run)
+        listening.close()
+        stop_for(run, signals.agreed)
+
+
+def _evaluate(loop: TrainerFace, run: Run, keep: bool) -> list | None:
+    """Validate, test or predict."""
+    # gloo cannot
+    inference = run.config.inference_mode and not (is_joined() and torch.distributed.get_backend() == "gloo")
+    with session(loop, run):
+        if run.fn != "predict":
+            run.metrics.name_metrics(run.trained.net)
+        run.data.set_up_transfer()
+        if not run.data.set_up_evaluation(LOADER_OF[run.fn]):
+            return None if run.fn == "predict" else []
+        return evaluate(run, run.data.val, run.fn, inference=inference, keep=keep)

@@ -1,4 +1,9 @@
-"""Outcome: what comes back from a run, also from other processes: weights, history, metrics."""
+"""Outcome: what comes back from a run, also from other processes: weights, history, metrics; or the error that ended them.
+
+The launcher's queue is no way home: it is read only after a process has ended, so that more than a pipe holds (64 KB) would
+block for ever, and tensors in shared memory would be gone; of an error it brings the text alone. What ranks in other
+processes have for the caller's lies in a folder, the desk.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,28 @@ import itertools
 import logging
 import multiprocessing
 import os
+import pickle
+import shutil
 import sys
+import tempfile
+import time
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
 from ..core.hooks import overrides
-from ..core.progress import Progress
+from ..core.ranks import is_joined
+from ..core.run import Run
 
-if TYPE_CHECKING:
-    from lightning.fabric import Fabric
-
-    from ..core.run import Run
+DAY = 24 * 3600.0  # seconds; what lies on a desk is taken within one
 
 
 @dataclass
@@ -34,43 +44,30 @@ class Outcome:
     """
 
     results: Any = None
-    pid: int = field(default_factory=os.getpid)
-    rows: list[dict] = field(default_factory=list)
-    at: Progress = field(default_factory=Progress)
-    stop: tuple[bool, int | None] = (False, None)  # should_stop; the signal
-    resume_path: str | Path | None = None
-    views: dict[str, dict] = field(default_factory=dict)
-    weights: dict[str, Any] | None = None
-    callbacks: list[Any] = field(default_factory=list)
-    kept: dict[str, Any] = field(default_factory=dict)
     complaint: str = ""  # what could not be saved to the end
+    learned: dict[str, Any] | None = None  # in another process than the caller's
 
     @classmethod
     def of(cls, run: Run, results: Any, elsewhere: bool) -> Outcome:
-        """Pack a run's result; with its weights when it ran in another process than its caller's."""
-        metrics = run.metrics
-        outcome = cls(results=results, rows=run.history.rows)
-        complaints = [
-            run.keeper.complaint() if run.fn == "fit" else None,
-            run.log.complaint,
-        ]
-        outcome.complaint = " ".join(filter(None, complaints))
-        outcome.at, outcome.stop = run.at, (run.stop.should_stop, run.stop.signal)
-        outcome.resume_path = run.origin.resume_path
+        """Pack a run's result; with all that it learned when it ran in another process than its caller's."""
+        complaints = [run.keeper.complaint() if run.fn == "fit" else None, run.log.complaint]
+        outcome = cls(results, " ".join(filter(None, complaints)))
         if elsewhere:
-            outcome.views = move_data_to_device(
-                {"callback": metrics.callback, "logged": metrics.logged, "progress": metrics.progress}, "cpu"
-            )
-            if (
-                run.stop.signal is None or run.at.total_batches
-            ):  # else it was stopped in its set-up: layers may be missing
-                outcome.weights = move_data_to_device(run.trained.net.state_dict(), "cpu")
-            outcome.callbacks = [
-                move_data_to_device(part.state_dict(), "cpu") if hasattr(part, "state_dict") else None
-                for part in run.hooks.callbacks
-            ]
-            if run.keeper.keeps:
-                outcome.kept = {"last_model_path": run.keeper.last_model_path, "best": run.keeper.best}
+            states = [part.state_dict() if hasattr(part, "state_dict") else None for part in run.hooks.callbacks]
+            keeper, was_stopped = run.keeper, run.stop.signal is not None
+            outcome.learned = {
+                "at": run.at,
+                "stop": (run.stop.should_stop, run.stop.signal),
+                "resume_path": run.origin.resume_path,
+                "rows": run.history.rows,
+                "views": {name: getattr(run.metrics, name) for name in ("callback", "logged", "progress")},
+                # None: it was stopped in its set-up, layers may be missing
+                "weights": None if was_stopped and not run.at.total_batches else run.trained.net.state_dict(),
+                "callbacks": states,
+                "kept": {"last_model_path": keeper.last_model_path, "best": keeper.best} if keeper.keeps else {},
+            }
+            for name in ("views", "weights", "callbacks"):
+                outcome.learned[name] = move_data_to_device(outcome.learned[name], "cpu")
         return outcome
 
     def to_file(self, folder: str) -> str:
@@ -83,41 +80,68 @@ class Outcome:
         """Read what `to_file` wrote."""
         return cls(**torch.load(path, weights_only=False))  # our own child's file, written a moment ago
 
-    @property
-    def is_from_elsewhere(self) -> bool:
-        """Whether another process made it."""
-        return self.pid != os.getpid()
-
     def bring_back(self, run: Run) -> None:
         """Give the caller's objects what another process learned; nothing to do in the same one."""
-        if not self.is_from_elsewhere:
+        if (learned := self.learned) is None:
             return
-        run.at.stand_at(self.at)
-        run.stop.ask(self.stop[0])
-        run.stop.end_for(self.stop[1])
-        run.origin.resume_path = self.resume_path
-        run.history.rows = self.rows
-        run.metrics.show(**self.views)
-        if self.weights is not None:
+        run.at.stand_at(learned["at"])
+        should_stop, number = learned["stop"]
+        run.stop.ask(should_stop)
+        run.stop.end_for(number)
+        run.origin.resume_path, run.history.rows = learned["resume_path"], learned["rows"]
+        run.metrics.show(**learned["views"])
+        if (weights := learned["weights"]) is not None:
             if (configure := overrides(run.trained.owner, "configure_model")) is not None:
                 configure()  # the layers that the other process made
             for name, tensor in run.trained.net.state_dict(keep_vars=True).items():
-                if isinstance(tensor, torch.Tensor) and name in self.weights:
-                    tensor.data = tensor.data.to(self.weights[name].dtype)  # "64-true" is to be seen here, too
-            run.trained.net.load_state_dict(self.weights)
-        for callback, state in zip(run.hooks.callbacks, self.callbacks, strict=False):
-            if state:
-                _give_back(callback, state)
-        run.keeper.know(**self.kept)
+                if isinstance(tensor, torch.Tensor) and name in weights:
+                    tensor.data = tensor.data.to(weights[name].dtype)  # "64-true" is to be seen here, too
+            run.trained.net.load_state_dict(weights)
+        for callback, state in zip(run.hooks.callbacks, learned["callbacks"], strict=False):
+            try:
+                if state:
+                    callback.load_state_dict(state)
+            except Exception as error:  # such as SpikeDetection, which looks for an attribute that it lacks
+                name, why = type(callback).__name__, f"its load_state_dict failed with {error!r}"
+                warnings.warn(f"{name} stays as it was before the run: {why}", stacklevel=2)
+        run.keeper.know(**learned["kept"])
 
 
-def _give_back(callback: Any, state: Any) -> None:
-    """Give a callback the state that it has in the other process; one that cannot take it is no reason to lose the run."""
+@contextmanager
+def desk() -> Iterator[str]:
+    """A folder for one launch; those of callers that were killed go after a day.
+
+    Example:
+        >>> with desk() as folder:
+        ...     leave_error(KeyError("mine"), folder)
+        ...     first_error(folder)
+        KeyError('mine')
+    """
+    for old in Path(tempfile.gettempdir()).glob("fabric_template_*.desk"):
+        with suppress(OSError):
+            if old.lstat().st_mtime < time.time() - DAY:
+                shutil.rmtree(old)
+    folder = tempfile.mkdtemp(prefix="fabric_template_", suffix=".desk")
     try:
-        callback.load_state_dict(state)
-    except Exception as error:  # such as Lightning's SpikeDetection, which looks for an attribute that it does not have
-        name = type(callback).__name__
-        warnings.warn(f"{name} stays as it was before the run: its load_state_dict failed with {error!r}", stacklevel=2)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def leave_error(error: BaseException, folder: str) -> None:
+    """Leave the error itself; of one that cannot be sent (of a class within a function), the launcher tells the text."""
+    with suppress(Exception):
+        data = pickle.dumps(error)
+        pickle.loads(data)  # some are made with other arguments than they keep
+        path = os.path.join(folder, f"{time.monotonic_ns():020}.{os.getpid()}")
+        Path(path).write_bytes(data)
+        os.rename(path, f"{path}.error")
+
+
+def first_error(folder: str) -> BaseException | None:
+    """The error that came first, of whichever rank: those of the others may be its consequence. None: none was left."""
+    paths = sorted(Path(folder).glob("*.error"))
+    return pickle.loads(paths[0].read_bytes()) if paths else None  # our own child's
 
 
 def unshare(net: nn.Module) -> None:
@@ -129,7 +153,7 @@ def unshare(net: nn.Module) -> None:
 
 def leave() -> None:
     """End this process's part in the group, as the script ends: see `leave_together`, for which nobody waits here."""
-    if torch.distributed.is_initialized():
+    if is_joined():
         torch.distributed.destroy_process_group()
 
 
@@ -139,9 +163,9 @@ def leave_together(fabric: Fabric) -> None:
     What gloo's threads leave behind can abort an interpreter that is being taken down, long after the work is done, and
     the caller would lose the run for it. A forked process ends without that; a spawned one is made to.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_joined():
         fabric.barrier("leave")
-        torch.distributed.destroy_process_group()
+    leave()
     if isinstance(multiprocessing.current_process(), multiprocessing.get_context("spawn").Process):
         atexit.register(_end_now)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
@@ -16,21 +16,19 @@ from ..core.inputs import check_object, check_parameters, check_path, check_sign
 from ..core.optimizers import parse_optimizers
 from ..core.origin import Origin
 from ..core.passes import INFINITE, length_of
+from ..core.run import Run
 from ..core.steps import FunctionSteps, net_of, takes_batch_idx
 from ..core.stop import is_endless
 from ..core.trained import Trained
 from ..data.feed import Given, loader_argument
 from ..data.loaders import check_iterable, loaders_in, no_fraction
 from ..files.checkpoint import hyperparameters_of
+from ..trainer.attributes import TrainerFace
 from ..trainer.views import Word
+from .build import Plan
 from .choose import choose_checkpoint
 from .home import choose_place
-from .plan import Plan
 from .signals import starts_processes
-
-if TYPE_CHECKING:
-    from ..core.run import Run
-    from ..trainer.attributes import TrainerFace
 
 STEP_OF = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 _GONE = {
@@ -85,7 +83,7 @@ def prepare(
         may_lack=ckpt_path == "last", trusted=loop.config.trusted if weights_only is None else not weights_only
     )
     # a word that hooks may compare with Trainer's enum, or ask for its value
-    plan = Plan(Word(fn), loop.config, Trained(owner, net, datamodule), given, list(loop.callbacks), origin, optimizer)
+    plan = Plan(Word(fn), loop.config, Trained(owner, net, datamodule), given, origin, optimizer)
     if last is not None:
         plan.keeper, plan.last = last.keeper, last.at
         plan.again = loop._runs[fn].at if fn in loop._runs else None
@@ -98,27 +96,27 @@ def prepare(
         if plan.config.enable_checkpointing or loop.checkpoint_callbacks:
             for part in (plan.trained.owner, plan.trained.datamodule):
                 hyperparameters_of(part, plan.config.trusted, plan.said)
-        if plan.config.max_epochs is None and not is_endless(plan.config, plan.callbacks):
+        if plan.config.max_epochs is None and not is_endless(plan.config, loop.callbacks):
             plan.said.warn(
                 "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set `max_epochs=-1`.",
                 PossibleUserWarning,
             )
-    _find_files(plan, loop, resume, load)
+    # find and check the checkpoint, choose the version, prove that logs can be written
+    choose_checkpoint(loop, plan, resume, load)
+    if loop.fabric.strategy.launcher is None or starts_processes(loop.fabric):
+        choose_place(loop, plan)  # elsewhere all ranks run this already, and have to agree first
     return plan
 
 
 def _from_last_run(loop: TrainerFace, fn: str, model: Any, load: Any) -> tuple:
     """What the run before has, for what was not given: (model, load), as Trainer takes them."""
-    last = loop._run
-    if last is None:
-        if model is None:
-            raise TypeError(
-                f"`FabricLoop.{fn}()` requires a `LightningModule` or another model: expected {fn}(model, ...), or a fit"
-                " before it"
-            )
-        return model, load
     if model is not None:
         return model, load
+    if (last := loop._run) is None:
+        raise TypeError(
+            f"`FabricLoop.{fn}()` requires a `LightningModule` or another model: expected {fn}(model, ...), or a fit"
+            " before it"
+        )
     best, chooses = loop.checkpoint_path("best"), loop.checkpoint_callbacks or loop.config.monitor
     if load is None and best is not None and chooses:
         warnings.warn(
@@ -201,13 +199,10 @@ def _check_validation(plan: Plan, name: str) -> None:
 def _check_loaders(plan: Plan, fn: str) -> None:
     stage = LOADER_OF[fn]
     if not plan.given.has(stage):
-        home = plan.trained.name if plan.trained.datamodule is None else type(plan.trained.datamodule).__name__
-        method = f", as datamodule=, or write a method {stage}_dataloader in {home}"
-        method = (
-            " or as datamodule="
-            if plan.trained.owner is not plan.trained.model and plan.trained.datamodule is None
-            else method
-        )
+        trained, method = plan.trained, " or as datamodule="
+        if trained.owner is trained.model or trained.datamodule is not None:
+            home = trained.name if trained.datamodule is None else type(trained.datamodule).__name__
+            method = f", as datamodule=, or write a method {stage}_dataloader in {home}"
         raise MissingLoader(
             f"An invalid dataloader was passed to `Trainer.{fn}({loader_argument(fn, stage)}=...)`. Found None: {fn} has no"
             f" {stage} loader; give it as {fn}(model, loader){method}"
@@ -265,11 +260,3 @@ def _check_hyperparameters(plan: Plan) -> None:
 
 def _are_equal(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other))
-
-
-def _find_files(plan: Plan, loop: TrainerFace, resume: Any, load: Any) -> None:
-    """Find and check the checkpoint, choose the version, prove that logs can be written."""
-    choose_checkpoint(loop, plan, resume, load)
-    if loop.fabric.strategy.launcher is None or starts_processes(loop.fabric):
-        choose_place(loop, plan)  # elsewhere all ranks run this already, and have to agree first
-    plan.home.loggers = loop.loggers

@@ -9,16 +9,17 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from ..core.errors import Misuse
 from ..core.hooks import is_a, overrides
+from ..core.run import Run
 from ..core.said import is_interactive
 from ..core.steps import Modes
+from ..core.update import AutomaticUpdate
 from ..files import checkpoint as ckpt
 from ..files.disk import clear_stale
 from ..files.keeper import KeepsNothing
@@ -29,64 +30,60 @@ from ..record.bar import can_show_bar, summarize
 from ..record.earlier import bring_back
 from ..record.logger import CSVLogger
 from ..trainer import profiling
-from ..trainer.attach import attach, attach_log, keep_if_well
+from ..trainer.attach import after_error, attach, attach_log
+from ..trainer.attributes import TrainerFace
 from ..trainer.callbacks import add_callbacks_of
-from .build import choose_update
+from ..trainer.manual import ManualUpdate
 from .choose import folders_of_callbacks, load_file
-from .finished import tell_finished
 from .signals import ending, requeue, starts_processes
 
-if TYPE_CHECKING:
-    from ..core.run import Run
-    from ..trainer.attributes import TrainerFace
 
-
-class Session:
+def session(loop: TrainerFace, run: Run) -> ExitStack:
     """Around a run: its folders locked, the module attached, set up and moved; afterwards everything as it was found.
 
     What gives a thing back is noted before the thing is changed, so that whatever fails, at whatever line, all comes back.
     An error reaches ``on_exception`` of callbacks and datamodule and then the caller, unchanged (a StopIteration, too, which
     no generator would let through).
     """
-
-    def __init__(self, loop: TrainerFace, run: Run) -> None:
-        self.loop, self.run, self._found = loop, run, ExitStack()
-
-    def __enter__(self) -> None:
-        loop, run, found = self.loop, self.run, self._found
-        with found:
-            folders = _written(run)
-            found.enter_context(one_writer(folders))
-            _clear(folders, folders_of_callbacks(loop) if folders else [])
-            found.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-            _set_switches(run, found)
-            found.callback(_rest, run)
-            found.callback(run.data.close)
-            modes = Modes(run.trained.net)
-            found.push(partial(_restore_after_error, modes))
-            try:
-                attach(run.trained.owner, loop, run.metrics, found, compiled=bool(run.config.compile))
-                _set_up(loop, run, found)
-            except BaseException as error:
-                _tell(loop, run, error)
-                raise
-            self._found = found.pop_all()
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._found:
-            try:
-                if error is not None:
-                    raise error
-                _tear_down(self.run)
-                profiling.end(self.loop.own_profiler)
-            except BaseException as error:
-                _tell(self.loop, self.run, error)
-                raise
+    with ExitStack() as found:
+        folders = _written(run)
+        found.enter_context(one_writer(folders))
+        # what killed runs of this name have left unfinished, in any version
+        stale = folders_of_callbacks(loop) if folders else []
+        for home in {Path(folder).parent for folder in folders if folder}:
+            with suppress(OSError):  # tidying fails no run
+                stale += [home / version for version in os.listdir(home)]
+        for folder in stale:
+            clear_stale(folder)
+        found.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        _set_switches(run, found)
+        found.callback(_rest, run)
+        found.callback(run.data.close)
+        after_error(found, Modes(run.trained.net).restore)
+        with ExitStack() as end:
+            end.push(partial(_end, loop, run))
+            attach(run.trained.owner, loop, run.metrics, found, compiled=bool(run.config.compile))
+            _set_up(loop, run, found)
+            found.push(end.pop_all())
+        return found.pop_all()
 
 
-def _restore_after_error(modes: Modes, kind: type[BaseException] | None, *_: Any) -> None:
-    if kind is not None:
-        modes.restore()
+def _end(loop: TrainerFace, run: Run, kind: type | None, error: BaseException | None, *_: Any) -> None:
+    """The way out, while all that hooks ask for is still there."""
+    if error is not None:
+        _tell(loop, run, error)
+        return
+    try:
+        if run.fn == "fit":
+            run.hooks.call("on_fit_end")
+        if (hook := run.hooks.own(run.trained.datamodule, "teardown")) is not None:
+            hook(stage=run.fn)
+        run.hooks.call("teardown", run.fn)
+        run.log.finalize("success")
+        profiling.end(loop.own_profiler)
+    except BaseException as failed:
+        _tell(loop, run, failed)
+        raise
 
 
 def _rest(run: Run) -> None:
@@ -109,10 +106,10 @@ def _tell(loop: TrainerFace, run: Run, error: BaseException) -> None:
                 run.said.warn(f"after {type(error).__name__}, {what}: {cause_of(another)}")
 
     loop._status, run.failure.hook = "interrupted", run.hooks.enter(None)
-    run.failure.has_come = (
-        run.fn == "fit" and run.at.total_batches > 0 and run.stop.signals.agreed is None
-    )  # in a step, perhaps
-    if run.fn == "fit" and run.at.total_batches and isinstance(error, Exception):
+    has_trained = run.fn == "fit" and run.at.total_batches > 0
+    is_error = has_trained and isinstance(error, Exception)
+    run.failure.has_come = is_error or (has_trained and run.stop.signals.agreed is None)  # in a step, perhaps
+    if is_error:
         _tell_where(run, error, beside)
     run.hooks.enter("on_exception")
     for part in run.hooks.callbacks:
@@ -127,10 +124,16 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     fabric, owner, datamodule = run.fabric, run.trained.owner, run.trained.datamodule
     run.at.enter("train" if run.fn == "fit" else run.fn)
     if hasattr(datamodule, "trainer"):
-        keep_if_well(found, datamodule, "trainer")
+        after_error(found, setattr, datamodule, "trainer", datamodule.trainer)
         datamodule.trainer = loop
     profiling.begin(loop.own_profiler, run, loop.log_dir)
-    _add_callbacks_of(owner, loop, run, found)
+    loop.callbacks = add_callbacks_of(run.hooks.own(owner, "configure_callbacks"), run.hooks.callbacks)
+    run.hooks.refresh(loop.callbacks)
+    if loop.checkpoint_callbacks:  # the module's own, too: it takes over from the loop
+        run.keeper = KeepsNothing()
+    for callback in run.hooks.callbacks:
+        if hasattr(callback, "state_key"):  # Lightning's have self.log
+            attach_log(callback, run.metrics, found)
     shown = run.config.enable_progress_bar and fabric.is_global_zero and can_show_bar()
     if shown and loop.progress_bar_callback is None:
         run.bar.show()
@@ -148,8 +151,7 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     if (hook := run.hooks.own(owner, "configure_model")) is not None:
         hook()
     heed_signals(run)
-    path = run.origin.path
-    if path is not None:
+    if (path := run.origin.path) is not None:
         run.origin.checkpoint = load_file(fabric, path, run.origin.trusted)
         if run.origin.resume_path is not None:  # once more: the file may be another one by now
             check_resumable(run.origin.checkpoint, path)
@@ -163,13 +165,13 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     run.steps.setup(training=run.fn == "fit")
 
 
-def start_fit(loop: TrainerFace, run: Run) -> None:
+def start_fit(run: Run) -> None:
     """What fit adds: optimizers, ``on_fit_start``, hyperparameters, the restored state."""
-    if run.config.enable_model_summary and run.fabric.is_global_zero and not _has_summary(run):
+    has_summary = any(is_a(callback, "ModelSummary") for callback in run.hooks.callbacks)  # which prints it already
+    if run.config.enable_model_summary and run.fabric.is_global_zero and not has_summary:
         print(summarize(run.trained.net))
-    if sleeping := sum(
-        not module.training for module in run.trained.net.modules()
-    ):  # left as they are, as Trainer does
+    # they are left as they are, as Trainer does
+    if sleeping := sum(not module.training for module in run.trained.net.modules()):
         run.said.warn(
             f"Found {sleeping} module(s) in eval mode at the start of training: no dropout there, BatchNorm frozen; write"
             " model.train() before fit unless this is what you want",
@@ -183,7 +185,7 @@ def start_fit(loop: TrainerFace, run: Run) -> None:
     if (path := run.origin.resume_path) is not None:
         assert run.origin.checkpoint is not None
         ckpt.load_training_state(run, run.origin.checkpoint, path)
-        tell_finished(run)
+        _tell_finished(run)
         epochs, _ = run.stop.limits()
         if epochs != -1 and run.at.epochs_done > epochs:
             raise Misuse(
@@ -201,8 +203,23 @@ def start_fit(loop: TrainerFace, run: Run) -> None:
         for logger in run.home.loggers:
             if hasattr(type(logger), "set_aside"):
                 logger.set_aside()  # of a run that was killed before its first checkpoint, in a version given by name
-    choose_update(run)
+    run.metrics.name_metrics(run.trained.net)
+    run.data.set_up_transfer()
+    run.update = (AutomaticUpdate if run.trained.is_automatic else ManualUpdate)(run)  # its optimizers are known
     run.trained.net.zero_grad()
+
+
+def _tell_finished(run: Run) -> None:
+    """Say in one line that the run that is resumed is finished, if it is, and whose end may have done more to it."""
+    if not run.fabric.is_global_zero or not (why := run.stop.ended_by()):
+        return
+    parts = (*run.hooks.callbacks, run.trained.owner)
+    own = [part for part in parts if not type(part).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))]
+    names = [type(part).__name__ for part in own if overrides(part, "on_train_end")]
+    said = f". What on_train_end of {', '.join(names)} does is not done again"
+    again = said if names and run.at.between_epochs else ""
+    place = f"'{run.origin.resume_path}' is of a finished run (epoch {run.at.epochs_done}, step {run.at.global_step})"
+    print(f"resume: {place}, nothing is trained: {why}{again}", file=sys.stderr)
 
 
 def stop_for(run: Run, number: int | None) -> None:
@@ -226,11 +243,6 @@ def stop_for(run: Run, number: int | None) -> None:
     raise ending(number)
 
 
-def _has_summary(run: Run) -> bool:
-    """Whether a callback prints the model already."""
-    return any(is_a(callback, "ModelSummary") for callback in run.hooks.callbacks)
-
-
 def _way_on_after(run: Run, number: int) -> str:
     """What is saved when a signal ends training, and what to type to go on."""
     saver, what = run.keeper, "nothing was trained yet"
@@ -239,9 +251,8 @@ def _way_on_after(run: Run, number: int) -> str:
         what = saver.complaint() or (f"'{saver.last_model_path}' is saved: {ways}" if saver.last_model_path else ways)
     elif run.at.total_batches:
         keeps = any(is_a(callback, "Checkpoint") for callback in run.hooks.callbacks)
-        what = (
-            "resume='last' takes what callbacks have kept" if keeps else "nothing is saved (enable_checkpointing=False)"
-        )
+        nothing = "nothing is saved (enable_checkpointing=False)"
+        what = "resume='last' takes what callbacks have kept" if keeps else nothing
     where = f"in epoch {run.at.current_epoch}, after step {run.at.global_step}"
     return f"{signal.Signals(number).name}: training stops {where}; {what}"
 
@@ -253,14 +264,13 @@ def heed_signals(run: Run) -> None:
         stop_for(run, run.stop.signals.agreed)
 
 
-def _tell_where(run: Run, error: Exception, beside: Callable) -> None:
+def _tell_where(run: Run, error: BaseException, beside: Callable) -> None:
     """Save the state, and add to the error where it came and what goes on from where.
 
     Between two steps the state is exact, and is ``last.ckpt``. In the middle of one it is not: dropout has drawn, BatchNorm
     has counted, sums are begun. Then ``last.ckpt`` stays what it was, and ``exception.ckpt`` is beside it. With several
     processes nothing is saved: the others cannot be asked.
     """
-    run.failure.has_come = True
     run.metrics.val.reset()  # a validation that was on begins again
     paths: list[Path | None] = []
     if run.keeper.keeps and run.fabric.world_size == 1:
@@ -289,29 +299,6 @@ def _ways_on(run: Run, beside: Path | None = None) -> list[str]:
     return [inexact] if exact is None else [f"{exact}, to the bit", inexact]
 
 
-def _tear_down(run: Run) -> None:
-    """The way out after a run that went well."""
-    hooks = run.hooks
-    if run.fn == "fit":
-        hooks.call("on_fit_end")
-    if (hook := hooks.own(run.trained.datamodule, "teardown")) is not None:
-        hook(stage=run.fn)
-    hooks.call("teardown", run.fn)
-    run.log.finalize("success")
-
-
-def _add_callbacks_of(owner: Any, loop: TrainerFace, run: Run, found: ExitStack) -> None:
-    """The module's own callbacks join the run's; one that saves checkpoints takes over from the loop."""
-    callbacks = add_callbacks_of(run.hooks.own(owner, "configure_callbacks"), run.hooks.callbacks)
-    loop.callbacks = callbacks
-    run.hooks.refresh(callbacks)
-    if loop.checkpoint_callbacks:
-        run.keeper = KeepsNothing()
-    for callback in run.hooks.callbacks:
-        if hasattr(callback, "state_key"):  # Lightning's have self.log
-            attach_log(callback, run.metrics, found)
-
-
 def _written(run: Run) -> list[str | Path | None]:
     """The folders that this process writes in the run: its logs and its checkpoints."""
     if run.fn != "fit" or not run.fabric.is_global_zero:
@@ -320,15 +307,6 @@ def _written(run: Run) -> list[str | Path | None]:
     for logger in loggers:
         logger.claim()
     return [*(logger.log_dir for logger in loggers), run.home.folder]
-
-
-def _clear(folders: list[str | Path | None], of_callbacks: list[Path]) -> None:
-    """Remove what killed runs of this name have left unfinished, in any version."""
-    for home in {Path(folder).parent for folder in folders if folder}:
-        with suppress(OSError):  # tidying fails no run
-            of_callbacks += [home / version for version in os.listdir(home)]
-    for folder in of_callbacks:
-        clear_stale(folder)
 
 
 def _set_switches(run: Run, found: ExitStack) -> None:

@@ -12,13 +12,10 @@ import time
 import warnings
 from multiprocessing.util import register_after_fork
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 CAUGHT = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
@@ -36,7 +33,7 @@ class Handlers:
         self._found: dict[int, Any] = {}
         self._pid = os.getpid()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Handlers:
         if threading.current_thread() is threading.main_thread():
             for number in CAUGHT:
                 handler = signal.getsignal(number)
@@ -107,7 +104,8 @@ class Signals(Handlers):
         if self.together:
             is_gloo = torch.distributed.get_backend() == "gloo"
             self._group = torch.distributed.group.WORLD if is_gloo else torch.distributed.new_group(backend="gloo")
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         super().__exit__(kind, error, trace)
@@ -153,10 +151,6 @@ class Forward(Handlers):
 
     A forked rank that does not listen yet ends at once, wherever it waits. So does a script that is the first rank itself,
     once the others are gone: nobody would be left to end them.
-
-    Example:
-        >>> with Forward():
-        ...     pass  # launch
     """
 
     def __init__(self, launcher: Any = None) -> None:
@@ -167,7 +161,8 @@ class Forward(Handlers):
     def __enter__(self) -> Forward:
         self._others = {child.pid for child in multiprocessing.active_children()}
         register_after_fork(self, Forward._in_child)
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def _in_child(self) -> None:
         """Python's own handler waits for torch to return, and torch takes a rank's KeyboardInterrupt for its good end."""
@@ -199,11 +194,6 @@ class Forward(Handlers):
 def starts_processes(fabric: Fabric) -> bool:
     """Whether the strategy forks or spawns the ranks, and this process waits for them."""
     return type(fabric.strategy.launcher).__name__ == "_MultiProcessingLauncher"
-
-
-def is_launched(fabric: Fabric) -> bool:
-    """Whether there is a launcher that may pass on to this process what it has already been sent."""
-    return fabric.world_size > 1 or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def ending(number: int) -> BaseException:

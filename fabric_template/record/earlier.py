@@ -6,13 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.config import is_name
+from ..core.run import Run
 from .tables import cell_of, read_table, value_of, writing
-
-if TYPE_CHECKING:
-    from ..core.run import Run
 
 CSV = "metrics.csv"
 

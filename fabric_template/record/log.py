@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ..core.history import name_outputs
+from ..core.run import Run
 from .earlier import rows_state
 from .metrics import Metrics
 from .tables import LogsError
-
-if TYPE_CHECKING:
-    from ..core.run import Run
 
 _NONE: Mapping[str, Any] = {}
 

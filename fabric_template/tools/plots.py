@@ -55,7 +55,9 @@ def plot_logs(
     if ax is None:
         accuracies = [name for name in names if _ACCURACY.search(_parts(name)[1])]
         groups = [group for group in ([n for n in names if n not in accuracies], accuracies) if group]
-        axes = _new_axes(len(groups))
+        from matplotlib import pyplot
+
+        axes = pyplot.subplots(1, len(groups), figsize=(5.5 * len(groups), 3.6), layout="constrained")[1]
     else:
         axes = ax
     for one, group in zip(axes if isinstance(axes, numpy.ndarray) else [axes], groups, strict=True):
@@ -129,12 +131,6 @@ def _choose(
     if missing:
         raise ValueError(f"plot_logs: no numbers to draw for {', '.join(missing)}; the columns are {listed}")
     return list(dict.fromkeys(wanted))
-
-
-def _new_axes(count: int) -> "Axes | np.ndarray":
-    from matplotlib import pyplot
-
-    return pyplot.subplots(1, count, figsize=(5.5 * count, 3.6), layout="constrained")[1]
 
 
 def _draw(ax: "Axes", runs: list[tuple[str, "pd.DataFrame"]], x: str, names: list[str]) -> None:

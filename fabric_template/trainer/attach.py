@@ -5,7 +5,9 @@ Attached for a run, detached after it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,20 +25,14 @@ def attach(owner: Any, loop: Any, metrics: Metrics, found: ExitStack, compiled: 
         # its setter gives it to modules inside, too
         for part in owner.modules() if isinstance(owner, nn.Module) else ():
             if hasattr(part, "_trainer"):
-                keep_if_well(found, part, "_trainer")
+                after_error(found, setattr, part, "_trainer", part._trainer)
         owner.trainer = loop
     attach_log(owner, metrics, found, compiled)
 
 
-def keep_if_well(found: ExitStack, part: Any, name: str) -> None:
-    """An attribute that is about to change: after an error it is again what it is now."""
-    before = getattr(part, name)
-
-    def give_back(kind: type[BaseException] | None, *_: Any) -> None:
-        if kind is not None:
-            setattr(part, name, before)
-
-    found.push(give_back)
+def after_error(found: ExitStack, give_back: Callable, *args: Any) -> None:
+    """Note what gives back a thing that is about to change; after an error only."""
+    found.push(lambda kind, *_: give_back(*args) if kind is not None else None)
 
 
 def attach_log(part: Any, metrics: Metrics, found: ExitStack, compiled: bool = False) -> None:
@@ -56,7 +52,7 @@ def attach_log(part: Any, metrics: Metrics, found: ExitStack, compiled: bool = F
             # logging is Python's business, not the graph's
             vars(part)[name] = torch.compiler.disable(call) if compiled else call
     if is_overridden and any(_is_lightnings(vars(base).get("log")) for base in type(part).__mro__):
-        vars(part)["log"] = OverriddenLog(part, metrics)
+        vars(part)["log"] = partial(_overridden_log, part, metrics)
 
 
 def _detach_log(attributes: dict[str, Any], before: dict[str, Any]) -> None:
@@ -69,20 +65,14 @@ def _detach_log(attributes: dict[str, Any], before: dict[str, Any]) -> None:
 
 def _is_ours(log: Any) -> bool:
     log = getattr(log, "__wrapped__", log)  # what torch.compiler.disable was given
-    return isinstance(log, OverriddenLog) or isinstance(getattr(log, "__self__", None), Metrics)
+    return getattr(log, "func", None) is _overridden_log or isinstance(getattr(log, "__self__", None), Metrics)
 
 
 def _is_lightnings(method: Any) -> bool:
     return getattr(method, "__module__", None) in _LIGHTNING
 
 
-class OverriddenLog:
+def _overridden_log(owner: Any, metrics: Metrics, *args: Any, **words: Any) -> None:
     """A module's own ``log``. Where it goes on to Lightning's, that one asks the module which hook runs (`ResultsView`)."""
-
-    def __init__(self, owner: Any, metrics: Metrics) -> None:
-        self.owner, self.metrics = owner, metrics
-
-    def __call__(self, *args: Any, **words: Any) -> None:
-        """Log, from the hook that runs now."""
-        self.owner._current_fx_name = self.metrics.fx  # private, and the only place where Lightning looks for it
-        type(self.owner).log(self.owner, *args, **words)
+    owner._current_fx_name = metrics.fx  # private, and the only place where Lightning looks for it
+    type(owner).log(owner, *args, **words)

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 import math
 import signal
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
+from lightning.fabric import Fabric
+
+from ..core.config import Settings
 from ..core.errors import Misuse
 from ..core.hooks import is_a
-from .views import (
-    AcceleratorView,
-    DataView,
-    EvaluationLoopView,
-    FitLoopView,
-    LoggerView,
-    PredictLoopView,
-    ResultsView,
-    State,
-    Word,
-    shows,
-)
-
-if TYPE_CHECKING:
-    from lightning.fabric import Fabric
-
-    from ..core.config import Settings
-    from ..core.run import Run
+from ..core.run import Run
+from . import views
+from .views import State, Word, shows
 
 
 class TrainerFace:
@@ -51,19 +39,15 @@ class TrainerFace:
     current_epoch = shows(
         "_run.at.current_epoch", "The epoch that runs, from 0; after fit, the number of epochs trained.", 0
     )
-
     global_step = shows("_run.at.global_step", "Optimizer steps taken so far.", 0)
-
-    @property
-    def max_epochs(self) -> int | None:
-        """The limit of epochs, -1 for none."""
-        return self._run.stop.limits()[0] if self._run else self.config.max_epochs
-
-    @property
-    def min_epochs(self) -> int | None:
-        """How many epochs no ``should_stop`` can end, 0 for none; as configured before anything has run."""
-        return self._run.stop.min_epochs if self._run else self.config.min_epochs
-
+    max_epochs = property(
+        lambda self: self._run.stop.limits()[0] if self._run else self.config.max_epochs,
+        doc="The limit of epochs, -1 for none.",
+    )
+    min_epochs = property(
+        lambda self: self._run.stop.min_epochs if self._run else self.config.min_epochs,
+        doc="How many epochs no ``should_stop`` can end, 0 for none; as configured before anything has run.",
+    )
     is_last_batch = shows("_fitted.at.is_last_batch", "Whether the training batch at hand is the epoch's last.", False)
 
     @property
@@ -78,21 +62,15 @@ class TrainerFace:
             if value:
                 self._fitted.stop.tell_held_back("The loop was signaled to stop")
 
-    @property
-    def gradient_clip_algorithm(self) -> Word | None:
-        """What gradient_clip_val limits."""
-        algorithm = self.config.gradient_clip_algorithm
-        return None if algorithm is None else Word(algorithm)
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        """Batches per optimizer step; a callback may change it between epochs."""
-        return self._run.at.window if self._run else self.config.accumulate_grad_batches
-
-    @accumulate_grad_batches.setter
-    def accumulate_grad_batches(self, value: int) -> None:
-        self._required("accumulate_grad_batches").at.accumulate(value)
-
+    gradient_clip_algorithm = property(
+        lambda self: self.config.gradient_clip_algorithm and Word(self.config.gradient_clip_algorithm),
+        doc="What gradient_clip_val limits.",
+    )
+    accumulate_grad_batches = property(
+        lambda self: self._run.at.window if self._run else self.config.accumulate_grad_batches,
+        lambda self, value: self._required("accumulate_grad_batches").at.accumulate(value),
+        doc="Batches per optimizer step; a callback may change it between epochs.",
+    )
     num_training_batches = shows("_fitted.at.num_batches", "Training batches of an epoch.", math.inf)
 
     num_val_batches = property(
@@ -126,8 +104,9 @@ class TrainerFace:
         """
         run = self._required("estimated_stepping_batches")
         max_epochs, max_steps = run.stop.limits()
+        most = math.inf if max_steps == -1 else max_steps
         if max_epochs == -1 and not run.stop.has_timer:
-            return math.inf if max_steps == -1 else max_steps
+            return most
         if not run.data.has("train"):
             raise Misuse(
                 f"FabricLoop.estimated_stepping_batches: {run.fn} has no train loader, and `train_dataloader` must be"
@@ -135,10 +114,8 @@ class TrainerFace:
             )
         run.data.set_up_train()
         if run.at.num_batches == math.inf:
-            return max_steps if max_steps != -1 else math.inf
-        per_epoch = math.ceil(run.at.num_batches / run.at.window)
-        total = per_epoch * max(max_epochs, 1)
-        return min(max_steps, total) if max_steps != -1 else total
+            return most
+        return min(most, math.ceil(run.at.num_batches / run.at.window) * max(max_epochs, 1))
 
     # ---- what was logged
 
@@ -158,13 +135,10 @@ class TrainerFace:
 
     lightning_module = shows("_run.trained.model", "The model that was given.")
 
-    @property
-    def model(self) -> Any:
-        """The same; under DDP the wrapper."""
-        if self._run is None:
-            return None
-        return getattr(getattr(self._run, "steps", None), "wrapped", None) or self._run.trained.model
-
+    model = property(
+        lambda self: self._run and (self._run.steps.wrapped or self._run.trained.model),
+        doc="The same; under DDP the wrapper.",
+    )
     datamodule = shows("_run.trained.datamodule", "The datamodule given to this run.")
 
     @property
@@ -248,22 +222,19 @@ class TrainerFace:
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that this run started from."""
-        path = self._run and (self._run.origin.resume_path or self._run.origin.load_path)
+        path = self._run and self._run.origin.path
         return str(path) if path else None
 
     # ---- loops: Lightning's callbacks look into them
 
-    fit_loop = property(FitLoopView, doc="How far training is, in the few words that callbacks ask for.")
-    predict_loop = property(PredictLoopView, doc="What was predicted, and of which samples.")
-    _evaluation_loop = property(EvaluationLoopView)
-    _data_connector = property(DataView)
-    _logger_connector = property(LoggerView)
+    fit_loop = property(views.FitLoopView, doc="How far training is, in the few words that callbacks ask for.")
+    predict_loop = property(views.PredictLoopView, doc="What was predicted, and of which samples.")
+    _evaluation_loop = property(views.EvaluationLoopView)
+    _data_connector = property(views.DataView)
+    _logger_connector = property(views.LoggerView)
 
-    @property
-    def _results(self) -> ResultsView | None:
-        return ResultsView(self) if self._run is not None and self._run.fn != "predict" else None
-
-    _accelerator_connector = property(AcceleratorView)
+    _results = property(lambda self: views.ResultsView(self) if self._run and self._run.fn != "predict" else None)
+    _accelerator_connector = property(lambda self: SimpleNamespace(is_distributed=self.world_size > 1))
 
     # ---- where it runs
 
@@ -285,20 +256,11 @@ class TrainerFace:
         twin = getattr(accelerators, type(own).__name__, None)
         return own if twin is None else twin()
 
-    @property
-    def scaler(self) -> Any:
-        """The gradient scaler under 16-mixed."""
-        return getattr(self.fabric.strategy.precision, "scaler", None)
-
-    @property
-    def num_devices(self) -> int:
-        """Devices on this machine."""
-        return len(getattr(self.fabric.strategy, "parallel_devices", None) or [0])
-
-    @property
-    def num_nodes(self) -> int:
-        """Machines."""
-        return getattr(self.fabric.strategy, "num_nodes", 1)
+    scaler = property(
+        lambda self: getattr(self.fabric.strategy.precision, "scaler", None), doc="The gradient scaler under 16-mixed."
+    )
+    num_devices = property(lambda self: len(self.device_ids), doc="Devices on this machine.")
+    num_nodes = property(lambda self: getattr(self.fabric.strategy, "num_nodes", 1), doc="Machines.")
 
     @property
     def device_ids(self) -> list[int]:
@@ -306,10 +268,10 @@ class TrainerFace:
         devices = getattr(self.fabric.strategy, "parallel_devices", None) or [self.fabric.device]
         return [device.index if device.index is not None else i for i, device in enumerate(devices)]
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """What a DistributedSampler needs, None for one process."""
-        return getattr(self.fabric.strategy, "distributed_sampler_kwargs", None)
+    distributed_sampler_kwargs = property(
+        lambda self: getattr(self.fabric.strategy, "distributed_sampler_kwargs", None),
+        doc="What a DistributedSampler needs, None for one process.",
+    )
 
     # ---- stages
 
@@ -341,10 +303,9 @@ class TrainerFace:
         run = self._run
         return run is not None and signal.SIGTERM in (run.stop.signal, run.stop.signals and run.stop.signals.received)
 
-    @property
-    def enable_validation(self) -> bool:
-        """Whether fit validates."""
-        return bool(self._run and self._run.validation.validates)
+    enable_validation = property(
+        lambda self: bool(self._run and self._run.validation.validates), doc="Whether fit validates."
+    )
 
     # ---- deeds
 
@@ -368,21 +329,14 @@ class TrainerFace:
         prove(run, filepath)
         self.fabric.barrier("save_checkpoint")
 
-    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager:
-        """Make a module inside, and it is on the device and in the precision at once; see ``Fabric.init_module``."""
-        return self.fabric.init_module(empty_init)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank zero."""
-        self.fabric.print(*args, **kwargs)
+    init_module = shows("fabric.init_module", "Makes a module on the device and in the precision; see Fabric's.")
+    print = shows("fabric.print", "Prints on rank zero.")
 
     def _begin(self, run: Run) -> None:
         """This is the run at hand."""
         self._run = self._runs[run.fn] = run
 
-    @property
-    def _fitted(self) -> Run | None:
-        return self._runs.get("fit")
+    _fitted = property(lambda self: self._runs.get("fit"))
 
     def _required(self, what: str) -> Run:
         if self._run is None:

@@ -1,18 +1,17 @@
-"""Averaging: a StochasticWeightAveraging that goes on where its own state_dict, made for whole epochs, does not reach."""
+"""Averaging: Lightning's callbacks of averaged weights, where their own state_dict, made for whole epochs, does not reach."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..core.hooks import is_a
+from ..core.run import Run
 
-if TYPE_CHECKING:
-    from ..core.run import Run
+_SWA = "StochasticWeightAveraging"
 
 
 def go_on(run: Run, has_ended: bool = False) -> None:
@@ -25,7 +24,7 @@ def go_on(run: Run, has_ended: bool = False) -> None:
     """
     for callback in run.hooks.callbacks:
         epoch = run.at.epochs_done
-        if not is_a(callback, "StochasticWeightAveraging"):
+        if not is_a(callback, _SWA):
             continue
         if run.at.between_epochs and not has_ended and epoch <= callback.swa_end:
             continue
@@ -42,6 +41,17 @@ def go_on(run: Run, has_ended: bool = False) -> None:
         for group, before in groups:
             group.clear()
             group.update(before)
+
+
+def end_again(run: Run) -> None:
+    """The weights as they were at a finished run's end: these callbacks give the module theirs only then."""
+    go_on(run, has_ended=True)
+    for callback in run.hooks.callbacks:
+        # with BatchNorm they are given in an epoch of its own, which is over
+        has_batch_norm = is_a(callback, _SWA) and callback.pl_module_contains_batch_norm(run.trained.net)
+        is_over = has_batch_norm and run.at.epochs_done >= run.stop.limits()[0]
+        if is_a(callback, "WeightAveraging", _SWA) and not is_over:
+            run.hooks.call_one(callback, "on_train_end")
 
 
 def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:

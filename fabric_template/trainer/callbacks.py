@@ -60,7 +60,16 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
                 f"FabricLoop was configured with `{word}=False` but found `{found[0]}` in callbacks list: leave one of"
                 " them out"
             )
-    _check_keys(callbacks)
+    keys = set()  # two states under one would be one in a checkpoint
+    for callback in callbacks:
+        if overrides(callback, "state_dict") is None or not hasattr(callback, "state_key"):
+            continue
+        if callback.state_key in keys:
+            raise RuntimeError(
+                f"Found more than one stateful callback of type `{type(callback).__name__}`. In the current configuration"
+                " both would be saved under one key; give them different arguments, or a `state_key` of their own"
+            )
+        keys.add(callback.state_key)
     return in_order(callbacks)
 
 
@@ -77,17 +86,3 @@ def add_callbacks_of(configure: Callable | None, callbacks: list[Any]) -> list[A
     own = list(own) if isinstance(own, list | tuple) else [own]
     kinds = {base for callback in own for base in type(callback).__mro__ if base.__name__ != "Callback"}
     return in_order([callback for callback in callbacks if type(callback) not in kinds] + own)
-
-
-def _check_keys(callbacks: list[Any]) -> None:
-    """Two states under one key would be one in a checkpoint."""
-    seen = set()
-    for callback in callbacks:
-        if overrides(callback, "state_dict") is None or not hasattr(callback, "state_key"):
-            continue
-        if callback.state_key in seen:
-            raise RuntimeError(
-                f"Found more than one stateful callback of type `{type(callback).__name__}`. In the current configuration"
-                " both would be saved under one key; give them different arguments, or a `state_key` of their own"
-            )
-        seen.add(callback.state_key)

@@ -6,16 +6,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import MisuseOfType
+from ..core.run import Run
 from ..core.update import AutomaticUpdate
-
-if TYPE_CHECKING:
-    from ..core.run import Run
+from .views import shows
 
 
 class ManualUpdate(AutomaticUpdate):
@@ -86,10 +85,10 @@ class LoopOptimizer:
         bases = (LoopOptimizer, type(optimizer), *dict.fromkeys(wrappers))
         self.__class__ = type(f"Lightning{type(optimizer).__name__}", bases, {})
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer itself."""
-        return self._optimizer
+    optimizer = shows("_optimizer", "The optimizer itself.")
+    state_dict = shows("_optimizer.state_dict", "The optimizer's own.")
+    load_state_dict = shows("_optimizer.load_state_dict", "The optimizer's own.")
+    zero_grad = shows("_optimizer.zero_grad", "The optimizer's own.")
 
     def step(self, closure: Callable | None = None, **arguments: Any) -> Any:
         """Step the optimizer, with a closure or without."""
@@ -106,18 +105,6 @@ class LoopOptimizer:
             module.toggle_optimizer(self)
             yield
             module.untoggle_optimizer(self)
-
-    def state_dict(self) -> dict:
-        """The optimizer's own."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        """The optimizer's own."""
-        self._optimizer.load_state_dict(state)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's own."""
-        self._optimizer.zero_grad(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_optimizer"], name)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.errors import Misuse, MisuseOfType
-
-if TYPE_CHECKING:
-    from ..core.run import Run
+from ..core.run import Run
 
 _WORDS = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
 _EXPECTED = ", ".join(f'"{word}"' for word in _WORDS)

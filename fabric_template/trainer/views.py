@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..core.hooks import overrides
+from ..core.run import Run
 from ..core.update import clip_gradients
-
-if TYPE_CHECKING:
-    from ..core.run import Run
 
 
 def shows(path: str, doc: str, otherwise: Any = None) -> property:
@@ -61,29 +58,14 @@ class State(SimpleNamespace):
     def __eq__(self, other: object) -> bool:
         return all(getattr(other, name, None) == value for name, value in vars(self).items())
 
-    @property
-    def finished(self) -> bool:
-        """Whether the last run came to its end."""
-        return self.status == "finished"
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the last run was interrupted or failed."""
-        return self.status == "interrupted"
+    finished = property(lambda self: self.status == "finished", doc="Whether the last run came to its end.")
+    interrupted = property(lambda self: self.status == "interrupted", doc="Whether it was interrupted or failed.")
 
 
-class Count(NamedTuple):
-    """How many batches have been taken from their loader."""
-
-    ready: int
-
-
-class BatchProgress(NamedTuple):
+def _batches(current: int, total: int, is_last_batch: bool = False) -> SimpleNamespace:
     """Batches so far: of this epoch or evaluation, in all, and whether the one at hand is the last."""
-
-    current: Count
-    total: Count
-    is_last_batch: bool = False
+    counts = {"current": SimpleNamespace(ready=current), "total": SimpleNamespace(ready=total)}
+    return SimpleNamespace(**counts, is_last_batch=is_last_batch)
 
 
 class _View:
@@ -118,35 +100,19 @@ class FitLoopView(_View):
         if loop._run is not None:
             loop._run.stop.max_epochs = value
 
-    @property
-    def max_batches(self) -> int | float:
-        """Training batches of an epoch."""
-        return self._run.at.num_batches
-
-    @max_batches.setter
-    def max_batches(self, value: int | float) -> None:
-        self._run.at.expect(value)
-
-    @property
-    def batch_idx(self) -> int:
-        """The batch at hand, counted in its epoch."""
-        return self._run.at.batches_done - 1
-
-    @property
-    def total_batch_idx(self) -> int:
-        """The batch at hand, counted over all epochs."""
-        return self._run.at.total_batches - 1
-
+    max_batches = property(
+        lambda self: self._run.at.num_batches,
+        lambda self, value: self._run.at.expect(value),
+        doc="Training batches of an epoch.",
+    )
+    batch_idx = property(lambda self: self._run.at.batches_done - 1, doc="The batch at hand, counted in its epoch.")
+    total_batch_idx = property(lambda self: self._run.at.total_batches - 1, doc="The same, counted over all epochs.")
     epoch_loop = property(lambda self: EpochLoopView(self._loop), doc="The loop over the batches.")
-
-    @property
-    def _skip_backward(self) -> bool:
-        """Whether only the step runs."""
-        return self._run.update.skips_backward
-
-    @_skip_backward.setter
-    def _skip_backward(self, value: bool) -> None:
-        self._run.update.skips_backward = value
+    _skip_backward = property(
+        lambda self: self._run.update.skips_backward,
+        lambda self, value: setattr(self._run.update, "skips_backward", value),
+        doc="Whether only the step runs.",
+    )
 
     def _should_accumulate(self) -> bool:
         return self._run.at.accumulates
@@ -160,10 +126,10 @@ class EpochLoopView(_View):
     val_loop = property(lambda self: EvaluationLoopView(self._loop), doc="The validation inside fit.")
 
     @property
-    def batch_progress(self) -> BatchProgress:
+    def batch_progress(self) -> SimpleNamespace:
         """Training batches so far."""
-        run = self._run
-        return BatchProgress(Count(run.at.batches_done), Count(run.at.total_batches), run.at.is_last_batch)
+        at = self._run.at
+        return _batches(at.batches_done, at.total_batches, at.is_last_batch)
 
     def _should_check_val_epoch(self) -> bool:
         return self._run.validation.in_this_epoch
@@ -172,17 +138,13 @@ class EpochLoopView(_View):
 class EvaluationLoopView(_View):
     """``trainer._evaluation_loop``, and the validation loop inside fit."""
 
-    @property
-    def batch_progress(self) -> BatchProgress:
-        """Batches of this evaluation so far, of all its loaders, and in all."""
-        run = self._run
-        return BatchProgress(Count(run.at.evaluated), Count(run.at.evaluated_in_all))
-
-    @property
-    def _has_run(self) -> bool:
-        return self._run.at.evaluated > 0
-
-    _data_source = property(lambda self: ValSourceView(self._loop))
+    batch_progress = property(
+        lambda self: _batches(self._run.at.evaluated, self._run.at.evaluated_in_all),
+        doc="Batches of this evaluation so far, of all its loaders, and in all.",
+    )
+    _has_run = property(lambda self: self._run.at.evaluated > 0)
+    # asked by modules that choose what to monitor
+    _data_source = property(lambda self: SimpleNamespace(is_defined=lambda: self._run.data.has("val")))
 
 
 class PredictLoopView(EvaluationLoopView):
@@ -200,14 +162,6 @@ class PredictLoopView(EvaluationLoopView):
     def current_batch_indices(self) -> list[int]:
         """The indices of the samples of the batch at hand."""
         return next((batches[-1] for batches in reversed(self._run.predicted.indices) if batches), [])
-
-
-class ValSourceView(_View):
-    """``trainer.fit_loop.epoch_loop.val_loop._data_source``, asked by modules that choose what to monitor."""
-
-    def is_defined(self) -> bool:
-        """Whether there is a validation loader."""
-        return self._run.data.has("val")
 
 
 class DataView(_View):
@@ -242,13 +196,8 @@ class LoggerView(_View):
         """No: `Metrics.log` sees to it."""
         return False
 
-    @property
-    def _current_fx(self) -> str | None:
-        return self._run.metrics.fx
-
-    @_current_fx.setter
-    def _current_fx(self, fx: str) -> None:
-        """Lightning's ``log`` says from which hook it was called; `Metrics.log` knows."""
+    # Lightning's ``log`` says from which hook it was called; `Metrics.log` knows
+    _current_fx = property(lambda self: self._run.metrics.fx, lambda self, fx: None)
 
 
 class ResultsView(_View):
@@ -259,15 +208,6 @@ class ResultsView(_View):
     def log(self, fx: str, name: str, value: Any, sync_dist_fn: Any = None, **words: Any) -> None:
         """Log a value that Lightning has checked."""
         self._run.metrics.log(name, value, **words)
-
-
-class AcceleratorView(_View):
-    """``trainer._accelerator_connector``."""
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there are other processes."""
-        return self._loop.world_size > 1
 
 
 class StrategyFace:
@@ -283,9 +223,15 @@ class StrategyFace:
     @property
     def precision_plugin(self) -> Any:
         """Fabric's precision, which clips beside, for LightningModule.clip_gradients."""
-        face = copy(self._loop.fabric.strategy.precision)
-        face.__class__ = _clipping(face.__class__)
-        face._loop = self._loop
+        precision = self._loop.fabric.strategy.precision
+
+        def clip(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
+            # Lightning's enum, or its word
+            algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+            clip_gradients(precision, optimizer, clip_val, algorithm)
+
+        face = copy(precision)
+        face.clip_gradients = clip
         return face
 
     lightning_module = shows("_loop.lightning_module", "The module.")
@@ -295,8 +241,7 @@ class StrategyFace:
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         """Backward with its hooks, for LightningModule.manual_backward."""
-        run = self._loop._required("backward")
-        run.update.backward(loss, *args, **kwargs)
+        self._loop._required("backward").update.backward(loss, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
         """Reduce a tensor over all processes."""
@@ -311,19 +256,3 @@ class StrategyFace:
         if name.startswith("__") or "_loop" not in vars(self):  # asked while it is unpickled
             raise AttributeError(name)
         return getattr(self._loop.fabric.strategy, name)
-
-
-class _Clips:
-    """What Trainer's precision can do and Fabric's cannot."""
-
-    _loop: Any
-
-    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
-        """Clip, for LightningModule.clip_gradients."""
-        algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)  # Lightning's enum, or its word
-        clip_gradients(self._loop.fabric.strategy.precision, optimizer, clip_val, algorithm)
-
-
-@cache
-def _clipping(kind: type) -> type:
-    return type(kind.__name__, (_Clips, kind), {})

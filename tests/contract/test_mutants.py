@@ -8,7 +8,7 @@ from modules import Classifier, assert_parity, make_loader
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 import fabric_template.core.train
-import fabric_template.process.verbs
+import fabric_template.process.launch
 from fabric_template.core.hooks import Hooks
 from fabric_template.core.optimizing import Optimizing
 from fabric_template.core.steps import Modes
@@ -151,7 +151,7 @@ def left_in_eval_mode(monkeypatch):
 
 
 def sanity_check_leaves_a_trace(monkeypatch):
-    monkeypatch.setattr(fabric_template.process.verbs, "isolated_rng", contextlib.nullcontext)
+    monkeypatch.setattr(fabric_template.process.launch, "isolated_rng", contextlib.nullcontext)
 
 
 def a_random_number_more(monkeypatch):

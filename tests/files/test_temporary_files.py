@@ -18,8 +18,7 @@ from fabric_template.files.disk import clear_stale, replace_file, try_lock
 from fabric_template.files.opening import CheckpointError
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.files.storage import AtomicCheckpointIO
-from fabric_template.process.desk import DAY, desk
-from fabric_template.process.outcome import Outcome
+from fabric_template.process.outcome import DAY, Outcome, desk
 from fabric_template.tools import cli
 
 LOGS, CHECKPOINTS = "logs/run/version_0", "checkpoints/run/version_0"
