@@ -83,11 +83,9 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
         steps=Steps(fabric, trained.owner, trained.net, config.compile),
         optimizing=Optimizing(plan.optimizer, lambda optimizer: LoopOptimizer(optimizer, run)),
         metrics=metrics,
-        keeper=plan.keeper or KeepsNothing(),
+        keeper=plan.keeper or KeepsNothing() if plan.home.folder is None else Keeper(plan.home.folder, config),
         bar=Bar(lambda: loop.progress_bar_metrics),
     )
-    if plan.fn == "fit" and plan.home.folder is not None:
-        run.keeper = Keeper(plan.home.folder, config)
     run.log = Log(run)
     run.data = Feed(run, plan.given)
     run.validation = Validation(run)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +34,13 @@ def with_safe_files(fabric: Fabric, trusted: bool = False) -> Fabric:
     return fabric
 
 
-@contextmanager
-def files_settled(fabric: Fabric) -> Iterator[None]:
-    """On leaving, what a CheckpointIO writes in the background is on disk, or the error of that is raised."""
-    end = getattr(fabric.strategy.checkpoint_io, "teardown", lambda: None)
+def settle_files(fabric: Fabric, kind: type | None, error: BaseException | None, *_: Any) -> None:
+    """On the way out of training: what a CheckpointIO writes in the background is on disk, or the error of that is raised."""
     try:
-        yield
-    except BaseException:
-        with suppress(Exception):  # the first error is the one to be told
-            end()
-        raise
-    try:
-        end()
-    except Exception as error:
-        raise not_all(cause_of(error)) from error
+        getattr(fabric.strategy.checkpoint_io, "teardown", lambda: None)()
+    except Exception as another:
+        if error is None:  # else that is the one to be told
+            raise not_all(cause_of(another)) from another
 
 
 def not_all(complaint: str) -> CheckpointError:

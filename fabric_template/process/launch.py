@@ -25,7 +25,7 @@ from ..trainer.attributes import TrainerFace
 from .agreement import come_by_themselves
 from .build import Plan, build
 from .choose import agree_on_checkpoint
-from .home import choose_place, files_settled, not_all
+from .home import choose_place, not_all, settle_files
 from .outcome import Outcome, desk, first_error, leave, leave_error, leave_together, unshare
 from .prepare import LOADER_OF
 from .session import heed_signals, session, start_fit, stop_for
@@ -61,26 +61,18 @@ def launch(loop: TrainerFace, plan: Plan, keep: bool = True) -> Outcome:
 
 
 def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
-    """Where the strategy says: in this process, in others, or in all that somebody else has launched."""
+    """Where the strategy says: in this process, in others, or in all that somebody else has launched.
+
+    While other processes run, a signal to this one reaches them, too. An error of theirs is raised here as it was there.
+    """
     if os.environ.get("LT_CLI_USED") == "1":  # fabric run has launched already
         return _in_process(fabric, "", *rest)
-    stood = is_joined()
-    try:
-        return _in_processes(fabric, *rest)
-    finally:
-        if is_joined() and not stood:  # ranks that stay: not before the script's end, another run may come
-            atexit.register(leave)
-
-
-def _in_processes(fabric: Fabric, *rest: Any) -> Outcome:
-    """Launch the ranks; while they run, or are made by this process, a signal reaches them, too.
-
-    An error of theirs is raised here as it was there.
-    """
     launcher, starts = fabric.strategy.launcher, starts_processes(fabric)
     scripts = getattr(launcher, "procs", None)
     makes_scripts = scripts is not None and (scripts or not come_by_themselves(fabric))
     with ExitStack() as around:
+        if not is_joined():  # ranks that stay then leave not before the script's end, another run may come
+            around.callback(lambda: atexit.register(leave) if is_joined() else None)
         forward = around.enter_context(Forward(launcher)) if starts or makes_scripts else None
         around.enter_context(_kept(*["MASTER_PORT"] * starts))
         folder = around.enter_context(desk()) if starts else ""
@@ -158,7 +150,7 @@ def _in_process(fabric: Fabric, folder: str, loop: TrainerFace, plan: Plan, keep
 def _fit(loop: TrainerFace, run: Run) -> None:
     """Train."""
     signals, listening = run.stop.signals, ExitStack()
-    listening.enter_context(files_settled(run.fabric))
+    listening.push(partial(settle_files, run.fabric))
     if signals.together:  # alone, a signal ends the set-up at once; here the others would wait for ever
         listening.enter_context(signals)
     with listening, session(loop, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):

@@ -134,17 +134,14 @@ def _read_file(path: str, words: dict[str, Any]) -> dict[str, Any]:
 
     try:
         text = Path(path).read_text("utf-8")
-        if _unfolded(yaml.compose(text, yaml.SafeLoader), {}) > MOST:
-            raise UsageError(
-                f"--config {path}: its aliases unfold to more than {MOST:,} characters; write less of them"
-            )
-        config = yaml.safe_load(text) or {}
-    except UsageError:
-        raise
+        is_long = _unfolded(yaml.compose(text, yaml.SafeLoader), {}) > MOST
+        config = {} if is_long else yaml.safe_load(text) or {}
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}; --print_config writes such a file") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"--config {path}: this is no YAML: {' '.join(str(error).split())}") from error
+    if is_long:
+        raise UsageError(f"--config {path}: its aliases unfold to more than {MOST:,} characters; write less of them")
     if not isinstance(config, dict):
         raise UsageError(f"--config {path}: expected 'word: value' lines; --print_config writes such a file")
     for part in ("model", "data"):
