@@ -18,14 +18,13 @@ from .process.home import make_loggers, with_safe_files
 from .process.launch import launch
 from .process.parts import Parts
 from .process.prepare import prepare
-from .trainer.attributes import TrainerFace
 from .trainer.callbacks import parse_callbacks
 from .trainer.profiling import make_profiler
 from .trainer.strategies import as_fabrics
 from .trainer.views import StrategyFace
 
 
-class FabricLoop(Parts, TrainerFace):
+class FabricLoop(Parts):
     """A training loop on Lightning Fabric with Trainer's words and Trainer's numbers.
 
     Args:

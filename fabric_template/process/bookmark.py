@@ -54,8 +54,8 @@ class Bookmark:
             feed.set_up_val()
         if ours["loaders_epoch"]:  # what was made for this process alone is due when it was due then
             feed.made_in = dict(ours["loaders_epoch"])
-        loaders = [(feed.train, mine["train"]), (feed.val, mine["val"])]
-        loaders = [(stage, state) for stage, state in loaders if state is not None]
+        both = ((feed.train, mine["train"]), (feed.val, mine["val"]))
+        loaders = [(stage, state) for stage, state in both if state is not None]
         for stage, state in loaders:
             stage.resume(state)
         if run.at.in_pass:

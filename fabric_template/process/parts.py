@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
 
 from ..core.errors import Misuse, MisuseOfType
 from ..core.optimizers import states_as_saved
-from ..core.run import Run
 from ..data.tensors import TensorLoader
 from ..files.storage import AtomicCheckpointIO
 from ..record.tables import number_of
+from ..trainer.attributes import TrainerFace
 
 
-class Parts:
+class Parts(TrainerFace):
     """What FabricLoop offers by itself, without `fit`.
 
     Example:
@@ -30,10 +29,6 @@ class Parts:
         >>> loop.backward(net(torch.ones(1, 2)).sum())
         >>> optimizer.step()
     """
-
-    fabric: Fabric
-    loggers: list[Any]
-    _run: Run | None  # the last one
 
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.

@@ -31,11 +31,6 @@ from .home import choose_place
 from .signals import starts_processes
 
 STEP_OF = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-_GONE = {
-    "training_epoch_end": "on_train_epoch_end",
-    "validation_epoch_end": "on_validation_epoch_end",
-    "test_epoch_end": "on_test_epoch_end",
-}
 LOADER_OF = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 
 
@@ -171,7 +166,8 @@ def _check_steps(plan: Plan, fn: str) -> None:
     steps = {step, "validation_step"} if fn == "fit" and plan.given.has("val") else {step}
     for each in sorted(name for name in steps if overrides(plan.trained.owner, name) is not None):
         check_signature(getattr(plan.trained.owner, each), each, takes_idx=plan.trained.takes_idx(each))
-    for old, new in _GONE.items():
+    for old in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
+        new = f"on_{old.replace('training', 'train')}"
         if plan.trained.is_lightning and callable(getattr(plan.trained.owner, old, None)):
             raise NotImplementedError(
                 f"Support for `{old}` has been removed in v2.0.0 of Lightning, and {name} has it: write `{new}`, with what"

@@ -18,14 +18,10 @@ def package_files(folder: Path) -> dict[str, Path]:
 
 
 def copy_package(destination: str | Path, force: bool = False) -> tuple[list[str], Path | None]:
-    """Copy the package to a folder whose name becomes the copy's name.
+    """Copy the package to a folder whose name becomes the copy's name; with `force` an older copy is renewed.
 
     Returns:
         The names of the files, and the folder in which those are kept that were there and other; None for none.
-
-    Args:
-        destination: The folder to make, such as ``src/my_loop``.
-        force: Renew an older copy. What it has changed is kept, in ``.before_<n>``; what else lies in its folder stays.
 
     Raises:
         ValueError: If the folder is there already, or its name cannot be imported.

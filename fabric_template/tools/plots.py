@@ -42,7 +42,6 @@ def plot_logs(
         >>> history = pd.DataFrame({"epoch": [0, 1], "train_loss": [2.0, 1.0], "val_loss": [2.1, 1.5]})
         >>> plot_logs(history).get_ylabel()
         'loss'
-
     """
     import numpy
 

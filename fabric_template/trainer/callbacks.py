@@ -18,11 +18,7 @@ _REFUSED = {
 
 
 def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
-    """The callbacks as a list, those that save last.
-
-    Args:
-        given: None, a callback or several; Lightning's, or any object with methods named like hooks.
-        config: as the user wrote it.
+    """The callbacks as a list, those that save last: Lightning's, or any objects with methods named like hooks.
 
     Raises:
         Misuse, TypeError, RuntimeError: for what cannot work, in the cases in which Trainer refuses it, too.

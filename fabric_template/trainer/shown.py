@@ -38,11 +38,7 @@ def package_of(callback: Any) -> str | None:
 def face_of(model: Any, net: nn.Module, package: str, trainer: Any) -> Any:
     """The model as a LightningModule of this package: another class over the very same attributes.
 
-    Args:
-        model: as it was given; where it is no module, what the net lacks is found there.
-        net: has the parameters.
-        package: "lightning.pytorch" or "pytorch_lightning", imported by whoever made the callback.
-        trainer: what ``self.trainer`` is.
+    Where the model is no module, what the net lacks is found there. The package is imported: somebody has made its callback.
     """
     base = sys.modules[package].LightningModule
     words = {name: value for name, value in vars(base()).items() if name not in vars(nn.Module())}
