@@ -87,10 +87,9 @@ def _runs(logs: Any) -> list[tuple[str, "pd.DataFrame"]]:
     if len(frames) == 1:
         return [("", frames[0])]
     labels = [_label(frame) for frame in frames]
-    unique = [label and labels.count(label) == 1 for label in labels]
     return [
-        (label if alone else f"run {i}", frame)
-        for i, (label, alone, frame) in enumerate(zip(labels, unique, frames, strict=True))
+        (label if label and labels.count(label) == 1 else f"run {i}", frame)
+        for i, (label, frame) in enumerate(zip(labels, frames, strict=True))
     ]
 
 
