@@ -158,8 +158,8 @@ class LoopConfig:
                 f"save_top_k={self.save_top_k!r} without monitor: expected monitor='val_loss' or another metric"
             )
         if self.barebones:
-            off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "log_every_n_steps",
-                   "num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "profiler")  # fmt: skip
+            off = ("logger", "enable_checkpointing", *_SHOWN, "log_every_n_steps", "num_sanity_val_steps", "fast_dev_run",
+                   "detect_anomaly", "profiler")  # fmt: skip
             for word in (f"{name}={value!r}" for name in off if (value := getattr(self, name))):
                 found.append(
                     f"`FabricLoop(barebones=True, {word})` was passed: barebones switches it off, leave it out"
@@ -173,31 +173,20 @@ class LoopConfig:
             >>> LoopConfig(fast_dev_run=2).resolved().limit_train_batches
             2
         """
-        off = self.barebones
-
-        def default(value: Any, normal: Any, barebones: Any) -> Any:
-            return value if value is not None else barebones if off else normal
-
-        words: dict[str, Any] = {
-            "logger": default(self.logger, True, False),
-            "enable_checkpointing": default(self.enable_checkpointing, True, False),
-            "enable_progress_bar": default(self.enable_progress_bar, True, False),
-            "enable_model_summary": default(self.enable_model_summary, True, False),
-            "num_sanity_val_steps": default(self.num_sanity_val_steps, 2, 0),
-            "log_every_n_steps": default(self.log_every_n_steps, 50, 0),
-            "val_check_interval": default(self.val_check_interval, 1.0, 1.0),
-        }
-        for stage in ("train", "val", "test", "predict"):
-            words[f"limit_{stage}_batches"] = default(getattr(self, f"limit_{stage}_batches"), 1.0, 1.0)
+        on = not self.barebones
+        defaults = {**dict.fromkeys(("logger", "enable_checkpointing", *_SHOWN), on), "val_check_interval": 1.0,
+                    "num_sanity_val_steps": 2 if on else 0, "log_every_n_steps": 50 if on else 0,
+                    **dict.fromkeys(_LIMITS, 1.0)}  # fmt: skip
+        words: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if self.default_root_dir is not None:
             words["default_root_dir"] = os.path.expanduser(self.default_root_dir)
-        if words["num_sanity_val_steps"] == -1:
+        if self.num_sanity_val_steps == -1:
             words["num_sanity_val_steps"] = float("inf")
         if self.overfit_batches:
             words |= {"limit_train_batches": self.overfit_batches, "limit_val_batches": self.overfit_batches}
         if self.fast_dev_run:
             batches = int(self.fast_dev_run)
-            words |= {f"limit_{stage}_batches": batches for stage in ("train", "val", "test", "predict")}
+            words |= dict.fromkeys(_LIMITS, batches)
             words |= {"max_steps": batches, "max_epochs": 1, "num_sanity_val_steps": 0, "val_check_interval": 1.0,
                       "check_val_every_n_epoch": 1, "enable_checkpointing": False}  # fmt: skip
         return self.changed(**words)
@@ -342,6 +331,8 @@ def _anything(value: Any) -> bool:
 _LIMIT = ((int, float, None), _limit, "None, an int >= 0 (batches) or a float from 0.0 to 1.0 (a fraction)")
 _SWITCH = ((bool, None), _anything, "True, False or None")
 _YES_NO = ((bool,), _anything, "True or False")
+_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+_SHOWN = ("enable_progress_bar", "enable_model_summary")
 _TIME = '"DD:HH:MM:SS", a timedelta or its keywords as a dict'
 
 # field: (types, is it in range?, what was expected)
@@ -351,10 +342,7 @@ _CHECKS: dict[str, tuple] = {
     "max_steps": ((int,), _at_least(-1), "-1 (no limit) or an int >= 0"),
     "min_steps": ((int, None), _at_least(0), "None or an int >= 0"),
     "max_time": ((str, timedelta, dict, None), lambda v: v is None or _is_duration(v), f"None, {_TIME}"),
-    "limit_train_batches": _LIMIT,
-    "limit_val_batches": _LIMIT,
-    "limit_test_batches": _LIMIT,
-    "limit_predict_batches": _LIMIT,
+    **dict.fromkeys(_LIMITS, _LIMIT),
     "overfit_batches": ((int, float), _limit, "an int >= 0 (batches) or a float from 0.0 to 1.0 (a fraction)"),
     "fast_dev_run": ((bool, int), lambda v: v >= 0, "True, False or a number of batches >= 0"),
     "val_check_interval": (
@@ -369,15 +357,10 @@ _CHECKS: dict[str, tuple] = {
     "gradient_clip_val": ((int, float, None), _at_least(0), "None or a number >= 0"),
     "gradient_clip_algorithm": ((str, None), lambda v: v in (None, "norm", "value"), 'None, "norm" or "value"'),
     "deterministic": ((bool, str, None), lambda v: v in (None, True, False, "warn"), 'None, True, False or "warn"'),
-    "benchmark": _SWITCH,
-    "inference_mode": _YES_NO,
+    **dict.fromkeys(("benchmark", "enable_checkpointing", *_SHOWN), _SWITCH),
+    **dict.fromkeys(("inference_mode", "detect_anomaly", "barebones", "save_last", "trusted"), _YES_NO),
     "reload_dataloaders_every_n_epochs": ((int,), _at_least(0), "an int >= 0 (0: never)"),
-    "detect_anomaly": _YES_NO,
-    "barebones": _YES_NO,
-    "enable_checkpointing": _SWITCH,
-    "enable_progress_bar": _SWITCH,
-    "enable_model_summary": _SWITCH,
-    "name": ((str,), lambda v: is_name(v), "a folder's name"),
+    "name": ((str,), is_name, "a folder's name"),
     "version": (
         (int, str, None),
         lambda v: is_name(v) if isinstance(v, str) else v is None or v >= 0,
@@ -391,9 +374,7 @@ _CHECKS: dict[str, tuple] = {
     "monitor": ((str, None), _anything, 'None or a metric\'s name such as "val_loss"'),
     "mode": ((str,), lambda v: v in ("min", "max"), '"min" or "max"'),
     "save_top_k": ((int,), _at_least(-1), "-1 (all) or an int >= 0"),
-    "save_last": _YES_NO,
     "save_every_n_steps": ((int, None), _at_least(1), "None or an int >= 1"),
-    "trusted": _YES_NO,
     "seed": ((int, None), lambda v: v is None or 0 <= v < 2**32, "None or an int from 0 to 4294967295"),
     "compile": ((bool, dict), _anything, "True, False or torch.compile's keywords as a dict"),
 }

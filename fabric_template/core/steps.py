@@ -196,8 +196,7 @@ class Steps:
 
     def convert(self) -> Callable[[Any], Any] | None:
         """What turns a batch into the precision's dtype; None where it stays as it is."""
-        changes = self._is_true_precision
-        return self.precision.convert_input if changes else None
+        return self.precision.convert_input if self._is_true_precision else None
 
     def no_sync(self) -> Any:
         """A context in which gradients are not averaged over the ranks: all but the last batch of a window."""

@@ -4,37 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from .config import Settings, parse_duration
 from .hooks import Hooks, is_a
 from .progress import Progress
 from .said import Said
-
-
-class Heard(AbstractContextManager[Any], Protocol):
-    """What may come from outside while training goes on."""
-
-    received: int | None
-    """The signal that has come to this process."""
-    agreed: int | None
-    """The one that all ranks end for."""
-    deadline: float | None
-    """When max_time is over, in time.monotonic's seconds."""
-    was_theirs: bool
-    """Whether somebody's own handler has heard of the signal, too."""
-
-    @property
-    def together(self) -> bool:
-        """Whether other ranks have to stop at the same step."""
-
-    @property
-    def checks(self) -> bool:
-        """Whether `check` has anything to find."""
-
-    def check(self, batches: int, now: bool = False) -> bool:
-        """Whether the time is over; among several ranks, agree on that and on a signal."""
 
 
 class Stop:
@@ -44,12 +19,12 @@ class Stop:
         config: the limits, as the loop has them when the run begins.
         at: how far the run is.
         hooks: whose callbacks may have a timer.
-        signals: what may come from outside.
+        signals: what may come from outside, process.signals.Signals: whether time is over, too.
         said: tells what holds the end back.
         speaks: whether this rank says it.
     """
 
-    def __init__(self, config: Settings, at: Progress, hooks: Hooks, signals: Heard, said: Said, speaks: bool) -> None:
+    def __init__(self, config: Settings, at: Progress, hooks: Hooks, signals: Any, said: Said, speaks: bool) -> None:
         self._config, self._at, self._hooks = config, at, hooks
         self.signals, self._said, self._speaks = signals, said, speaks
         self.max_epochs, self._max_steps = config.max_epochs, config.max_steps
@@ -121,7 +96,11 @@ class Stop:
 
     def heard(self, now: bool = False) -> bool:
         """Whether max_time is over and may end the run here; among several ranks, agree on that and on a signal."""
-        return self.signals.check(self._at.total_batches, now) and self._heeds_time()
+        if not self.signals.check(self._at.total_batches, now):
+            return False
+        if not self.may_stop:
+            self.tell_held_back(f"max_time={self._config.max_time!r} is over")
+        return self.may_stop
 
     def end_epoch(self) -> None:
         """Before an epoch's end is saved: how late it is."""
@@ -153,12 +132,6 @@ class Stop:
     def is_time_over(self) -> bool:
         """Whether max_time was over when the checkpoint was saved."""
         return bool(self.elapsed) and (left := self.time_left()) is not None and left <= 0 and self.may_stop
-
-    def _heeds_time(self) -> bool:
-        """Whether a run that is late ends here, as far as min_epochs and min_steps allow."""
-        if not self.may_stop:
-            self.tell_held_back(f"max_time={self._config.max_time!r} is over")
-        return self.may_stop
 
     # ---- words
 

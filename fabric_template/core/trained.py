@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .hooks import overrides
-from .steps import FunctionSteps, takes_batch_idx, takes_iterator
+from .steps import FunctionSteps, takes_iterator
 
 
 def is_lightning(owner: Any) -> bool:
@@ -55,12 +54,3 @@ class Trained:
     def hands_iterator(self) -> bool:
         """Whether the training step takes its batches itself, from ``dataloader_iter``."""
         return takes_iterator(self.owner.training_step)
-
-    def takes_idx(self, step: str) -> bool:
-        """Whether a step takes the batch's index."""
-        return takes_batch_idx(getattr(self.owner, step))
-
-    def clear_gradients(self) -> None:
-        """Free the gradients before a validation, the module's way or all."""
-        hook = overrides(self.owner, "on_validation_model_zero_grad")
-        (hook or self.net.zero_grad)()

@@ -15,6 +15,7 @@ from .errors import Misuse, MisuseOfType
 from .hooks import is_a, overrides
 from .optimizers import NoOptimizer
 from .run import Run
+from .steps import takes_batch_idx
 
 OWN = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")  # a module's own parts
 UPDATE_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -47,7 +48,7 @@ class AutomaticUpdate:
         self.fabric, self.owner = fabric, owner
         step, strategy = run.steps.get("training_step"), type(fabric.strategy).__name__
         self.step = named("training_step", self.hooks.timed(step, f"[Strategy]{strategy}.training_step"))
-        self.takes_idx = run.trained.takes_idx("training_step")
+        self.takes_idx = takes_batch_idx(owner.training_step)
         # none: manual, with one of its own
         self.optimizer: Any = run.optimizing.optimizers[0] if run.optimizing.optimizers else NoOptimizer()
         self.scaler: Any = getattr(fabric.strategy.precision, "scaler", None)
@@ -114,7 +115,10 @@ class AutomaticUpdate:
         loss = output if isinstance(output, Tensor) else self._loss_in(output)
         if loss is not None:
             if not loss.requires_grad:
-                self._refuse_detached()
+                raise Misuse(
+                    f"training_step returned a loss without gradient at batch {self._batch_idx}: expected a tensor computed"
+                    " from the model's parameters; is it detached, computed under torch.no_grad, or is everything frozen?"
+                )
             if self.keeps:
                 self._keep(output, loss)
             if window > 1:
@@ -182,12 +186,6 @@ class AutomaticUpdate:
                 f" skipped); it returned a {type(loss).__name__}: write return loss"
             )
         return loss
-
-    def _refuse_detached(self) -> None:
-        raise Misuse(
-            f"training_step returned a loss without gradient at batch {self._batch_idx}: expected a tensor computed"
-            " from the model's parameters; is it detached, computed under torch.no_grad, or is everything frozen?"
-        )
 
     def _keep(self, output: Any, loss: Tensor) -> None:
         """Keep the loss, and what was returned with it, for hooks and history; hooks get it divided by the window."""

@@ -40,7 +40,7 @@ class Validation:
         """Whether the fit validates at all."""
         run = self.run
         has_step = overrides(run.trained.owner, "validation_step") is not None
-        return has_step and run.config.limit_val_batches > 0 and run.data.has("val")
+        return has_step and run.config.limit_val_batches > 0 and run.data.given.has("val")
 
     @property
     def in_this_epoch(self) -> bool:
@@ -64,7 +64,7 @@ class Validation:
         """Validate inside the training epoch, and judge what was measured."""
         run = self.run
         if not run.at.accumulates:
-            run.trained.clear_gradients()
+            (overrides(run.trained.owner, "on_validation_model_zero_grad") or run.trained.net.zero_grad)()
         kept, before = run.metrics.pause(), run.log.measured()
         run.data.set_up_val()
         run.data.val.set_epoch(run.at.current_epoch)

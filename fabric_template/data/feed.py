@@ -47,10 +47,6 @@ class Feed:
         self.transfer: Callable[[Any, int], Any] | None = None  # brings a batch to its device; None: it is there
         self.loader_states: list[Any] = []  # of a checkpoint that has no position of ours, until the pass begins
 
-    def has(self, stage: str) -> bool:
-        """Whether there is a loader for this stage, asked without making it."""
-        return self.given.has(stage)
-
     def _make(self, stage: str) -> Loaders:
         """The stage's loaders, made ready; asked of the datamodule or module anew each time."""
         run, config, source = self.run, self.run.config, self.given.loaders.get(stage)

@@ -182,14 +182,6 @@ class Loaders:
         state = self.sources.state(taken)
         return state and {**state, "taken": taken, "fetched": fetched}
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Let the next pass begin there."""
-        self.sources.resume(state)
-
-    def states(self) -> list[Any]:
-        """What the loaders with state_dict and load_state_dict say of themselves, as Trainer keeps it."""
-        return self.sources.loader_states()
-
     def load_states(self, states: list[Any]) -> None:
         """Give it back to them, before a pass begins."""
         stateful = [source.loader for source in self.sources.each if source.is_stateful]
@@ -200,10 +192,6 @@ class Loaders:
             )
         for loader, state in zip(stateful, states, strict=False):
             loader.load_state_dict(state)
-
-    def put_back_generators(self, state: dict[str, Any]) -> None:
-        """Put the random generators of the loaders where they were."""
-        self.sources.put_back_generators(state)
 
 
 class _Sized:

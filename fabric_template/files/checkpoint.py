@@ -175,7 +175,7 @@ def loops_state(run: Run) -> dict[str, Any]:
     steps, current = (at.global_step, at.steps_in_epoch) if run.trained.is_automatic else (0, 0)
     manual = 0 if run.trained.is_automatic else at.global_step
     schedulers = sum(getattr(config.scheduler, "last_epoch", 0) or 0 for config in run.optimizing.schedulers)
-    states = run.data.train.states() if run.data.train is not None else []  # of loaders that have one
+    states = run.data.train.sources.loader_states() if run.data.train is not None else []  # of loaders that have one
     fit = {
         "state_dict": {"combined_loader": states} if states else {},
         "epoch_progress": epoch,

@@ -57,7 +57,7 @@ class Bookmark:
         both = ((feed.train, mine["train"]), (feed.val, mine["val"]))
         loaders = [(stage, state) for stage, state in both if state is not None]
         for stage, state in loaders:
-            stage.resume(state)
+            stage.sources.resume(state)
         if run.at.in_pass:
             if mine["train"] is None and len(feed.loader_states) < len(feed.train.loaders):
                 run.said.warn(
@@ -72,7 +72,7 @@ class Bookmark:
         go_on(run)
         run.at.accumulate(ours.get("window") or run.at.window)
         for stage, state in loaders:
-            stage.put_back_generators(state)
+            stage.sources.put_back_generators(state)
         if held := mine.get("held"):
             self.held.put_back(held)
         if self.noticed is not None:

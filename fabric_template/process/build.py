@@ -60,8 +60,8 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
     if plan.again is not None:
         at.follow_evaluations(plan.again)
     plan.home.loggers = loop.loggers
-    metrics = Metrics(fabric.all_reduce, distributed=not is_alone)
-    metrics.set_up(predicts=plan.fn == "predict", enabled=not config.barebones, has_logger=bool(plan.home.loggers))
+    metrics = Metrics(fabric.all_reduce, distributed=not is_alone, predicts=plan.fn == "predict",
+                      enabled=not config.barebones, has_logger=bool(plan.home.loggers))  # fmt: skip
     hooks = Hooks(loop, loop.callbacks, trained.owner, metrics, loop.own_profiler, partial(shown_to, trained))
     # a launcher may pass on to this process what it has already been sent
     patience = 0.0 if is_alone and "TORCHELASTIC_RUN_ID" not in os.environ else 1.0

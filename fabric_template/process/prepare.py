@@ -165,7 +165,9 @@ def _check_steps(plan: Plan, fn: str) -> None:
         )
     steps = {step, "validation_step"} if fn == "fit" and plan.given.has("val") else {step}
     for each in sorted(name for name in steps if overrides(plan.trained.owner, name) is not None):
-        check_signature(getattr(plan.trained.owner, each), each, takes_idx=plan.trained.takes_idx(each))
+        check_signature(
+            getattr(plan.trained.owner, each), each, takes_idx=takes_batch_idx(getattr(plan.trained.owner, each))
+        )
     for old in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
         new = f"on_{old.replace('training', 'train')}"
         if plan.trained.is_lightning and callable(getattr(plan.trained.owner, old, None)):

@@ -80,7 +80,7 @@ class Log:
         seen = self._seen.get(index, 0)
         self._seen[index] = seen + 1
         if self.metrics.active.any_on_step:
-            self.values(self.metrics.step_log(), seen)
+            self.values(self.metrics.views()[1], seen)
 
     @property
     def all_reduce(self) -> Callable[..., Any] | None:
@@ -115,7 +115,7 @@ class Log:
         run = self.run
         due = self.every and (run.at.batches_that_stepped + 1) % self.every == 0
         if due or (run.stop.should_stop and self.every):
-            self.values(run.metrics.step_log())
+            self.values(run.metrics.views()[1])
             run.history.warn_of_nan(run.at.total_batches - 1)
 
     def values(

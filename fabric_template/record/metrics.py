@@ -46,14 +46,16 @@ class Metrics:
         fx: the hook that runs now; it decides whether a value belongs to the step or to the epoch.
     """
 
-    def __init__(self, all_reduce: Callable[..., Any] | None = None, distributed: bool = False) -> None:
-        self._all_reduce = all_reduce or _alone
-        self._distributed = distributed
+    def __init__(
+        self, all_reduce: Callable[..., Any] | None = None, distributed: bool = False, predicts: bool = False,
+        enabled: bool = True, has_logger: bool = True,
+    ) -> None:  # fmt: skip
+        self._all_reduce, self._distributed = all_reduce or _alone, distributed
+        self.predicts, self.enabled, self.has_logger = predicts, enabled, has_logger  # enabled=False: barebones
         self.train, self.val = Collection(training=True), Collection(training=False)
         self._closed = Collection(training=False)  # into which nothing can be logged
         self.active = self._closed
         self.fx: str | None = None
-        self.set_up(predicts=False, enabled=True, has_logger=True)
         self._last_fx: str | None = None
         self._paused: tuple | None = None  # where training stood, while it is validated
         self._in_batches: bool | None = None  # None: outside of the batches; True: in the first one; False: after it
@@ -62,10 +64,6 @@ class Metrics:
         self.progress: dict[str, float] = {}
         self.row: dict[str, Tensor] = {}  # what goes into the epoch's row of the history
         self._objects: MetricStates | None = None  # the module's torchmetrics
-
-    def set_up(self, predicts: bool, enabled: bool, has_logger: bool) -> None:
-        """Know what kind of run it is; ``enabled=False``: barebones."""
-        self.predicts, self.enabled, self.has_logger = predicts, enabled, has_logger
 
     def __deepcopy__(self, memo: dict) -> Metrics:
         """Copies of a module made while it runs (EMA, pruning) log into the same run."""
@@ -202,10 +200,6 @@ class Metrics:
             if meta.prog_bar:
                 bar[key] = value
         return callback, logged, bar
-
-    def step_log(self) -> dict[str, Tensor]:
-        """What this step gives to the loggers."""
-        return self.views()[1] if self.active.any_on_step else {}
 
     def epoch_ends(self) -> None:
         """All hooks of the epoch have run: forget its sums."""

@@ -107,7 +107,7 @@ class TrainerFace:
         most = math.inf if max_steps == -1 else max_steps
         if max_epochs == -1 and not run.stop.has_timer:
             return most
-        if not run.data.has("train"):
+        if not run.data.given.has("train"):
             raise Misuse(
                 f"FabricLoop.estimated_stepping_batches: {run.fn} has no train loader, and `train_dataloader` must be"
                 " implemented to count its batches: ask for it in fit"

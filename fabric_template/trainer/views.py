@@ -144,7 +144,7 @@ class EvaluationLoopView(_View):
     )
     _has_run = property(lambda self: self._run.at.evaluated > 0)
     # asked by modules that choose what to monitor
-    _data_source = property(lambda self: SimpleNamespace(is_defined=lambda: self._run.data.has("val")))
+    _data_source = property(lambda self: SimpleNamespace(is_defined=lambda: self._run.data.given.has("val")))
 
 
 class PredictLoopView(EvaluationLoopView):
