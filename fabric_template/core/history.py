@@ -75,11 +75,10 @@ class Returned:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far, for a checkpoint in the middle of an epoch."""
-        bad = None if self._bad_step is None else int(self._bad_step)
         return {
             "sums": {k: v.clone().cpu() for k, v in self._sums.items()},
             "weights": dict(self._weights),
-            "bad_step": bad,
+            "bad_step": None if self._bad_step is None else int(self._bad_step),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -98,14 +97,12 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
         >>> name_outputs((torch.tensor(0.5), torch.tensor(1.0)), "val")
         {'val_loss': tensor(0.5000), 'val_acc': tensor(1.)}
     """
-    if isinstance(output, Tensor):
+    if isinstance(output, Tensor | numbers.Number):
         named: Mapping[str, Any] = {"loss": output}
     elif isinstance(output, Mapping):
         named = output
     elif isinstance(output, tuple) and len(output) == 2:
         named = {"loss": output[0], "acc": output[1]}
-    elif isinstance(output, numbers.Number):
-        named = {"loss": output}
     else:
         return {}
     found = {}

@@ -101,13 +101,8 @@ def is_a(callback: Any, *kinds: str) -> bool:
 class Hooks:
     """Calls each hook's listeners.
 
-    Args:
-        trainer: what callbacks get as their first argument.
-        callbacks: in the order in which they are called.
-        module: called after the callbacks.
-        metrics: told which hook runs, as ``self.log`` depends on it.
-        profiler: times every call, if there is one.
-        shown: ``shown(callback, trainer)`` is what that callback gets in the module's place; None: the module.
+    ``metrics`` is told which hook runs, as ``self.log`` depends on it; ``shown(callback, trainer)`` is what that callback gets
+    in the module's place.
 
     Example:
         >>> class Print:
@@ -182,11 +177,10 @@ class Hooks:
         return self._call(name, [own], *args)
 
     def _call(self, name: str, listeners: Sequence[Callable | None], *args: Any) -> Any:
-        metrics, result = self._metrics, None
-        before, metrics.fx = metrics.fx, name
+        result, before = None, self.enter(name)
         for call in filter(None, listeners):
             result = call(*args)
-        metrics.fx = before
+        self.enter(before)
         return result
 
     def heard(self, name: str) -> bool:

@@ -51,11 +51,7 @@ def parse_optimizers(
 ) -> tuple[list, list[SchedulerConfig]]:
     """The optimizers and schedulers in what ``configure_optimizers`` returned.
 
-    Args:
-        returned: any of the documented shapes.
-        automatic: whether the loop steps them (False: the module does, in ``training_step``).
-        owner: named in the errors.
-        custom_step: whether the owner steps the schedulers in its own ``lr_scheduler_step``, so that any will do.
+    ``custom_step``: the owner steps the schedulers in its own ``lr_scheduler_step``, so that any will do.
 
     Raises:
         MisuseOfType: for any other shape; the message lists them.
@@ -78,7 +74,10 @@ def parse_optimizers(
         _check_keys(returned, where)
         optimizers, monitor = [returned["optimizer"]], returned.get("monitor")
         schedulers = [returned["lr_scheduler"]] if returned.get("lr_scheduler") is not None else []
-    elif isinstance(returned, list | tuple) and _is_pair_of_lists(returned):
+    elif (
+        isinstance(returned, list | tuple) and len(returned) == 2 and isinstance(returned[0], list)
+        and all(_steps(item) for item in returned[0])
+    ):  # fmt: skip
         optimizers = list(returned[0])
         schedulers = list(returned[1]) if isinstance(returned[1], list | tuple) else [returned[1]]
     elif isinstance(returned, list | tuple) and returned and all(isinstance(item, Mapping) for item in returned):
@@ -183,10 +182,6 @@ def _steps(item: Any) -> bool:
 
 def _is_scheduler(item: Any) -> bool:
     return isinstance(item, LRScheduler | ReduceLROnPlateau | Mapping) or hasattr(item, "step")
-
-
-def _is_pair_of_lists(returned: list | tuple) -> bool:
-    return len(returned) == 2 and isinstance(returned[0], list) and all(_steps(item) for item in returned[0])
 
 
 def _as_dict(scheduler: Any) -> dict:

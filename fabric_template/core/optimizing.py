@@ -14,12 +14,7 @@ from .trained import Trained
 
 
 class Optimizing:
-    """What updates the weights.
-
-    Args:
-        given: whatever ``configure_optimizers`` may return, in its place; None: the module is asked.
-        wrap: makes of an optimizer what a module sees of it.
-    """
+    """What updates the weights: what was given, or what the module says; ``wrap`` makes of each what a module sees of it."""
 
     def __init__(self, given: Any, wrap: Callable[[Any], Any]) -> None:
         self._given, self._wrap = given, wrap

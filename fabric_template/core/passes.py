@@ -16,13 +16,8 @@ RECENT = 1024  # steps of which a handed pass knows what they began with: more t
 class Pass:
     """One pass over batches that knows, when it hands out a batch, whether it is the last.
 
-    Without a length it looks one batch ahead, as Trainer does; `note` is called before each look.
-
-    Args:
-        iterator: gives the batches that are left.
-        length: of the whole pass.
-        start: batches that count as handed out before; `fetched` counts on from there.
-        note: called before each look ahead.
+    Without a length it looks one batch ahead, as Trainer does; `note` is called before each look. `iterator` gives the
+    batches that are left of `length`; `start` of them count as handed out before, and `fetched` counts on from there.
 
     Example:
         >>> batches = Pass(iter("ab"), length=INFINITE)
@@ -58,8 +53,7 @@ class Pass:
 
     def close(self, kept: Sequence[Any] = ()) -> None:
         """End the worker processes of this pass, if it is none of those that loaders keep."""
-        if callable(shut_down := getattr(self._iterator, "_shutdown_workers", None)) and self._iterator not in kept:
-            shut_down()
+        end_workers(self._iterator, kept)
         self._iterator, self._ahead = iter(()), []
 
     def _look_ahead(self) -> None:
@@ -70,18 +64,21 @@ class Pass:
             break
 
 
+def end_workers(iterator: Any, kept: Sequence[Any] = ()) -> bool:
+    """End a DataLoader's worker processes, if this is its iterator and none of those that are kept; whether it is."""
+    if not callable(shut_down := getattr(iterator, "_shutdown_workers", None)) or iterator in kept:
+        return False
+    shut_down()
+    return True
+
+
 class Handed:
     """A pass that is handed to the step itself, as ``dataloader_iter``: the step takes as many batches as it likes.
 
     `next` gives ``(batch, batch_idx, dataloader_idx)``; the last such triple stays in `latest`.
     """
 
-    def __init__(
-        self,
-        batches: Iterator[Turn],
-        note: Callable[[Any], None] | None = None,
-        done: bool = False,
-    ) -> None:
+    def __init__(self, batches: Iterator[Turn], note: Callable[[Any], None] | None = None, done: bool = False) -> None:
         self._batches, self._note, self.done = batches, note, done
         self.latest: tuple[Any, int, int] = (None, 0, 0)
 

@@ -11,12 +11,9 @@ from .run import Run
 
 
 def step_schedulers(run: Run, interval: str, plateau: bool) -> None:
-    """Step the schedulers that are due now.
+    """Step the schedulers that are due now: those that count "step"s or "epoch"s, follow a metric (``plateau``) or do not.
 
-    Args:
-        run: automatic optimization's; in manual optimization the module steps its schedulers.
-        interval: those that count optimizer "step"s, or those that count "epoch"s.
-        plateau: those that follow a metric, or all others.
+    In manual optimization the module steps its schedulers.
     """
     if not run.optimizing.schedulers or not run.trained.is_automatic:
         return

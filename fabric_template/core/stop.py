@@ -13,16 +13,7 @@ from .said import Said
 
 
 class Stop:
-    """Why training ends.
-
-    Args:
-        config: the limits, as the loop has them when the run begins.
-        at: how far the run is.
-        hooks: whose callbacks may have a timer.
-        signals: what may come from outside, process.signals.Signals: whether time is over, too.
-        said: tells what holds the end back.
-        speaks: whether this rank says it.
-    """
+    """Why training ends: ``signals`` (process.signals.Signals) knows what comes from outside, and when the time is over."""
 
     def __init__(self, config: Settings, at: Progress, hooks: Hooks, signals: Any, said: Said, speaks: bool) -> None:
         self._config, self._at, self._hooks = config, at, hooks

@@ -8,23 +8,21 @@ from typing import Any
 
 def timed_batches(profiler: Any, batches: Iterator, action: str, is_last: Callable[[Any], bool]) -> Iterator:
     """The same batches, each fetched under the profiler, if there is one."""
-    if profiler is None:
-        return batches
-    return _timed(profiler, batches, action, is_last)
 
+    def timed() -> Iterator:
+        over = False
+        while not over:
+            profiler.start(action)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                profiler.stop(action)
+            over = is_last(batch)
+            yield batch
 
-def _timed(profiler: Any, batches: Iterator, action: str, is_last: Callable[[Any], bool]) -> Iterator:
-    over = False
-    while not over:
-        profiler.start(action)
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        finally:
-            profiler.stop(action)
-        over = is_last(batch)
-        yield batch
+    return batches if profiler is None else timed()
 
 
 class TimedPass:

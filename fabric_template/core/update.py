@@ -168,7 +168,14 @@ class AutomaticUpdate:
     def _loss_in(self, output: Any) -> Tensor | None:
         """The loss in what a step returned when that is no tensor; None to skip the batch."""
         if output is None:
-            self._skip()
+            if not self.lenient:
+                raise Misuse("training_step returned None: expected the loss, a tensor; write return loss at its end")
+            if self.run.fabric.world_size > 1:
+                raise RuntimeError(
+                    "Skipping the `training_step` by returning None in distributed training is not supported. It is"
+                    " recommended that you rewrite your training logic to avoid having to skip the step in the first place."
+                )
+            self.run.said.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
             return None
         loss = output
         if isinstance(output, Mapping):
@@ -197,16 +204,6 @@ class AutomaticUpdate:
         if run.at.window > 1:
             value = value / run.at.window
         self._outputs = {**output, "loss": value} if isinstance(output, dict) else {"loss": value}
-
-    def _skip(self) -> None:
-        if not self.lenient:
-            raise Misuse("training_step returned None: expected the loss, a tensor; write return loss at its end")
-        if self.run.fabric.world_size > 1:
-            raise RuntimeError(
-                "Skipping the `training_step` by returning None in distributed training is not supported. It is"
-                " recommended that you rewrite your training logic to avoid having to skip the step in the first place."
-            )
-        self.run.said.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
 
     def plain_step(self) -> None:
         """The ordinary case: an optimizer that needs no closure."""

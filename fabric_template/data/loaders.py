@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..core.errors import Misuse, MisuseOfType
 from ..core.inputs import why_no_loader
-from ..core.passes import INFINITE, Pass, Turn, is_combined, length_of
+from ..core.passes import INFINITE, Pass, Turn, end_workers, is_combined, length_of
 from ..exact.position import Sources, set_epoch
 from .tensors import TensorLoader
 
@@ -25,15 +25,8 @@ USED_UP = (
 class Loaders:
     """The loaders of one stage: made ready, counted and limited.
 
-    Args:
-        source: what fit was given, or what the datamodule or module returned: an iterable of batches; for training also
-            a list or dict of them (the shorter start again) or Lightning's CombinedLoader; for evaluation a list or
-            dict of them, one after another.
-        stage: "train", "val", "test" or "predict".
-        limit: batches (int) or a fraction of them (float) of each.
-        ready: makes each loader what this rank is to use.
-        origin: where the source comes from, for errors.
-        records: whether checkpoints hold where a pass stands.
+    `source` is an iterable of batches; for training also a list or dict of them (the shorter start again) or Lightning's
+    CombinedLoader; for evaluation a list or dict of them, one after another. ``ready`` makes of each what this rank is to use.
     """
 
     def __init__(
@@ -136,15 +129,14 @@ class Loaders:
             batches = iter(self.combined.__next__, None)
             return ((batch, idx, 0, False) for batch, idx, _ in Pass(batches, self.num_batches))
         limits = [min(limit, most) for limit in self.limits]
-        first = self._evaluated = (
-            iter(self.sources.each[0]) if self.loaders else iter(())
-        )  # drawn here, as Trainer does
-        return self._sequence(first, limits)
+        self._evaluated = iter(self.sources.each[0]) if self.loaders else None  # drawn here, as Trainer does
+        return self._sequence(limits)
 
-    def _sequence(self, first: Iterator, limits: list) -> Iterator[Turn]:
+    def _sequence(self, limits: list) -> Iterator[Turn]:
         final = max((index for index, limit in enumerate(limits) if limit), default=0)
         for index, limit in enumerate(limits):
-            self._evaluated = first if index == 0 else iter(self.sources.each[index])
+            if self._evaluated is None:
+                self._evaluated = iter(self.sources.each[index])
             batches = Pass(self._evaluated, limit)
             for batch_idx, batch in enumerate(batches):
                 yield batch, batch_idx, index, batches.is_last and index == final
@@ -155,9 +147,8 @@ class Loaders:
 
     def _end_evaluated(self) -> None:
         """End the worker processes of a pass of evaluation, those kept for the next one aside."""
-        iterator, self._evaluated = self._evaluated, None
-        if callable(shut_down := getattr(iterator, "_shutdown_workers", None)) and iterator not in self.kept():
-            shut_down()
+        end_workers(self._evaluated, self.kept())
+        self._evaluated = None
 
     def kept(self) -> list[Any]:
         """The iterators that loaders keep between passes (persistent_workers)."""
@@ -169,9 +160,7 @@ class Loaders:
         if self.combined is not None:
             self.combined.reset()
         for loader in self.loaders:
-            iterator = getattr(loader, "_iterator", None)
-            if callable(shut_down := getattr(iterator, "_shutdown_workers", None)):
-                shut_down()
+            if end_workers(getattr(loader, "_iterator", None)):
                 loader._iterator = None
 
     def state(self, fetched: int | None) -> dict[str, Any] | None:

@@ -38,12 +38,8 @@ def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be
     differ by one sample, their numbers of batches only where a batch is a single sample. A loader with a
     DistributedSampler of its own keeps it.
 
-    Args:
-        loader: anything; only DataLoaders, and loaders with a method ``distribute`` (TensorLoader), are changed.
-        fabric: has the ranks.
-        stage: "train", "val", "test" or "predict".
-        overfit: take the same samples each time, unshuffled.
-        may_be_empty: whether a rank may have nothing where others have something.
+    Only DataLoaders, and loaders with a method ``distribute`` (TensorLoader), are changed. ``overfit``: the same samples each
+    time, unshuffled; ``may_be_empty``: a rank may have nothing where others have something.
 
     Raises:
         TypeError: for a batch sampler that cannot be made again around another sampler.

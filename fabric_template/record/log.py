@@ -45,11 +45,9 @@ class Log:
         for logger in self.by_value:
             if hparams:
                 logger.log_hyperparams(hparams)
-            has_example = (
-                getattr(run.trained.owner, "example_input_array", None) is not None
-            )  # a graph is traced from it
-            if has_example and callable(log_graph := getattr(logger, "log_graph", None)):
-                log_graph(run.trained.owner)
+            # a graph is traced from the example
+            if getattr(run.trained.owner, "example_input_array", None) is not None and hasattr(logger, "log_graph"):
+                logger.log_graph(run.trained.owner)
         for logger in self.by_row:
             logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
 
@@ -105,8 +103,8 @@ class Log:
         monitor = self.run.config.monitor
         if monitor is None or not self.run.keeper.keeps:
             return None
-        known = self.known_metrics()
-        return float(known[monitor]) if monitor in known else None
+        value = self.known_metrics().get(monitor)
+        return None if value is None else float(value)
 
     # ---- to the loggers
 

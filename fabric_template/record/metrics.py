@@ -382,12 +382,8 @@ def _check_loggable(name: str, value: Any) -> None:
 def _check_attribute(names: Mapping[int, str], name: str, metric: Any) -> None:
     """A metric that nobody owns is refused; names: those of the module's, by their ids."""
     if id(metric) not in names:
-        way = "setting an attribute for the metric in your `LightningModule`."
-        if names:
-            way = (
-                f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of {list(names.values())}"
-            )
+        known = f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of {list(names.values())}"
         raise Misuse(
             "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can fix this by"
-            f" {way}"
+            f" {known if names else 'setting an attribute for the metric in your `LightningModule`.'}"
         )
