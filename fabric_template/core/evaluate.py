@@ -11,9 +11,9 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from .history import name_outputs
-from .hooks import is_a, overrides
+from .overrides import is_a, overrides
 from .passes import INFINITE, Handed, Turn
+from .returned import name_outputs
 from .run import Run
 from .steps import Modes, takes, takes_batch_idx, takes_iterator
 from .timing import timed_batches

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .hooks import overrides
 from .inputs import check_parameters
 from .optimizers import SchedulerConfig, parse_optimizers
+from .overrides import overrides
 from .trained import Trained
 
 

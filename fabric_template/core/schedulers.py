@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 
 from .errors import Misuse
-from .hooks import overrides
 from .optimizers import SchedulerConfig
+from .overrides import overrides
 from .run import Run
 
 

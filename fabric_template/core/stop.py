@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import Settings, parse_duration
-from .hooks import Hooks, is_a
+from .hooks import Hooks
+from .overrides import is_a
 from .progress import Progress
 from .said import Said
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from .errors import Misuse, MisuseOfType
-from .hooks import is_a, overrides
 from .optimizers import NoOptimizer
+from .overrides import is_a, overrides
 from .run import Run
 from .steps import takes_batch_idx
 

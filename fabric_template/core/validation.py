@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from .config import LoopConfig, parse_duration
 from .errors import Misuse
 from .evaluate import evaluate
-from .hooks import overrides
+from .overrides import overrides
 from .passes import INFINITE
 from .run import Run
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..core.errors import Misuse
-from ..core.hooks import TRANSFER_HOOKS, overrides
+from ..core.overrides import TRANSFER_HOOKS, overrides
 from ..core.passes import INFINITE, HandedPass
 from ..core.ranks import check_lengths
 from ..core.run import Run

@@ -14,38 +14,10 @@ import torch
 from torch import Tensor
 
 from ..core.errors import Misuse
+from .asked import Meta
 
 POWERS_OF_TWO = frozenset(2**power for power in range(24))  # the batch sizes by which a float is multiplied exactly
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
-
-@dataclasses.dataclass
-class Meta:
-    """How one name is logged: ``self.log``'s arguments with the defaults of the hook filled in."""
-
-    fx: str
-    name: str
-    prog_bar: bool
-    logger: bool
-    on_step: bool
-    on_epoch: bool
-    reduce: str
-    enable_graph: bool
-    sync_dist: bool
-    sync_dist_group: Any
-    dataloader_idx: int | None
-    suffix: bool
-    rank_zero_only: bool
-
-    def key(self, on_step: bool) -> str:
-        """The name under which the step's or the epoch's value is reported."""
-        fork = ("_step" if on_step else "_epoch") if self.on_step and self.on_epoch else ""
-        return f"{self.name}{fork}{self.idx_suffix}"
-
-    @property
-    def idx_suffix(self) -> str:
-        """What tells one of several evaluation loaders from the other in a name."""
-        return f"/dataloader_idx_{self.dataloader_idx}" if self.suffix and self.dataloader_idx is not None else ""
 
 
 class Entry:

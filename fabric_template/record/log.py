@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.history import name_outputs
+from ..core.returned import name_outputs
 from ..core.run import Run
 from .earlier import rows_state
 from .metrics import Metrics

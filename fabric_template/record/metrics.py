@@ -16,27 +16,9 @@ import torch
 from torch import Tensor
 
 from ..core.errors import Misuse
-from .entries import Collection, Entry, Meta, float_type
+from .asked import REDUCTIONS, Meta, check_attribute, check_loggable, levels
+from .entries import Collection, Entry, float_type
 from .metric_states import MetricStates, is_metric
-
-# Where self.log may be called: the hooks where a value can only belong to the epoch, and those where it may be either,
-# with the default (on_step, on_epoch).
-_EPOCH_HOOKS = {
-    "on_train_start", "on_validation_start", "on_test_start", "on_train_epoch_start", "on_train_epoch_end",
-    "on_validation_epoch_start", "on_validation_epoch_end", "on_test_epoch_start", "on_test_epoch_end",
-}  # fmt: skip
-_TRAIN_STEP_HOOKS = {
-    "on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step",
-    "configure_gradient_clipping", "clip_gradients", "on_before_zero_grad", "optimizer_zero_grad",
-    "on_train_batch_start", "on_train_batch_end", "training_step",
-}  # fmt: skip
-_EVAL_STEP_HOOKS = {
-    "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start", "on_test_batch_end",
-    "validation_step", "test_step",
-}  # fmt: skip
-_REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", "avg": "mean",
-                               sum: "sum", max: "max", min: "min", "mean": "mean", "sum": "sum", "max": "max",
-                               "min": "min"}  # fmt: skip
 
 
 class Metrics:
@@ -103,7 +85,7 @@ class Metrics:
         elif isinstance(value, numbers.Number):
             value = torch.tensor(value, dtype=float_type())
         else:
-            _check_loggable(name, value)
+            check_loggable(name, value)
             entry.update_metric(value)
             return
         if value.dim():
@@ -304,8 +286,8 @@ class Metrics:
         (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, group, suffix, attribute,
          rank_zero_only) = args  # fmt: skip
         fx = self.fx or ""
-        on_step, on_epoch = _levels(fx, name, on_step, on_epoch)
-        reduce = _REDUCTIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
+        on_step, on_epoch = levels(fx, name, on_step, on_epoch)
+        reduce = REDUCTIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
         if reduce is None:
             raise Misuse(
                 f"Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported. If you need a custom reduction,"
@@ -316,9 +298,9 @@ class Metrics:
                 f"You called `self.log` with the key `{name}` but it should not contain information about"
                 " `dataloader_idx` when `add_dataloader_idx=True`"
             )
-        _check_loggable(name, value)
+        check_loggable(name, value)
         if is_metric(value) and attribute is None and self._objects is not None:
-            _check_attribute(self._objects.names(), name, value)
+            check_attribute(self._objects.names(), name, value)
         if logger and not self.has_logger:
             warnings.warn(
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can enable one"
@@ -349,41 +331,3 @@ class Metrics:
 def _alone(value: Tensor, **words: Any) -> Tensor:
     """The reduction over one process."""
     return value
-
-
-def _levels(fx: str, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
-    """The hook's defaults filled in; refused where the hook has no step or no epoch to log for."""
-    if fx in _EPOCH_HOOKS:
-        if on_step:
-            raise Misuse(f"You can't `self.log(on_step={on_step})` inside `{fx}`, must be one of (False,).")
-        if on_epoch is False:
-            raise Misuse(f"You can't `self.log(on_epoch={on_epoch})` inside `{fx}`, must be one of (True,).")
-        return False, True
-    if fx in _TRAIN_STEP_HOOKS or fx in _EVAL_STEP_HOOKS:
-        on_step = fx in _TRAIN_STEP_HOOKS if on_step is None else on_step
-        on_epoch = fx in _EVAL_STEP_HOOKS if on_epoch is None else on_epoch
-        if not on_step and not on_epoch:
-            raise Misuse("`self.log(on_step=False, on_epoch=False)` is not useful.")
-        return on_step, on_epoch
-    where = f"inside `{fx}`" if fx else "outside of the loop's hooks"
-    raise Misuse(
-        f"You can't `self.log()` {where}. HINT: You can still log directly to the logger by using"
-        " `self.logger.experiment`."
-    )
-
-
-def _check_loggable(name: str, value: Any) -> None:
-    if isinstance(value, Mapping):
-        raise Misuse(f"`self.log({name}, {value})` was called, but nested dictionaries cannot be logged")
-    if not (isinstance(value, Tensor | numbers.Number) or is_metric(value)):
-        raise Misuse(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")
-
-
-def _check_attribute(names: Mapping[int, str], name: str, metric: Any) -> None:
-    """A metric that nobody owns is refused; names: those of the module's, by their ids."""
-    if id(metric) not in names:
-        known = f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of {list(names.values())}"
-        raise Misuse(
-            "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can fix this by"
-            f" {known if names else 'setting an attribute for the metric in your `LightningModule`.'}"
-        )
