@@ -19,16 +19,13 @@ from .steps import Modes, takes, takes_batch_idx, takes_iterator
 from .timing import timed_batches
 
 
-def evaluate(
-    run: Run, loaders: Any, stage: str, *, most: int | float = INFINITE, inference: bool = False, keep: bool = True
-) -> Any:
-    """Run ``validation_step``, ``test_step`` or ``predict_step`` over the loaders.
+def evaluate(run: Run, stage: str, *, most: int | float = INFINITE, inference: bool = False, keep: bool = True) -> Any:
+    """Run ``validation_step``, ``test_step`` or ``predict_step`` over the loaders of the run, one after another.
 
     The module is handed back in the modes in which it came, also after an error.
 
     Args:
         run: whose module, hooks and metrics these are; without ``predict_step`` it is called with the batch.
-        loaders: one after another.
         stage: "validate", "sanity_check", "test" or "predict".
         most: batches of each loader at most.
         inference: under torch.inference_mode; False: torch.no_grad.
@@ -38,7 +35,7 @@ def evaluate(
         What was logged, a dict for each loader. Of "predict" what was returned, by batch, on the CPU, for several loaders
         a list of such lists; None when not kept.
     """
-    kind = KINDS[stage]
+    kind, loaders = KINDS[stage], run.data.val
     if sum(min(limit, most) for limit in loaders.limits) == 0:
         return None if stage == "predict" else []
     step = getattr(run.trained.owner, kind.step, None)
@@ -46,7 +43,7 @@ def evaluate(
     if step is not None:
         check_dataloader_idx(run, kind, several)
     stage_before = run.at.begin_evaluation(stage)
-    collection = kind.collection(run, kind.prefix, len(loaders.loaders), several, keep)
+    collection = kind.collection(run, kind.prefix, several, keep)
     with torch.inference_mode() if inference else torch.no_grad():
         turns = loaders.start_evaluation(most)
         turns = timed_batches(run.hooks.profiler, turns, f"[{kind.loop}].{kind.prefix}_next", itemgetter(3))
@@ -130,7 +127,7 @@ def _switch(run: Run, hook: str, otherwise: Callable[[], Any]) -> None:
 class Measured:
     """What a validation or test collects: what is logged, and what its step returns beside that."""
 
-    def __init__(self, run: Run, prefix: str, loaders: int, several: bool, keep: bool) -> None:
+    def __init__(self, run: Run, prefix: str, several: bool, keep: bool) -> None:
         self.run, self._prefix, self._several, self._keep = run, prefix, several, keep
         self.batch_starts, self.batch_taken = run.metrics.batch_starts, run.metrics.batch_taken
         self.looks = True  # at what the step returns, of this loader
@@ -206,12 +203,13 @@ class Predictions:
     looks = False
     batch_taken = None
 
-    def __init__(self, run: Run, prefix: str, loaders: int, several: bool, keep: bool) -> None:
+    def __init__(self, run: Run, prefix: str, several: bool, keep: bool) -> None:
         self.run, self._several, self._keep = run, several, keep
         writers = [callback.interval for callback in run.hooks.callbacks if is_a(callback, "BasePredictionWriter")]
         self._keeps = keep or any(interval.on_epoch for interval in writers)
         self._notes = bool(writers) and not takes_iterator(getattr(run.trained.owner, "predict_step", None))
-        run.predicted.made, run.predicted.indices = [[] for _ in range(loaders)], [[] for _ in range(loaders)]
+        run.predicted.made = [[] for _ in run.data.val.loaders]
+        run.predicted.indices = [[] for _ in run.data.val.loaders]
 
     def batch_starts(self, batch: Any, loader: int | None) -> None:
         """Note which samples of the dataset a batch has; none when the loader's sampler did not note them."""
@@ -272,11 +270,9 @@ def check_dataloader_idx(run: Run, kind: Kind, several: bool) -> None:
         method = overrides(run.trained.owner, hook)
         if method is None or (several and hook == kind.step and not run.trained.is_lightning):
             continue
-        parameters = inspect.signature(method).parameters
-        open_ended = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
-        given = parameters.get("dataloader_idx")
+        given = inspect.signature(method).parameters.get("dataloader_idx")
         loader, name = f"{kind.prefix}_dataloader", run.trained.name
-        if several and given is None and not open_ended and "dataloader_iter" not in parameters:
+        if several and not takes(method, "dataloader_idx") and not takes_iterator(method):
             raise RuntimeError(
                 f"You provided multiple `{loader}`, but no `dataloader_idx` argument in `{name}.{hook}()`."
                 " Try adding `dataloader_idx=0` to its signature."

@@ -268,24 +268,15 @@ class AutomaticUpdate:
 
         After an error the run goes on behind the last whole one.
         """
-        run = self.run
-        waits = run.at.accumulates or self._is_left_to_averaging()
-        return run.optimizing.optimizers if waits and not run.failure.has_come else []
-
-    def _is_left_to_averaging(self) -> bool:
-        """Whether the next epoch goes forward only, and steps with the gradients that the last batch of this one has left.
-
-        That is how Lightning's StochasticWeightAveraging renews BatchNorm's statistics.
-        """
-        at = self.run.at
-        if not (at.between_epochs or at.is_last_of_epoch):
-            return False
+        run, at = self.run, self.run.at
         epoch = at.epochs_done - at.between_epochs  # that ends here, or has just ended
-        return any(
-            callback.swa_end == epoch and callback.pl_module_contains_batch_norm(self.run.trained.net)
+        # behind it Lightning's StochasticWeightAveraging goes forward only, to renew BatchNorm's statistics, and then steps
+        is_left = (at.between_epochs or at.is_last_of_epoch) and any(
+            callback.swa_end == epoch and callback.pl_module_contains_batch_norm(run.trained.net)
             for callback in self.hooks.callbacks
             if is_a(callback, "StochasticWeightAveraging")
         )
+        return run.optimizing.optimizers if (at.accumulates or is_left) and not run.failure.has_come else []
 
 
 def clip_gradients(precision: Precision, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:

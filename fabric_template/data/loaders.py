@@ -30,9 +30,8 @@ class Loaders:
     """
 
     def __init__(
-        self, source: Any, stage: str, limit: int | float, ready: Callable[[Any], Any] | None = None,
-        origin: str = "given", records: bool = False,
-    ) -> None:  # fmt: skip
+        self, source: Any, stage: str, limit: int | float, ready: Callable[[Any], Any], origin: str, records: bool
+    ) -> None:
         self.source, self.stage = source, stage
         self.combined: Any = None  # Lightning's CombinedLoader, where several loaders give one batch
         self._evaluated: Iterator | None = None  # the loader whose evaluation is on
@@ -41,7 +40,7 @@ class Loaders:
             check_iterable(loader, origin)
             if not isinstance(loader, DataLoader | TensorLoader):
                 iter(loader)  # as Trainer's own check does: one that draws its order in there draws it once more
-        self.loaders = found if ready is None else [ready(loader) for loader in found]
+        self.loaders = [ready(loader) for loader in found]
         self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
         if is_combined(source):
             if stage == "train" or source._mode != "sequential":
@@ -56,7 +55,8 @@ class Loaders:
         self.sources = Sources(self.loaders, cheap, self.combined is not None, stage == "train", records)
         if self.combined is not None:
             self.combined.limits = self.limits
-            self._combine([_Sized(loader) for loader in self.loaders])
+            lengths = map(length_of, self.loaders)  # alone, to ask how many batches they give together
+            self._combine([iter(()) if length == INFINITE else range(int(length)) for length in lengths])
 
     def _combine(self, iterables: list[Any]) -> None:
         """Begin a pass over these in the loaders' place; who looks at the CombinedLoader finds the loaders."""
@@ -181,19 +181,6 @@ class Loaders:
             )
         for loader, state in zip(stateful, states, strict=False):
             loader.load_state_dict(state)
-
-
-class _Sized:
-    """A loader's length alone, to ask how many batches several loaders give."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator:
-        return iter(())
 
 
 def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:

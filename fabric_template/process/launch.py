@@ -175,4 +175,4 @@ def _evaluate(loop: TrainerFace, run: Run, keep: bool) -> list | None:
         run.data.set_up_transfer()
         if not run.data.set_up_evaluation(LOADER_OF[run.fn]):
             return None if run.fn == "predict" else []
-        return evaluate(run, run.data.val, run.fn, inference=inference, keep=keep)
+        return evaluate(run, run.fn, inference=inference, keep=keep)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from ..core.errors import Misuse
@@ -210,10 +211,7 @@ class Metrics:
 
     def to_cpu(self) -> None:
         """Move what stays readable after the run off the device."""
-        self.callback, self.logged = (
-            {name: value.cpu() if isinstance(value, Tensor) else value for name, value in view.items()}
-            for view in (self.callback, self.logged)  # callbacks may have put numbers there
-        )
+        self.callback, self.logged = move_data_to_device((self.callback, self.logged), "cpu")
 
     def name_metrics(self, module: Any) -> None:
         """Know the torchmetrics attributes of a module, to refuse those that belong to nobody."""
@@ -242,10 +240,7 @@ class Metrics:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a checkpoint's sums; each name is checked again when it is logged."""
-
-        def move(value: Any) -> Any:
-            return value.to(device) if isinstance(value, Tensor) else value
-
+        state = move_data_to_device(dict(state), device)
         objects = self._objects or MetricStates(None)
         objects.load_state_dict(state["objects"], device)
         parts = objects.parts()
@@ -255,12 +250,11 @@ class Metrics:
         for part in state["train"]:
             meta = Meta(**part["meta"])
             entry = Entry(meta, (), self._all_reduce)
-            entry.total, entry.weight, entry.step_value = move(part["total"]), part["weight"], move(part["step_value"])
+            entry.total, entry.weight, entry.step_value = part["total"], part["weight"], part["step_value"]
             entry.metric, entry.live = parts.get(part["object"]), True
             self.train[(meta.fx, meta.name, meta.dataloader_idx if meta.suffix else None)] = entry
             self.train.any_on_step |= meta.on_step
-        self.callback = {name: move(value) for name, value in state["callback"].items()}
-        self.row = {name: move(value) for name, value in state["row"].items()}
+        self.callback, self.row = dict(state["callback"]), dict(state["row"])
         self._in_batches, self._last_fx = state["in_batches"], state["last_fx"]
 
     # ---- checks, made once per name
