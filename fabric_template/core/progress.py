@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from .passes import INFINITE
-
-
-class Point(NamedTuple):
-    """Where a resume goes on in an epoch."""
-
-    batches_done: int  # of the epoch
-    total_batches: int
-    is_last_batch: bool
-    saved_in: str | None  # the hook whose callback saves, with the rest of its batch or epoch still to come
-    is_exact: bool = True  # whether nothing of a step that is not done has left a trace
 
 
 class Progress:
@@ -145,23 +135,6 @@ class Progress:
     def in_pass(self) -> bool:
         """Whether a pass over the training batches has begun that is not over; the first one begins before its epoch."""
         return not self.between_epochs or self.epochs_done == 0
-
-    def point(self, fx: str | None, has_failed: bool, is_quiet: Callable[[], bool]) -> Point:
-        """Where a resume goes on from a checkpoint that is saved now, in the hook ``fx``.
-
-        After an error in the middle of a step, that is behind the last window of batches that was done. If only hooks or
-        a validation were still to come after its update, they come on resume, as after a callback's save. ``is_quiet``
-        says whether a batch is fetched without drawing random numbers.
-        """
-        done, total, is_last = self.batches_done, self.total_batches, self.is_last_batch
-        if not has_failed or self.between_epochs:
-            return Point(done, total, is_last, fx)
-        windows = self.batches_that_stepped - self.stepped_before
-        if self.steps_in_epoch > windows:
-            return Point(done, total, is_last, "on_train_batch_end", is_exact=False)
-        undone = max(done - windows * self.window, 0)
-        is_exact = undone == 0 and is_quiet()
-        return Point(done - undone, total - undone, is_last and not undone, None, is_exact)
 
     # ---- across a restart
 

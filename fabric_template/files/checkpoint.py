@@ -11,12 +11,11 @@ import copy
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.hooks import is_a, overrides
-from ..core.progress import Point
 from ..core.ranks import gather
 from ..core.run import Run
 from ..core.said import Said
@@ -93,9 +92,32 @@ def hyperparameters_of(owner: Any, trusted: bool, said: Said) -> dict[str, Any]:
     return kept
 
 
+class Point(NamedTuple):
+    """Where a resume goes on in an epoch."""
+
+    batches_done: int  # of the epoch
+    total_batches: int
+    is_last_batch: bool
+    saved_in: str | None  # the hook whose callback saves, with the rest of its batch or epoch still to come
+    is_exact: bool = True  # whether nothing of a step that is not done has left a trace
+
+
 def point_of(run: Run) -> Point:
-    """Where a resume goes on from a checkpoint that is saved now."""
-    return run.at.point(run.metrics.fx, run.failure.has_come, run.data.is_quiet)
+    """Where a resume goes on from a checkpoint that is saved now.
+
+    After an error in the middle of a step, that is behind the last window of batches that was done. If only hooks or
+    a validation were still to come after its update, they come on resume, as after a callback's save.
+    """
+    at = run.at
+    done, total, is_last = at.batches_done, at.total_batches, at.is_last_batch
+    if not run.failure.has_come or at.between_epochs:
+        return Point(done, total, is_last, run.metrics.fx)
+    windows = at.batches_that_stepped - at.stepped_before
+    if at.steps_in_epoch > windows:
+        return Point(done, total, is_last, "on_train_batch_end", is_exact=False)
+    undone = max(done - windows * at.window, 0)
+    is_exact = undone == 0 and run.data.is_quiet()
+    return Point(done - undone, total - undone, is_last and not undone, None, is_exact)
 
 
 def _our_state(run: Run) -> dict[str, Any]:
