@@ -240,9 +240,9 @@ class Metrics:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a checkpoint's sums; each name is checked again when it is logged."""
-        state = move_data_to_device(dict(state), device)
         objects = self._objects or MetricStates(None)
         objects.load_state_dict(state["objects"], device)
+        state = move_data_to_device({**state, "objects": None}, device)
         parts = objects.parts()
         for name in state.get("resets", ()):
             if name in parts:
