@@ -311,10 +311,9 @@ def _written(run: Run) -> list[str | Path | None]:
 
 def _set_switches(run: Run, found: ExitStack) -> None:
     """Set what the configuration says of PyTorch's global switches; they are given back as they are now."""
-    config, warn_only = run.config, torch.is_deterministic_algorithms_warn_only_enabled()
-    found.callback(
-        torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn_only
-    )
+    config, before = run.config, torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    found.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
     found.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     if config.deterministic is not None:
         torch.use_deterministic_algorithms(bool(config.deterministic), warn_only=config.deterministic == "warn")

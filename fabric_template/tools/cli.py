@@ -239,9 +239,8 @@ def _plot(verb: str, argv: list[str]) -> None:
     )  # fmt: skip
     first = Path(given.PATH[0])
     folder = Path() if len(given.PATH) > 1 else first if first.is_dir() else first.parent
-    print(
-        f"picture     {_draw(given.PATH, Path(given.out or folder / 'history.png'), metrics=given.metrics, x=given.x)}"
-    )
+    out = Path(given.out or folder / "history.png")
+    print(f"picture     {_draw(given.PATH, out, metrics=given.metrics, x=given.x)}")
 
 
 def _draw(paths: list[str], out: Path, needs_a_loss: bool = True, **words: Any) -> Path | None:

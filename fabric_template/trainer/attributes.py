@@ -146,11 +146,8 @@ class TrainerFace:
         """The optimizers themselves; a plain object that steps them itself gets those that count their steps."""
         if (run := self._fitted) is None:
             return []
-        return (
-            run.optimizing.optimizers
-            if run.trained.is_automatic or run.trained.is_lightning
-            else run.optimizing.wrapped
-        )
+        themselves = run.trained.is_automatic or run.trained.is_lightning
+        return run.optimizing.optimizers if themselves else run.optimizing.wrapped
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:

@@ -28,23 +28,17 @@ class ManualUpdate(AutomaticUpdate):
     def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
         """Run the step; returns what ``on_train_batch_end`` gets as outputs."""
         self._used.clear()
-        outputs = self._outputs_of(batch, batch_idx)
-        self.run.at.stepped_by_hand(0)
-        return outputs
-
-    def _outputs_of(self, batch: Any, batch_idx: int) -> Any:
         output = self.step(batch, batch_idx) if self.takes_idx else self.step(batch)
-        if output is None:
-            return {}
-        if not isinstance(output, Tensor | Mapping):
+        if not isinstance(output, Tensor | Mapping | None):
             raise MisuseOfType(
                 "In manual optimization, `training_step` must either return a Tensor or have no return; it returned a"
                 f" {type(output).__name__}"
             )
-        outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        outputs = dict(output) if isinstance(output, Mapping) else {"loss": output} if output is not None else {}
         if isinstance(outputs.get("loss"), Tensor):
             outputs["loss"] = outputs["loss"].detach()
             self.run.log.note_returned(output, outputs["loss"])
+        self.run.at.stepped_by_hand(0)
         return outputs
 
     def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
