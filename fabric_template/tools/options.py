@@ -74,7 +74,8 @@ def read_options(verb: str, argv: list[str], program: str, description: str) -> 
     if is_digits:
         parser.set_defaults(DIGITS_WORDS)
     for part, names in known.items():
-        _check_arguments(part, classes[part], names, [*typed, *_flat(config)])
+        written = (f"{part}.{name}" for name in config.get(part, {}) if name != "class")
+        _check_arguments(part, classes[part], names, [*typed, *written])
     if shows_help:
         for part in factories:  # what is typed is --model; a file has model: {class: ..., hidden: ...}
             parser._option_string_actions[f"--{part}.class"].option_strings = [f"--{part}"]
@@ -177,10 +178,6 @@ def _unfolded(node: Any, known: dict[int, int]) -> int:
 
 def _class_of(config: Mapping[str, Any], part: str) -> str | None:
     return config.get(part, {}).get("class")
-
-
-def _flat(config: Mapping[str, Any]) -> list[str]:
-    return [f"{part}.{name}" for part in ("model", "data") for name in config.get(part, {}) if name != "class"]
 
 
 def _check_words(
