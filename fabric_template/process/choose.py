@@ -188,8 +188,7 @@ def find_checkpoint(word: str, root: Path, name: str, version: int | str | None,
         if word == "best" and others and is_file(last := folder / "last.ckpt"):
             check_resumable(checkpoint := read_checkpoint(last), last)
             kept = (checkpoint.get(OURS) or {}).get("kept", {}).get("best", {})
-            existing = {name: score for name, score in kept.items() if name in others}
-            if existing:
+            if existing := {name: score for name, score in kept.items() if name in others}:
                 return folder / (min if mode == "min" else max)(existing, key=existing.__getitem__)
     return None
 

@@ -29,9 +29,9 @@ def as_fabrics(strategy: Any) -> Any:
     """
     if isinstance(strategy, str):
         found = re.fullmatch("ddp(|_spawn|_fork|_notebook)_find_unused_parameters_(true|false)", strategy.lower())
-        return (
-            found and DDPStrategy(start_method=_STARTS[found[1]], find_unused_parameters=found[2] == "true") or strategy
-        )
+        if found is None:
+            return strategy
+        return DDPStrategy(start_method=_STARTS[found[1]], find_unused_parameters=found[2] == "true")
     if not any(f"{base.__module__}.".startswith(_TRAINERS) for base in type(strategy).__mro__):
         return strategy
     name = type(strategy).__name__
@@ -47,7 +47,6 @@ def as_fabrics(strategy: Any) -> Any:
         raise Misuse(f"strategy={name}(...) brings what is said here by {given[0]}=: write FabricLoop({given[0]}=...)")
     if name == "SingleDeviceStrategy":
         return SingleDeviceStrategy(strategy.root_device)
-    words = {
-        name: getattr(strategy, name) for name in ("parallel_devices", "cluster_environment", "process_group_backend")
-    }
+    same = ("parallel_devices", "cluster_environment", "process_group_backend")
+    words = {name: getattr(strategy, name) for name in same}
     return DDPStrategy(timeout=strategy._timeout, start_method=strategy._start_method, **words, **strategy._ddp_kwargs)
