@@ -8,13 +8,15 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 MOST_ITEMS = 100  # of a list or dict that is searched for generators: longer ones are data
+LIBRARIES: dict[str, Any] = {"torch": torch.default_generator, "python": random, "numpy": numpy.random}
 
 
 def rng_state(generators: Iterable[Any] = ()) -> dict[str, Any]:
@@ -24,13 +26,7 @@ def rng_state(generators: Iterable[Any] = ()) -> dict[str, Any]:
         >>> state = rng_state(); first = torch.rand(1); set_rng_state(state); bool(torch.rand(1) == first)
         True
     """
-    import numpy
-
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": _plain_python(random.getstate()),
-        "numpy": _plain_numpy(numpy.random.get_state()),
-    }
+    state = {name: generator_state(library) for name, library in LIBRARIES.items()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     if own := [generator_state(generator) for generator in generators]:
@@ -40,11 +36,8 @@ def rng_state(generators: Iterable[Any] = ()) -> dict[str, Any]:
 
 def set_rng_state(state: Mapping[str, Any], generators: Iterable[Any] = ()) -> None:
     """Put every library's random numbers, and these generators', back where `rng_state` found them."""
-    import numpy
-
-    torch.set_rng_state(state["torch"].cpu())
-    random.setstate(_python_state(state["python"]))
-    numpy.random.set_state(_numpy_state(state["numpy"]))
+    for name, library in LIBRARIES.items():
+        set_generator_state(library, state[name])
     if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([part.cpu() for part in state["cuda"]])
     own, generators = state.get("generators", ()), list(generators)
@@ -61,16 +54,11 @@ def rng_state_of_another(state: Mapping[str, Any], number: int) -> dict[str, Any
         >>> torch.equal(states[0], states[1]), torch.equal(states[0], states[2])
         (True, False)
     """
-    import numpy
-
     torchs = torch.Generator()
-    torchs.set_state(state["torch"].cpu())
+    set_generator_state(torchs, state["torch"])
     seed = int(torch.randint(2**31, (), generator=torchs)) + number
-    other = {
-        "torch": torchs.manual_seed(seed).get_state(),
-        "python": _plain_python(random.Random(seed).getstate()),
-        "numpy": _plain_numpy(numpy.random.RandomState(seed).get_state()),
-    }
+    anew = torchs.manual_seed(seed), random.Random(seed), numpy.random.RandomState(seed)
+    other: dict[str, Any] = dict(zip(LIBRARIES, map(generator_state, anew), strict=True))
     if "cuda" in state and torch.cuda.is_available():
         other["cuda"] = [torch.Generator("cuda").manual_seed(seed).get_state()] * len(state["cuda"])
     return other
@@ -78,10 +66,8 @@ def rng_state_of_another(state: Mapping[str, Any], number: int) -> dict[str, Any
 
 def pack_rng_state(generators: Iterable[Any] = ()) -> bytes:
     """What `rng_state` returns without CUDA's, in bytes and in half the time: for those who need it at every batch."""
-    import numpy
-
-    own = [generator_state(generator) for generator in generators]
-    return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), numpy.random.get_state(), own), 5)
+    states = [_state(generator) for generator in (*LIBRARIES.values(), *generators)]
+    return pickle.dumps([state.numpy() if isinstance(state, torch.Tensor) else state for state in states], 5)
 
 
 def unpack_rng_state(packed: bytes) -> dict[str, Any]:
@@ -92,9 +78,9 @@ def unpack_rng_state(packed: bytes) -> dict[str, Any]:
         >>> random.random() == first
         True
     """
-    words, python, numpy_state, own = pickle.loads(packed)
-    state = {"torch": torch.from_numpy(words), "python": _plain_python(python), "numpy": _plain_numpy(numpy_state)}
-    return {**state, "generators": own} if own else state
+    states = [torch.from_numpy(s) if isinstance(s, numpy.ndarray) else _plain(s) for s in pickle.loads(packed)]
+    own = states[len(LIBRARIES) :]
+    return {**dict(zip(LIBRARIES, states, strict=False)), **({"generators": own} if own else {})}
 
 
 def find_generators(*owners: Any) -> list[Any]:
@@ -167,42 +153,49 @@ def generators_of(state: Mapping[str, Any], find: Callable[[], list[Any]], datas
 
 def generator_state(generator: Any) -> Any:
     """A generator's state as a tensor, or as plain values."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return _plain_python(generator.getstate())
-    if _is_legacy(generator):
-        return _plain_numpy(generator.get_state())
-    return _with_lists(generator.bit_generator.state)
+    return _plain(_state(generator))
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
     """Put a generator back where `generator_state` found it."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(_python_state(state))
-    elif _is_legacy(generator):
-        generator.set_state(_numpy_state(state))
-    else:
+    if isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words.tolist()), gauss))
+    elif isinstance(state, torch.Tensor):
+        generator.set_state(state.cpu())
+    else:
+        name, keys, *rest = state
+        generator.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
-_LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.Tensor)
+def _state(generator: Any) -> Any:
+    """A generator's state in its own words, a library's as well."""
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, tuple) and len(state) == 3:  # Python's
+        version, words, gauss = state
+        return [version, torch.tensor(words), gauss]
+    if isinstance(state, tuple):  # NumPy's old one
+        name, keys, position, has_gauss, cached = state
+        return [name, torch.tensor(keys.astype("int64")), int(position), int(has_gauss), float(cached)]
+    if isinstance(state, dict):  # a bit generator's, which it takes back with lists for arrays
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, numpy.ndarray | numpy.generic) else state
 
 
 def is_generator(item: Any) -> bool:
     """Whether this is a random generator whose state can be put back."""
-    return isinstance(item, _kinds()) and not isinstance(item, random.SystemRandom)
+    return isinstance(item, _KINDS) and not isinstance(item, random.SystemRandom)
 
 
-@functools.cache
-def _kinds() -> tuple[type, ...]:
-    import numpy
-
-    return torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState
-
-
+_KINDS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+_LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.Tensor)
 _OF_MODULES = frozenset(vars(nn.Module()))  # mostly empty, or parameters
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _OF_THE_RUN = {"trainer", "_trainer", "_fabric", "log", "log_dict", "_parameters", "_buffers", "_modules"}
@@ -218,7 +211,8 @@ def _parts(item: Any) -> list[tuple[str, Any]]:
     if isinstance(item, MethodType):
         return [("self", item.__self__)]
     if isinstance(item, FunctionType):
-        return [(str(i), cell.cell_contents) for i, cell in enumerate(item.__closure__ or ()) if _is_filled(cell)]
+        cells = enumerate(item.__closure__ or ())  # of which some may be empty still
+        return [(str(index), cell.cell_contents) for index, cell in cells if cell != CellType()]
     own = getattr(item, "__dict__", {})
     if isinstance(item, nn.Module):
         modules = [(f"_modules.{name}", part) for name, part in item._modules.items()]
@@ -239,45 +233,6 @@ def _slots_of(kind: type) -> list[str]:
     private = f"_{kind.__name__.lstrip('_')}"
     names = [f"{private}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names]
     return [name for name in names if name not in ("__dict__", "__weakref__")]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-def _is_legacy(generator: Any) -> bool:
-    return hasattr(generator, "get_state")  # numpy's RandomState; its Generator has bit_generator.state
-
-
-def _plain_python(state: tuple) -> list:
-    version, words, gauss = state
-    return [version, torch.tensor(words), gauss]
-
-
-def _python_state(plain: list) -> tuple:
-    version, words, gauss = plain
-    return version, tuple(words.tolist()), gauss
-
-
-def _plain_numpy(state: Any) -> list:
-    name, keys, position, has_gauss, cached = state
-    return [name, torch.tensor(keys.astype("int64")), int(position), int(has_gauss), float(cached)]
-
-
-def _numpy_state(plain: list) -> tuple:
-    name, keys, position, has_gauss, cached = plain
-    return name, keys.numpy().astype("uint32"), position, has_gauss, cached
-
-
-def _with_lists(state: Any) -> Any:
-    """A bit generator's state with lists for arrays: plain values, which it takes back."""
-    if isinstance(state, dict):
-        return {key: _with_lists(value) for key, value in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state
 
 
 @contextmanager

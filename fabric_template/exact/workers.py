@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -72,8 +73,6 @@ class Recorder:
         return find_generators(self.dataset, self.collate)
 
     def _note(self) -> None:
-        import numpy
-
         if self.batches & (self.batches - 1) == 0:  # 0, 1, 2, 4, 8, ...: it takes long in some datasets
             self.generators = self._find()  # some are made with the first item only
         state = pack_rng_state(self.generators)

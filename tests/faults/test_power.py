@@ -15,6 +15,7 @@ import readers
 import torch
 from victim import BEST, difference, end_of, train, without_names
 
+from fabric_template.exact import randomness
 from fabric_template.files import disk, reading
 from fabric_template.record.tables import Table
 
@@ -80,11 +81,11 @@ def test_mutant_renamed_before_it_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "function"), [(torch, "set_rng_state"), (random, "setstate"), (np.random, "set_state")],
+    ("library", "another"), [("torch", torch.Generator()), ("python", random.Random()), ("numpy", np.random.RandomState())],
     ids=["torch", "python", "numpy"],
 )  # fmt: skip
-def test_mutant_random_numbers_forgotten(recorded, tmp_path, monkeypatch, module, function):
-    monkeypatch.setattr(module, function, lambda *state: None)
+def test_mutant_random_numbers_forgotten(recorded, tmp_path, monkeypatch, library, another):
+    monkeypatch.setitem(randomness.LIBRARIES, library, another)
     next(complaints(recorded, tmp_path, "killed"))
 
 
