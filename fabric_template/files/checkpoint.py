@@ -7,7 +7,6 @@ Trainer does not keep (random states, the position in the epoch, running sums, t
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -160,12 +159,8 @@ def _our_state(run: Run) -> dict[str, Any]:
 
 
 def of_this_rank(run: Run, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank gave to the checkpoint."""
-    return part_of(ours["ranks"], run.fabric.global_rank)
-
-
-def part_of(ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """What a rank gave to a checkpoint; for one that was not there what the first one gave, but for its random numbers."""
+    """What this rank gave to the checkpoint; if it was not there what the first one gave, but for its random numbers."""
+    ranks, rank = ours["ranks"], run.fabric.global_rank
     if rank < len(ranks):
         return ranks[rank]
     part = {**ranks[0], "rng": rng_state_of_another(ranks[0]["rng"], rank)}
@@ -216,11 +211,10 @@ def loops_state(run: Run) -> dict[str, Any]:
         "epoch_loop.val_loop.state_dict": {},
         "epoch_loop.val_loop.batch_progress": progress(validated, validated) | {"is_last_batch": validated > 0},
     }
-    evaluation = {"state_dict": {}, "batch_progress": progress(0, 0) | {"is_last_batch": False}}
     return {
         "fit_loop": fit,
-        "validate_loop": copy.deepcopy(evaluation),
-        "test_loop": copy.deepcopy(evaluation),
+        "validate_loop": {"state_dict": {}, "batch_progress": progress(0, 0) | {"is_last_batch": False}},
+        "test_loop": {"state_dict": {}, "batch_progress": progress(0, 0) | {"is_last_batch": False}},
         "predict_loop": {"state_dict": {}, "batch_progress": progress(0, 0)},
     }
 

@@ -36,12 +36,8 @@ class Keeper:
 
     def __init__(self, folder: Path, config: Settings) -> None:
         self.folder, self.every = folder, config.save_every_n_steps
-        self.monitor, self.mode, self.top_k, self.save_last = (
-            config.monitor,
-            config.mode,
-            config.save_top_k,
-            config.save_last,
-        )
+        self.monitor, self.mode = config.monitor, config.mode
+        self.top_k, self.save_last = config.save_top_k, config.save_last
         self.cut: dict[str, Any] | None = None  # the state in which this epoch was cut short
         self.dirpath = str(folder)
         self.best: dict[str, float] = {}  # path -> score
@@ -274,45 +270,15 @@ class KeepsNothing:
     last_model_path = best_model_path = ""
     saved_step: int | None = None
 
-    def begin_epoch(self) -> None:
-        """Nothing to forget."""
-
-    def save_epoch(self, run: Run, score: float | None) -> None:
+    def _nothing(self, *run: Any, **words: Any) -> None:
         """Nothing is kept."""
 
-    def save_validation(self, run: Run, score: float | None) -> None:
-        """Nothing is kept."""
-
-    def save_step(self, run: Run) -> None:
-        """Nothing is kept."""
-
-    def cut_short(self, run: Run) -> None:
-        """Nothing is kept."""
-
-    def save_failed(self, run: Run) -> Path | None:
-        """Nothing is kept."""
-
-    def finish(self, run: Run, interrupted: bool) -> None:
-        """Nothing is kept."""
-
-    def nothing_to_do(self, run: Run) -> None:
-        """Nothing is kept."""
-
-    def complaint(self) -> str | None:
-        """Nothing was to be saved."""
+    begin_epoch = save_epoch = save_validation = save_step = cut_short = save_failed = finish = nothing_to_do = _nothing
+    complaint = load_state_dict = goes_on_from = know = _nothing
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to know again."""
         return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to know again."""
-
-    def goes_on_from(self, run: Run, path: str | Path) -> None:
-        """No file of its own."""
-
-    def know(self, **kept: Any) -> None:
-        """Nothing was kept."""
 
 
 def prove(run: Run, path: str | Path) -> None:

@@ -11,10 +11,7 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from typing import IO, Any
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 
@@ -90,6 +87,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """A regular file, open for reading.
 
     Raises:
+        CheckpointError: of any error inside that tells of the file's content.
         UnreadableError: whatever is made inside of an error of the disk or the memory, be it nothing.
     """
     try:
@@ -105,56 +103,41 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         raise CheckpointError(f"'{path}' is not a regular file: give the path of a checkpoint file.")
     watched = None
     try:
-        watched = _Watched(open(path, "rb", buffering=0))  # noqa: SIM115
-        with io.BufferedReader(watched) as file:
+        with open(path, "rb", buffering=0) as raw, io.BufferedReader(watched := _Watched(raw)) as file:
             yield file
             if watched.failure is not None:
                 raise watched.failure
     except Exception as error:
         failure = watched.failure if watched is not None else None
-        if failure is None and (isinstance(error, CheckpointError) or not is_passing(error)):
+        if failure is None and isinstance(error, CheckpointError):
             raise
+        if failure is None and not is_passing(error):
+            raise CheckpointError(f"'{path}' could not be read: {cause_of(error)}. Use another file.") from error
         raise UnreadableError(
             f"'{path}' could not be read: {cause_of(failure or error)}. That proves no damage, and the file was left as it"
             " is: type the same again once that is mended, or give another file."
         ) from error
 
 
-class _Watched(io.RawIOBase):
-    """A file that remembers the first error of reading it: zipfile and torch make other errors of it, or none."""
+class _Watched(io.FileIO):
+    """An open file that remembers the first error of reading it: zipfile and torch make other errors of it, or none."""
+
+    read, readall = io.RawIOBase.read, io.RawIOBase.readall  # type: ignore[assignment]  # which end in readinto
 
     def __init__(self, raw: io.FileIO) -> None:
-        self._raw = raw
+        super().__init__(raw.fileno(), closefd=False)
+        self.source = raw
         self.failure: Exception | None = None
 
-    def fileno(self) -> int:
-        return self._raw.fileno()
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._raw.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._raw.tell()
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "Buffer") -> int | None:
+    def readinto(self, buffer: Any) -> int | None:
         try:
-            count = self._raw.readinto(buffer)
-            if not count and memoryview(buffer).nbytes and self._raw.tell() < os.fstat(self._raw.fileno()).st_size:
+            count = self.source.readinto(buffer)
+            if not count and memoryview(buffer).nbytes and self.tell() < os.fstat(self.fileno()).st_size:
                 raise OSError(errno.EIO, "it ended before its size")
         except (OSError, MemoryError) as error:
             self.failure = self.failure or error
             raise
         return count
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
 
 
 def is_file(path: str | Path) -> bool:

@@ -88,25 +88,19 @@ def read_checkpoint(path: str | Path, *, trusted: bool = False, map_location: An
     path = local_path(path)
     # Opened once: what was verified is what is loaded, also while another process renames a new file over the name.
     with opened(path) as file:
-        legacy = path.suffix != ".safetensors" and _is_pickle(file)
-        if not (legacy and trusted):
+        is_legacy = trusted and path.suffix != ".safetensors" and _is_pickle(file)
+        if not is_legacy:
             _verify(file, path)
         if path.suffix == ".safetensors":
             return {"state_dict": _load_safetensors(path, map_location)}
-        reason = _OLD if legacy else None
-        try:
-            if reason is None:
-                checkpoint, reason = _load_plain(file, map_location)
-            if reason is not None and not trusted:
-                raise CheckpointError(_needs_trust(path, reason))
-            if reason is not None:
-                warnings.warn(f"'{path}' {reason}; loaded all the same, because of trusted=True.", stacklevel=2)
-                file.seek(0)
-                checkpoint = torch.load(file, map_location=map_location, weights_only=False)
-        except Exception as error:  # the checksums are right: what was written is no pickle, which is no damage
-            if isinstance(error, CheckpointError) or is_passing(error):
-                raise
-            raise CheckpointError(f"'{path}' could not be read: {cause_of(error)}. Use another file.") from error
+        # From here on the checksums are right: what cannot be read was written so, which is no damage.
+        checkpoint, reason = (None, _OLD) if is_legacy else _load_plain(file, map_location)
+        if reason is not None and not trusted:
+            raise CheckpointError(_needs_trust(path, reason))
+        if reason is not None:
+            warnings.warn(f"'{path}' {reason}; loaded all the same, because of trusted=True.", stacklevel=2)
+            file.seek(0)
+            checkpoint = torch.load(file, map_location=map_location, weights_only=False)
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
             f"'{path}' holds a {type(checkpoint).__name__}, not a dict: save {{'state_dict': model.state_dict()}}."
@@ -128,12 +122,7 @@ def load_header(path: str | Path) -> dict[str, Any]:
     with opened(local_path(path)) as file:
         if damage := _zip_damage(file, os.fstat(file.fileno()).st_size, read_all=False):
             raise DamagedError(f"'{path}' is damaged or no checkpoint: {damage}.")
-        try:
-            content, reason = _load_plain(file, "meta")
-        except Exception as error:
-            if is_passing(error):
-                raise
-            raise CheckpointError(f"'{path}' could not be read: {cause_of(error)}.") from error
+        content, reason = _load_plain(file, "meta")
     if reason is not None:
         raise CheckpointError(_needs_trust(path, reason))
     return content if isinstance(content, dict) else {}
@@ -267,11 +256,7 @@ def _load_safetensors(path: Path, map_location: Any) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
     except ImportError as error:
         raise CheckpointError(f"'{path}' needs the safetensors package: pip install safetensors.") from error
-    device = str(map_location) if isinstance(map_location, str | torch.device) else "cpu"
-    try:
-        return load_file(path, device=device)
-    except Exception as error:
-        raise CheckpointError(f"'{path}' could not be read: {cause_of(error)}. Use another file.") from error
+    return load_file(path, device=str(map_location) if isinstance(map_location, str | torch.device) else "cpu")
 
 
 def _is_pickle(file: IO[bytes]) -> bool:
