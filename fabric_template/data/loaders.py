@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -51,8 +51,7 @@ class Loaders:
 
             self.combined = CombinedLoader(source, "max_size_cycle")
             self.combined.flattened = self.loaders
-        cheap = [isinstance(loader, TensorLoader | Sequence) for loader in self.loaders]
-        self.sources = Sources(self.loaders, cheap, self.combined is not None, stage == "train", records)
+        self.sources = Sources(self.loaders, self.combined is not None, stage == "train", records)
         if self.combined is not None:
             self.combined.limits = self.limits
             lengths = map(length_of, self.loaders)  # alone, to ask how many batches they give together

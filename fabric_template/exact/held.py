@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.run import Run
-from .randomness import find, generator_state, is_generator, set_generator_state
-
-_PLAIN = (bool, int, float, str, type(None))
+from .randomness import PLAIN, find, generator_state, is_generator, set_generator_state
 
 
 class Held:
@@ -93,7 +91,7 @@ class Held:
         modules, parameters = dict(net.named_modules()), dict(net.named_parameters())
         for name, own in state["settings"].items():
             for key, value in own.items():
-                if name in modules and type(vars(modules[name]).get(key, ...)) in _PLAIN:
+                if name in modules and type(vars(modules[name]).get(key, ...)) in PLAIN:
                     setattr(modules[name], key, value)
                 elif name in parameters and key == "requires_grad":
                     parameters[name].requires_grad_(value)
@@ -150,7 +148,7 @@ def settings_of(net: nn.Module, modes: Any = None) -> dict[str, dict[str, Any]]:
             own |= {
                 key: value
                 for key, value in vars(module).items()
-                if key[0] != "_" and type(value) in _PLAIN and key != "training"
+                if key[0] != "_" and type(value) in PLAIN and key != "training"
             }
         found[name] = own
     return found

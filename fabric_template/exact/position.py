@@ -22,18 +22,14 @@ class Sources:
 
     Args:
         loaders: iterables of batches.
-        cheap: for each, whether asking again for batches costs nothing worth a warning.
         combined: whether one batch is made of all of them.
         trains: whether a pass may have to begin in its middle.
         records: whether checkpoints hold where a pass stands.
     """
 
-    def __init__(self, loaders: list[Any], cheap: list[bool], combined: bool, trains: bool, records: bool) -> None:
+    def __init__(self, loaders: list[Any], combined: bool, trains: bool, records: bool) -> None:
         self.combined, self.trains, self.records = combined, trains, records
-        words = {"records": records, "trains": trains, "counts": combined}
-        self.each = [
-            Source(loader, **words, is_cheap=is_cheap) for loader, is_cheap in zip(loaders, cheap, strict=True)
-        ]
+        self.each = [Source(loader, records, trains, combined) for loader in loaders]
         self._resumed: dict[str, Any] | None = None
         self._ahead: Any = None  # positions and random numbers as the batch was fetched that was looked at ahead
         self.note = self._note if records and trains else None

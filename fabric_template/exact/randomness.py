@@ -197,7 +197,7 @@ def is_generator(item: Any) -> bool:
 _KINDS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.Tensor)
 _OF_MODULES = frozenset(vars(nn.Module()))  # mostly empty, or parameters
-_PLAIN = frozenset((bool, int, float, str, type(None)))
+PLAIN = frozenset((bool, int, float, str, type(None)))
 _OF_THE_RUN = {"trainer", "_trainer", "_fabric", "log", "log_dict", "_parameters", "_buffers", "_modules"}
 
 
@@ -219,7 +219,7 @@ def _parts(item: Any) -> list[tuple[str, Any]]:
         return modules + [
             (name, part)
             for name, part in own.items()
-            if type(part) not in _PLAIN and name not in _OF_THE_RUN and (name not in _OF_MODULES or part)
+            if type(part) not in PLAIN and name not in _OF_THE_RUN and (name not in _OF_MODULES or part)
         ]
     slots = [name for kind in type(item).__mro__ for name in _slots_of(kind)]
     return [(name, part) for name, part in own.items() if name not in _OF_THE_RUN] + [

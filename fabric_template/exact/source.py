@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, repeat
 from typing import Any
@@ -37,13 +37,10 @@ class Source:
         records: whether a checkpoint may ask for the position; if not, a pass is ``iter(loader)`` and no more.
         trains: whether a pass may have to begin in its middle; if not, only worker processes that stay are looked after.
         counts: whether several loaders make one pass, so that each counts its own batches.
-        is_cheap: whether asking again for batches costs nothing worth a warning.
     """
 
-    def __init__(
-        self, loader: Any, records: bool = False, trains: bool = False, counts: bool = False, is_cheap: bool = False
-    ) -> None:
-        self.loader, self.counts, self.is_cheap = loader, counts, is_cheap
+    def __init__(self, loader: Any, records: bool = False, trains: bool = False, counts: bool = False) -> None:
+        self.loader, self.counts = loader, counts
         self.workers = loader.num_workers if isinstance(loader, DataLoader) else 0
         self.keeps_workers = self.workers > 0 and loader.persistent_workers
         self.is_stateful = trains and has_state(loader)
@@ -191,7 +188,7 @@ class Source:
             if self.keeps_workers:
                 self.born = self.born or self.began  # they are made now, with these random numbers
         if self.is_indexed and not self.workers:
-            indices = Indices(self._index_sampler())
+            indices = Indices(getattr(loader, self._index_name))
             with _replaced(loader, **{self._index_name: indices}):
                 iterator = iter(loader)
             if self.first is not None or not self.is_born:
@@ -219,7 +216,8 @@ class Source:
 
     def _again(self, done: int) -> Iterator:
         """The batches that are done, asked for and thrown away."""
-        self._tell(0 if self.is_cheap else done)
+        is_cheap = isinstance(self.loader, Sequence) or hasattr(self.loader, "behind")  # not worth a warning
+        self._tell(0 if is_cheap else done)
         if _jumps(type(self.loader)):
             iterator, done = self.loader.behind(done), 0
         else:
@@ -262,12 +260,9 @@ class Source:
             warnings.warn(f"resume: {'. And '.join(told)}", stacklevel=2)
 
     def _with_workers(self, done: int = 0, states: list | None = None, began: Any = None) -> Iterator:
-        """A pass with new worker processes, behind the batches that are done.
+        """A pass with new worker processes, behind so many batches that are not loaded, and the workers' states after these.
 
-        Args:
-            done: batches that are not loaded.
-            states: the random states of the workers after these.
-            began: the random numbers to begin the pass with, if not those with which the processes are made.
+        It begins with the random numbers ``began``, if not with those with which the processes are made.
         """
         loader = self.loader
         if not self.is_indexed:
@@ -279,13 +274,12 @@ class Source:
         self.recorder = Recorder(loader, states, idle)
         self.noted = [-self._share(done, worker) for worker in range(self.workers)]
         self.unsent = done - idle
-        parts: dict[str, Any] = {"collate_fn": self.recorder, "worker_init_fn": self.recorder.start}
         again = (self, dropped, instead, began) if done or began is not None else ()
-        indices = Indices(self._index_sampler(), *again)
+        indices = Indices(getattr(loader, self._index_name), *again)
         if loader.batch_sampler is not None:
             indices.keep(self.workers * loader.prefetch_factor + 2, self.drawn_before)
             self.indices, self.drawn_before = indices, None
-        parts[self._index_name] = indices
+        parts = {"collate_fn": self.recorder, "worker_init_fn": self.recorder.start, self._index_name: indices}
         with _replaced(loader, **parts):
             iterator = iter(loader)
         for _ in range(idle):
@@ -307,9 +301,6 @@ class Source:
     @property
     def _index_name(self) -> str:
         return "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-
-    def _index_sampler(self) -> Any:
-        return getattr(self.loader, self._index_name)
 
     def _sent(self) -> int:
         """Batches of the pass that its workers were sent, those included that nobody asked for.

@@ -26,9 +26,8 @@ def _call_of_os(name: str) -> Callable[..., Any]:
 
 
 # Checkpoints, logs and hparams.yaml write through nothing else: a test replaces these one by one to make the disk fail.
-fs = types.SimpleNamespace()
-for _name in ("open", "write", "fsync", "close", "replace", "unlink", "mkdir"):
-    setattr(fs, _name, _call_of_os(_name))
+_NAMES = ("open", "write", "fsync", "close", "replace", "unlink", "mkdir")
+fs = types.SimpleNamespace(**{name: _call_of_os(name) for name in _NAMES})
 
 # flags that not every system has
 BINARY, NOT_A_LINK = getattr(os, "O_BINARY", 0), getattr(os, "O_NOFOLLOW", 0)

@@ -88,12 +88,9 @@ def tell_forgotten(run: Run, noticed: Noticed, state: Mapping[str, str]) -> None
 
 def _parts(run: Run) -> Iterator[tuple[str, Any]]:
     """The objects of the user's own classes, by name."""
-    given: list[tuple[str, Any]] = [
-        (type(part).__name__, part) for part in (run.trained.owner, *run.hooks.callbacks, run.trained.datamodule)
-    ]
-    given += [
-        (f"{type(run.trained.net).__name__}.{path}", part) for path, part in run.trained.net.named_modules() if path
-    ]
+    owner, net, datamodule = run.trained.owner, run.trained.net, run.trained.datamodule
+    given = [(type(part).__name__, part) for part in (owner, *run.hooks.callbacks, datamodule)]
+    given += [(f"{type(net).__name__}.{path}", part) for path, part in net.named_modules() if path]
     datasets = [getattr(loader, "dataset", None) for loader in run.data.train.loaders]
     given += [(type(dataset).__name__, dataset) for dataset in datasets]
     seen: dict[int, str] = {}

@@ -18,6 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..exact.randomness import PLAIN
 from .names import is_name
 from .opening import CheckpointError
 
@@ -120,10 +121,9 @@ def _is_whole(value: Any, *dtypes: torch.dtype, numel: int | None = None) -> boo
     return is_one and value.dtype in (dtypes or (value.dtype,)) and numel in (None, value.numel())
 
 
-def _is_gradient(value: Any) -> bool:
-    """... or sparse, as an Embedding's may be."""
-    is_sparse = isinstance(value, Tensor) and value.layout is torch.sparse_coo and not value.is_meta
-    return is_sparse or _is_whole(value)
+def _is_sparse(value: Any) -> bool:
+    """Whether this is a gradient such as an Embedding may have."""
+    return isinstance(value, Tensor) and value.layout is torch.sparse_coo and not value.is_meta
 
 
 anything = Is("anything", lambda value: True)
@@ -131,8 +131,7 @@ flag = one_of(False, True)
 text = Is("a text", lambda value: isinstance(value, str) and len(value) < 10_000)
 count = number_from(0, MOST, int)
 number = Is(  # NumPy's, too: a callback may log them
-    "a number",
-    lambda value: isinstance(value, float | numpy.number) or (isinstance(value, int) and abs(value) < 2**63),
+    "a number", lambda value: isinstance(value, float | numpy.number) or (isinstance(value, int) and abs(value) < 2**63)
 )
 finite = number_from(-1e308, 1e308, float)
 seed = number_from(-(2**63), 2**63 - 1, int)
@@ -189,12 +188,8 @@ def generator(value: Any) -> Any:
 
 
 RNG = {
-    "torch": torch_state,
-    "python": python_state,
-    "numpy": numpy_state,
-    "cuda?": [octets],
-    "generators?": [generator],
-}
+    "torch": torch_state, "python": python_state, "numpy": numpy_state, "cuda?": [octets], "generators?": [generator],
+}  # fmt: skip
 
 # ---- where the passes over the loaders stand
 
@@ -240,12 +235,8 @@ def _are_rows(value: Any) -> bool:
 
 
 EARLIER = {
-    "rows": count,
-    "names": [text],
-    "last": {text: cell},
-    "lines?": Is("rows in JSON", _are_rows),
-    "home": [cell],
-}
+    "rows": count, "names": [text], "last": {text: cell}, "lines?": Is("rows in JSON", _are_rows), "home": [cell],
+}  # fmt: skip
 ROWS = {"rows": count, "columns": [text], "waiting?": [{text: text}]}
 
 # ---- the whole
@@ -258,8 +249,9 @@ FINGERPRINT = {
 TENSORS = {text: Is("a tensor in memory", _is_whole)}
 HELD = {
     "generators": {text: generator}, "buffers": TENSORS,
-    "settings": {text: {text: Is("a plain value", lambda value: type(value) in (bool, int, float, str, type(None)))}},
-    "groups": [maybe([[maybe(text)]])], "tensors": TENSORS, "gradients": {text: Is("a tensor in memory", _is_gradient)},
+    "settings": {text: {text: Is("a plain value", lambda value: type(value) in PLAIN)}},
+    "groups": [maybe([[maybe(text)]])], "tensors": TENSORS,
+    "gradients": {text: Is("a tensor in memory", lambda value: _is_whole(value) or _is_sparse(value))},
 }  # fmt: skip
 RANK = {
     "rng": RNG, "train": LOADERS, "val": LOADERS, "returned": RETURNED, "metrics": METRICS, "held?": HELD,

@@ -40,7 +40,7 @@ def resumed(make, done):
     state = whole.state({**whole.position(), "taken": done})
     rest = list(batches)
     torch.manual_seed(4)
-    source = Source(make(), records=True, trains=True, is_cheap=True)
+    source = Source(make(), records=True, trains=True)
     source.resume(state)
     assert len(first) == done
     return rest, source
