@@ -22,15 +22,11 @@ class Indices:
 
     def __init__(self, sampler: Any, source: Any = None, done: int = 0, instead: Any = (), began: Any = None):
         self.sampler, self.source, self.done, self.instead, self.began = sampler, source, done, instead, began
-        self.sent: deque[Any] | None = None  # what was drawn last, for workers that are sent it ahead,
+        self.sent: deque[Any] = deque(maxlen=0)  # what was drawn last, for workers that are sent it ahead,
         self.number = 0  # and how many in all
-        self.ahead: list[Any] | None = None
+        self.ahead: list[Any] | None = None  # what another process had drawn ahead, which is given first
         self.drawn: Iterator[Any] = iter(())  # what the sampler's pass draws from,
         self.size = 1  # and how much of it makes a batch
-
-    def keep(self, most: int, ahead: list[Any] | None) -> None:
-        """Keep what is drawn, so many; and give first what another process had drawn ahead."""
-        self.sent, self.ahead = deque(maxlen=most), ahead
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -38,7 +34,7 @@ class Indices:
     def __iter__(self) -> Iterator:
         drawn = self._draw()
         indices = drawn if self.source is None else chain.from_iterable(self._behind(drawn))
-        return indices if self.sent is None else self._kept(indices, self.sent)
+        return self._kept(indices) if self.sent.maxlen else indices
 
     def _draw(self) -> Iterator:
         """The sampler's pass. A plain batch sampler's goes on from indices, so that none are put together to be dropped."""
@@ -50,12 +46,12 @@ class Indices:
         """Leave out the first so many."""
         drop(self.drawn, done * self.size)
 
-    def _kept(self, indices: Iterator, sent: deque[Any]) -> Iterator[Any]:
-        sent.clear()
+    def _kept(self, indices: Iterator) -> Iterator[Any]:
+        self.sent.clear()
         self.number = 0 if self.source is None else self.done
         for item in indices:
             if item != []:  # which stands for a batch that is done
-                sent.append(item)
+                self.sent.append(item)
                 self.number += 1
             yield item
 

@@ -183,7 +183,7 @@ class Source:
         if self.is_stateful:
             loader.load_state_dict(place["loader"])
             return begun(loader)
-        if place["num_workers"] != self.workers:
+        if not (has_as_many := place["num_workers"] == self.workers):
             self._tell_number(place["num_workers"])
             if self.keeps_workers:
                 self.born = self.born or self.began  # they are made now, with these random numbers
@@ -205,13 +205,13 @@ class Source:
                 " num_workers=0, or in a loader with state_dict (StatefulDataLoader), it goes on exactly",
                 stacklevel=2,
             )
+        began = None if self.is_born else self.began
+        if self.is_indexed and not has_as_many:
+            return self._with_workers(done, None, self.first or began)
         if self.is_indexed:
-            if self.workers and place["num_workers"] == self.workers:
-                self.drawn_before = place.get("ahead")
-            if place["num_workers"] != self.workers:
-                return self._with_workers(done, None, self.first or (None if self.is_born else self.began))
+            self.drawn_before = place.get("ahead")
             if place["workers"] is not None:
-                return self._with_workers(done, place["workers"], None if self.is_born else self.began)
+                return self._with_workers(done, place["workers"], began)
         return self._again(done)
 
     def _again(self, done: int) -> Iterator:
@@ -277,8 +277,8 @@ class Source:
         again = (self, dropped, instead, began) if done or began is not None else ()
         indices = Indices(getattr(loader, self._index_name), *again)
         if loader.batch_sampler is not None:
-            indices.keep(self.workers * loader.prefetch_factor + 2, self.drawn_before)
-            self.indices, self.drawn_before = indices, None
+            indices.sent = deque(maxlen=self.workers * loader.prefetch_factor + 2)
+            self.indices, indices.ahead, self.drawn_before = indices, self.drawn_before, None
         parts = {"collate_fn": self.recorder, "worker_init_fn": self.recorder.start, self._index_name: indices}
         with _replaced(loader, **parts):
             iterator = iter(loader)
@@ -325,7 +325,7 @@ class Source:
 
 def _drawn_ahead(indices: Indices | None, taken: int) -> list[Any] | None:
     """The indices that workers were sent ahead of what is trained; a sampler may have drawn them as they were sent."""
-    if indices is None or indices.sent is None:
+    if indices is None:
         return None
     drawn, ahead = list(indices.sent), indices.number - taken
     is_known = 0 < ahead <= len(drawn) and all(isinstance(i, int) for some in drawn for i in some)

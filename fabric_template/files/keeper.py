@@ -207,14 +207,12 @@ class Keeper:
 
     def _path_for(self, place: str, score: float) -> Path | None:
         """The file for this score, None if it is not among the best."""
-        if self.top_k == 1:
-            if not is_better(score, self.best_model_score, self.mode):
-                return None
-            return self.folder / ONE
-        worst = self.best[self._worst()] if len(self.best) >= self.top_k > 0 else None
-        if self.top_k > 0 and not is_better(score, worst, self.mode):
+        beaten = self.best_model_score
+        if self.top_k != 1:
+            beaten = self.best[self._worst()] if len(self.best) >= self.top_k > 0 else None
+        if self.top_k > 0 and not is_better(score, beaten, self.mode):
             return None
-        return self.folder / name_of(place, self.monitor or "", score)
+        return self.folder / (ONE if self.top_k == 1 else name_of(place, self.monitor or "", score))
 
     def _worst(self) -> str:
         return (max if self.mode == "min" else min)(self.best, key=self.best.__getitem__)

@@ -102,8 +102,7 @@ def restore(plain: Any, note: Any) -> Any:
 
 def brought_back(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint as it was read, with its values as they were saved."""
-    notes = checkpoint.pop(NOTES, None)
-    return restore(checkpoint, notes) if notes else checkpoint
+    return restore(checkpoint, checkpoint.pop(NOTES, None))
 
 
 def without_odd(hparams: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
