@@ -47,10 +47,8 @@ class Held:
         }
         names = {id(parameter): name for name, parameter in run.trained.net.named_parameters()}
         groups = [
-            None
-            if _sizes(optimizer) == sizes
-            else [[names.get(id(p)) for p in g["params"]] for g in optimizer.param_groups]
-            for optimizer, sizes in zip(run.optimizing.optimizers, self._groups, strict=False)
+            None if _sizes(own) == sizes else [[names.get(id(p)) for p in group["params"]] for group in own.param_groups]
+            for own, sizes in zip(run.optimizing.optimizers, self._groups, strict=False)
         ]
         return {
             "generators": {path: generator_state(generator) for path, generator in self._generators().items()},

@@ -125,13 +125,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 def told_the_epoch(loader: Any) -> list[Any]:
     """Those with set_epoch, of a loader, its sampler, its batch sampler, that one's sampler, and a TensorLoader's share."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts: list[Any] = [
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        getattr(loader, "share", None),
-    ]
-    told = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
-    return list(told.values())
+    holders = loader, getattr(loader, "batch_sampler", None)
+    parts = [part for holder in holders for part in (holder, getattr(holder, "sampler", None))]
+    parts.append(getattr(loader, "share", None))
+    return list({id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}.values())
