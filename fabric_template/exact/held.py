@@ -47,7 +47,7 @@ class Held:
         }
         names = {id(parameter): name for name, parameter in run.trained.net.named_parameters()}
         groups = [
-            None if _sizes(own) == sizes else [[names.get(id(p)) for p in group["params"]] for group in own.param_groups]
+            None if _sizes(own) == sizes else [[names.get(id(p)) for p in g["params"]] for g in own.param_groups]
             for own, sizes in zip(run.optimizing.optimizers, self._groups, strict=False)
         ]
         return {
