@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from ..core.errors import Misuse, MisuseOfType
 from ..core.inputs import why_no_loader
 from ..core.passes import INFINITE, Pass, Turn, end_workers, is_combined, length_of
-from ..exact.position import Sources, set_epoch
+from ..exact.position import Sources, told_the_epoch
 from .tensors import TensorLoader
 
 USED_UP = (
@@ -100,7 +100,8 @@ class Loaders:
     def set_epoch(self, epoch: int) -> None:
         """Tell every sampler the epoch, so that it shuffles anew and alike on all ranks."""
         for loader in self.loaders:
-            set_epoch(loader, epoch)
+            for part in told_the_epoch(loader):
+                part.set_epoch(epoch)
 
     def start(self, done: int = 0, is_over: bool = False) -> Pass:
         """Begin a training pass, of which so many batches, or all, count as done: after `resume` they are not loaded.

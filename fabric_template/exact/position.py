@@ -117,12 +117,6 @@ class Sources:
         self._ahead = [source.position() for source in self.each], packed
 
 
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the epoch to all that ask for it."""
-    for part in told_the_epoch(loader):
-        part.set_epoch(epoch)
-
-
 def told_the_epoch(loader: Any) -> list[Any]:
     """Those with set_epoch, of a loader, its sampler, its batch sampler, that one's sampler, and a TensorLoader's share."""
     holders = loader, getattr(loader, "batch_sampler", None)

@@ -163,11 +163,11 @@ def set_generator_state(generator: Any, state: Any) -> None:
     elif hasattr(generator, "setstate"):
         version, words, gauss = state
         generator.setstate((version, tuple(words.tolist()), gauss))
-    elif isinstance(state, torch.Tensor):
-        generator.set_state(state.cpu())
-    else:
+    elif isinstance(state, list | tuple):  # NumPy's old one
         name, keys, *rest = state
         generator.set_state((name, keys.numpy().astype("uint32"), *rest))
+    else:
+        generator.set_state(state.cpu() if isinstance(state, torch.Tensor) else state)
 
 
 def _state(generator: Any) -> Any:

@@ -268,24 +268,23 @@ def load_training_state(run: Run, checkpoint: dict[str, Any], path: str | Path) 
             f" run has {len(run.optimizing.optimizers)}; use load= to take the weights only"
         )
     ours = run.origin.pending
-    known = (ours or {}).get("fingerprint")
-    check_optimizers(run, known)
-    if ours is not None:
-        run.bookmark.held.put_back_groups(of_this_rank(run, ours).get("held", {}).get("groups", ()))
+    mine = of_this_rank(run, ours) if ours is not None else {}
+    check_optimizers(run, (ours or {}).get("fingerprint"))
+    run.bookmark.held.put_back_groups(mine.get("held", {}).get("groups", ()))
     for optimizer, state in zip(run.optimizing.optimizers, checkpoint["optimizer_states"], strict=True):
         put_into_optimizer(optimizer, state, path)
         check_loaded(run, optimizer)
     for config, state in zip(run.optimizing.schedulers, checkpoint["lr_schedulers"], strict=False):
         put_into_scheduler(config.scheduler, state, path)
     run.at.load(checkpoint, ours)
-    if ours is None or of_this_rank(run, ours)["train"] is None:
+    if mine.get("train") is None:
         fit = checkpoint.get("loops", {}).get("fit_loop", {})
         run.data.loader_states = fit.get("state_dict", {}).get("combined_loader", [])
     if ours is None:
         return
     run.origin.saved_in = ours["saved_in"]
     run.stop.load_state_dict(ours, run.origin.is_auto)
-    run.log.load_state_dict(ours, of_this_rank(run, ours)["metrics"])
+    run.log.load_state_dict(ours, mine["metrics"])
     run.keeper.load_state_dict(ours["kept"])
     run.keeper.goes_on_from(run, path)
 
