@@ -81,15 +81,11 @@ def put_into_optimizer(optimizer: Any, state: Mapping[str, Any], path: str | Pat
             with states_as_saved([optimizer]):
                 optimizer.load_state_dict(state)
             return
-        groups = tuple(
-            {
-                f"{key}?": number_or_none if value is None else like(value, number)
-                for key, value in group.items()
-                if key != "params"
-            }
+        groups = [  # None is torch's choice, as it is of a flag
+            {key: False if value is None else value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
-        )
-        check({"param_groups": groups, "state": {anything: {anything: anything}}}, state, "it")
+        ]
+        check({"param_groups": like(groups, number), "state": {anything: {anything: anything}}}, state, "it")
         with states_as_saved([optimizer]):
             optimizer.load_state_dict(state)
         for group in optimizer.param_groups:
