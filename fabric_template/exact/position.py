@@ -89,10 +89,8 @@ class Sources:
 
     def loader_states(self) -> list[Any]:
         """What the loaders say of themselves that have a state, as the batch was fetched that is to be trained next."""
-        stateful = [index for index, source in enumerate(self.each) if source.is_stateful]
-        if self._ahead is not None:
-            return [self._ahead[0][index]["loader"] for index in stateful]
-        return [self.each[index].loader.state_dict() for index in stateful]
+        positions = self._ahead[0] if self._ahead is not None else [source.position() for source in self.each]
+        return [position["loader"] for position in positions if "loader" in position]
 
     def seeds(self) -> list[int]:
         """The seeds of samplers that shuffle by the epoch."""

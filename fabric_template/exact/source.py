@@ -42,9 +42,8 @@ class Source:
     def __init__(self, loader: Any, records: bool = False, trains: bool = False, counts: bool = False) -> None:
         self.loader, self.counts = loader, counts
         self.workers = loader.num_workers if isinstance(loader, DataLoader) else 0
-        self.keeps_workers = self.workers > 0 and loader.persistent_workers
-        self.is_stateful = trains and has_state(loader)
-        self.keeps_workers &= not self.is_stateful  # which puts its workers where they were by itself
+        self.is_stateful = trains and has_state(loader)  # then it puts its workers where they were by itself
+        self.keeps_workers = self.workers > 0 and loader.persistent_workers and not self.is_stateful
         self.index_parts, self.datasets_with_state = ([], []) if self.is_stateful else stateful_parts(loader)
         self.parts = self.index_parts + self.datasets_with_state
         self.records = records and (trains or self.keeps_workers or bool(self.parts))
@@ -53,6 +52,7 @@ class Source:
         is_plain = not self.is_stateful and getattr(type(loader), "__iter__", None) is DataLoader.__iter__
         self.is_indexed = self.is_map_style and takes_turns and is_plain
         self.datasets = [loader.dataset] if self.is_indexed else []
+        self.index_name = "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
         self.recorder: Recorder | None = None
         self.drawn_before: list[Any] | None = None  # indices of the batches that were drawn and not yet trained
         self.noted: list[int] = []  # batches that each worker had noted before the pass
@@ -188,8 +188,8 @@ class Source:
             if self.keeps_workers:
                 self.born = self.born or self.began  # they are made now, with these random numbers
         if self.is_indexed and not self.workers:
-            indices = Indices(getattr(loader, self._index_name))
-            with _replaced(loader, **{self._index_name: indices}):
+            indices = Indices(getattr(loader, self.index_name))
+            with _replaced(loader, **{self.index_name: indices}):
                 iterator = iter(loader)
             if self.first is not None or not self.is_born:
                 self.put_back(self.first or self.began)
@@ -218,16 +218,14 @@ class Source:
         """The batches that are done, asked for and thrown away."""
         is_cheap = isinstance(self.loader, Sequence) or hasattr(self.loader, "behind")  # not worth a warning
         self._tell(0 if is_cheap else done)
-        if _jumps(type(self.loader)):
-            iterator, done = self.loader.behind(done), 0
-        else:
-            iterator = self._with_workers() if self.workers else begun(self.loader)
+        jumps = _jumps(type(self.loader))
+        iterator = self.loader.behind(done) if jumps else self._with_workers()
         if self.workers and not self.is_born and self.is_map_style:  # which draws its indices
             self.put_back(self.began)
             iterator = iter(self.loader)
         if self.first is not None:
             self.put_back(self.first)
-        drop(iterator, done)
+        drop(iterator, 0 if jumps else done)
         return iterator
 
     def _tell_number(self, was: int) -> None:
@@ -275,11 +273,11 @@ class Source:
         self.noted = [-self._share(done, worker) for worker in range(self.workers)]
         self.unsent = done - idle
         again = (self, dropped, instead, began) if done or began is not None else ()
-        indices = Indices(getattr(loader, self._index_name), *again)
+        indices = Indices(getattr(loader, self.index_name), *again)
         if loader.batch_sampler is not None:
             indices.sent = deque(maxlen=self.workers * loader.prefetch_factor + 2)
             self.indices, indices.ahead, self.drawn_before = indices, self.drawn_before, None
-        parts = {"collate_fn": self.recorder, "worker_init_fn": self.recorder.start, self._index_name: indices}
+        parts = {"collate_fn": self.recorder, "worker_init_fn": self.recorder.start, self.index_name: indices}
         with _replaced(loader, **parts):
             iterator = iter(loader)
         for _ in range(idle):
@@ -297,10 +295,6 @@ class Source:
             yield batch
 
     # ---- a DataLoader's insides
-
-    @property
-    def _index_name(self) -> str:
-        return "sampler" if self.loader.batch_sampler is None else "batch_sampler"
 
     def _sent(self) -> int:
         """Batches of the pass that its workers were sent, those included that nobody asked for.
