@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric import __version__ as lightning_version
 
 from ..core.hooks import is_a, overrides
 from ..core.ranks import gather
@@ -43,8 +44,6 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
         weights_only: leave out optimizers, callbacks and positions.
         epoch: what the file calls its epoch; None: the current one.
     """
-    from lightning.fabric import __version__ as lightning_version
-
     net, owner, datamodule = run.trained.net, run.trained.owner, run.trained.datamodule
     state: dict[str, Any] = {
         "epoch": run.at.current_epoch if epoch is None else epoch,
