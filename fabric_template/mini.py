@@ -1,0 +1,827 @@
+"""MiniLoop: the training loop in one file, to read, to copy and to change. Trainer's numbers, bit for bit.
+
+It needs torch and Lightning Fabric, and runs under any name, in a notebook cell, too. Read `_fit`, `_train_epoch`, `_update`.
+What becomes of gradients is in `_before_step`, a row of metrics.csv in `_end_epoch`, a checkpoint in `_state`. Its runs go on
+in fabric_template's FabricLoop, and back; what it refuses, that one takes. Version 0.1.0, MIT License, Copyright (c) 2026 the
+fabric_template authors; what a newer version has changed: fabric-template diff THIS_FILE
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import io
+import math
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, repeat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric import __version__ as lightning_version
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.utilities.seed import reset_seed
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+LEFT_OUT = {"configure_callbacks", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "transfer_batch_to_device",
+            "on_before_batch_transfer", "on_after_batch_transfer", "on_validation_model_eval"}  # fmt: skip
+
+
+@dataclass(kw_only=True, eq=False)
+class MiniLoop:
+    """Trains any module or object that has ``training_step(batch)`` or ``training_step(batch, batch_idx)``.
+
+    Its runs lie in logs/<name>/version_<n> and checkpoints/<name>/version_<n>, each in the next free version unless one is given.
+    best.ckpt is of the epoch with the best ``monitor``, the least for ``mode`` "min". A gradient's norm is at most
+    ``gradient_clip_val``. What begins with ``accelerator`` is Fabric's; or give a ready ``fabric``.
+
+    Example:
+        >>> net, batches = nn.Linear(2, 1), [(torch.ones(4, 2), torch.zeros(4, 1))] * 2
+        >>> history = MiniLoop(max_epochs=1, accelerator="cpu").fit(
+        ...     net, batches, optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        ...     training_step=lambda net, batch: nn.functional.mse_loss(net(batch[0]), batch[1]),
+        ... )  # doctest: +ELLIPSIS
+        epoch 1/1: train_loss ...
+    """
+
+    max_epochs: int = 1000
+    name: str = "run"
+    version: int | str | None = None
+    monitor: str | None = None
+    mode: str = "min"
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    seed: int | None = None
+    default_root_dir: str | Path | None = None
+    accelerator: Any = "auto"
+    strategy: Any = "auto"
+    devices: Any = "auto"
+    precision: Any = None
+    fabric: Fabric | None = None
+
+    # words of self.trainer, beside these and Fabric's
+    max_steps, gradient_clip_algorithm, callbacks, progress_bar_callback, checkpoint_callback = -1, "norm", (), None, None
+    validating = sanity_checking = testing = predicting = should_stop = is_last_batch = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max") or self.accumulate_grad_batches < 1 or self.name != Path(self.name or ".").name:
+            raise ValueError(f"{self!r}: expected mode='min' or 'max', accumulate_grad_batches from 1, a folder's name as name")
+        words = {word: getattr(self, word) for word in ("accelerator", "strategy", "devices", "precision")}
+        self.fabric = self.fabric if self.fabric is not None else Fabric(**words)
+        self.strategy, self.default_root_dir = self.fabric.strategy, os.fspath(self.default_root_dir or os.getcwd())
+        if not isinstance(self.strategy, SingleDeviceStrategy | DDPStrategy):
+            raise ValueError(f"MiniLoop got {type(self.strategy).__name__}: expected one device, or strategy='ddp'")
+        if self.seed is not None:  # for a model that is made after the loop; fit seeds once more
+            Fabric.seed_everything(self.seed, workers=True, verbose=False)
+
+    def fit(
+        self, model: Any, train: Any = None, val: Any = None, resume: str | Path | None = None,
+        load: str | Path | None = None, optimizer: Any = None, training_step: Callable | None = None,
+        validation_step: Callable | None = None,
+    ) -> Any:  # fmt: skip
+        """Train; returns the history: one row per epoch in a pandas DataFrame, without pandas a list of dicts.
+
+        Ctrl-C ends it behind the step at hand; resume="last" goes on from the last whole epoch.
+
+        Args:
+            model: a LightningModule, an nn.Module or object with step methods, or an nn.Module with step functions.
+            train: an iterable of batches, or a datamodule for both; None: the module's own.
+            val: an iterable of batches.
+            resume: a checkpoint to go on from, exactly: a path, "last", "best", or "auto" (the last one, if there is any).
+            load: a checkpoint to take the weights from.
+            optimizer: whatever configure_optimizers may return, for modules that have none.
+            training_step: ``fn(model, batch)`` or ``fn(model, batch, batch_idx)``, returns the loss.
+            validation_step: the same; returns a loss, a pair (loss, acc) or a dict.
+        """
+        steps = {"training_step": training_step, "validation_step": validation_step}
+        self._begin(model, {"configure_optimizers": optimizer, "train_dataloader": train, "val_dataloader": val}, steps)
+        for need in ("training_step", "configure_optimizers", "train_dataloader"):
+            if need not in self._hooks:
+                raise TypeError(f"fit got no {need}: expected one of {type(model).__name__}, or as an argument of fit")
+        self._launch(self._fit, self._read(resume, "resume"), self._read(load, "load"))
+        with suppress(ImportError):
+            import pandas
+
+            return pandas.DataFrame(self.history)
+        return self.history
+
+    def validate(self, model: Any, val: Any = None, load: Any = None, validation_step: Callable | None = None) -> list[dict]:
+        """Run validation_step over the batches; returns what was measured, in a list of one dict as Trainer does."""
+        self._begin(model, {"val_dataloader": val}, {"validation_step": validation_step})
+        if not self._validates:
+            raise TypeError(f"validate got no batches, or {type(model).__name__} has no validation_step: give both")
+        return self._launch(self._validate, self._read(load, "load"))
+
+    # ---- the page to read
+
+    def _fit(self, resume: dict | None, load: dict | None) -> None:
+        self._set_up("fit", resume or load)
+        self._set_up_training()
+        self._call("on_fit_start")
+        if resume is not None:
+            self._load_training(resume)
+        elif self._validates:  # a few batches, to see that it runs; no trace of them is left
+            states, self.sanity_checking = random_states(), True
+            self._evaluate(most=2)
+            self.sanity_checking, self.callback_metrics = set_random_states(states), {}
+        self._open_files()
+        if not self._is_done:
+            batches = self._begin_pass() if resume is None else None  # the first one begins here, as Trainer's
+            self._call("on_train_start")
+            if resume is not None:
+                self._load_random_numbers(resume)
+            with self._heeding_interrupts():
+                while not (self._is_done or self.interrupted):
+                    self._train_epoch(batches or self._begin_pass)
+                    batches = None
+            self._call("on_train_end")
+        self._call("on_fit_end")
+        self._call_both("teardown", "fit")
+
+    def _train_epoch(self, begin_pass: Any) -> None:
+        began = time.monotonic()
+        self._call("on_train_epoch_start")
+        for self.batch_idx, (batch, self.is_last_batch) in enumerate(begin_pass() if callable(begin_pass) else begin_pass):
+            self._batch = batch = self._to_device(batch)
+            self._batch_size, self._in_batch = None, True
+            ends_window = self.is_last_batch or (self.batch_idx + 1) % self.accumulate_grad_batches == 0
+            self._call("on_train_batch_start", batch, self.batch_idx)
+            outputs = self._update(batch, ends_window)
+            if self.is_last_batch:
+                self._rates = [group["lr"] for group in self._optimizer.param_groups]
+            if ends_window:
+                self._step_schedulers("step", self.batch_idx)
+            if self.is_last_batch:
+                self._step_schedulers("epoch", self.current_epoch)
+            self._call("on_train_batch_end", outputs, batch, self.batch_idx)
+            if ends_window:
+                self._step_schedulers("step", self.batch_idx, plateau=True)
+            if self.interrupted:
+                return
+        self._in_batch = False
+        self._end_epoch(began)
+
+    def _update(self, batch: Any, ends_window: bool) -> dict[str, Any]:
+        """Model, loss, backward; at the end of a window clip and step. All in a closure, which some optimizers need."""
+        optimizer, window, outputs = self._optimizer, self.accumulate_grad_batches, {}
+
+        @torch.enable_grad()
+        def closure() -> Tensor | None:
+            output = self._train_step(batch, self.batch_idx)
+            loss = loss_in(output)
+            if self.batch_idx % window == 0:
+                self._call("on_before_zero_grad", optimizer)
+                optimizer.zero_grad()
+            if loss is None:  # nothing is learned from this batch
+                return None
+            self._log_returned(output, "train")
+            loss = loss / window if window > 1 else loss
+            outputs.update(output if isinstance(output, dict) else {}, loss=loss.detach())
+            self._call("on_before_backward", loss)
+            self.fabric.backward(loss)
+            self._call("on_after_backward")
+            if ends_window:
+                self._before_step(optimizer)
+            return outputs["loss"]
+
+        if not ends_window:
+            with self._no_sync():
+                closure()
+            return outputs
+        if "optimizer_step" in self._hooks:
+            self._hooks["optimizer_step"](self.current_epoch, self.batch_idx, optimizer, closure)
+        elif getattr(self.strategy.precision, "scaler", None) is None:
+            self.strategy.optimizer_step(optimizer, closure=closure)
+        elif closure() is not None:  # a scaler's step takes no closure
+            self.strategy.optimizer_step(optimizer)
+        self.global_step += 1
+        return outputs
+
+    def _before_step(self, optimizer: Any) -> None:
+        """What is done with the gradients before the optimizer steps: the place for your own."""
+        self._call("on_before_optimizer_step", optimizer)
+        if self.gradient_clip_val:
+            self.fabric.clip_gradients(self._net, optimizer, max_norm=self.gradient_clip_val, error_if_nonfinite=False)
+
+    def _step_schedulers(self, interval: str, index: int, plateau: bool = False) -> None:
+        for config in self.lr_scheduler_configs:
+            if (config.interval, config.reduce_on_plateau) != (interval, plateau) or (index + 1) % config.frequency:
+                continue
+            if plateau and config.monitor not in self.callback_metrics:
+                known = sorted(self.callback_metrics)
+                raise ValueError(f"ReduceLROnPlateau follows {config.monitor!r}: expected one of the logged {known}")
+            values = [self.callback_metrics[config.monitor]] if plateau else []
+            if "lr_scheduler_step" in self._hooks:
+                self._hooks["lr_scheduler_step"](config.scheduler, *(values or [None]))
+            else:
+                config.scheduler.step(*values)
+
+    def _end_epoch(self, began: float) -> None:
+        """Validate; one row of metrics.csv; last.ckpt, and best.ckpt if it is the best."""
+        self._merge("train", at_end=False)
+        validated = self._evaluate() if self._validates else {}
+        self._merge("train")
+        self._call("on_train_epoch_end")
+        measured = validated | self._merge("train")
+        self._step_schedulers("epoch", self.current_epoch, plateau=True)
+        row = {"epoch": self.current_epoch, "step": self.global_step}
+        row |= {name: measured[name].item() for name in sorted(measured, key=lambda name: not name.startswith("train"))}
+        for index, rate in enumerate(self._rates):
+            row.setdefault(f"lr_{index}" if index else "lr", float(rate))
+        self._forget("train")
+        self.current_epoch += 1
+        self.history.append(row | {"time": time.monotonic() - began})
+        known = {**self.callback_metrics, **row}
+        score, best = known.get(self.monitor), self.best.get("best.ckpt", math.inf if self.mode == "min" else -math.inf)
+        is_best = score is not None and bool(score < best if self.mode == "min" else score > best)
+        self.best = {"best.ckpt": float(score)} if is_best else self.best
+        state = self._state()
+        if self.is_global_zero:
+            self._write_rows()
+            for name in ("best.ckpt", "last.ckpt")[not is_best :]:
+                write(Path(self.checkpoint_dir, name), partial(torch.save, state))
+            print(f"epoch {self.current_epoch}/{self.max_epochs}:", ", ".join(f"{k} {v:.4g}" for k, v in [*row.items()][2:]))
+        if self.monitor is not None and score is None:
+            raise ValueError(f"monitor={self.monitor!r} was not logged: expected one of {sorted(known)}; last.ckpt is saved")
+
+    def _evaluate(self, most: int | None = None) -> dict[str, Any]:
+        """A pass over the validation batches; the module is handed back in the modes in which it came."""
+        modes = {id(module): (module, module.training) for module in self._net.modules()}
+        self.val_dataloaders = self._loader("val") if self.val_dataloaders is None else self.val_dataloaders
+        set_epoch(self.val_dataloaders, self.current_epoch)
+        self.validating = True
+        try:
+            with torch.no_grad():
+                self._net.eval()
+                self._call("on_validation_start")
+                self._call("on_validation_epoch_start")
+                for batch_idx, batch in enumerate(islice(self.val_dataloaders, most)):
+                    self._batch = batch = self._to_device(batch)
+                    self._batch_size = None
+                    self._call("on_validation_batch_start", batch, batch_idx)
+                    output = self._val_step(batch, batch_idx)
+                    self._log_returned(output, "val")
+                    self._call("on_validation_batch_end", output, batch, batch_idx)
+                self._merge("val")
+                self._call("on_validation_epoch_end")
+                found = self._merge("val")
+                self._call("on_validation_end")
+        finally:
+            self.validating = False
+            for module, training in modes.values():
+                module.training = training
+            self._forget("val")
+        return found
+
+    def _validate(self, load: dict | None) -> list[dict]:
+        self._set_up("validate", load)
+        found = self._evaluate()
+        self._call_both("teardown", "validate")
+        return [{name: value.item() for name, value in found.items()}]
+
+    # ---- what is logged
+
+    def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool = True, on_step: bool | None = None,
+            on_epoch: bool | None = None, reduce_fx: Any = "mean", batch_size: int | None = None, sync_dist: bool = False,
+            **others: Any) -> None:  # fmt: skip
+        """The module's ``self.log``, with Trainer's words: a number, a tensor of one element or a torchmetrics object."""
+        log, in_step = self._logged["val" if self.validating else "train"], self._in_batch and not self.validating
+        if (entry := log.get(name)) is None:
+            on_step, on_epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
+            entry = log[name] = Logged(on_step, on_epoch, reduce_fx, self.fabric if sync_dist and self.world_size > 1 else None)
+        if hasattr(value, "compute"):  # keeps its sums itself, and what forward() returned for this very purpose
+            entry.metric, entry.last = value, getattr(value, "_forward_cache", None)
+            return
+        if self._batch_size is None:
+            self._batch_size = next(sizes(self._batch), 1)
+        value = value.detach().squeeze() if isinstance(value, Tensor) else torch.tensor(value, dtype=wide())
+        if value.dtype not in (torch.float32, torch.float64):
+            value = value.to(wide())
+        entry.add(value, batch_size or self._batch_size)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **words: Any) -> None:
+        """The same for a dict, or for a torchmetrics MetricCollection."""
+        for name, value in dictionary.items(**({"copy_state": False} if hasattr(dictionary, "add_metrics") else {})):
+            self.log(name, value, **words)
+
+    def _log_returned(self, output: Any, stage: str) -> None:
+        """What a step returned and did not log: the history of a module that logs nothing; of one that logs, its loss."""
+        logged, only_loss = self._logged[stage], self._is_lightning and self._logged[stage]
+        output = dict(zip(("loss", "acc"), output, strict=False)) if isinstance(output, tuple) else output
+        for name, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
+            name = name if name.startswith(f"{stage}_") else f"{stage}_{name}"
+            if name not in logged and isinstance(value, Tensor) and value.numel() == 1 and not (only_loss and name[-5:] != "_loss"):
+                self.log(name, value, on_step=False, on_epoch=True, sync_dist=True)
+
+    def _merge(self, stage: str, at_end: bool = True) -> dict[str, Any]:
+        """Bring callback_metrics up to date, with the values of the step at hand or of the epoch; returns the row's."""
+        row = {}
+        for name, entry in self._logged[stage].items():
+            row[name] = value = entry.result() if at_end and entry.on_epoch else entry.last
+            if entry.on_epoch if at_end else entry.on_step:
+                fork = f"{name}_{'epoch' if at_end else 'step'}" if entry.on_step and entry.on_epoch else name
+                self.callback_metrics |= {name: value, fork: value}
+        return row
+
+    def _forget(self, stage: str) -> None:
+        for metric in (entry.metric for entry in self._logged[stage].values() if entry.metric is not None):
+            metric.reset()
+        self._logged[stage] = {}
+
+    # ---- before and around a run
+
+    def _begin(self, model: Any, given: dict[str, Any], steps: dict[str, Any]) -> None:
+        """What a run knows before it begins. What is given takes the place of the module's own: optimizer, loaders, steps."""
+        if not getattr(model, "automatic_optimization", True):
+            raise TypeError(f"{type(model).__name__} optimizes by hand, which MiniLoop leaves to FabricLoop: use that")
+        self.datamodule = next((part for part in given.values() if hasattr(part, "prepare_data")), None)
+        self.model = self.lightning_module = model
+        self._hooks, self._data_hooks, self._net = hooks_of(model), hooks_of(self.datamodule), net_of(model)
+        self._hooks |= {name: hook for name, hook in self._data_hooks.items() if name.endswith("_dataloader")}
+        self._hooks |= {name: partial(step, model) for name, step in steps.items() if step is not None}
+        given = {name: part for name, part in given.items() if part is not None and part is not self.datamodule}
+        self._hooks |= {name: partial(next, repeat(part)) for name, part in given.items()}
+        if left := sorted(LEFT_OUT & self._hooks.keys()):
+            raise TypeError(f"{type(model).__name__} has {', '.join(left)}, which MiniLoop leaves to FabricLoop: use that")
+        self._validates, self._is_lightning = "validation_step" in self._hooks and "val_dataloader" in self._hooks, False
+        self.current_epoch = self.global_step = self.batch_idx = self._num_rows = 0
+        self.optimizers, self.lr_scheduler_configs, self.history, self._rates = [], [], [], []
+        self.callback_metrics, self.best, self._logged = {}, {}, {"train": {}, "val": {}}
+        self.train_dataloader = self.val_dataloaders = self.logger = self._folder = self._batch = self._batch_size = None
+        self._in_batch = self.should_stop = self.interrupted = False
+
+    def _set_up(self, stage: str, checkpoint: dict | None) -> None:
+        """Data and module are told; weights come, to their device and in their precision; the steps get their one door."""
+        if self.local_rank == 0:
+            self._call_both("prepare_data")
+        self.fabric.barrier()
+        self._call_both("setup", stage)
+        self._call("configure_model")
+        self.strategy.precision.convert_module(self._net)
+        if checkpoint is not None:
+            self._call("on_load_checkpoint", checkpoint)
+            self._net.load_state_dict(checkpoint.get("state_dict", checkpoint))
+        self.fabric.to_device(self._net)
+        trains = stage == "fit" and any(parameter.requires_grad for parameter in self._net.parameters())
+        self._wrapped = self.fabric.setup(Door(self._net)) if trains and isinstance(self.strategy, DDPStrategy) else None
+        self._no_sync = nullcontext if self._wrapped is None else partial(self.fabric.no_backward_sync, self._wrapped)
+        self._converts = str(self.strategy.precision.precision) in ("bf16-true", "16-true", "64-true")
+        self._val_step = self._step("validation_step") if self._validates else None
+
+    def _set_up_training(self) -> None:
+        self.train_dataloader, self.num_training_batches = self._loader("train"), math.inf
+        with suppress(TypeError, NotImplementedError):
+            self.num_training_batches = len(self.train_dataloader)
+        updates, self._train_step = self.num_training_batches / self.accumulate_grad_batches, self._step("training_step")
+        self.estimated_stepping_batches = math.inf if updates == math.inf else math.ceil(updates) * self.max_epochs
+        self._optimizer, self.lr_scheduler_configs = parse_optimizers(self._hooks["configure_optimizers"]())
+        self.optimizers = [self._optimizer]
+        self._net.zero_grad()
+
+    def _step(self, name: str) -> Callable:
+        """A step through one door for precision and DDP: plain Fabric runs it around its own precision."""
+        method, precision, wrapped = self._hooks[name], self.strategy.precision, self._wrapped
+        words = inspect.signature(method).parameters.values()
+        takes = 2 if any(word.kind is word.VAR_POSITIONAL for word in words) else len(words)
+        context = precision.forward_context
+        if str(precision.precision).endswith("-mixed"):  # Trainer's own setting: weights used twice are cast twice
+            dtype = torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
+            context = partial(torch.autocast, self.device.type, dtype=dtype, cache_enabled=False)
+        elif precision.precision == "32-true" and wrapped is None:
+            return method if takes > 1 else lambda batch, batch_idx: method(batch)
+
+        def step(*args: Any) -> Any:
+            with context():
+                call = partial(method, *args[:takes])
+                return call() if wrapped is None else wrapped(call)
+
+        return step
+
+    def _launch(self, function: Callable, *files: dict | None) -> Any:
+        """Run it in the strategy's processes; what they learned is back here afterwards."""
+        if self.seed is not None:
+            Fabric.seed_everything(self.seed, workers=True, verbose=False)
+        job = partial(self._in_process, function, files, os.getpid())
+        are_there = os.environ.get("LT_CLI_USED") == "1" or getattr(self.strategy.launcher, "procs", None)
+        outcome = job(self.fabric) if are_there else self.fabric.launch(job)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        result, news, weights = outcome
+        if weights:
+            self._net.load_state_dict(weights)
+        vars(self).update(news)
+        return result
+
+    def _in_process(self, function: Callable, files: tuple, caller: int, fabric: Fabric) -> Any:
+        self.fabric, self.strategy, elsewhere = fabric, fabric.strategy, os.getpid() != caller
+        if isinstance(self.strategy, DDPStrategy):
+            reset_seed()  # as Trainer's DDP
+        for tensor in chain(self._net.parameters(), self._net.buffers()) if elsewhere else ():
+            tensor.data = tensor.data.clone()  # else all processes would write into the caller's
+        try:
+            with self._attached():
+                result = function(*files)
+        except BaseException as error:
+            if elsewhere:
+                raise
+            return error  # Fabric's launch leaves DataLoader patched where one passes through
+        if not elsewhere:
+            return result, {}, {}
+        self.fabric.barrier()
+        torch.distributed.destroy_process_group()
+        names = ("history", "current_epoch", "global_step", "best", "name", "version", "log_dir", "checkpoint_dir")
+        return result, {name: vars(self).get(name) for name in names}, {k: v.cpu() for k, v in self._net.state_dict().items()}
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        """While it runs, the module has its log and its trainer; that one stays."""
+        parts, words = [part for part in self._net.modules() if hasattr(type(part), "automatic_optimization")], {}
+        self._is_lightning = bool(parts)
+        if parts:  # whose own words know Lightning's Trainer only
+            words = {"optimizers": lambda use_pl_optimizer=True: self._optimizer, "lr_schedulers": self._schedulers}
+        words |= {"log": self.log, "log_dict": self.log_dict}
+        for part in (self.model, self.datamodule):
+            if hasattr(type(part), "trainer"):
+                part.trainer = self
+        given = [(part, name) for part in parts or [self.model] for name in words if name not in hooks_of(part)]
+        for part, name in given:
+            vars(part)[name] = words[name]
+        try:
+            yield
+        finally:
+            for part, name in given:
+                vars(part).pop(name, None)
+
+    def _call(self, name: str, *args: Any) -> None:
+        if name in self._hooks:
+            self._hooks[name](*args)
+
+    def _call_both(self, name: str, *args: Any) -> None:
+        for hooks in (self._data_hooks, self._hooks):
+            if name in hooks:
+                hooks[name](*args)
+
+    def _loader(self, stage: str) -> Any:
+        """The loader of a stage; of several processes each gets its share."""
+        loader = self._hooks[f"{stage}_dataloader"]()
+        if isinstance(loader, DataLoader):
+            shared = self.fabric.setup_dataloaders(loader, move_to_device=False)  # seeds its workers, too
+            return shared if self.world_size > 1 else loader
+        several = isinstance(loader, Mapping | list | tuple) and any(isinstance(part, DataLoader) for part in loader)
+        if self.world_size > 1 or several or not hasattr(loader, "__iter__"):
+            raise TypeError(f"MiniLoop got a {type(loader).__name__} as its {stage} loader: expected one iterable of batches, in"
+                            " several processes a torch DataLoader; FabricLoop takes others")  # fmt: skip
+        return loader
+
+    def _begin_pass(self) -> Iterator[tuple[Any, bool]]:
+        """Begin a pass now; its batches come one by one, each with whether it is the last."""
+        set_epoch(self.train_dataloader, self.current_epoch)
+        batches, length = iter(self.train_dataloader), self.num_training_batches
+        if length != math.inf:
+            return ((batch, number == length) for number, batch in enumerate(batches, 1))
+        first = next(batches)  # where there is no length one batch is looked ahead, as Trainer does
+
+        def pairs(ahead: Any) -> Iterator[tuple[Any, bool]]:
+            for batch in batches:
+                yield ahead, False
+                ahead = batch
+            yield ahead, True
+
+        return pairs(first)
+
+    def _to_device(self, batch: Any) -> Any:
+        batch = batch if self.device.type == "cpu" else self.fabric.to_device(batch)
+        return self.strategy.precision.convert_input(batch) if self._converts else batch
+
+    @contextmanager
+    def _heeding_interrupts(self) -> Iterator[None]:
+        """Ctrl-C ends the run behind the step at hand, a second one at once; several processes it ends at once."""
+        before = signal.getsignal(signal.SIGINT)
+
+        def interrupt(*_: Any) -> None:
+            signal.signal(signal.SIGINT, before)
+            self.interrupted = True
+            print("MiniLoop stops behind this step: resume='last' goes on from the last whole epoch", file=sys.stderr)
+
+        if callable(before) and self.world_size == 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            if signal.getsignal(signal.SIGINT) is interrupt:
+                signal.signal(signal.SIGINT, before)
+
+    # ---- words of self.trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(vars(self).get("fabric"), name):
+            return getattr(self.fabric, name)
+        raise AttributeError(f"MiniLoop has no {name!r}: as self.trainer it knows a few common words, FabricLoop has the others")
+
+    def __deepcopy__(self, memo: dict) -> MiniLoop:
+        return self  # copies that are made of a module while it runs log into the same run
+
+    @property
+    def _is_done(self) -> bool:
+        return self.should_stop or self.current_epoch >= self.max_epochs != -1
+
+    @property
+    def training(self) -> bool:
+        """Whether the batch at hand is one to learn from."""
+        return not self.validating
+
+    def _schedulers(self) -> Any:
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        return schedulers if len(schedulers) > 1 else next(iter(schedulers), None)
+
+    # ---- files
+
+    def _read(self, word: Any, argument: str) -> dict | None:
+        """The file that resume= or load= means, with where it lies."""
+        if word is None:
+            return None
+        path, root = Path(word), Path(self.default_root_dir, "checkpoints")
+        if word in ("last", "best", "auto"):
+            name = f"{'best' if word == 'best' else 'last'}.ckpt"
+            found = root.glob(f"{self.name}/{folder_of(self.version) if self.version is not None else 'version_*'}/{name}")
+            path = max(found, key=lambda path: (len(path.parent.name), path.parent.name), default=root / self.name / name)
+            if word == "auto" and not path.is_file():
+                return None
+        if not path.is_file():
+            raise ValueError(f"{argument}={word!r}: there is no '{path}': leave {argument} out to start anew, or give a path")
+        file = torch.load(path, map_location="cpu", weights_only=True)
+        ours = file.get("fabric_template") or {}
+        if argument == "resume" and ("optimizer_states" not in file or ours.get("batch_idx", 0) or ours.get("saved_in")):
+            raise ValueError(f"resume={word!r}: '{path}' is not of the end of an epoch: FabricLoop goes on from its middle, load="
+                             " takes the weights of any")  # fmt: skip
+        if argument == "resume" and path.resolve().parents[2] == root.resolve():
+            self.name, self._folder = path.resolve().parts[-3:-1]  # where it goes on
+        return file
+
+    def _open_files(self) -> None:
+        """Take the folders of the run: a new version's, or those of the run that goes on, with its rows."""
+        homes = [Path(self.default_root_dir, kind, self.name) for kind in ("logs", "checkpoints")]
+        if self._folder is None:
+            found = [path.name[8:] for home in homes for path in home.glob("version_*")]
+            next_one = max((int(number) for number in found if number.isdigit()), default=-1) + 1
+            self._folder = self.fabric.broadcast(folder_of(next_one if self.version is None else self.version))
+        self.log_dir, self.checkpoint_dir = (str(home / self._folder) for home in homes)
+        rows = Path(self.log_dir, "metrics.csv")
+        if self._num_rows and rows.is_file():
+            with open(rows, newline="") as file:
+                lines = islice(csv.DictReader(file), self._num_rows)
+                self.history = [{name: number(cell) for name, cell in line.items() if cell} for line in lines]
+        if self.is_global_zero:
+            for folder in (self.log_dir, self.checkpoint_dir):
+                os.makedirs(folder, exist_ok=True)
+
+    def _write_rows(self) -> None:
+        names = list(dict.fromkeys(chain.from_iterable(self.history)))
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, names, lineterminator="\n")
+        table.writeheader()
+        table.writerows(self.history)
+        write(Path(self.log_dir, "metrics.csv"), lambda file: file.write(text.getvalue().encode()))
+
+    def _state(self) -> dict[str, Any]:
+        """What is needed to go on, in Lightning's layout; under our own name what Trainer does not keep."""
+        metrics = {"train": [], "callback": self.callback_metrics, "row": {}, "objects": {}, "in_batches": None, "last_fx": None}
+        part = {"rng": random_states(), "returned": {"sums": {}, "weights": {}, "bad_step": None}, "metrics": metrics}
+        for stage, loader in {"train": self.train_dataloader, "val": self.val_dataloaders}.items():
+            states = [generator.get_state() for generator in generators_of(loader)]
+            part[stage] = {"sources": [None], "ahead": None, "generators": states} if loader is not None else None
+        ranks = [part] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(ranks, part)
+        epochs, steps, batches = self.current_epoch, self.global_step, self.current_epoch * (self.batch_idx + 1)
+        count, names = partial(dict.fromkeys, ("ready", "started", "processed", "completed")), list(self.history[-1])
+        progress = {"epoch_progress": epochs, "epoch_loop.batch_progress": batches, "step": steps}
+        progress = {name: {"total": count(number), "current": count(number)} for name, number in progress.items()}
+        optimizer = {"optimizer": {"step": progress.pop("step"), "zero_grad": {"total": {}, "current": {}}}}
+        progress["epoch_loop.batch_progress"]["is_last_batch"] = True
+        history = {"rows": len(self.history), "names": names, "last": self.history[-1], "home": [self.name, self._folder]}
+        return {
+            "epoch": epochs - 1, "global_step": steps, "pytorch-lightning_version": lightning_version, "callbacks": {},
+            "state_dict": self._net.state_dict(), "optimizer_states": [self._optimizer.state_dict()],
+            "lr_schedulers": [config.scheduler.state_dict() for config in self.lr_scheduler_configs],
+            "loops": {"fit_loop": {**progress, "epoch_loop.state_dict": {"_batches_that_stepped": steps},
+                                   "epoch_loop.automatic_optimization.optim_progress": optimizer}},
+            "hyper_parameters": plain(dict(getattr(self.lightning_module, "hparams", {}))),
+            type(self.strategy.precision).__qualname__: self.strategy.precision.state_dict(),
+            "fabric_template": {
+                "format": 1, "epoch": epochs, "batch_idx": 0, "saved_in": None, "is_last_batch": True, "total_batches": batches,
+                "batches_that_stepped": steps, "steps_in_epoch": 0, "ranks": ranks, "loaders_epoch": {}, "returned": {},
+                "rates": [], "kept": {"best": self.best}, "history": history,
+                "logs": [{"metrics.csv": {"rows": len(self.history), "columns": names}}],
+            },
+        }  # fmt: skip
+
+    def _load_training(self, file: dict) -> None:
+        self._optimizer.load_state_dict(file["optimizer_states"][0])
+        for config, state in zip(self.lr_scheduler_configs, file["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)
+        if scaler := file.get(type(self.strategy.precision).__qualname__):
+            self.strategy.precision.load_state_dict(scaler)
+        ours = file.get("fabric_template")
+        self.current_epoch = ours["epoch"] if ours else file["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        self.global_step, self._num_rows = file["global_step"], ours["history"]["rows"] if ours else 0
+        self.best = ours["kept"]["best"] if ours else {}
+
+    def _load_random_numbers(self, file: dict) -> None:
+        """Where the epoch ended, now that nothing draws before the next one."""
+        if "fabric_template" not in file:
+            return
+        part = file["fabric_template"]["ranks"][self.global_rank]
+        for stage, loader in {"train": self.train_dataloader, "val": self.val_dataloaders}.items():
+            for generator, state in zip(generators_of(loader), (part[stage] or {}).get("generators", ()), strict=False):
+                generator.set_state(state)
+        set_random_states(part["rng"])
+
+
+class Logged:
+    """One name: its last value, and the sum of the epoch, on its device; nothing is read back in a step."""
+
+    def __init__(self, on_step: bool, on_epoch: bool, reduce: Any, fabric: Fabric | None) -> None:
+        self.on_step, self.on_epoch, self.fabric = on_step, on_epoch, fabric
+        self.reduce = reduce if isinstance(reduce, str) else reduce.__name__
+        self.total, self.weight, self.last, self.metric = None, 0, None, None
+
+    def add(self, value: Tensor, size: int) -> None:
+        """A mean is the sum of value x batch size over the sum of batch sizes, in this order, as in Trainer."""
+        self.last = value.clone() if self.on_step else value
+        if self.reduce == "mean":
+            value, self.weight = value * size, self.weight + size
+        if self.total is None:
+            self.total = value.to(torch.promote_types(value.dtype, wide()))
+        else:
+            combine = {"mean": torch.add, "sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+            self.total = combine[self.reduce](self.total, value)
+
+    def result(self) -> Any:
+        if self.metric is not None:
+            return self.metric.compute()
+        total, weight = self.total, torch.tensor(self.weight, dtype=self.total.dtype, device=self.total.device)
+        if self.fabric is not None:
+            total, weight = (self.fabric.all_reduce(part.clone(), reduce_op=self.reduce) for part in (total, weight))
+        return total / weight if self.reduce == "mean" else total
+
+
+class Door(nn.Module):
+    """What is set up in the module's place, so that every step goes through the strategy."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+def parse_optimizers(returned: Any) -> tuple[Any, list[SimpleNamespace]]:
+    """The optimizer, and its schedulers with when they step, from any documented shape of configure_optimizers."""
+    schedulers: Any = []
+    monitor = None
+    if isinstance(returned, list | tuple) and len(returned) == 1:
+        returned = returned[0]
+    if isinstance(returned, Mapping):
+        schedulers, monitor, returned = returned.get("lr_scheduler") or [], returned.get("monitor"), returned["optimizer"]
+    elif isinstance(returned, tuple | list) and len(returned) == 2 and not hasattr(returned[1], "zero_grad"):
+        returned, schedulers = returned
+        returned = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
+    if not hasattr(returned, "param_groups"):
+        raise TypeError(f"configure_optimizers gave {returned!r}: expected one optimizer, [optimizer], [scheduler], or a dict"
+                        ' {"optimizer": ..., "lr_scheduler": ..., "monitor": ...}; FabricLoop takes several')  # fmt: skip
+    configs = []
+    for item in schedulers if isinstance(schedulers, list | tuple) else [schedulers]:
+        words = dict(item) if isinstance(item, Mapping) else {"scheduler": item}
+        follows = isinstance(words["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau)
+        words = {"interval": "epoch", "frequency": 1, "strict": True, "reduce_on_plateau": follows, "name": None, **words}
+        configs.append(SimpleNamespace(**{**words, "monitor": words.get("monitor") or monitor}))
+    return returned, configs
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The loss in what training_step returned; None to learn nothing from this batch."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
+    if loss is not None and not (isinstance(loss, Tensor) and loss.requires_grad):
+        raise TypeError(f"training_step returned {output!r}: expected the loss, a tensor with a gradient, or a dict with 'loss'")
+    return loss
+
+
+def hooks_of(part: Any) -> dict[str, Callable]:
+    """The methods that a part has itself, by name; Lightning's empty ones are nobody's."""
+    lightnings = ("lightning.pytorch.core.", "pytorch_lightning.core.")
+    methods = {name: getattr(type(part), name, None) for name in dir(type(part)) if not name.startswith("__")}
+    return {name: getattr(part, name) for name, method in methods.items()
+            if callable(method) and not str(getattr(method, "__module__", "")).startswith(lightnings)}  # fmt: skip
+
+
+def net_of(owner: Any) -> nn.Module:
+    """The module that holds the parameters: the owner, or all modules among its attributes."""
+    if isinstance(owner, nn.Module):
+        return owner
+    parts = {name: part for name, part in vars(owner).items() if isinstance(part, nn.Module)}
+    if not parts:
+        raise TypeError(f"{type(owner).__name__} holds no torch.nn.Module: expected one, or an object with self.net = ...")
+    return nn.ModuleDict(parts)
+
+
+def sizes(batch: Any) -> Iterator[int]:
+    """The sizes of a batch as its tensors have them, the first dimension of each."""
+    if isinstance(batch, Tensor):
+        yield len(batch) if batch.dim() else 1
+    elif isinstance(batch, Mapping | list | tuple) or hasattr(batch, "__dataclass_fields__"):
+        parts = batch if isinstance(batch, list | tuple) else (batch if isinstance(batch, Mapping) else vars(batch)).values()
+        yield from chain.from_iterable(map(sizes, parts))
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers that shuffle by epoch; Fabric's own loader counts its passes, which a resumed run has not made."""
+    if hasattr(loader, "_num_iter_calls"):
+        loader._num_iter_calls = epoch
+    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators from which a loader and its samplers draw."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(part, "generator", None) for part in parts]
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all libraries' random numbers, as tensors and plain values."""
+    import numpy
+
+    (version, words, gauss), (name, keys, *rest) = random.getstate(), numpy.random.get_state()
+    states = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), gauss],
+              "numpy": [name, torch.tensor(keys.astype("int64")), *rest]}  # fmt: skip
+    return states | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_initialized() else {})
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Put them back."""
+    import numpy
+
+    (version, words, gauss), (name, keys, *rest) = states["python"], states["numpy"]
+    torch.set_rng_state(states["torch"])
+    random.setstate((version, tuple(words.tolist()), gauss))
+    numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    if len(states.get("cuda", ())) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states.get("cuda", []))
+
+
+def write(path: Path, put: Callable[[Any], object]) -> None:
+    """Write a file whole: beside its place, onto the disk, and only then under its name."""
+    beside = path.with_name(f"{path.name}.tmp")
+    with open(beside, "wb") as file:
+        put(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    if os.name == "posix":  # its new name, too
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def wide() -> torch.dtype:
+    """The default dtype, but no narrower than float32, so that long sums stay exact enough."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
+def number(cell: str) -> Any:
+    """What was written, of the text of its cell."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(cell)
+    return cell
+
+
+def folder_of(version: int | str) -> str:
+    """version_3 of 3; a text is a folder's name."""
+    return version if isinstance(version, str) else f"version_{version}"
+
+
+def plain(value: Any) -> Any:
+    """The part of hyperparameters that a checkpoint holds: numbers, texts, tensors, and dicts and lists of them."""
+    if isinstance(value, Mapping):
+        return {name: plain(part) for name, part in value.items() if plain(part) is not None or part is None}
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else None
+    return value if isinstance(value, bool | int | float | str | Tensor) else None
