@@ -41,7 +41,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 PLAIN, PLAIN_METRICS = "plain", "plain, same metrics"
-OURS, OURS_ALL = "ours, barebones", "ours, everything on"
+OURS, OURS_ALL, MINI_ALL = "ours, barebones", "ours, everything on", "MiniLoop, everything on"
 TRAINER, TRAINER_ALL = "Trainer, barebones", "Trainer, everything on"
 LOG_EVERY = 50  # steps between rows per step, Trainer's default
 
@@ -157,6 +157,14 @@ def ours_everything(problem: Problem, steps: int) -> nn.Module:
     return module.net
 
 
+def mini_everything(problem: Problem, steps: int) -> nn.Module:
+    from fabric_template import MiniLoop
+
+    module = lightning_module(problem, log=True)
+    MiniLoop(accelerator="cpu", devices=1, max_epochs=1).fit(module, problem.loader(steps))
+    return module.net
+
+
 def plain_fabric(problem: Problem, steps: int) -> nn.Module:
     """Fabric as its tutorial has it."""
     from lightning.fabric import Fabric
@@ -223,6 +231,7 @@ CONTESTANTS: dict[str, tuple[str, Callable[[Problem, int], nn.Module]]] = {  # n
     PLAIN_METRICS: ("tqdm", plain_metrics),
     OURS: ("fabric_template", ours_bare),
     OURS_ALL: ("fabric_template", ours_everything),
+    MINI_ALL: ("fabric_template", mini_everything),
     "Fabric, its tutorial": ("lightning", plain_fabric),
     TRAINER: ("lightning", trainer_bare),
     TRAINER_ALL: ("lightning", trainer_everything),
@@ -233,6 +242,8 @@ GOALS = [  # (contestant, against, at most, problem)
     (OURS_ALL, PLAIN_METRICS, 1.15, "tiny"),
     (OURS_ALL, TRAINER_ALL, 0.22, "tiny"),
     (OURS, PLAIN, 1.05, "tiny"),
+    (MINI_ALL, PLAIN_METRICS, 1.05, "tiny"),
+    (MINI_ALL, PLAIN_METRICS, 1.02, "tutorial"),
 ]
 
 

@@ -10,6 +10,7 @@ if _TYPE_CHECKING:
     from .files.opening import CheckpointError as CheckpointError
     from .files.storage import AtomicCheckpointIO as AtomicCheckpointIO
     from .loop import FabricLoop as FabricLoop
+    from .mini import MiniLoop as MiniLoop
     from .record.logger import CSVLogger as CSVLogger
     from .record.logger import read_logs as read_logs
     from .tools.plots import plot_logs as plot_logs
@@ -23,6 +24,7 @@ _HOMES = {
     "CheckpointError": "files.opening",
     "FabricLoop": "loop",
     "LoopConfig": "core.config",
+    "MiniLoop": "mini",
     "TensorLoader": "data.tensors",
     "plot_logs": "tools.plots",
     "read_logs": "record.logger",

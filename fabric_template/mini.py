@@ -38,14 +38,16 @@ from torch.utils.data import DataLoader
 LEFT_OUT = {"configure_callbacks", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "transfer_batch_to_device",
             "on_before_batch_transfer", "on_after_batch_transfer", "on_validation_model_eval"}  # fmt: skip
 
+PLAIN = bool | int | float | str | Tensor | None  # what a checkpoint holds of hyperparameters
+
 
 @dataclass(kw_only=True, eq=False)
 class MiniLoop:
     """Trains any module or object that has ``training_step(batch)`` or ``training_step(batch, batch_idx)``.
 
-    Its runs lie in logs/<name>/version_<n> and checkpoints/<name>/version_<n>, each in the next free version unless one is given.
-    best.ckpt is of the epoch with the best ``monitor``, the least for ``mode`` "min". A gradient's norm is at most
-    ``gradient_clip_val``. What begins with ``accelerator`` is Fabric's; or give a ready ``fabric``.
+    Its runs lie in logs/<name>/version_<n> and checkpoints/<name>/version_<n>, the next free version unless one is given.
+    best.ckpt is of the epoch with the best ``monitor``, the least for ``mode`` "min". The norm of all gradients together is at
+    most ``gradient_clip_val``. What follows ``accelerator`` is Fabric's; or give a ready ``fabric``.
 
     Example:
         >>> net, batches = nn.Linear(2, 1), [(torch.ones(4, 2), torch.zeros(4, 1))] * 2
@@ -56,7 +58,7 @@ class MiniLoop:
         epoch 1/1: train_loss ...
     """
 
-    max_epochs: int = 1000
+    max_epochs: int | None = 1000
     name: str = "run"
     version: int | str | None = None
     monitor: str | None = None
@@ -73,11 +75,14 @@ class MiniLoop:
 
     # words of self.trainer, beside these and Fabric's
     max_steps, gradient_clip_algorithm, callbacks, progress_bar_callback, checkpoint_callback = -1, "norm", (), None, None
+    training = True
     validating = sanity_checking = testing = predicting = should_stop = is_last_batch = False
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max") or self.accumulate_grad_batches < 1 or self.name != Path(self.name or ".").name:
             raise ValueError(f"{self!r}: expected mode='min' or 'max', accumulate_grad_batches from 1, a folder's name as name")
+        self.max_epochs = 1000 if self.max_epochs is None else self.max_epochs
+        self._given = self.version if isinstance(self.version, str | None) else f"version_{self.version}"
         words = {word: getattr(self, word) for word in ("accelerator", "strategy", "devices", "precision")}
         self.fabric = self.fabric if self.fabric is not None else Fabric(**words)
         self.strategy, self.default_root_dir = self.fabric.strategy, os.fspath(self.default_root_dir or os.getcwd())
@@ -161,12 +166,12 @@ class MiniLoop:
             outputs = self._update(batch, ends_window)
             if self.is_last_batch:
                 self._rates = [group["lr"] for group in self._optimizer.param_groups]
-            if ends_window:
+            if ends_window and self.lr_scheduler_configs:
                 self._step_schedulers("step", self.batch_idx)
-            if self.is_last_batch:
-                self._step_schedulers("epoch", self.current_epoch)
+                if self.is_last_batch:
+                    self._step_schedulers("epoch", self.current_epoch)
             self._call("on_train_batch_end", outputs, batch, self.batch_idx)
-            if ends_window:
+            if ends_window and self.lr_scheduler_configs:
                 self._step_schedulers("step", self.batch_idx, plateau=True)
             if self.interrupted:
                 return
@@ -177,7 +182,6 @@ class MiniLoop:
         """Model, loss, backward; at the end of a window clip and step. All in a closure, which some optimizers need."""
         optimizer, window, outputs = self._optimizer, self.accumulate_grad_batches, {}
 
-        @torch.enable_grad()
         def closure() -> Tensor | None:
             output = self._train_step(batch, self.batch_idx)
             loss = loss_in(output)
@@ -190,7 +194,7 @@ class MiniLoop:
             loss = loss / window if window > 1 else loss
             outputs.update(output if isinstance(output, dict) else {}, loss=loss.detach())
             self._call("on_before_backward", loss)
-            self.fabric.backward(loss)
+            self._backward(loss)
             self._call("on_after_backward")
             if ends_window:
                 self._before_step(optimizer)
@@ -202,10 +206,10 @@ class MiniLoop:
             return outputs
         if "optimizer_step" in self._hooks:
             self._hooks["optimizer_step"](self.current_epoch, self.batch_idx, optimizer, closure)
-        elif getattr(self.strategy.precision, "scaler", None) is None:
-            self.strategy.optimizer_step(optimizer, closure=closure)
+        elif self._scaler is None:
+            self._optimizer_step(closure=closure)
         elif closure() is not None:  # a scaler's step takes no closure
-            self.strategy.optimizer_step(optimizer)
+            self._optimizer_step()
         self.global_step += 1
         return outputs
 
@@ -261,7 +265,7 @@ class MiniLoop:
         modes = {id(module): (module, module.training) for module in self._net.modules()}
         self.val_dataloaders = self._loader("val") if self.val_dataloaders is None else self.val_dataloaders
         set_epoch(self.val_dataloaders, self.current_epoch)
-        self.validating = True
+        self.training, self.validating = False, True
         try:
             with torch.no_grad():
                 self._net.eval()
@@ -279,7 +283,7 @@ class MiniLoop:
                 found = self._merge("val")
                 self._call("on_validation_end")
         finally:
-            self.validating = False
+            self.training, self.validating = True, False
             for module, training in modes.values():
                 module.training = training
             self._forget("val")
@@ -305,10 +309,9 @@ class MiniLoop:
             entry.metric, entry.last = value, getattr(value, "_forward_cache", None)
             return
         if self._batch_size is None:
-            self._batch_size = next(sizes(self._batch), 1)
+            self._batch_size = size_of(self._batch) or 1
         value = value.detach().squeeze() if isinstance(value, Tensor) else torch.tensor(value, dtype=wide())
-        if value.dtype not in (torch.float32, torch.float64):
-            value = value.to(wide())
+        value = value if value.dtype in (torch.float32, torch.float64) else value.to(wide())
         entry.add(value, batch_size or self._batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **words: Any) -> None:
@@ -318,11 +321,14 @@ class MiniLoop:
 
     def _log_returned(self, output: Any, stage: str) -> None:
         """What a step returned and did not log: the history of a module that logs nothing; of one that logs, its loss."""
-        logged, only_loss = self._logged[stage], self._is_lightning and self._logged[stage]
+        logged = self._logged[stage]
+        if f"{stage}_loss" in logged and (self._is_lightning or isinstance(output, Tensor)):
+            return
         output = dict(zip(("loss", "acc"), output, strict=False)) if isinstance(output, tuple) else output
         for name, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
             name = name if name.startswith(f"{stage}_") else f"{stage}_{name}"
-            if name not in logged and isinstance(value, Tensor) and value.numel() == 1 and not (only_loss and name[-5:] != "_loss"):
+            hidden = name in logged or (self._is_lightning and logged and name != f"{stage}_loss")
+            if not hidden and isinstance(value, Tensor) and value.numel() == 1:
                 self.log(name, value, on_step=False, on_epoch=True, sync_dist=True)
 
     def _merge(self, stage: str, at_end: bool = True) -> dict[str, Any]:
@@ -377,7 +383,8 @@ class MiniLoop:
         trains = stage == "fit" and any(parameter.requires_grad for parameter in self._net.parameters())
         self._wrapped = self.fabric.setup(Door(self._net)) if trains and isinstance(self.strategy, DDPStrategy) else None
         self._no_sync = nullcontext if self._wrapped is None else partial(self.fabric.no_backward_sync, self._wrapped)
-        self._converts = str(self.strategy.precision.precision) in ("bf16-true", "16-true", "64-true")
+        self.precision = str(self.strategy.precision.precision)
+        self._moves = self.device.type != "cpu" or self.precision in ("bf16-true", "16-true", "64-true")
         self._val_step = self._step("validation_step") if self._validates else None
 
     def _set_up_training(self) -> None:
@@ -387,19 +394,21 @@ class MiniLoop:
         updates, self._train_step = self.num_training_batches / self.accumulate_grad_batches, self._step("training_step")
         self.estimated_stepping_batches = math.inf if updates == math.inf else math.ceil(updates) * self.max_epochs
         self._optimizer, self.lr_scheduler_configs = parse_optimizers(self._hooks["configure_optimizers"]())
-        self.optimizers = [self._optimizer]
+        self.optimizers, self._scaler = [self._optimizer], getattr(self.strategy.precision, "scaler", None)
+        plain = self.precision == "32-true" and self._wrapped is None  # where Fabric's ways come to these, for less
+        self._backward = Tensor.backward if plain else self.fabric.backward
+        self._optimizer_step = self._optimizer.step if plain else partial(self.strategy.optimizer_step, self._optimizer)
         self._net.zero_grad()
 
     def _step(self, name: str) -> Callable:
         """A step through one door for precision and DDP: plain Fabric runs it around its own precision."""
-        method, precision, wrapped = self._hooks[name], self.strategy.precision, self._wrapped
+        method, wrapped, context = self._hooks[name], self._wrapped, self.strategy.precision.forward_context
         words = inspect.signature(method).parameters.values()
         takes = 2 if any(word.kind is word.VAR_POSITIONAL for word in words) else len(words)
-        context = precision.forward_context
-        if str(precision.precision).endswith("-mixed"):  # Trainer's own setting: weights used twice are cast twice
-            dtype = torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
+        if self.precision.endswith("-mixed"):  # Trainer's own setting: weights used twice are cast twice
+            dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
             context = partial(torch.autocast, self.device.type, dtype=dtype, cache_enabled=False)
-        elif precision.precision == "32-true" and wrapped is None:
+        elif self.precision == "32-true" and wrapped is None:
             return method if takes > 1 else lambda batch, batch_idx: method(batch)
 
         def step(*args: Any) -> Any:
@@ -450,7 +459,8 @@ class MiniLoop:
         parts, words = [part for part in self._net.modules() if hasattr(type(part), "automatic_optimization")], {}
         self._is_lightning = bool(parts)
         if parts:  # whose own words know Lightning's Trainer only
-            words = {"optimizers": lambda use_pl_optimizer=True: self._optimizer, "lr_schedulers": self._schedulers}
+            words["optimizers"] = lambda use_pl_optimizer=True: self._optimizer
+            words["lr_schedulers"] = lambda: one_or_all([config.scheduler for config in self.lr_scheduler_configs])
         words |= {"log": self.log, "log_dict": self.log_dict}
         for part in (self.model, self.datamodule):
             if hasattr(type(part), "trainer"):
@@ -481,8 +491,8 @@ class MiniLoop:
             return shared if self.world_size > 1 else loader
         several = isinstance(loader, Mapping | list | tuple) and any(isinstance(part, DataLoader) for part in loader)
         if self.world_size > 1 or several or not hasattr(loader, "__iter__"):
-            raise TypeError(f"MiniLoop got a {type(loader).__name__} as its {stage} loader: expected one iterable of batches, in"
-                            " several processes a torch DataLoader; FabricLoop takes others")  # fmt: skip
+            raise TypeError(f"MiniLoop got a {type(loader).__name__} as its {stage} loader: expected one iterable of batches,"
+                            " in several processes a torch DataLoader; FabricLoop takes others")  # fmt: skip
         return loader
 
     def _begin_pass(self) -> Iterator[tuple[Any, bool]]:
@@ -502,8 +512,7 @@ class MiniLoop:
         return pairs(first)
 
     def _to_device(self, batch: Any) -> Any:
-        batch = batch if self.device.type == "cpu" else self.fabric.to_device(batch)
-        return self.strategy.precision.convert_input(batch) if self._converts else batch
+        return self.strategy.precision.convert_input(self.fabric.to_device(batch)) if self._moves else batch
 
     @contextmanager
     def _heeding_interrupts(self) -> Iterator[None]:
@@ -528,7 +537,7 @@ class MiniLoop:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(vars(self).get("fabric"), name):
             return getattr(self.fabric, name)
-        raise AttributeError(f"MiniLoop has no {name!r}: as self.trainer it knows a few common words, FabricLoop has the others")
+        raise AttributeError(f"MiniLoop has no {name!r}: as self.trainer it knows the common words, FabricLoop the others")
 
     def __deepcopy__(self, memo: dict) -> MiniLoop:
         return self  # copies that are made of a module while it runs log into the same run
@@ -536,15 +545,6 @@ class MiniLoop:
     @property
     def _is_done(self) -> bool:
         return self.should_stop or self.current_epoch >= self.max_epochs != -1
-
-    @property
-    def training(self) -> bool:
-        """Whether the batch at hand is one to learn from."""
-        return not self.validating
-
-    def _schedulers(self) -> Any:
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        return schedulers if len(schedulers) > 1 else next(iter(schedulers), None)
 
     # ---- files
 
@@ -555,17 +555,17 @@ class MiniLoop:
         path, root = Path(word), Path(self.default_root_dir, "checkpoints")
         if word in ("last", "best", "auto"):
             name = f"{'best' if word == 'best' else 'last'}.ckpt"
-            found = root.glob(f"{self.name}/{folder_of(self.version) if self.version is not None else 'version_*'}/{name}")
+            found = root.glob(f"{self.name}/{self._given or 'version_*'}/{name}")
             path = max(found, key=lambda path: (len(path.parent.name), path.parent.name), default=root / self.name / name)
             if word == "auto" and not path.is_file():
                 return None
         if not path.is_file():
-            raise ValueError(f"{argument}={word!r}: there is no '{path}': leave {argument} out to start anew, or give a path")
+            raise ValueError(f"{argument}={word!r}: there is no '{path}': leave {argument}= out to begin anew, or give a path")
         file = torch.load(path, map_location="cpu", weights_only=True)
         ours = file.get("fabric_template") or {}
         if argument == "resume" and ("optimizer_states" not in file or ours.get("batch_idx", 0) or ours.get("saved_in")):
-            raise ValueError(f"resume={word!r}: '{path}' is not of the end of an epoch: FabricLoop goes on from its middle, load="
-                             " takes the weights of any")  # fmt: skip
+            raise ValueError(f"resume={word!r}: '{path}' is not of an epoch's end: FabricLoop goes on from the middle of one,"
+                             " load= takes the weights of any")  # fmt: skip
         if argument == "resume" and path.resolve().parents[2] == root.resolve():
             self.name, self._folder = path.resolve().parts[-3:-1]  # where it goes on
         return file
@@ -576,13 +576,14 @@ class MiniLoop:
         if self._folder is None:
             found = [path.name[8:] for home in homes for path in home.glob("version_*")]
             next_one = max((int(number) for number in found if number.isdigit()), default=-1) + 1
-            self._folder = self.fabric.broadcast(folder_of(next_one if self.version is None else self.version))
+            self._folder = self.fabric.broadcast(self._given or f"version_{next_one}")
         self.log_dir, self.checkpoint_dir = (str(home / self._folder) for home in homes)
         rows = Path(self.log_dir, "metrics.csv")
         if self._num_rows and rows.is_file():
             with open(rows, newline="") as file:
-                lines = islice(csv.DictReader(file), self._num_rows)
-                self.history = [{name: number(cell) for name, cell in line.items() if cell} for line in lines]
+                for line in islice(csv.DictReader(file), self._num_rows):
+                    cells = {name: cell for name, cell in line.items() if cell}
+                    self.history.append({name: (int if cell.isdigit() else float)(cell) for name, cell in cells.items()})
         if self.is_global_zero:
             for folder in (self.log_dir, self.checkpoint_dir):
                 os.makedirs(folder, exist_ok=True)
@@ -612,13 +613,14 @@ class MiniLoop:
         optimizer = {"optimizer": {"step": progress.pop("step"), "zero_grad": {"total": {}, "current": {}}}}
         progress["epoch_loop.batch_progress"]["is_last_batch"] = True
         history = {"rows": len(self.history), "names": names, "last": self.history[-1], "home": [self.name, self._folder]}
+        hparams = getattr(self.lightning_module, "hparams", {})
         return {
             "epoch": epochs - 1, "global_step": steps, "pytorch-lightning_version": lightning_version, "callbacks": {},
             "state_dict": self._net.state_dict(), "optimizer_states": [self._optimizer.state_dict()],
             "lr_schedulers": [config.scheduler.state_dict() for config in self.lr_scheduler_configs],
             "loops": {"fit_loop": {**progress, "epoch_loop.state_dict": {"_batches_that_stepped": steps},
                                    "epoch_loop.automatic_optimization.optim_progress": optimizer}},
-            "hyper_parameters": plain(dict(getattr(self.lightning_module, "hparams", {}))),
+            "hyper_parameters": {name: value for name, value in hparams.items() if isinstance(value, PLAIN)},
             type(self.strategy.precision).__qualname__: self.strategy.precision.state_dict(),
             "fabric_template": {
                 "format": 1, "epoch": epochs, "batch_idx": 0, "saved_in": None, "is_last_batch": True, "total_batches": batches,
@@ -656,6 +658,7 @@ class Logged:
     def __init__(self, on_step: bool, on_epoch: bool, reduce: Any, fabric: Fabric | None) -> None:
         self.on_step, self.on_epoch, self.fabric = on_step, on_epoch, fabric
         self.reduce = reduce if isinstance(reduce, str) else reduce.__name__
+        self.combine = {"max": torch.maximum, "min": torch.minimum}.get(self.reduce, torch.add)
         self.total, self.weight, self.last, self.metric = None, 0, None, None
 
     def add(self, value: Tensor, size: int) -> None:
@@ -666,10 +669,10 @@ class Logged:
         if self.total is None:
             self.total = value.to(torch.promote_types(value.dtype, wide()))
         else:
-            combine = {"mean": torch.add, "sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-            self.total = combine[self.reduce](self.total, value)
+            self.total = self.combine(self.total, value)
 
     def result(self) -> Any:
+        """The epoch's value, over all ranks if that was asked for."""
         if self.metric is not None:
             return self.metric.compute()
         total, weight = self.total, torch.tensor(self.weight, dtype=self.total.dtype, device=self.total.device)
@@ -686,6 +689,7 @@ class Door(nn.Module):
         self.net = net
 
     def forward(self, call: Callable[[], Any]) -> Any:
+        """Run a step with its arguments filled in, which the wrappers do not see."""
         return call()
 
 
@@ -716,7 +720,7 @@ def loss_in(output: Any) -> Tensor | None:
     """The loss in what training_step returned; None to learn nothing from this batch."""
     loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
     if loss is not None and not (isinstance(loss, Tensor) and loss.requires_grad):
-        raise TypeError(f"training_step returned {output!r}: expected the loss, a tensor with a gradient, or a dict with 'loss'")
+        raise TypeError(f"training_step returned {output!r}: expected the loss, a tensor with a gradient, or a dict with it")
     return loss
 
 
@@ -738,13 +742,14 @@ def net_of(owner: Any) -> nn.Module:
     return nn.ModuleDict(parts)
 
 
-def sizes(batch: Any) -> Iterator[int]:
-    """The sizes of a batch as its tensors have them, the first dimension of each."""
+def size_of(batch: Any) -> int | None:
+    """The number of samples in a batch: the first dimension of the first tensor in it, however deep."""
     if isinstance(batch, Tensor):
-        yield len(batch) if batch.dim() else 1
-    elif isinstance(batch, Mapping | list | tuple) or hasattr(batch, "__dataclass_fields__"):
-        parts = batch if isinstance(batch, list | tuple) else (batch if isinstance(batch, Mapping) else vars(batch)).values()
-        yield from chain.from_iterable(map(sizes, parts))
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, Mapping) or hasattr(batch, "__dataclass_fields__"):
+        batch = [*(batch if isinstance(batch, Mapping) else vars(batch)).values()]
+    parts = batch if isinstance(batch, list | tuple) else ()
+    return next((size for part in parts if (size := size_of(part)) is not None), None)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -805,23 +810,6 @@ def wide() -> torch.dtype:
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
-def number(cell: str) -> Any:
-    """What was written, of the text of its cell."""
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(cell)
-    return cell
-
-
-def folder_of(version: int | str) -> str:
-    """version_3 of 3; a text is a folder's name."""
-    return version if isinstance(version, str) else f"version_{version}"
-
-
-def plain(value: Any) -> Any:
-    """The part of hyperparameters that a checkpoint holds: numbers, texts, tensors, and dicts and lists of them."""
-    if isinstance(value, Mapping):
-        return {name: plain(part) for name, part in value.items() if plain(part) is not None or part is None}
-    if isinstance(value, list | tuple):
-        return type(value)(map(plain, value)) if type(value) in (list, tuple) else None
-    return value if isinstance(value, bool | int | float | str | Tensor) else None
+def one_or_all(items: list) -> Any:
+    """As Lightning's self.lr_schedulers() gives them."""
+    return items if len(items) > 1 else next(iter(items), None)
