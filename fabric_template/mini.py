@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
@@ -321,15 +322,17 @@ class MiniLoop:
 
     def _log_returned(self, output: Any, stage: str) -> None:
         """What a step returned and did not log: the history of a module that logs nothing; of one that logs, its loss."""
-        logged = self._logged[stage]
-        if f"{stage}_loss" in logged and (self._is_lightning or isinstance(output, Tensor)):
+        logged, loss = self._logged[stage], f"{stage}_loss"
+        own = [name for name, entry in logged.items() if not entry.is_returned]
+        if loss in own and (self._is_lightning or isinstance(output, Tensor)):
             return
         output = dict(zip(("loss", "acc"), output, strict=False)) if isinstance(output, tuple) else output
         for name, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
             name = name if name.startswith(f"{stage}_") else f"{stage}_{name}"
-            hidden = name in logged or (self._is_lightning and logged and name != f"{stage}_loss")
-            if not hidden and isinstance(value, Tensor) and value.numel() == 1:
+            is_left = name not in own and (name == loss or not (self._is_lightning and own))
+            if is_left and isinstance(value, Tensor) and value.numel() == 1:
                 self.log(name, value, on_step=False, on_epoch=True, sync_dist=True)
+                logged[name].is_returned = True
 
     def _merge(self, stage: str, at_end: bool = True) -> dict[str, Any]:
         """Bring callback_metrics up to date, with the values of the step at hand or of the epoch; returns the row's."""
@@ -429,7 +432,7 @@ class MiniLoop:
             raise outcome
         result, news, weights = outcome
         if weights:
-            self._net.load_state_dict(weights)
+            self._net.load_state_dict(torch.load(io.BytesIO(weights)))
         vars(self).update(news)
         return result
 
@@ -437,8 +440,10 @@ class MiniLoop:
         self.fabric, self.strategy, elsewhere = fabric, fabric.strategy, os.getpid() != caller
         if isinstance(self.strategy, DDPStrategy):
             reset_seed()  # as Trainer's DDP
-        for tensor in chain(self._net.parameters(), self._net.buffers()) if elsewhere else ():
-            tensor.data = tensor.data.clone()  # else all processes would write into the caller's
+        if elsewhere:  # in tensors of its own, or all processes would write into the caller's
+            files = deepcopy(files)
+            for tensor in chain(self._net.parameters(), self._net.buffers()):
+                tensor.data = tensor.data.clone()
         try:
             with self._attached():
                 result = function(*files)
@@ -447,11 +452,12 @@ class MiniLoop:
                 raise
             return error  # Fabric's launch leaves DataLoader patched where one passes through
         if not elsewhere:
-            return result, {}, {}
+            return result, {}, b""
         self.fabric.barrier()
         torch.distributed.destroy_process_group()
+        torch.save({name: value.cpu() for name, value in self._net.state_dict().items()}, weights := io.BytesIO())
         names = ("history", "current_epoch", "global_step", "best", "name", "version", "log_dir", "checkpoint_dir")
-        return result, {name: vars(self).get(name) for name in names}, {k: v.cpu() for k, v in self._net.state_dict().items()}
+        return result, {name: vars(self).get(name) for name in names}, weights.getvalue()
 
     @contextmanager
     def _attached(self) -> Iterator[None]:
@@ -659,7 +665,7 @@ class Logged:
         self.on_step, self.on_epoch, self.fabric = on_step, on_epoch, fabric
         self.reduce = reduce if isinstance(reduce, str) else reduce.__name__
         self.combine = {"max": torch.maximum, "min": torch.minimum}.get(self.reduce, torch.add)
-        self.total, self.weight, self.last, self.metric = None, 0, None, None
+        self.total, self.weight, self.last, self.metric, self.is_returned = None, 0, None, None, False
 
     def add(self, value: Tensor, size: int) -> None:
         """A mean is the sum of value x batch size over the sum of batch sizes, in this order, as in Trainer."""
