@@ -75,13 +75,25 @@ class MiniLoop:
     fabric: Fabric | None = None
 
     # words of self.trainer, beside these and Fabric's
-    max_steps, gradient_clip_algorithm, callbacks, progress_bar_callback, checkpoint_callback = -1, "norm", (), None, None
+    max_steps, gradient_clip_algorithm, callbacks, progress_bar_callback, checkpoint_callback = (
+        -1,
+        "norm",
+        (),
+        None,
+        None,
+    )
     training = True
     validating = sanity_checking = testing = predicting = should_stop = is_last_batch = False
 
     def __post_init__(self) -> None:
-        if self.mode not in ("min", "max") or self.accumulate_grad_batches < 1 or self.name != Path(self.name or ".").name:
-            raise ValueError(f"{self!r}: expected mode='min' or 'max', accumulate_grad_batches from 1, a folder's name as name")
+        if (
+            self.mode not in ("min", "max")
+            or self.accumulate_grad_batches < 1
+            or self.name != Path(self.name or ".").name
+        ):
+            raise ValueError(
+                f"{self!r}: expected mode='min' or 'max', accumulate_grad_batches from 1, a folder's name as name"
+            )
         self.max_epochs = 1000 if self.max_epochs is None else self.max_epochs
         self._given = self.version if isinstance(self.version, str | None) else f"version_{self.version}"
         words = {word: getattr(self, word) for word in ("accelerator", "strategy", "devices", "precision")}
@@ -123,7 +135,9 @@ class MiniLoop:
             return pandas.DataFrame(self.history)
         return self.history
 
-    def validate(self, model: Any, val: Any = None, load: Any = None, validation_step: Callable | None = None) -> list[dict]:
+    def validate(
+        self, model: Any, val: Any = None, load: Any = None, validation_step: Callable | None = None
+    ) -> list[dict]:
         """Run validation_step over the batches; returns what was measured, in a list of one dict as Trainer does."""
         self._begin(model, {"val_dataloader": val}, {"validation_step": validation_step})
         if not self._validates:
@@ -159,7 +173,9 @@ class MiniLoop:
     def _train_epoch(self, begin_pass: Any) -> None:
         began = time.monotonic()
         self._call("on_train_epoch_start")
-        for self.batch_idx, (batch, self.is_last_batch) in enumerate(begin_pass() if callable(begin_pass) else begin_pass):
+        for self.batch_idx, (batch, self.is_last_batch) in enumerate(
+            begin_pass() if callable(begin_pass) else begin_pass
+        ):
             self._batch = batch = self._to_device(batch)
             self._batch_size, self._in_batch = None, True
             ends_window = self.is_last_batch or (self.batch_idx + 1) % self.accumulate_grad_batches == 0
@@ -257,9 +273,14 @@ class MiniLoop:
             self._write_rows()
             for name in ("best.ckpt", "last.ckpt")[not is_best :]:
                 write(Path(self.checkpoint_dir, name), partial(torch.save, state))
-            print(f"epoch {self.current_epoch}/{self.max_epochs}:", ", ".join(f"{k} {v:.4g}" for k, v in [*row.items()][2:]))
+            print(
+                f"epoch {self.current_epoch}/{self.max_epochs}:",
+                ", ".join(f"{k} {v:.4g}" for k, v in [*row.items()][2:]),
+            )
         if self.monitor is not None and score is None:
-            raise ValueError(f"monitor={self.monitor!r} was not logged: expected one of {sorted(known)}; last.ckpt is saved")
+            raise ValueError(
+                f"monitor={self.monitor!r} was not logged: expected one of {sorted(known)}; last.ckpt is saved"
+            )
 
     def _evaluate(self, most: int | None = None) -> dict[str, Any]:
         """A pass over the validation batches; the module is handed back in the modes in which it came."""
@@ -305,7 +326,9 @@ class MiniLoop:
         log, in_step = self._logged["val" if self.validating else "train"], self._in_batch and not self.validating
         if (entry := log.get(name)) is None:
             on_step, on_epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
-            entry = log[name] = Logged(on_step, on_epoch, reduce_fx, self.fabric if sync_dist and self.world_size > 1 else None)
+            entry = log[name] = Logged(
+                on_step, on_epoch, reduce_fx, self.fabric if sync_dist and self.world_size > 1 else None
+            )
         if hasattr(value, "compute"):  # keeps its sums itself, and what forward() returned for this very purpose
             entry.metric, entry.last = value, getattr(value, "_forward_cache", None)
             return
@@ -363,12 +386,19 @@ class MiniLoop:
         given = {name: part for name, part in given.items() if part is not None and part is not self.datamodule}
         self._hooks |= {name: partial(next, repeat(part)) for name, part in given.items()}
         if left := sorted(LEFT_OUT & self._hooks.keys()):
-            raise TypeError(f"{type(model).__name__} has {', '.join(left)}, which MiniLoop leaves to FabricLoop: use that")
-        self._validates, self._is_lightning = "validation_step" in self._hooks and "val_dataloader" in self._hooks, False
+            raise TypeError(
+                f"{type(model).__name__} has {', '.join(left)}, which MiniLoop leaves to FabricLoop: use that"
+            )
+        self._validates, self._is_lightning = (
+            "validation_step" in self._hooks and "val_dataloader" in self._hooks,
+            False,
+        )
         self.current_epoch = self.global_step = self.batch_idx = self._num_rows = 0
         self.optimizers, self.lr_scheduler_configs, self.history, self._rates = [], [], [], []
         self.callback_metrics, self.best, self._logged = {}, {}, {"train": {}, "val": {}}
-        self.train_dataloader = self.val_dataloaders = self.logger = self._folder = self._batch = self._batch_size = None
+        self.train_dataloader = self.val_dataloaders = self.logger = self._folder = self._batch = self._batch_size = (
+            None
+        )
         self._in_batch = self.should_stop = self.interrupted = False
 
     def _set_up(self, stage: str, checkpoint: dict | None) -> None:
@@ -384,7 +414,9 @@ class MiniLoop:
             self._net.load_state_dict(checkpoint.get("state_dict", checkpoint))
         self.fabric.to_device(self._net)
         trains = stage == "fit" and any(parameter.requires_grad for parameter in self._net.parameters())
-        self._wrapped = self.fabric.setup(Door(self._net)) if trains and isinstance(self.strategy, DDPStrategy) else None
+        self._wrapped = (
+            self.fabric.setup(Door(self._net)) if trains and isinstance(self.strategy, DDPStrategy) else None
+        )
         self._no_sync = nullcontext if self._wrapped is None else partial(self.fabric.no_backward_sync, self._wrapped)
         self.precision = str(self.strategy.precision.precision)
         self._moves = self.device.type != "cpu" or self.precision in ("bf16-true", "16-true", "64-true")
@@ -394,7 +426,10 @@ class MiniLoop:
         self.train_dataloader, self.num_training_batches = self._loader("train"), math.inf
         with suppress(TypeError, NotImplementedError):
             self.num_training_batches = len(self.train_dataloader)
-        updates, self._train_step = self.num_training_batches / self.accumulate_grad_batches, self._step("training_step")
+        updates, self._train_step = (
+            self.num_training_batches / self.accumulate_grad_batches,
+            self._step("training_step"),
+        )
         self.estimated_stepping_batches = math.inf if updates == math.inf else math.ceil(updates) * self.max_epochs
         self._optimizer, self.lr_scheduler_configs = parse_optimizers(self._hooks["configure_optimizers"]())
         self.optimizers, self._scaler = [self._optimizer], getattr(self.strategy.precision, "scaler", None)
@@ -543,7 +578,9 @@ class MiniLoop:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(vars(self).get("fabric"), name):
             return getattr(self.fabric, name)
-        raise AttributeError(f"MiniLoop has no {name!r}: as self.trainer it knows the common words, FabricLoop the others")
+        raise AttributeError(
+            f"MiniLoop has no {name!r}: as self.trainer it knows the common words, FabricLoop the others"
+        )
 
     def __deepcopy__(self, memo: dict) -> MiniLoop:
         return self  # copies that are made of a module while it runs log into the same run
@@ -562,14 +599,20 @@ class MiniLoop:
         if word in ("last", "best", "auto"):
             name = f"{'best' if word == 'best' else 'last'}.ckpt"
             found = root.glob(f"{self.name}/{self._given or 'version_*'}/{name}")
-            path = max(found, key=lambda path: (len(path.parent.name), path.parent.name), default=root / self.name / name)
+            path = max(
+                found, key=lambda path: (len(path.parent.name), path.parent.name), default=root / self.name / name
+            )
             if word == "auto" and not path.is_file():
                 return None
         if not path.is_file():
-            raise ValueError(f"{argument}={word!r}: there is no '{path}': leave {argument}= out to begin anew, or give a path")
+            raise ValueError(
+                f"{argument}={word!r}: there is no '{path}': leave {argument}= out to begin anew, or give a path"
+            )
         file = torch.load(path, map_location="cpu", weights_only=True)
         ours = file.get("fabric_template") or {}
-        if argument == "resume" and ("optimizer_states" not in file or ours.get("batch_idx", 0) or ours.get("saved_in")):
+        if argument == "resume" and (
+            "optimizer_states" not in file or ours.get("batch_idx", 0) or ours.get("saved_in")
+        ):
             raise ValueError(f"resume={word!r}: '{path}' is not of an epoch's end: FabricLoop goes on from the middle of one,"
                              " load= takes the weights of any")  # fmt: skip
         if argument == "resume" and path.resolve().parents[2] == root.resolve():
@@ -589,7 +632,9 @@ class MiniLoop:
             with open(rows, newline="") as file:
                 for line in islice(csv.DictReader(file), self._num_rows):
                     cells = {name: cell for name, cell in line.items() if cell}
-                    self.history.append({name: (int if cell.isdigit() else float)(cell) for name, cell in cells.items()})
+                    self.history.append(
+                        {name: (int if cell.isdigit() else float)(cell) for name, cell in cells.items()}
+                    )
         if self.is_global_zero:
             for folder in (self.log_dir, self.checkpoint_dir):
                 os.makedirs(folder, exist_ok=True)
@@ -604,7 +649,14 @@ class MiniLoop:
 
     def _state(self) -> dict[str, Any]:
         """What is needed to go on, in Lightning's layout; under our own name what Trainer does not keep."""
-        metrics = {"train": [], "callback": self.callback_metrics, "row": {}, "objects": {}, "in_batches": None, "last_fx": None}
+        metrics = {
+            "train": [],
+            "callback": self.callback_metrics,
+            "row": {},
+            "objects": {},
+            "in_batches": None,
+            "last_fx": None,
+        }
         part = {"rng": random_states(), "returned": {"sums": {}, "weights": {}, "bad_step": None}, "metrics": metrics}
         for stage, loader in {"train": self.train_dataloader, "val": self.val_dataloaders}.items():
             states = [generator.get_state() for generator in generators_of(loader)]
@@ -618,7 +670,12 @@ class MiniLoop:
         progress = {name: {"total": count(number), "current": count(number)} for name, number in progress.items()}
         optimizer = {"optimizer": {"step": progress.pop("step"), "zero_grad": {"total": {}, "current": {}}}}
         progress["epoch_loop.batch_progress"]["is_last_batch"] = True
-        history = {"rows": len(self.history), "names": names, "last": self.history[-1], "home": [self.name, self._folder]}
+        history = {
+            "rows": len(self.history),
+            "names": names,
+            "last": self.history[-1],
+            "home": [self.name, self._folder],
+        }
         hparams = getattr(self.lightning_module, "hparams", {})
         return {
             "epoch": epochs - 1, "global_step": steps, "pytorch-lightning_version": lightning_version, "callbacks": {},
@@ -643,7 +700,9 @@ class MiniLoop:
         if scaler := file.get(type(self.strategy.precision).__qualname__):
             self.strategy.precision.load_state_dict(scaler)
         ours = file.get("fabric_template")
-        self.current_epoch = ours["epoch"] if ours else file["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        self.current_epoch = (
+            ours["epoch"] if ours else file["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        )
         self.global_step, self._num_rows = file["global_step"], ours["history"]["rows"] if ours else 0
         self.best = ours["kept"]["best"] if ours else {}
 
@@ -706,7 +765,11 @@ def parse_optimizers(returned: Any) -> tuple[Any, list[SimpleNamespace]]:
     if isinstance(returned, list | tuple) and len(returned) == 1:
         returned = returned[0]
     if isinstance(returned, Mapping):
-        schedulers, monitor, returned = returned.get("lr_scheduler") or [], returned.get("monitor"), returned["optimizer"]
+        schedulers, monitor, returned = (
+            returned.get("lr_scheduler") or [],
+            returned.get("monitor"),
+            returned["optimizer"],
+        )
     elif isinstance(returned, tuple | list) and len(returned) == 2 and not hasattr(returned[1], "zero_grad"):
         returned, schedulers = returned
         returned = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
@@ -717,7 +780,14 @@ def parse_optimizers(returned: Any) -> tuple[Any, list[SimpleNamespace]]:
     for item in schedulers if isinstance(schedulers, list | tuple) else [schedulers]:
         words = dict(item) if isinstance(item, Mapping) else {"scheduler": item}
         follows = isinstance(words["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau)
-        words = {"interval": "epoch", "frequency": 1, "strict": True, "reduce_on_plateau": follows, "name": None, **words}
+        words = {
+            "interval": "epoch",
+            "frequency": 1,
+            "strict": True,
+            "reduce_on_plateau": follows,
+            "name": None,
+            **words,
+        }
         configs.append(SimpleNamespace(**{**words, "monitor": words.get("monitor") or monitor}))
     return returned, configs
 
@@ -726,7 +796,9 @@ def loss_in(output: Any) -> Tensor | None:
     """The loss in what training_step returned; None to learn nothing from this batch."""
     loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
     if loss is not None and not (isinstance(loss, Tensor) and loss.requires_grad):
-        raise TypeError(f"training_step returned {output!r}: expected the loss, a tensor with a gradient, or a dict with it")
+        raise TypeError(
+            f"training_step returned {output!r}: expected the loss, a tensor with a gradient, or a dict with it"
+        )
     return loss
 
 
@@ -744,7 +816,9 @@ def net_of(owner: Any) -> nn.Module:
         return owner
     parts = {name: part for name, part in vars(owner).items() if isinstance(part, nn.Module)}
     if not parts:
-        raise TypeError(f"{type(owner).__name__} holds no torch.nn.Module: expected one, or an object with self.net = ...")
+        raise TypeError(
+            f"{type(owner).__name__} holds no torch.nn.Module: expected one, or an object with self.net = ..."
+        )
     return nn.ModuleDict(parts)
 
 

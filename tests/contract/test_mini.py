@@ -14,7 +14,17 @@ import pandas as pd
 import pytest
 import torch
 import torchmetrics
-from modules import Classifier, assert_same_metrics, assert_same_weights, by_epoch, by_step, make_data, make_loader, run_trainer, sgd
+from modules import (
+    Classifier,
+    assert_same_metrics,
+    assert_same_weights,
+    by_epoch,
+    by_step,
+    make_data,
+    make_loader,
+    run_trainer,
+    sgd,
+)
 from runs import Plain
 from test_parity_modules import Closure, WithMetrics
 from test_parity_plain import CASES as PLAIN
@@ -185,7 +195,9 @@ def test_trainers_bits_with_modules_that_do_more(module):
 
 
 def test_trainers_bits_with_a_loader_that_has_no_length():
-    assert_trainers_bits(Classifier, lambda: DataLoader(NotSized(), batch_size=4), max_epochs=3, accumulate_grad_batches=2)
+    assert_trainers_bits(
+        Classifier, lambda: DataLoader(NotSized(), batch_size=4), max_epochs=3, accumulate_grad_batches=2
+    )
 
 
 def test_trainers_bits_with_a_datamodule():
@@ -199,7 +211,15 @@ def fit(kind, name, epochs, resume=None, make_module=None, **words):
     pl.seed_everything(4, verbose=False)
     module = (make_module or (lambda: Classifier(by_epoch)))()
     loop = {"MiniLoop": MiniLoop, "FabricLoop": FabricLoop}[kind](
-        **{"accelerator": "cpu", "max_epochs": epochs, "name": name, "seed": 3, "monitor": "val_loss", **WORDS[kind], **words}
+        **{
+            "accelerator": "cpu",
+            "max_epochs": epochs,
+            "name": name,
+            "seed": 3,
+            "monitor": "val_loss",
+            **WORDS[kind],
+            **words,
+        }
     )
     history = loop.fit(module, make_loader(), val_loader(), resume=resume)
     return loop, module, history.drop(columns="time")
@@ -223,10 +243,14 @@ def test_a_run_goes_on_in_the_other_loop(before, after):
 def test_trainer_goes_on_from_it(kind):
     _, module, _ = fit(kind, "run", 2)
     path = "checkpoints/run/version_0/last.ckpt"
-    trainer, other = run_trainer(lambda: Classifier(by_epoch), make_loader, val_loader, max_epochs=2, fit={"ckpt_path": path})
+    trainer, other = run_trainer(
+        lambda: Classifier(by_epoch), make_loader, val_loader, max_epochs=2, fit={"ckpt_path": path}
+    )
     assert (trainer.current_epoch, trainer.global_step) == (2, 20)
     assert_same_weights(module, other)
-    trainer, _ = run_trainer(lambda: Classifier(by_epoch), make_loader, val_loader, max_epochs=3, fit={"ckpt_path": path})
+    trainer, _ = run_trainer(
+        lambda: Classifier(by_epoch), make_loader, val_loader, max_epochs=3, fit={"ckpt_path": path}
+    )
     assert (trainer.current_epoch, trainer.global_step) == (3, 30)
     assert_same_weights(module, Classifier.load_from_checkpoint(path, weights_only=True))
 
@@ -299,7 +323,9 @@ torch.save(module.state_dict(), "end.pt")
 
 def start(pause):
     paths = [str(Path(__file__).parents[1]), str(FILE.parents[1])]
-    return subprocess.Popen([sys.executable, "-c", SCRIPT.format(paths=paths, pause=pause)], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(paths=paths, pause=pause)], stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_killed_anywhere_it_ends_with_the_same_weights_and_rows():
@@ -315,7 +341,9 @@ def test_killed_anywhere_it_ends_with_the_same_weights_and_rows():
     process.communicate()
     assert process.returncode == 0
     torch.testing.assert_close(torch.load("end.pt", weights_only=True), expected.state_dict(), rtol=0, atol=0)
-    *_, newest = sorted(Path("logs/killed").iterdir())  # one that was killed before its first epoch's end has left its folder
+    *_, newest = sorted(
+        Path("logs/killed").iterdir()
+    )  # one that was killed before its first epoch's end has left its folder
     assert pd.read_csv(newest / "metrics.csv").drop(columns="time").equals(rows)
 
 
@@ -356,7 +384,9 @@ def test_two_processes_have_trainers_bits(strategy):
     assert_same_weights(expected, module)
     assert (loop.current_epoch, loop.global_step, len(loop.history)) == (2, 6, 2)
     run_mini(Ranked, make_loader, val_loader, strategy=strategy, name="parts", seed=1, **{**words, "max_epochs": 1})
-    _, again = run_mini(Ranked, make_loader, val_loader, strategy=strategy, name="parts", fit={"resume": "last"}, **words)
+    _, again = run_mini(
+        Ranked, make_loader, val_loader, strategy=strategy, name="parts", fit={"resume": "last"}, **words
+    )
     assert_same_weights(expected, again)
 
 
