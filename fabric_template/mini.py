@@ -18,16 +18,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric import __version__ as lightning_version
@@ -36,10 +36,9 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+PLAIN = bool | int | float | str | Tensor | None  # what a checkpoint holds of hyperparameters
 LEFT_OUT = {"configure_callbacks", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "transfer_batch_to_device",
             "on_before_batch_transfer", "on_after_batch_transfer", "on_validation_model_eval"}  # fmt: skip
-
-PLAIN = bool | int | float | str | Tensor | None  # what a checkpoint holds of hyperparameters
 
 
 @dataclass(kw_only=True, eq=False)
@@ -59,7 +58,7 @@ class MiniLoop:
         epoch 1/1: train_loss ...
     """
 
-    max_epochs: int | None = 1000
+    max_epochs: int = 1000
     name: str = "run"
     version: int | str | None = None
     monitor: str | None = None
@@ -67,42 +66,44 @@ class MiniLoop:
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
     seed: int | None = None
-    default_root_dir: str | Path | None = None
+    default_root_dir: Any = None
     accelerator: Any = "auto"
     strategy: Any = "auto"
     devices: Any = "auto"
     precision: Any = None
-    fabric: Fabric | None = None
-
-    # words of self.trainer, beside these and Fabric's
-    max_steps, gradient_clip_algorithm, callbacks, progress_bar_callback, checkpoint_callback = (
-        -1,
-        "norm",
-        (),
-        None,
-        None,
-    )
-    training = True
-    validating = sanity_checking = testing = predicting = should_stop = is_last_batch = False
+    fabric: Any = None
 
     def __post_init__(self) -> None:
-        if (
-            self.mode not in ("min", "max")
-            or self.accumulate_grad_batches < 1
-            or self.name != Path(self.name or ".").name
-        ):
-            raise ValueError(
-                f"{self!r}: expected mode='min' or 'max', accumulate_grad_batches from 1, a folder's name as name"
-            )
+        is_name = self.name == Path(self.name or ".").name
+        if self.mode not in ("min", "max") or self.accumulate_grad_batches < 1 or not is_name:
+            words = "mode='min' or 'max', accumulate_grad_batches from 1, a folder's name as name"
+            raise ValueError(f"{self!r}: expected {words}")
         self.max_epochs = 1000 if self.max_epochs is None else self.max_epochs
         self._given = self.version if isinstance(self.version, str | None) else f"version_{self.version}"
-        words = {word: getattr(self, word) for word in ("accelerator", "strategy", "devices", "precision")}
-        self.fabric = self.fabric if self.fabric is not None else Fabric(**words)
+        fabrics = {"accelerator": self.accelerator, "strategy": self.strategy, "devices": self.devices}
+        self.fabric = self.fabric or Fabric(**fabrics, precision=self.precision)
         self.strategy, self.default_root_dir = self.fabric.strategy, os.fspath(self.default_root_dir or os.getcwd())
         if not isinstance(self.strategy, SingleDeviceStrategy | DDPStrategy):
             raise ValueError(f"MiniLoop got {type(self.strategy).__name__}: expected one device, or strategy='ddp'")
         if self.seed is not None:  # for a model that is made after the loop; fit seeds once more
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
+
+    def _init_state(self) -> None:
+        """Where every run begins; the words that modules read of Trainer are among these."""
+        nothing: Any = None
+        self.train_dataloader = self.val_dataloaders = self.logger = self._batch = self._batch_size = nothing
+        self._train_step = self._val_step = self._folder = self._scaler = nothing
+        self.current_epoch = self.global_step = self.batch_idx = self._num_rows = 0
+        self.validating = self.sanity_checking = self.testing = self.predicting = self.interrupted = False
+        self.should_stop = self.is_last_batch = self._in_batch = False
+        self.training, self.max_steps, self.gradient_clip_algorithm, self.callbacks = True, -1, "norm", ()
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[SimpleNamespace] = []
+        self.history: list[dict[str, Any]] = []
+        self.best: dict[str, float] = {}
+        self._rates: list[float] = []
+        self._metrics: dict[str, Any] = {}
+        self._logged: dict[str, dict[str, Logged]] = {"train": {}, "val": {}}
 
     def fit(
         self, model: Any, train: Any = None, val: Any = None, resume: str | Path | None = None,
@@ -123,81 +124,82 @@ class MiniLoop:
             training_step: ``fn(model, batch)`` or ``fn(model, batch, batch_idx)``, returns the loss.
             validation_step: the same; returns a loss, a pair (loss, acc) or a dict.
         """
-        steps = {"training_step": training_step, "validation_step": validation_step}
-        self._begin(model, {"configure_optimizers": optimizer, "train_dataloader": train, "val_dataloader": val}, steps)
+        given = {"configure_optimizers": optimizer, "train_dataloader": train, "val_dataloader": val}
+        self._begin(model, {**given, "training_step": training_step, "validation_step": validation_step})
         for need in ("training_step", "configure_optimizers", "train_dataloader"):
             if need not in self._hooks:
                 raise TypeError(f"fit got no {need}: expected one of {type(model).__name__}, or as an argument of fit")
-        self._launch(self._fit, self._read(resume, "resume"), self._read(load, "load"))
+        self._launch(self._fit, resume, load)
         with suppress(ImportError):
             import pandas
 
             return pandas.DataFrame(self.history)
         return self.history
 
-    def validate(
-        self, model: Any, val: Any = None, load: Any = None, validation_step: Callable | None = None
-    ) -> list[dict]:
+    def validate(self, model: Any, val: Any = None, load: Any = None, validation_step: Any = None) -> list[dict]:
         """Run validation_step over the batches; returns what was measured, in a list of one dict as Trainer does."""
-        self._begin(model, {"val_dataloader": val}, {"validation_step": validation_step})
+        self._begin(model, {"val_dataloader": val, "validation_step": validation_step})
         if not self._validates:
             raise TypeError(f"validate got no batches, or {type(model).__name__} has no validation_step: give both")
-        return self._launch(self._validate, self._read(load, "load"))
+        return self._launch(self._validate, load)
 
     # ---- the page to read
 
-    def _fit(self, resume: dict | None, load: dict | None) -> None:
-        self._set_up("fit", resume or load)
+    def _fit(self, resume: Any, load: Any) -> None:
+        checkpoint = self._read(resume, "resume")
+        self._set_up("fit", checkpoint or self._read(load, "load"))
         self._set_up_training()
         self._call("on_fit_start")
-        if resume is not None:
-            self._load_training(resume)
+        if checkpoint:
+            self._load_training(checkpoint)
         elif self._validates:  # a few batches, to see that it runs; no trace of them is left
             states, self.sanity_checking = random_states(), True
             self._evaluate(most=2)
-            self.sanity_checking, self.callback_metrics = set_random_states(states), {}
+            set_random_states(states)
+            self.sanity_checking, self._metrics = False, {}
         self._open_files()
         if not self._is_done:
-            batches = self._begin_pass() if resume is None else None  # the first one begins here, as Trainer's
+            batches = None if checkpoint else self._begin_pass()  # the first one begins here, as Trainer's
             self._call("on_train_start")
-            if resume is not None:
-                self._load_random_numbers(resume)
+            if checkpoint:
+                self._load_random_numbers(checkpoint)
             with self._heeding_interrupts():
                 while not (self._is_done or self.interrupted):
-                    self._train_epoch(batches or self._begin_pass)
+                    self._train_epoch(batches)
                     batches = None
             self._call("on_train_end")
         self._call("on_fit_end")
         self._call_both("teardown", "fit")
 
-    def _train_epoch(self, begin_pass: Any) -> None:
+    def _train_epoch(self, batches: Any) -> None:
         began = time.monotonic()
         self._call("on_train_epoch_start")
-        for self.batch_idx, (batch, self.is_last_batch) in enumerate(
-            begin_pass() if callable(begin_pass) else begin_pass
-        ):
+        batches = batches or self._begin_pass()
+        for self.batch_idx, (batch, self.is_last_batch) in enumerate(batches):
             self._batch = batch = self._to_device(batch)
             self._batch_size, self._in_batch = None, True
             ends_window = self.is_last_batch or (self.batch_idx + 1) % self.accumulate_grad_batches == 0
             self._call("on_train_batch_start", batch, self.batch_idx)
             outputs = self._update(batch, ends_window)
             if self.is_last_batch:
-                self._rates = [group["lr"] for group in self._optimizer.param_groups]
+                self._rates = [group["lr"] for group in self.optimizers[0].param_groups]
             if ends_window and self.lr_scheduler_configs:
-                self._step_schedulers("step", self.batch_idx)
+                self._step_schedulers("step")
                 if self.is_last_batch:
-                    self._step_schedulers("epoch", self.current_epoch)
+                    self._step_schedulers("epoch")
             self._call("on_train_batch_end", outputs, batch, self.batch_idx)
             if ends_window and self.lr_scheduler_configs:
-                self._step_schedulers("step", self.batch_idx, plateau=True)
+                self._step_schedulers("step", plateau=True)
             if self.interrupted:
                 return
+        self._merge("train", at_end=False)
         self._in_batch = False
         self._end_epoch(began)
 
     def _update(self, batch: Any, ends_window: bool) -> dict[str, Any]:
         """Model, loss, backward; at the end of a window clip and step. All in a closure, which some optimizers need."""
-        optimizer, window, outputs = self._optimizer, self.accumulate_grad_batches, {}
+        optimizer, window = self.optimizers[0], self.accumulate_grad_batches
+        outputs: dict[str, Any] = {}
 
         def closure() -> Tensor | None:
             output = self._train_step(batch, self.batch_idx)
@@ -236,9 +238,10 @@ class MiniLoop:
         if self.gradient_clip_val:
             self.fabric.clip_gradients(self._net, optimizer, max_norm=self.gradient_clip_val, error_if_nonfinite=False)
 
-    def _step_schedulers(self, interval: str, index: int, plateau: bool = False) -> None:
+    def _step_schedulers(self, interval: str, plateau: bool = False) -> None:
+        number = 1 + (self.batch_idx if interval == "step" else self.current_epoch)
         for config in self.lr_scheduler_configs:
-            if (config.interval, config.reduce_on_plateau) != (interval, plateau) or (index + 1) % config.frequency:
+            if (config.interval, config.reduce_on_plateau) != (interval, plateau) or number % config.frequency:
                 continue
             if plateau and config.monitor not in self.callback_metrics:
                 known = sorted(self.callback_metrics)
@@ -251,40 +254,34 @@ class MiniLoop:
 
     def _end_epoch(self, began: float) -> None:
         """Validate; one row of metrics.csv; last.ckpt, and best.ckpt if it is the best."""
-        self._merge("train", at_end=False)
-        validated = self._evaluate() if self._validates else {}
+        measured = self._evaluate() if self._validates else {}
         self._merge("train")
         self._call("on_train_epoch_end")
-        measured = validated | self._merge("train")
-        self._step_schedulers("epoch", self.current_epoch, plateau=True)
-        row = {"epoch": self.current_epoch, "step": self.global_step}
+        measured |= self._merge("train")
+        self._step_schedulers("epoch", plateau=True)
+        row: dict[str, Any] = {"epoch": self.current_epoch, "step": self.global_step}
         row |= {name: measured[name].item() for name in sorted(measured, key=lambda name: not name.startswith("train"))}
         for index, rate in enumerate(self._rates):
             row.setdefault(f"lr_{index}" if index else "lr", float(rate))
         self._forget("train")
         self.current_epoch += 1
         self.history.append(row | {"time": time.monotonic() - began})
-        known = {**self.callback_metrics, **row}
-        score, best = known.get(self.monitor), self.best.get("best.ckpt", math.inf if self.mode == "min" else -math.inf)
-        is_best = score is not None and bool(score < best if self.mode == "min" else score > best)
-        self.best = {"best.ckpt": float(score)} if is_best else self.best
-        state = self._state()
-        if self.is_global_zero:
-            self._write_rows()
-            for name in ("best.ckpt", "last.ckpt")[not is_best :]:
-                write(Path(self.checkpoint_dir, name), partial(torch.save, state))
-            print(
-                f"epoch {self.current_epoch}/{self.max_epochs}:",
-                ", ".join(f"{k} {v:.4g}" for k, v in [*row.items()][2:]),
-            )
+        known, sign = {**self._metrics, **row}, 1 if self.mode == "min" else -1
+        best = self.best.get("best.ckpt", sign * math.inf)
+        score: Any = known.get(self.monitor or "")
+        is_best = score is not None and bool(sign * score < sign * best)
+        if is_best:
+            self.best = {"best.ckpt": float(score)}
+        self._save(is_best)
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in list(row.items())[2:])
+        self.fabric.print(f"epoch {self.current_epoch}/{self.max_epochs}: {numbers}")
         if self.monitor is not None and score is None:
-            raise ValueError(
-                f"monitor={self.monitor!r} was not logged: expected one of {sorted(known)}; last.ckpt is saved"
-            )
+            words = f"expected one of {sorted(known)}; last.ckpt is saved"
+            raise ValueError(f"monitor={self.monitor!r} was not logged: {words}")
 
     def _evaluate(self, most: int | None = None) -> dict[str, Any]:
         """A pass over the validation batches; the module is handed back in the modes in which it came."""
-        modes = {id(module): (module, module.training) for module in self._net.modules()}
+        modes = [(module, module.training) for module in self._net.modules()]
         self.val_dataloaders = self._loader("val") if self.val_dataloaders is None else self.val_dataloaders
         set_epoch(self.val_dataloaders, self.current_epoch)
         self.training, self.validating = False, True
@@ -306,13 +303,13 @@ class MiniLoop:
                 self._call("on_validation_end")
         finally:
             self.training, self.validating = True, False
-            for module, training in modes.values():
+            for module, training in modes:
                 module.training = training
             self._forget("val")
         return found
 
-    def _validate(self, load: dict | None) -> list[dict]:
-        self._set_up("validate", load)
+    def _validate(self, load: Any) -> list[dict]:
+        self._set_up("validate", self._read(load, "load"))
         found = self._evaluate()
         self._call_both("teardown", "validate")
         return [{name: value.item() for name, value in found.items()}]
@@ -326,9 +323,8 @@ class MiniLoop:
         log, in_step = self._logged["val" if self.validating else "train"], self._in_batch and not self.validating
         if (entry := log.get(name)) is None:
             on_step, on_epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
-            entry = log[name] = Logged(
-                on_step, on_epoch, reduce_fx, self.fabric if sync_dist and self.world_size > 1 else None
-            )
+            everywhere = self.fabric if sync_dist and self.world_size > 1 else None
+            entry = log[name] = Logged(on_step, on_epoch, reduce_fx, everywhere)
         if hasattr(value, "compute"):  # keeps its sums itself, and what forward() returned for this very purpose
             entry.metric, entry.last = value, getattr(value, "_forward_cache", None)
             return
@@ -347,59 +343,61 @@ class MiniLoop:
         """What a step returned and did not log: the history of a module that logs nothing; of one that logs, its loss."""
         logged, loss = self._logged[stage], f"{stage}_loss"
         own = [name for name, entry in logged.items() if not entry.is_returned]
-        if loss in own and (self._is_lightning or isinstance(output, Tensor)):
+        if loss in own and (self._parts or isinstance(output, Tensor)):
             return
         output = dict(zip(("loss", "acc"), output, strict=False)) if isinstance(output, tuple) else output
         for name, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
             name = name if name.startswith(f"{stage}_") else f"{stage}_{name}"
-            is_left = name not in own and (name == loss or not (self._is_lightning and own))
+            is_left = name not in own and (name == loss or not (self._parts and own))
             if is_left and isinstance(value, Tensor) and value.numel() == 1:
                 self.log(name, value, on_step=False, on_epoch=True, sync_dist=True)
                 logged[name].is_returned = True
 
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """The last value of whatever was logged; of the step at hand only where somebody asks."""
+        if self._in_batch:
+            self._merge("train", at_end=False)
+        return self._metrics
+
     def _merge(self, stage: str, at_end: bool = True) -> dict[str, Any]:
-        """Bring callback_metrics up to date, with the values of the step at hand or of the epoch; returns the row's."""
+        """Bring the metrics up to date, with the values of the step at hand or of the epoch; returns the row's."""
         row = {}
         for name, entry in self._logged[stage].items():
             row[name] = value = entry.result() if at_end and entry.on_epoch else entry.last
             if entry.on_epoch if at_end else entry.on_step:
                 fork = f"{name}_{'epoch' if at_end else 'step'}" if entry.on_step and entry.on_epoch else name
-                self.callback_metrics |= {name: value, fork: value}
+                self._metrics |= {name: value, fork: value}
         return row
 
     def _forget(self, stage: str) -> None:
-        for metric in (entry.metric for entry in self._logged[stage].values() if entry.metric is not None):
-            metric.reset()
+        for entry in self._logged[stage].values():
+            if entry.metric is not None:
+                entry.metric.reset()
         self._logged[stage] = {}
 
     # ---- before and around a run
 
-    def _begin(self, model: Any, given: dict[str, Any], steps: dict[str, Any]) -> None:
+    def _begin(self, model: Any, given: dict[str, Any]) -> None:
         """What a run knows before it begins. What is given takes the place of the module's own: optimizer, loaders, steps."""
-        if not getattr(model, "automatic_optimization", True):
-            raise TypeError(f"{type(model).__name__} optimizes by hand, which MiniLoop leaves to FabricLoop: use that")
-        self.datamodule = next((part for part in given.values() if hasattr(part, "prepare_data")), None)
         self.model = self.lightning_module = model
-        self._hooks, self._data_hooks, self._net = hooks_of(model), hooks_of(self.datamodule), net_of(model)
-        self._hooks |= {name: hook for name, hook in self._data_hooks.items() if name.endswith("_dataloader")}
-        self._hooks |= {name: partial(step, model) for name, step in steps.items() if step is not None}
-        given = {name: part for name, part in given.items() if part is not None and part is not self.datamodule}
-        self._hooks |= {name: partial(next, repeat(part)) for name, part in given.items()}
-        if left := sorted(LEFT_OUT & self._hooks.keys()):
-            raise TypeError(
-                f"{type(model).__name__} has {', '.join(left)}, which MiniLoop leaves to FabricLoop: use that"
-            )
-        self._validates, self._is_lightning = (
-            "validation_step" in self._hooks and "val_dataloader" in self._hooks,
-            False,
-        )
-        self.current_epoch = self.global_step = self.batch_idx = self._num_rows = 0
-        self.optimizers, self.lr_scheduler_configs, self.history, self._rates = [], [], [], []
-        self.callback_metrics, self.best, self._logged = {}, {}, {"train": {}, "val": {}}
-        self.train_dataloader = self.val_dataloaders = self.logger = self._folder = self._batch = self._batch_size = (
-            None
-        )
-        self._in_batch = self.should_stop = self.interrupted = False
+        self.datamodule: Any = None
+        self._net, self._hooks = net_of(model), hooks_of(model)
+        for name, part in given.items():
+            if hasattr(part, "prepare_data"):
+                self.datamodule = part
+                own = hooks_of(part).items()
+                self._hooks |= {k if k.endswith("_dataloader") else f"datamodule.{k}": hook for k, hook in own}
+            elif part is not None:  # as functions that can be sent to a spawned process
+                self._hooks[name] = partial(part, model) if name.endswith("_step") else partial(alone, [part])
+        left = [f"has {name}" for name in sorted(LEFT_OUT & self._hooks.keys())]
+        left += [] if getattr(model, "automatic_optimization", True) else ["optimizes by hand"]
+        if left:
+            words = "which MiniLoop leaves to FabricLoop: use that"
+            raise TypeError(f"{type(model).__name__} {', '.join(left)}, {words}")
+        self._validates = "validation_step" in self._hooks and "val_dataloader" in self._hooks
+        self._parts = [part for part in self._net.modules() if hasattr(type(part), "automatic_optimization")]
+        self._init_state()
 
     def _set_up(self, stage: str, checkpoint: dict | None) -> None:
         """Data and module are told; weights come, to their device and in their precision; the steps get their one door."""
@@ -414,10 +412,9 @@ class MiniLoop:
             self._net.load_state_dict(checkpoint.get("state_dict", checkpoint))
         self.fabric.to_device(self._net)
         trains = stage == "fit" and any(parameter.requires_grad for parameter in self._net.parameters())
-        self._wrapped = (
-            self.fabric.setup(Door(self._net)) if trains and isinstance(self.strategy, DDPStrategy) else None
-        )
-        self._no_sync = nullcontext if self._wrapped is None else partial(self.fabric.no_backward_sync, self._wrapped)
+        is_shared = trains and isinstance(self.strategy, DDPStrategy)
+        self._wrapped = self.fabric.setup(Door(self._net)) if is_shared else None
+        self._no_sync = partial(self.fabric.no_backward_sync, self._wrapped) if is_shared else nullcontext
         self.precision = str(self.strategy.precision.precision)
         self._moves = self.device.type != "cpu" or self.precision in ("bf16-true", "16-true", "64-true")
         self._val_step = self._step("validation_step") if self._validates else None
@@ -426,16 +423,14 @@ class MiniLoop:
         self.train_dataloader, self.num_training_batches = self._loader("train"), math.inf
         with suppress(TypeError, NotImplementedError):
             self.num_training_batches = len(self.train_dataloader)
-        updates, self._train_step = (
-            self.num_training_batches / self.accumulate_grad_batches,
-            self._step("training_step"),
-        )
-        self.estimated_stepping_batches = math.inf if updates == math.inf else math.ceil(updates) * self.max_epochs
-        self._optimizer, self.lr_scheduler_configs = parse_optimizers(self._hooks["configure_optimizers"]())
-        self.optimizers, self._scaler = [self._optimizer], getattr(self.strategy.precision, "scaler", None)
+        updates, most = self.num_training_batches / self.accumulate_grad_batches, self.max_epochs
+        self.estimated_stepping_batches = updates if updates == math.inf else math.ceil(updates) * most
+        optimizer, self.lr_scheduler_configs = parse_optimizers(self._hooks["configure_optimizers"]())
+        self.optimizers, self._scaler = [optimizer], getattr(self.strategy.precision, "scaler", None)
         plain = self.precision == "32-true" and self._wrapped is None  # where Fabric's ways come to these, for less
         self._backward = Tensor.backward if plain else self.fabric.backward
-        self._optimizer_step = self._optimizer.step if plain else partial(self.strategy.optimizer_step, self._optimizer)
+        self._optimizer_step = optimizer.step if plain else partial(self.strategy.optimizer_step, optimizer)
+        self._train_step = self._step("training_step")
         self._net.zero_grad()
 
     def _step(self, name: str) -> Callable:
@@ -456,13 +451,13 @@ class MiniLoop:
 
         return step
 
-    def _launch(self, function: Callable, *files: dict | None) -> Any:
+    def _launch(self, function: Callable, *args: Any) -> Any:
         """Run it in the strategy's processes; what they learned is back here afterwards."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
-        job = partial(self._in_process, function, files, os.getpid())
+        job = partial(self._in_process, function, args, os.getpid())
         are_there = os.environ.get("LT_CLI_USED") == "1" or getattr(self.strategy.launcher, "procs", None)
-        outcome = job(self.fabric) if are_there else self.fabric.launch(job)
+        outcome = job(self.fabric, self._net) if are_there else self.fabric.launch(job, self._net)
         if isinstance(outcome, BaseException):
             raise outcome
         result, news, weights = outcome
@@ -471,58 +466,50 @@ class MiniLoop:
         vars(self).update(news)
         return result
 
-    def _in_process(self, function: Callable, files: tuple, caller: int, fabric: Fabric) -> Any:
+    def _in_process(self, function: Callable, args: tuple, caller: int, fabric: Fabric, net: nn.Module) -> Any:
+        """What a process does; Fabric gives a spawned one memory of its own for the net."""
         self.fabric, self.strategy, elsewhere = fabric, fabric.strategy, os.getpid() != caller
         if isinstance(self.strategy, DDPStrategy):
             reset_seed()  # as Trainer's DDP
-        if elsewhere:  # in tensors of its own, or all processes would write into the caller's
-            files = deepcopy(files)
-            for tensor in chain(self._net.parameters(), self._net.buffers()):
-                tensor.data = tensor.data.clone()
+        given = self._attach()
         try:
-            with self._attached():
-                result = function(*files)
+            result = function(*args)
         except BaseException as error:
             if elsewhere:
                 raise
             return error  # Fabric's launch leaves DataLoader patched where one passes through
+        finally:
+            for part, name in given:
+                vars(part).pop(name, None)
         if not elsewhere:
             return result, {}, b""
         self.fabric.barrier()
         torch.distributed.destroy_process_group()
-        torch.save({name: value.cpu() for name, value in self._net.state_dict().items()}, weights := io.BytesIO())
-        names = ("history", "current_epoch", "global_step", "best", "name", "version", "log_dir", "checkpoint_dir")
+        torch.save({name: value.cpu() for name, value in net.state_dict().items()}, weights := io.BytesIO())
+        names = ("history", "current_epoch", "global_step", "best", "name", "log_dir", "checkpoint_dir")
         return result, {name: vars(self).get(name) for name in names}, weights.getvalue()
 
-    @contextmanager
-    def _attached(self) -> Iterator[None]:
-        """While it runs, the module has its log and its trainer; that one stays."""
-        parts, words = [part for part in self._net.modules() if hasattr(type(part), "automatic_optimization")], {}
-        self._is_lightning = bool(parts)
-        if parts:  # whose own words know Lightning's Trainer only
-            words["optimizers"] = lambda use_pl_optimizer=True: self._optimizer
-            words["lr_schedulers"] = lambda: one_or_all([config.scheduler for config in self.lr_scheduler_configs])
-        words |= {"log": self.log, "log_dict": self.log_dict}
+    def _attach(self) -> list[tuple[Any, str]]:
+        """While it runs the module has its log, and Lightning's parts their other words; the trainer stays."""
+        words: dict[str, Any] = {"log": self.log, "log_dict": self.log_dict}
+        if self._parts:  # whose own words know Lightning's Trainer only
+            words["optimizers"] = lambda use_pl_optimizer=True: self.optimizers[0]
+            words["lr_schedulers"] = lambda: alone([config.scheduler for config in self.lr_scheduler_configs]) or None
         for part in (self.model, self.datamodule):
             if hasattr(type(part), "trainer"):
                 part.trainer = self
-        given = [(part, name) for part in parts or [self.model] for name in words if name not in hooks_of(part)]
+        given = [(part, name) for part in self._parts or [self.model] for name in words if name not in hooks_of(part)]
         for part, name in given:
             vars(part)[name] = words[name]
-        try:
-            yield
-        finally:
-            for part, name in given:
-                vars(part).pop(name, None)
+        return given
 
     def _call(self, name: str, *args: Any) -> None:
         if name in self._hooks:
             self._hooks[name](*args)
 
     def _call_both(self, name: str, *args: Any) -> None:
-        for hooks in (self._data_hooks, self._hooks):
-            if name in hooks:
-                hooks[name](*args)
+        self._call(f"datamodule.{name}", *args)
+        self._call(name, *args)
 
     def _loader(self, stage: str) -> Any:
         """The loader of a stage; of several processes each gets its share."""
@@ -542,15 +529,8 @@ class MiniLoop:
         batches, length = iter(self.train_dataloader), self.num_training_batches
         if length != math.inf:
             return ((batch, number == length) for number, batch in enumerate(batches, 1))
-        first = next(batches)  # where there is no length one batch is looked ahead, as Trainer does
-
-        def pairs(ahead: Any) -> Iterator[tuple[Any, bool]]:
-            for batch in batches:
-                yield ahead, False
-                ahead = batch
-            yield ahead, True
-
-        return pairs(first)
+        ahead = pairwise(chain([next(batches)], batches, [batches]))  # without a length one is looked ahead, as Trainer
+        return ((batch, following is batches) for batch, following in ahead)
 
     def _to_device(self, batch: Any) -> Any:
         return self.strategy.precision.convert_input(self.fabric.to_device(batch)) if self._moves else batch
@@ -559,18 +539,19 @@ class MiniLoop:
     def _heeding_interrupts(self) -> Iterator[None]:
         """Ctrl-C ends the run behind the step at hand, a second one at once; several processes it ends at once."""
         before = signal.getsignal(signal.SIGINT)
+        heeds = callable(before) and self.world_size == 1 and threading.current_thread() is threading.main_thread()
 
         def interrupt(*_: Any) -> None:
             signal.signal(signal.SIGINT, before)
             self.interrupted = True
             print("MiniLoop stops behind this step: resume='last' goes on from the last whole epoch", file=sys.stderr)
 
-        if callable(before) and self.world_size == 1 and threading.current_thread() is threading.main_thread():
+        if heeds:
             signal.signal(signal.SIGINT, interrupt)
         try:
             yield
         finally:
-            if signal.getsignal(signal.SIGINT) is interrupt:
+            if heeds:
                 signal.signal(signal.SIGINT, before)
 
     # ---- words of self.trainer
@@ -578,9 +559,8 @@ class MiniLoop:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(vars(self).get("fabric"), name):
             return getattr(self.fabric, name)
-        raise AttributeError(
-            f"MiniLoop has no {name!r}: as self.trainer it knows the common words, FabricLoop the others"
-        )
+        words = "as self.trainer it knows the common words, FabricLoop the others"
+        raise AttributeError(f"MiniLoop has no {name!r}: {words}")
 
     def __deepcopy__(self, memo: dict) -> MiniLoop:
         return self  # copies that are made of a module while it runs log into the same run
@@ -597,25 +577,22 @@ class MiniLoop:
             return None
         path, root = Path(word), Path(self.default_root_dir, "checkpoints")
         if word in ("last", "best", "auto"):
-            name = f"{'best' if word == 'best' else 'last'}.ckpt"
-            found = root.glob(f"{self.name}/{self._given or 'version_*'}/{name}")
-            path = max(
-                found, key=lambda path: (len(path.parent.name), path.parent.name), default=root / self.name / name
-            )
-            if word == "auto" and not path.is_file():
-                return None
+            place = Path(self.name, self._given or "version_*", "best.ckpt" if word == "best" else "last.ckpt")
+            found = sorted(root.glob(str(place)), key=lambda path: (len(path.parent.name), path.parent.name))
+            path = found[-1] if found else root / place
+        if word == "auto" and not path.is_file():
+            return None
         if not path.is_file():
-            raise ValueError(
-                f"{argument}={word!r}: there is no '{path}': leave {argument}= out to begin anew, or give a path"
-            )
+            words = f"leave {argument}= out to begin anew, or give a path"
+            raise ValueError(f"{argument}={word!r}: there is no '{path}': {words}")
         file = torch.load(path, map_location="cpu", weights_only=True)
+        if argument == "load":
+            return file
         ours = file.get("fabric_template") or {}
-        if argument == "resume" and (
-            "optimizer_states" not in file or ours.get("batch_idx", 0) or ours.get("saved_in")
-        ):
+        if "optimizer_states" not in file or ours.get("batch_idx") or ours.get("saved_in"):
             raise ValueError(f"resume={word!r}: '{path}' is not of an epoch's end: FabricLoop goes on from the middle of one,"
                              " load= takes the weights of any")  # fmt: skip
-        if argument == "resume" and path.resolve().parents[2] == root.resolve():
+        if path.resolve().parents[2] == root.resolve():
             self.name, self._folder = path.resolve().parts[-3:-1]  # where it goes on
         return file
 
@@ -627,84 +604,73 @@ class MiniLoop:
             next_one = max((int(number) for number in found if number.isdigit()), default=-1) + 1
             self._folder = self.fabric.broadcast(self._given or f"version_{next_one}")
         self.log_dir, self.checkpoint_dir = (str(home / self._folder) for home in homes)
-        rows = Path(self.log_dir, "metrics.csv")
-        if self._num_rows and rows.is_file():
-            with open(rows, newline="") as file:
-                for line in islice(csv.DictReader(file), self._num_rows):
-                    cells = {name: cell for name, cell in line.items() if cell}
-                    self.history.append(
-                        {name: (int if cell.isdigit() else float)(cell) for name, cell in cells.items()}
-                    )
+        with suppress(FileNotFoundError), open(Path(self.log_dir, "metrics.csv"), newline="") as file:
+            for line in islice(csv.DictReader(file), self._num_rows):
+                cells = {name: cell for name, cell in line.items() if cell}
+                self.history.append({name: int(c) if c.isdigit() else float(c) for name, c in cells.items()})
         if self.is_global_zero:
             for folder in (self.log_dir, self.checkpoint_dir):
                 os.makedirs(folder, exist_ok=True)
 
-    def _write_rows(self) -> None:
-        names = list(dict.fromkeys(chain.from_iterable(self.history)))
-        text = io.StringIO(newline="")
-        table = csv.DictWriter(text, names, lineterminator="\n")
+    def _save(self, is_best: bool) -> None:
+        """The rows, then best.ckpt, then last.ckpt: a run that is killed in between goes on from the last whole epoch."""
+        state = self._state()
+        if not self.is_global_zero:
+            return
+        table = csv.DictWriter(text := io.StringIO(), dict.fromkeys(chain(*self.history)), lineterminator="\n")
         table.writeheader()
         table.writerows(self.history)
-        write(Path(self.log_dir, "metrics.csv"), lambda file: file.write(text.getvalue().encode()))
+        write(Path(self.log_dir, "metrics.csv"), text.getvalue().encode())
+        torch.save(state, data := io.BytesIO())
+        for name in ("best.ckpt", "last.ckpt")[not is_best :]:
+            write(Path(self.checkpoint_dir, name), data.getbuffer())
 
     def _state(self) -> dict[str, Any]:
         """What is needed to go on, in Lightning's layout; under our own name what Trainer does not keep."""
-        metrics = {
-            "train": [],
-            "callback": self.callback_metrics,
-            "row": {},
-            "objects": {},
-            "in_batches": None,
-            "last_fx": None,
-        }
-        part = {"rng": random_states(), "returned": {"sums": {}, "weights": {}, "bad_step": None}, "metrics": metrics}
+        metrics: dict[str, Any] = {"train": [], "callback": self._metrics, "row": {}, "objects": {}}
+        metrics |= {"in_batches": None, "last_fx": None}
+        part: dict[str, Any] = {"rng": random_states(), "metrics": metrics}
+        part["returned"] = {"sums": {}, "weights": {}, "bad_step": None}
         for stage, loader in {"train": self.train_dataloader, "val": self.val_dataloaders}.items():
             states = [generator.get_state() for generator in generators_of(loader)]
             part[stage] = {"sources": [None], "ahead": None, "generators": states} if loader is not None else None
-        ranks = [part] * self.world_size
+        ranks: list[Any] = [part] * self.world_size
         if self.world_size > 1:
             torch.distributed.all_gather_object(ranks, part)
         epochs, steps, batches = self.current_epoch, self.global_step, self.current_epoch * (self.batch_idx + 1)
-        count, names = partial(dict.fromkeys, ("ready", "started", "processed", "completed")), list(self.history[-1])
-        progress = {"epoch_progress": epochs, "epoch_loop.batch_progress": batches, "step": steps}
-        progress = {name: {"total": count(number), "current": count(number)} for name, number in progress.items()}
-        optimizer = {"optimizer": {"step": progress.pop("step"), "zero_grad": {"total": {}, "current": {}}}}
-        progress["epoch_loop.batch_progress"]["is_last_batch"] = True
-        history = {
-            "rows": len(self.history),
-            "names": names,
-            "last": self.history[-1],
-            "home": [self.name, self._folder],
-        }
-        hparams = getattr(self.lightning_module, "hparams", {})
-        return {
+        rows, names = len(self.history), list(self.history[-1])
+        state = {
             "epoch": epochs - 1, "global_step": steps, "pytorch-lightning_version": lightning_version, "callbacks": {},
-            "state_dict": self._net.state_dict(), "optimizer_states": [self._optimizer.state_dict()],
+            "state_dict": self._net.state_dict(), "optimizer_states": [self.optimizers[0].state_dict()],
             "lr_schedulers": [config.scheduler.state_dict() for config in self.lr_scheduler_configs],
-            "loops": {"fit_loop": {**progress, "epoch_loop.state_dict": {"_batches_that_stepped": steps},
-                                   "epoch_loop.automatic_optimization.optim_progress": optimizer}},
-            "hyper_parameters": {name: value for name, value in hparams.items() if isinstance(value, PLAIN)},
+            "loops": {"fit_loop": {
+                "epoch_progress": counted(epochs), "epoch_loop.state_dict": {"_batches_that_stepped": steps},
+                "epoch_loop.batch_progress": {**counted(batches), "is_last_batch": True},
+                "epoch_loop.automatic_optimization.optim_progress": {
+                    "optimizer": {"step": counted(steps), "zero_grad": {"total": {}, "current": {}}}},
+            }},
+            "hyper_parameters": {k: v for k, v in getattr(self.model, "hparams", {}).items() if isinstance(v, PLAIN)},
             type(self.strategy.precision).__qualname__: self.strategy.precision.state_dict(),
             "fabric_template": {
                 "format": 1, "epoch": epochs, "batch_idx": 0, "saved_in": None, "is_last_batch": True, "total_batches": batches,
                 "batches_that_stepped": steps, "steps_in_epoch": 0, "ranks": ranks, "loaders_epoch": {}, "returned": {},
-                "rates": [], "kept": {"best": self.best}, "history": history,
-                "logs": [{"metrics.csv": {"rows": len(self.history), "columns": names}}],
+                "rates": [], "kept": {"best": self.best}, "logs": [{"metrics.csv": {"rows": rows, "columns": names}}],
+                "history": {"rows": rows, "names": names, "last": self.history[-1], "home": [self.name, self._folder]},
             },
         }  # fmt: skip
+        self._call("on_save_checkpoint", state)
+        return state
 
     def _load_training(self, file: dict) -> None:
-        self._optimizer.load_state_dict(file["optimizer_states"][0])
+        self.optimizers[0].load_state_dict(file["optimizer_states"][0])
         for config, state in zip(self.lr_scheduler_configs, file["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
         if scaler := file.get(type(self.strategy.precision).__qualname__):
             self.strategy.precision.load_state_dict(scaler)
-        ours = file.get("fabric_template")
-        self.current_epoch = (
-            ours["epoch"] if ours else file["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-        )
-        self.global_step, self._num_rows = file["global_step"], ours["history"]["rows"] if ours else 0
-        self.best = ours["kept"]["best"] if ours else {}
+        self.current_epoch = file["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        self.global_step = file["global_step"]
+        if ours := file.get("fabric_template"):
+            self._num_rows, self.best = ours["history"]["rows"], ours["kept"]["best"]
 
     def _load_random_numbers(self, file: dict) -> None:
         """Where the epoch ended, now that nothing draws before the next one."""
@@ -720,11 +686,13 @@ class MiniLoop:
 class Logged:
     """One name: its last value, and the sum of the epoch, on its device; nothing is read back in a step."""
 
-    def __init__(self, on_step: bool, on_epoch: bool, reduce: Any, fabric: Fabric | None) -> None:
+    def __init__(self, on_step: bool, on_epoch: bool, reduce: Any, fabric: Any) -> None:
         self.on_step, self.on_epoch, self.fabric = on_step, on_epoch, fabric
         self.reduce = reduce if isinstance(reduce, str) else reduce.__name__
         self.combine = {"max": torch.maximum, "min": torch.minimum}.get(self.reduce, torch.add)
-        self.total, self.weight, self.last, self.metric, self.is_returned = None, 0, None, None, False
+        nothing: Any = None
+        self.total = self.last = self.metric = nothing
+        self.weight, self.is_returned = 0, False
 
     def add(self, value: Tensor, size: int) -> None:
         """A mean is the sum of value x batch size over the sum of batch sizes, in this order, as in Trainer."""
@@ -760,45 +728,35 @@ class Door(nn.Module):
 
 def parse_optimizers(returned: Any) -> tuple[Any, list[SimpleNamespace]]:
     """The optimizer, and its schedulers with when they step, from any documented shape of configure_optimizers."""
-    schedulers: Any = []
-    monitor = None
-    if isinstance(returned, list | tuple) and len(returned) == 1:
-        returned = returned[0]
-    if isinstance(returned, Mapping):
-        schedulers, monitor, returned = (
-            returned.get("lr_scheduler") or [],
-            returned.get("monitor"),
-            returned["optimizer"],
-        )
-    elif isinstance(returned, tuple | list) and len(returned) == 2 and not hasattr(returned[1], "zero_grad"):
-        returned, schedulers = returned
-        returned = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
-    if not hasattr(returned, "param_groups"):
+    optimizer, schedulers, monitor = alone(returned), list[Any](), None
+    if isinstance(optimizer, Mapping):
+        schedulers, monitor = optimizer.get("lr_scheduler") or [], optimizer.get("monitor")
+        optimizer = optimizer["optimizer"]
+    elif isinstance(optimizer, list | tuple) and len(optimizer) == 2 and not hasattr(optimizer[1], "zero_grad"):
+        optimizer, schedulers = alone(optimizer[0]), optimizer[1]
+    if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"configure_optimizers gave {returned!r}: expected one optimizer, [optimizer], [scheduler], or a dict"
                         ' {"optimizer": ..., "lr_scheduler": ..., "monitor": ...}; FabricLoop takes several')  # fmt: skip
     configs = []
     for item in schedulers if isinstance(schedulers, list | tuple) else [schedulers]:
         words = dict(item) if isinstance(item, Mapping) else {"scheduler": item}
         follows = isinstance(words["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau)
-        words = {
-            "interval": "epoch",
-            "frequency": 1,
-            "strict": True,
-            "reduce_on_plateau": follows,
-            "name": None,
-            **words,
-        }
-        configs.append(SimpleNamespace(**{**words, "monitor": words.get("monitor") or monitor}))
-    return returned, configs
+        words = {"interval": "epoch", "frequency": 1, "reduce_on_plateau": follows, "name": None, **words}
+        configs.append(SimpleNamespace(**words | {"monitor": words.get("monitor") or monitor}))
+    return optimizer, configs
+
+
+def alone(items: Any) -> Any:
+    """What stands alone in a list."""
+    return items[0] if isinstance(items, list | tuple) and len(items) == 1 else items
 
 
 def loss_in(output: Any) -> Tensor | None:
     """The loss in what training_step returned; None to learn nothing from this batch."""
     loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
     if loss is not None and not (isinstance(loss, Tensor) and loss.requires_grad):
-        raise TypeError(
-            f"training_step returned {output!r}: expected the loss, a tensor with a gradient, or a dict with it"
-        )
+        words = "expected the loss, a tensor with a gradient, or a dict with it"
+        raise TypeError(f"training_step returned {output!r}: {words}")
     return loss
 
 
@@ -816,9 +774,8 @@ def net_of(owner: Any) -> nn.Module:
         return owner
     parts = {name: part for name, part in vars(owner).items() if isinstance(part, nn.Module)}
     if not parts:
-        raise TypeError(
-            f"{type(owner).__name__} holds no torch.nn.Module: expected one, or an object with self.net = ..."
-        )
+        words = "holds no torch.nn.Module: expected one, or an object with self.net = ..."
+        raise TypeError(f"{type(owner).__name__} {words}")
     return nn.ModuleDict(parts)
 
 
@@ -836,46 +793,47 @@ def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the samplers that shuffle by epoch; Fabric's own loader counts its passes, which a resumed run has not made."""
     if hasattr(loader, "_num_iter_calls"):
         loader._num_iter_calls = epoch
-    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+    for sampler in samplers_of(loader)[::2]:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators from which a loader and its samplers draw."""
+def samplers_of(loader: Any) -> list[Any]:
+    """Its sampler, its batch sampler and the sampler of that."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(part, "generator", None) for part in parts]
-    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+
+
+def generators_of(loader: Any) -> Iterable[torch.Generator]:
+    """The generators from which a loader and its samplers draw, each once."""
+    found = [getattr(part, "generator", None) for part in (loader, *samplers_of(loader))]
+    return {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values()
 
 
 def random_states() -> dict[str, Any]:
     """The states of all libraries' random numbers, as tensors and plain values."""
-    import numpy
-
-    (version, words, gauss), (name, keys, *rest) = random.getstate(), numpy.random.get_state()
-    states = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), gauss],
-              "numpy": [name, torch.tensor(keys.astype("int64")), *rest]}  # fmt: skip
+    legacy: Any = numpy.random.get_state()
+    (version, words, gauss), (name, keys, *rest) = random.getstate(), legacy
+    states = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), gauss]}
+    states["numpy"] = [name, torch.tensor(keys.astype("int64")), *rest]
     return states | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_initialized() else {})
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Put them back."""
-    import numpy
-
     (version, words, gauss), (name, keys, *rest) = states["python"], states["numpy"]
     torch.set_rng_state(states["torch"])
     random.setstate((version, tuple(words.tolist()), gauss))
     numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
-    if len(states.get("cuda", ())) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states.get("cuda", []))
+    if "cuda" in states and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def write(path: Path, put: Callable[[Any], object]) -> None:
+def write(path: Path, data: Any) -> None:
     """Write a file whole: beside its place, onto the disk, and only then under its name."""
     beside = path.with_name(f"{path.name}.tmp")
     with open(beside, "wb") as file:
-        put(file)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
@@ -890,6 +848,7 @@ def wide() -> torch.dtype:
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
-def one_or_all(items: list) -> Any:
-    """As Lightning's self.lr_schedulers() gives them."""
-    return items if len(items) > 1 else next(iter(items), None)
+def counted(number: int) -> dict[str, Any]:
+    """Trainer's counters of what began and ended, all of them here."""
+    all_four = dict.fromkeys(("ready", "started", "processed", "completed"), number)
+    return {"total": all_four, "current": all_four}
