@@ -50,11 +50,9 @@ class MiniLoop:
     most ``gradient_clip_val``. What follows ``accelerator`` is Fabric's; or give a ready ``fabric``.
 
     Example:
-        >>> net, batches = nn.Linear(2, 1), [(torch.ones(4, 2), torch.zeros(4, 1))] * 2
-        >>> history = MiniLoop(max_epochs=1, accelerator="cpu").fit(
-        ...     net, batches, optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        ...     training_step=lambda net, batch: nn.functional.mse_loss(net(batch[0]), batch[1]),
-        ... )  # doctest: +ELLIPSIS
+        >>> net, batches = nn.Linear(2, 1), [torch.ones(4, 2)] * 2
+        >>> optimizer, loop = torch.optim.SGD(net.parameters(), lr=0.1), MiniLoop(max_epochs=1, accelerator="cpu")
+        >>> rows = loop.fit(net, batches, optimizer=optimizer, training_step=lambda net, x: net(x).square().mean())
         epoch 1/1: train_loss ...
     """
 
@@ -87,6 +85,7 @@ class MiniLoop:
             raise ValueError(f"MiniLoop got {type(self.strategy).__name__}: expected one device, or strategy='ddp'")
         if self.seed is not None:  # for a model that is made after the loop; fit seeds once more
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
+        self._init_state()
 
     def _init_state(self) -> None:
         """Where every run begins; the words that modules read of Trainer are among these."""
@@ -158,13 +157,14 @@ class MiniLoop:
             set_random_states(states)
             self.sanity_checking, self._metrics = False, {}
         self._open_files()
-        if not self._is_done:
+        most = math.inf if self.max_epochs == -1 else self.max_epochs
+        if self.current_epoch < most and not self.should_stop:
             batches = None if checkpoint else self._begin_pass()  # the first one begins here, as Trainer's
             self._call("on_train_start")
             if checkpoint:
                 self._load_random_numbers(checkpoint)
             with self._heeding_interrupts():
-                while not (self._is_done or self.interrupted):
+                while self.current_epoch < most and not (self.should_stop or self.interrupted):
                     self._train_epoch(batches)
                     batches = None
             self._call("on_train_end")
@@ -248,7 +248,7 @@ class MiniLoop:
                 raise ValueError(f"ReduceLROnPlateau follows {config.monitor!r}: expected one of the logged {known}")
             values = [self.callback_metrics[config.monitor]] if plateau else []
             if "lr_scheduler_step" in self._hooks:
-                self._hooks["lr_scheduler_step"](config.scheduler, *(values or [None]))
+                self._call("lr_scheduler_step", config.scheduler, *(values or [None]))
             else:
                 config.scheduler.step(*values)
 
@@ -565,10 +565,6 @@ class MiniLoop:
     def __deepcopy__(self, memo: dict) -> MiniLoop:
         return self  # copies that are made of a module while it runs log into the same run
 
-    @property
-    def _is_done(self) -> bool:
-        return self.should_stop or self.current_epoch >= self.max_epochs != -1
-
     # ---- files
 
     def _read(self, word: Any, argument: str) -> dict | None:
@@ -674,13 +670,13 @@ class MiniLoop:
 
     def _load_random_numbers(self, file: dict) -> None:
         """Where the epoch ended, now that nothing draws before the next one."""
-        if "fabric_template" not in file:
-            return
-        part = file["fabric_template"]["ranks"][self.global_rank]
-        for stage, loader in {"train": self.train_dataloader, "val": self.val_dataloaders}.items():
-            for generator, state in zip(generators_of(loader), (part[stage] or {}).get("generators", ()), strict=False):
-                generator.set_state(state)
-        set_random_states(part["rng"])
+        if ours := file.get("fabric_template"):
+            part = ours["ranks"][self.global_rank % len(ours["ranks"])]
+            for stage, loader in {"train": self.train_dataloader, "val": self.val_dataloaders}.items():
+                states = part[stage]["generators"] if part[stage] else []
+                for generator, state in zip(generators_of(loader), states, strict=False):
+                    generator.set_state(state)
+            set_random_states(part["rng"])
 
 
 class Logged:

@@ -102,8 +102,14 @@ def test_trainers_bits_with_each_word(name):
     assert_trainers_bits(Classifier, max_epochs=3, **TRAINER[name])
 
 
+def plateau_by_step(module):
+    optimizer = sgd(module)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
+    return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "train_loss"}]
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("optimizers", [sgd, by_step, by_epoch, every_second_epoch, plateau])
+@pytest.mark.parametrize("optimizers", [sgd, by_step, by_epoch, every_second_epoch, plateau, plateau_by_step])
 def test_trainers_bits_with_each_shape_of_optimizers(optimizers, accumulate):
     assert_trainers_bits(lambda: Classifier(optimizers), max_epochs=4, accumulate_grad_batches=accumulate)
 
@@ -291,6 +297,28 @@ def test_load_takes_the_weights_only_and_validate_measures_them():
     assert (again.current_epoch, again.log_dir) == (1, str(Path("logs/run/version_1").resolve()))
 
 
+class Counting(Classifier):
+    """Keeps in the checkpoint what is its own."""
+
+    count = 0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.count += 1
+        assert self.trainer.callback_metrics["train_loss"] == self.trainer.callback_metrics["train_loss_step"]
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["count"] = self.count
+
+    def on_load_checkpoint(self, checkpoint):
+        self.count = checkpoint["count"]
+
+
+def test_a_module_keeps_its_own_in_the_checkpoint():
+    fit("MiniLoop", "run", 1, make_module=Counting)
+    _, module, _ = fit("MiniLoop", "run", 3, make_module=Counting, resume="last")
+    assert module.count == 30
+
+
 def test_a_finished_run_stays_finished():
     _, module, rows = fit("MiniLoop", "run", 2)
     before = Path("logs/run/version_0/metrics.csv").read_bytes()
@@ -358,7 +386,8 @@ def test_ctrl_c_ends_it_behind_the_step_and_it_goes_on_from_the_last_whole_epoch
     assert (loop.current_epoch, loop.global_step, len(rows)) == (2, 24, 2)
     assert "resume='last'" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
-    assert module.training and torch.is_grad_enabled()
+    assert module.training
+    assert torch.is_grad_enabled()
     _, expected, whole = fit("MiniLoop", "whole", 4)
     _, again, rows = fit("MiniLoop", "run", 4, resume="last")
     assert_same_weights(expected, again)
@@ -469,8 +498,8 @@ REFUSED = {
     "several": (lambda: MiniLoop(accelerator="cpu").fit(Classifier(), [make_loader(), make_loader()]), TypeError, "MiniLoop"
                 " got a list as its train loader: expected one iterable of batches, in several processes a torch DataLoader;"
                 " FabricLoop takes others"),
-    "mode": (lambda: MiniLoop(mode="best"), ValueError, "expected mode='min' or 'max', accumulate_grad_batches from 1, a folder's"
-             " name as name"),
+    "mode": (lambda: MiniLoop(mode="best"), ValueError, "expected mode='min' or 'max', accumulate_grad_batches from 1, a"
+             " folder's name as name"),
     "resume": (lambda: MiniLoop(accelerator="cpu").fit(Classifier(), make_loader(), resume="last"), ValueError, "resume='last':"
                " there is no "),
     "optimizer": (lambda: MiniLoop(accelerator="cpu").fit(Classifier(lambda module: "adam"), make_loader()), TypeError,
