@@ -29,7 +29,7 @@ VERBS = {
     "test": "run a model's test_step over its data",
     "predict": "run a model's predict_step over its data",
     "plot": "draw the logs of one run or several",
-    "copy": "copy this package into a project of yours",
+    "copy": "copy this package, or its single file, into a project of yours",
     "diff": "show what a copy has changed",
     "verify": "read checkpoints from end to end: are they whole?",
 }
@@ -265,27 +265,37 @@ def _draw(paths: list[str], out: Path, needs_a_loss: bool = True, **words: Any) 
 
 
 def _copy(verb: str, argv: list[str]) -> None:
-    from .copying import copy_package
+    from .copying import copy_mini, copy_package
 
     given = _arguments(
-        verb, argv, DEST={"help": "the folder to make, such as src/my_loop; its name is the copy's"},
+        verb, argv,
+        DEST={"help": "the folder to make, such as src/my_loop, or with --mini the file, such as src/train_loop.py"},
+        __mini={"action": "store_true", "help": "MiniLoop, the single file, instead of the folder"},
         __force={"action": "store_true", "help": "renew an older copy; what it has changed is kept in .before_<n>"},
     )  # fmt: skip
-    (files, kept), target = copy_package(given.DEST, given.force), Path(given.DEST)
-    name = target.resolve().name
+    target, kept_as, start = Path(given.DEST), "is what was there before", ""
+    name = target.resolve().stem
+    try:
+        if given.mini:
+            what, loop, kept = "MiniLoop", "MiniLoop", copy_mini(target, given.force)
+        else:
+            files, kept = copy_package(target, given.force)
+            what, loop, kept_as = f"{len(files)} files", "FabricLoop", "has those that were other before"
+            start = f"try         {'' if target.parent == Path() else f'cd {target.parent} && '}python -m {name} fit\n"
+    except OSError as error:
+        raise UsageError(f"copy {target}: cannot be written: {error.strerror}; give another place") from error
     print(
-        f"copied      {len(files)} files to {target}; they are yours now\n"
-        f"{f'kept        {_shown(kept)} has those that were other before{chr(10)}' if kept else ''}"
-        f"use         from {name} import FabricLoop\n"
-        f"try         {'' if target.parent == Path() else f'cd {target.parent} && '}python -m {name} fit\n"
-        f"compare     {_program()} diff {target}"
+        f"copied      {what} to {target}; {'it is' if given.mini else 'they are'} yours now\n"
+        f"{f'kept        {_shown(kept)} {kept_as}{chr(10)}' if kept else ''}"
+        f"use         from {name} import {loop}\n"
+        f"{start}compare     {_program()} diff {target}"
     )
 
 
 def _diff(verb: str, argv: list[str]) -> int:
     from .copying import diff_package
 
-    given = _arguments(verb, argv, DEST={"help": "the folder of a copy; exit code 1 if it differs"})
+    given = _arguments(verb, argv, DEST={"help": "the folder of a copy, or a single file; exit code 1 if it differs"})
     print(text := diff_package(given.DEST), end="")
     return 1 if text else 0
 

@@ -1,4 +1,4 @@
-"""Copying: the package's folder into a project of yours, and what has changed in a copy since."""
+"""Copying: the package's folder, or its single file, into a project of yours; what has changed in a copy since."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
+MINI = PACKAGE / "mini.py"
 
 
 def package_files(folder: Path) -> dict[str, Path]:
@@ -27,6 +28,10 @@ def copy_package(destination: str | Path, force: bool = False) -> tuple[list[str
         ValueError: If the folder is there already, or its name cannot be imported.
     """
     target = Path(destination).resolve()
+    if target.suffix == ".py":
+        raise ValueError(
+            f"copy {destination}: the package is a folder: for the single file type copy --mini {destination}"
+        )
     if not target.name.isidentifier():
         raise ValueError(f"copy {destination}: {target.name!r} cannot be imported: expected a name such as my_loop")
     if target == PACKAGE or PACKAGE in target.parents or target in PACKAGE.parents:
@@ -53,26 +58,72 @@ def copy_package(destination: str | Path, force: bool = False) -> tuple[list[str
     return list(files), kept if kept.exists() else None
 
 
+def copy_mini(destination: str | Path, force: bool = False) -> Path | None:
+    """Copy MiniLoop's file to a path of yours; with `force` an older copy is renewed.
+
+    Returns:
+        Where the file is kept that was there and other; None for none.
+
+    Raises:
+        ValueError: If another file is there already, or its name cannot be imported.
+    """
+    target, said = Path(destination).resolve(), f"copy --mini {destination}"
+    if target.is_dir():
+        raise ValueError(
+            f"{said}: this is a folder: give the file to write, such as {Path(destination, 'train_loop.py')}"
+        )
+    if target.suffix != ".py" or not target.stem.isidentifier():
+        raise ValueError(f"{said}: {target.name!r} cannot be imported: expected a name such as train_loop.py")
+    if PACKAGE in target.parents:
+        raise ValueError(f"{said}: this is where the package itself lies ('{PACKAGE}'): give another folder")
+    if target.exists() and not _is_mini(target):
+        raise ValueError(f"{said}: a file that is no copy of it is there, nothing was written: give another name")
+    differs = target.exists() and _diff(MINI, target) != ""
+    if differs and not force:
+        raise ValueError(
+            f"{said}: a copy that differs is there, nothing was written: give another name, or type {said} --force, which"
+            f" renews it and keeps the old one beside it; diff {destination} shows what that one has changed"
+        )
+    kept = next(f for n in count() if not (f := target.with_name(f"{target.name}.before_{n}")).exists())
+    if differs:
+        shutil.copy2(target, kept)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(MINI, target)
+    return kept if differs else None
+
+
+def _is_mini(path: Path) -> bool:
+    """Whether it is a copy, by its class or, where that has another name by now, by what its header says of updates."""
+    return path.is_file() and any(mark in path.read_bytes() for mark in (b"class MiniLoop", b"fabric-template diff"))
+
+
 def diff_package(copy: str | Path) -> str:
     """The unified diff from the installed package to a copy: lines with + are the copy's; empty if nothing differs.
+
+    Args:
+        copy: The folder of a copy, or a copy of the single file.
 
     Raises:
         ValueError: If there is no copy.
     """
     target = Path(copy)
+    if target.suffix == ".py" or target.is_file():
+        if not _is_mini(target):
+            raise ValueError(f"diff {copy}: there is no copy of the single file there: give the path of one")
+        return _diff(MINI, target)
     if not (target / "loop.py").is_file():
         raise ValueError(f"diff {copy}: there is no copy of the package there (no loop.py): give the folder of one")
     ours, theirs = package_files(PACKAGE), package_files(target)
-    parts = []
-    for name in sorted({*ours, *theirs}):
-        before, after = (
-            side[name].read_text("utf-8").splitlines(keepends=True) if name in side else [] for side in (ours, theirs)
-        )
-        if before == after and name in ours and name in theirs:
-            continue
-        old = f"{PACKAGE.name}/{name}" if name in ours else "/dev/null"
-        new = str(target / name) if name in theirs else "/dev/null"
-        # no lines: an empty file
-        lines = list(difflib.unified_diff(before, after, old, new)) or [f"--- {old}\n", f"+++ {new}\n"]
-        parts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
-    return "".join(parts)
+    return "".join(_diff(ours.get(name), theirs.get(name)) for name in sorted({*ours, *theirs}))
+
+
+def _diff(ours: Path | None, theirs: Path | None) -> str:
+    """The diff of one file, which may be missing on a side."""
+    before, after = (path.read_text("utf-8").splitlines(keepends=True) if path else [] for path in (ours, theirs))
+    if before == after and ours and theirs:
+        return ""
+    old = f"{PACKAGE.name}/{ours.relative_to(PACKAGE).as_posix()}" if ours else "/dev/null"
+    new = str(theirs) if theirs else "/dev/null"
+    # no lines: an empty file
+    lines = list(difflib.unified_diff(before, after, old, new)) or [f"--- {old}\n", f"+++ {new}\n"]
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
