@@ -1,4 +1,4 @@
-"""The command line: fit, validate, test, predict, plot, copy, diff, verify.
+"""The command line: fit, validate, test, predict, plot, new, copy, diff, verify.
 
 Nothing heavy is imported before a verb needs it: a word of help must not wait for torch.
 """
@@ -13,6 +13,8 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ VERBS = {
     "test": "run a model's test_step over its data",
     "predict": "run a model's predict_step over its data",
     "plot": "draw the logs of one run or several",
+    "new": "make a small project that trains at once",
     "copy": "copy this package, or its single file, into a project of yours",
     "diff": "show what a copy has changed",
     "verify": "read checkpoints from end to end: are they whole?",
@@ -57,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         elif verb not in VERBS:
             raise UsageError(f"there is no {verb!r}: expected one of {', '.join(VERBS)}")
         else:
-            return {"plot": _plot, "copy": _copy, "diff": _diff, "verify": _verify}.get(verb, _run)(verb, rest) or 0
+            others = {"plot": _plot, "new": _new, "copy": _copy, "diff": _diff, "verify": _verify}
+            return others.get(verb, _run)(verb, rest) or 0
     except SystemExit as stop:  # argparse has said what there is to say
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:  # before or after the training
@@ -219,7 +223,7 @@ def _shown(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-# ---- plot, copy, diff, verify
+# ---- plot, new, copy, diff, verify
 
 
 def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argparse.Namespace:
@@ -264,6 +268,16 @@ def _draw(paths: list[str], out: Path, needs_a_loss: bool = True, **words: Any) 
     return out
 
 
+def _new(verb: str, argv: list[str]) -> None:
+    from .new import make_project
+
+    given = _arguments(verb, argv, NAME={"help": "the folder to make, such as my_digits; its runs have its name"})
+    with _writing(f"new {given.NAME}"):
+        files = make_project(given.NAME)
+    there = f"cd {shlex.quote(given.NAME)} && python"
+    print(f"made        {given.NAME}: {', '.join(files)}\ntrain       {there} train.py\ntest        {there} -m pytest")
+
+
 def _copy(verb: str, argv: list[str]) -> None:
     from .copying import copy_mini, copy_package
 
@@ -275,21 +289,28 @@ def _copy(verb: str, argv: list[str]) -> None:
     )  # fmt: skip
     target, kept_as, start = Path(given.DEST), "is what was there before", ""
     name = target.resolve().stem
-    try:
+    with _writing(f"copy {target}"):
         if given.mini:
             what, loop, kept = "MiniLoop", "MiniLoop", copy_mini(target, given.force)
         else:
             files, kept = copy_package(target, given.force)
             what, loop, kept_as = f"{len(files)} files", "FabricLoop", "has those that were other before"
             start = f"try         {'' if target.parent == Path() else f'cd {target.parent} && '}python -m {name} fit\n"
-    except OSError as error:
-        raise UsageError(f"copy {target}: cannot be written: {error.strerror}; give another place") from error
     print(
         f"copied      {what} to {target}; {'it is' if given.mini else 'they are'} yours now\n"
         f"{f'kept        {_shown(kept)} {kept_as}{chr(10)}' if kept else ''}"
         f"use         from {name} import {loop}\n"
         f"{start}compare     {_program()} diff {target}"
     )
+
+
+@contextmanager
+def _writing(said: str) -> Iterator[None]:
+    """What the disk refuses is one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{said}: cannot be written: {error.strerror}; give another place") from error
 
 
 def _diff(verb: str, argv: list[str]) -> int:

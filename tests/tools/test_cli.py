@@ -276,7 +276,7 @@ def test_an_object_as_an_argument(capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["fut"], "there is no 'fut': expected one of fit, validate, test, predict, plot, copy, diff, verify"),
+        (["fut"], "there is no 'fut': expected one of fit, validate, test, predict, plot, new, copy, diff, verify"),
         (["fit", "--max_epoch", "3"], "fit has no option --max_epoch: did you mean --max_epochs?"),
         (
             ["fit", "--ckpt_path=a"],
@@ -367,7 +367,7 @@ def test_a_monitor_that_was_not_logged_is_one_line(capsys):
     assert "monitor='val_ac' was not logged in epoch 0; logged were ['lr', 'train_loss', 'val_loss']" in err
 
 
-# ---- plot, copy, diff, verify
+# ---- plot, new, copy, diff, verify
 
 
 def test_plot_says_where_the_picture_is(capsys):
