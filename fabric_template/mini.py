@@ -77,6 +77,7 @@ class MiniLoop:
             words = "mode='min' or 'max', accumulate_grad_batches from 1, a folder's name as name"
             raise ValueError(f"{self!r}: expected {words}")
         self.max_epochs = 1000 if self.max_epochs is None else self.max_epochs
+        self._most_epochs = math.inf if self.max_epochs == -1 else self.max_epochs
         self._given = self.version if isinstance(self.version, str | None) else f"version_{self.version}"
         fabrics = {"accelerator": self.accelerator, "strategy": self.strategy, "devices": self.devices}
         self.fabric = self.fabric or Fabric(**fabrics, precision=self.precision)
@@ -90,18 +91,14 @@ class MiniLoop:
     def _init_state(self) -> None:
         """Where every run begins; the words that modules read of Trainer are among these."""
         nothing: Any = None
-        self.train_dataloader = self.val_dataloaders = self.logger = self._batch = self._batch_size = nothing
-        self._train_step = self._val_step = self._folder = self._scaler = nothing
+        self.train_dataloader = self.val_dataloaders = self.logger = self._folder = self._scaler = nothing
+        self._batch = self._batch_size = nothing  # the one at hand
         self.current_epoch = self.global_step = self.batch_idx = self._num_rows = 0
         self.validating = self.sanity_checking = self.testing = self.predicting = self.interrupted = False
         self.should_stop = self.is_last_batch = self._in_batch = False
         self.training, self.max_steps, self.gradient_clip_algorithm, self.callbacks = True, -1, "norm", ()
-        self.optimizers: list[Any] = []
-        self.lr_scheduler_configs: list[SimpleNamespace] = []
-        self.history: list[dict[str, Any]] = []
-        self.best: dict[str, float] = {}
-        self._rates: list[float] = []
-        self._metrics: dict[str, Any] = {}
+        self.optimizers, self.lr_scheduler_configs, self._rates = list[Any](), list[Any](), list[float]()
+        self.history, self.best, self._metrics = list[dict[str, Any]](), dict[str, float](), dict[str, Any]()
         self._logged: dict[str, dict[str, Logged]] = {"train": {}, "val": {}}
 
     def fit(
@@ -157,14 +154,13 @@ class MiniLoop:
             set_random_states(states)
             self.sanity_checking, self._metrics = False, {}
         self._open_files()
-        most = math.inf if self.max_epochs == -1 else self.max_epochs
-        if self.current_epoch < most and not self.should_stop:
+        if self.current_epoch < self._most_epochs and not self.should_stop:
             batches = None if checkpoint else self._begin_pass()  # the first one begins here, as Trainer's
             self._call("on_train_start")
             if checkpoint:
                 self._load_random_numbers(checkpoint)
             with self._heeding_interrupts():
-                while self.current_epoch < most and not (self.should_stop or self.interrupted):
+                while self.current_epoch < self._most_epochs and not (self.should_stop or self.interrupted):
                     self._train_epoch(batches)
                     batches = None
             self._call("on_train_end")
@@ -202,7 +198,7 @@ class MiniLoop:
         outputs: dict[str, Any] = {}
 
         def closure() -> Tensor | None:
-            output = self._train_step(batch, self.batch_idx)
+            output = self._steps["training_step"](batch, self.batch_idx)
             loss = loss_in(output)
             if self.batch_idx % window == 0:
                 self._call("on_before_zero_grad", optimizer)
@@ -226,9 +222,9 @@ class MiniLoop:
         if "optimizer_step" in self._hooks:
             self._hooks["optimizer_step"](self.current_epoch, self.batch_idx, optimizer, closure)
         elif self._scaler is None:
-            self._optimizer_step(closure=closure)
+            optimizer.step(closure=closure)
         elif closure() is not None:  # a scaler's step takes no closure
-            self._optimizer_step()
+            self.strategy.optimizer_step(optimizer)
         self.global_step += 1
         return outputs
 
@@ -294,7 +290,7 @@ class MiniLoop:
                     self._batch = batch = self._to_device(batch)
                     self._batch_size = None
                     self._call("on_validation_batch_start", batch, batch_idx)
-                    output = self._val_step(batch, batch_idx)
+                    output = self._steps["validation_step"](batch, batch_idx)
                     self._log_returned(output, "val")
                     self._call("on_validation_batch_end", output, batch, batch_idx)
                 self._merge("val")
@@ -417,20 +413,17 @@ class MiniLoop:
         self._no_sync = partial(self.fabric.no_backward_sync, self._wrapped) if is_shared else nullcontext
         self.precision = str(self.strategy.precision.precision)
         self._moves = self.device.type != "cpu" or self.precision in ("bf16-true", "16-true", "64-true")
-        self._val_step = self._step("validation_step") if self._validates else None
+        self._steps = {name: self._step(name) for name in ("training_step", "validation_step") if name in self._hooks}
 
     def _set_up_training(self) -> None:
         self.train_dataloader, self.num_training_batches = self._loader("train"), math.inf
         with suppress(TypeError, NotImplementedError):
             self.num_training_batches = len(self.train_dataloader)
-        updates, most = self.num_training_batches / self.accumulate_grad_batches, self.max_epochs
-        self.estimated_stepping_batches = updates if updates == math.inf else math.ceil(updates) * most
+        most, updates = self._most_epochs, self.num_training_batches / self.accumulate_grad_batches
+        self.estimated_stepping_batches = math.inf if math.inf in (most, updates) else math.ceil(updates) * most
         optimizer, self.lr_scheduler_configs = parse_optimizers(self._hooks["configure_optimizers"]())
         self.optimizers, self._scaler = [optimizer], getattr(self.strategy.precision, "scaler", None)
-        plain = self.precision == "32-true" and self._wrapped is None  # where Fabric's ways come to these, for less
-        self._backward = Tensor.backward if plain else self.fabric.backward
-        self._optimizer_step = optimizer.step if plain else partial(self.strategy.optimizer_step, optimizer)
-        self._train_step = self._step("training_step")
+        self._backward = Tensor.backward if self._scaler is None else self.fabric.backward
         self._net.zero_grad()
 
     def _step(self, name: str) -> Callable:
@@ -554,8 +547,6 @@ class MiniLoop:
             if heeds:
                 signal.signal(signal.SIGINT, before)
 
-    # ---- words of self.trainer
-
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(vars(self).get("fabric"), name):
             return getattr(self.fabric, name)
@@ -588,8 +579,9 @@ class MiniLoop:
         if "optimizer_states" not in file or ours.get("batch_idx") or ours.get("saved_in"):
             raise ValueError(f"resume={word!r}: '{path}' is not of an epoch's end: FabricLoop goes on from the middle of one,"
                              " load= takes the weights of any")  # fmt: skip
-        if path.resolve().parents[2] == root.resolve():
-            self.name, self._folder = path.resolve().parts[-3:-1]  # where it goes on
+        folder = path.resolve().parent
+        if folder.parent.parent == root.resolve():
+            self.name, self._folder = folder.parent.name, folder.name  # where it goes on
         return file
 
     def _open_files(self) -> None:
@@ -833,10 +825,6 @@ def write(path: Path, data: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-    if os.name == "posix":  # its new name, too
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
 
 
 def wide() -> torch.dtype:
