@@ -1,9 +1,9 @@
 """MiniLoop: the training loop in one file, to read, to copy and to change. Trainer's numbers, bit for bit.
 
-It needs torch and Lightning Fabric, and runs under any name, in a notebook cell, too. Read `_fit`, `_train_epoch`, `_update`.
-What becomes of gradients is in `_before_step`, a row of metrics.csv in `_end_epoch`, a checkpoint in `_state`. Its runs go on
-in fabric_template's FabricLoop, and back; what it refuses, that one takes. Version 0.1.0, MIT License, Copyright (c) 2026 the
-fabric_template authors; what a newer version has changed: fabric-template diff THIS_FILE
+It needs torch, NumPy and Lightning Fabric, and runs under any name, in a notebook cell, too. Read `_fit`, `_train_epoch` and
+`_update`. What becomes of gradients is in `_before_step`, a row of metrics.csv in `_end_epoch`, a checkpoint in `_state`. Its
+runs go on in fabric_template's FabricLoop, and back; what it refuses, that one takes. Version 0.1.0, MIT License, Copyright (c)
+2026 the fabric_template authors; what a newer version has changed: fabric-template diff THIS_FILE
 """
 
 from __future__ import annotations
@@ -825,6 +825,10 @@ def write(path: Path, data: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
+    if os.name == "posix":  # so that a power cut takes no new name back
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def wide() -> torch.dtype:
