@@ -38,7 +38,8 @@ from torch.utils.data import DataLoader
 
 PLAIN = bool | int | float | str | Tensor | None  # what a checkpoint holds of hyperparameters
 LEFT_OUT = {"configure_callbacks", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "transfer_batch_to_device",
-            "on_before_batch_transfer", "on_after_batch_transfer", "on_validation_model_eval"}  # fmt: skip
+            "on_before_batch_transfer", "on_after_batch_transfer", "on_validation_model_train",
+            "on_validation_model_zero_grad"}  # fmt: skip
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,6 +98,7 @@ class MiniLoop:
         self.validating = self.sanity_checking = self.testing = self.predicting = self.interrupted = False
         self.should_stop = self.is_last_batch = self._in_batch = False
         self.training, self.max_steps, self.gradient_clip_algorithm, self.callbacks = True, -1, "norm", ()
+        self.val_check_interval, self.check_val_every_n_epoch, self.limit_train_batches = 1.0, 1, 1.0
         self.optimizers, self.lr_scheduler_configs, self._rates = list[Any](), list[Any](), list[float]()
         self.history, self.best, self._metrics = list[dict[str, Any]](), dict[str, float](), dict[str, Any]()
         self._logged: dict[str, dict[str, Logged]] = {"train": {}, "val": {}}
@@ -155,6 +157,8 @@ class MiniLoop:
             self.sanity_checking, self._metrics = False, {}
         self._open_files()
         if self.current_epoch < self._most_epochs and not self.should_stop:
+            if not checkpoint:
+                ask_once(self.train_dataloader)
             batches = None if checkpoint else self._begin_pass()  # the first one begins here, as Trainer's
             self._call("on_train_start")
             if checkpoint:
@@ -279,11 +283,13 @@ class MiniLoop:
         """A pass over the validation batches; the module is handed back in the modes in which it came."""
         modes = [(module, module.training) for module in self._net.modules()]
         self.val_dataloaders = self._loader("val") if self.val_dataloaders is None else self.val_dataloaders
+        if self.sanity_checking:
+            ask_once(self.val_dataloaders)
         set_epoch(self.val_dataloaders, self.current_epoch)
         self.training, self.validating = False, True
         try:
             with torch.no_grad():
-                self._net.eval()
+                self._hooks.get("on_validation_model_eval", self._net.eval)()
                 self._call("on_validation_start")
                 self._call("on_validation_epoch_start")
                 for batch_idx, batch in enumerate(islice(self.val_dataloaders, most)):
@@ -491,10 +497,25 @@ class MiniLoop:
         for part in (self.model, self.datamodule):
             if hasattr(type(part), "trainer"):
                 part.trainer = self
-        given = [(part, name) for part in self._parts or [self.model] for name in words if name not in hooks_of(part)]
-        for part, name in given:
-            vars(part)[name] = words[name]
+        given = []
+        for part in self._parts or [self.model]:
+            own = hooks_of(part)
+            takes = {name: word for name, word in words.items() if name not in own}
+            if self._parts and "log" in own:  # Lightning's log_dict calls it
+                takes["log"] = partial(self._own_log, part)
+                takes.pop("log_dict", None)
+            vars(part).update(takes)
+            given += [(part, name) for name in takes]
         return given
+
+    def _own_log(self, part: Any, *args: Any, **words: Any) -> None:
+        """A module's own log, which may end in super().log: Lightning's, which knows Trainer only, is ours meanwhile."""
+        base: Any = next(base for base in type(part).__mro__ if "automatic_optimization" in vars(base))
+        before, base.log = base.log, lambda part, *args, **words: self.log(*args, **words)
+        try:
+            type(part).log(part, *args, **words)
+        finally:
+            base.log = before
 
     def _call(self, name: str, *args: Any) -> None:
         if name in self._hooks:
@@ -520,6 +541,8 @@ class MiniLoop:
         """Begin a pass now; its batches come one by one, each with whether it is the last."""
         set_epoch(self.train_dataloader, self.current_epoch)
         batches, length = iter(self.train_dataloader), self.num_training_batches
+        if batches is self.train_dataloader:  # which begins anew whenever it is asked, and a for loop asks, too
+            batches = by_next(batches)
         if length != math.inf:
             return ((batch, number == length) for number, batch in enumerate(batches, 1))
         ahead = pairwise(chain([next(batches)], batches, [batches]))  # without a length one is looked ahead, as Trainer
@@ -546,6 +569,12 @@ class MiniLoop:
         finally:
             if heeds:
                 signal.signal(signal.SIGINT, before)
+
+    @property
+    def state(self) -> SimpleNamespace:
+        """What runs, in Trainer's words."""
+        stage = "sanity_check" if self.sanity_checking else "validate" if self.validating else "train"
+        return SimpleNamespace(fn="fit", stage=stage, status="running")
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(vars(self).get("fabric"), name):
@@ -771,10 +800,24 @@ def size_of(batch: Any) -> int | None:
     """The number of samples in a batch: the first dimension of the first tensor in it, however deep."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else 1
-    if isinstance(batch, Mapping) or hasattr(batch, "__dataclass_fields__"):
-        batch = [*(batch if isinstance(batch, Mapping) else vars(batch)).values()]
-    parts = batch if isinstance(batch, list | tuple) else ()
+    parts: Any = batch.values() if isinstance(batch, Mapping) else batch
+    if not isinstance(parts, Iterable):
+        parts = [getattr(batch, name) for name in getattr(batch, "__dataclass_fields__", ())]
+    parts = () if isinstance(batch, str | bytes) else parts
     return next((size for part in parts if (size := size_of(part)) is not None), None)
+
+
+def by_next(batches: Iterator) -> Iterator:
+    """The same without asking for an iterator."""
+    with suppress(StopIteration):
+        while True:
+            yield next(batches)
+
+
+def ask_once(loader: Any) -> None:
+    """Whether it is iterable Trainer finds out by asking, and one that shuffles when it is asked has shuffled once more."""
+    if not isinstance(loader, DataLoader):
+        iter(loader)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -198,6 +199,83 @@ def test_trainers_bits_with_modules_that_do_more(module):
         assert_trainers_bits(lambda: Hooked(by_epoch), max_epochs=3)
     else:
         assert_trainers_bits(module, max_epochs=3)
+
+
+class OwnLog(Classifier):
+    """Its own log, through which log_dict goes, too; it ends in Lightning's, and asks what runs."""
+
+    def log(self, name, value, **words):
+        is_check = self.trainer.state.stage == "sanity_check"  # Trainer's is an enum of strings
+        assert is_check == self.trainer.sanity_checking
+        stage = "own" if self.trainer.state.stage in ("train", "validate") else "check"
+        super().log(name if name == "train_loss" else f"{stage}/{name}", value, **words)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"double": 2 * loss, "triple": 3 * loss}, on_step=True, on_epoch=True)
+        assert self.trainer.val_check_interval == self.trainer.limit_train_batches == 1.0
+        return loss
+
+
+class WithDropout(Classifier):
+    """Validates with its dropout at work, as its own hook says."""
+
+    def on_validation_model_eval(self):
+        super().on_validation_model_eval()
+        self.net[2].train()
+
+
+@dataclass(slots=True)
+class Pair:
+    """A batch of a class of its own."""
+
+    name: str
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Pairs(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch.x, batch.y), batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step((batch.x, batch.y), batch_idx)
+
+
+def make_pairs():
+    collate = torch.utils.data.default_collate
+    return DataLoader(make_data(18), 4, shuffle=True, collate_fn=lambda items: Pair("pair", *collate(items)))
+
+
+class Again:
+    """Its own iterator, which shuffles whenever it is asked for one: Trainer asks once more, and never on the way."""
+
+    def __init__(self):
+        self.x, self.y = make_data(18).tensors
+
+    def __iter__(self):
+        self.batches = list(torch.randperm(18).split(4))
+        return self
+
+    def __next__(self):
+        if not self.batches:
+            raise StopIteration
+        chosen = self.batches.pop()
+        return self.x[chosen], self.y[chosen]
+
+
+class Sized(Again):
+    def __len__(self):
+        return 5
+
+
+@pytest.mark.parametrize(
+    ("module", "loader"),
+    [(OwnLog, make_loader), (WithDropout, make_loader), (Pairs, make_pairs), (Classifier, Again), (Classifier, Sized)],
+    ids=["own_log", "own_eval", "own_batches", "own_iterator", "own_sized_iterator"],
+)
+def test_trainers_bits_with_what_packages_do(module, loader):
+    assert_trainers_bits(module, loader, loader, max_epochs=3)
 
 
 def test_trainers_bits_with_a_loader_that_has_no_length():
