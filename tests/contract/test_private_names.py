@@ -13,6 +13,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy
@@ -40,6 +41,11 @@ def _workers():
     return names
 
 
+def _shared():
+    """A loader as Fabric sets it up."""
+    return Fabric(accelerator="cpu", devices=1).setup_dataloaders(DataLoader(range(2)), move_to_device=False)
+
+
 NEEDED = [  # name, who has it, and what we need it for
     ("_hparams_name", lambda: Configured({"a": 1}), "checkpoint.py", "hyperparameters that load_from_checkpoint gives back"),
     ("_last_global_step_saved", ModelCheckpoint, "fitting.py", "a step that is saved already, after a resume as before"),
@@ -56,6 +62,7 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_trainer", pl.LightningModule, "shown.py", "a plain module as Lightning's callbacks expect it: its trainer"),
     ("_automatic_optimization", pl.LightningModule, "shown.py", "the same: who steps"),
     ("_example_input_array", pl.LightningModule, "shown.py", "the same: what a summary is made with"),
+    ("_num_iter_calls", _shared, "mini.py", "epochs that a loader of Fabric's shuffles by: a resumed run has not made them"),
     ("_mode", lambda: CombinedLoader([]), "loaders.py", "to tell loaders that go together from those that follow each other"),
     ("_lightning_module", PyTorchProfiler, "profiling.py", "to name the module's parts in the trace"),
     ("_dataloader_init_kwargs_resolve_sampler", "lightning.fabric.utilities.data", "sharing.py", "batch samplers of one's own"),
