@@ -815,8 +815,8 @@ def by_next(batches: Iterator) -> Iterator:
 
 
 def ask_once(loader: Any) -> None:
-    """Whether it is iterable Trainer finds out by asking, and one that shuffles when it is asked has shuffled once more."""
-    if not isinstance(loader, DataLoader):
+    """Whether it is iterable Trainer finds out by asking: its own iterator, which shuffles then, has shuffled once more."""
+    if hasattr(loader, "__next__"):
         iter(loader)
 
 

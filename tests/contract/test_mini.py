@@ -35,7 +35,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import fabric_template.mini
-from fabric_template import FabricLoop, MiniLoop
+from fabric_template import FabricLoop, MiniLoop, TensorLoader
 
 FILE = Path(fabric_template.mini.__file__)
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
@@ -83,6 +83,20 @@ def test_the_bits_of_the_loop_that_everybody_writes(case, rung):
     assert torch.equal(torch.rand(4), random_after)  # as many random numbers were drawn
     updates = {"accumulated": 12, "accumulated_and_clipped": 12}.get(case, 30)
     assert (loop.current_epoch, loop.global_step) == (EPOCHS, updates)
+
+
+def test_a_tensor_loader_is_asked_as_often_as_by_the_plain_loop():
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 8, generator=generator), torch.randint(3, (40,), generator=generator)
+    plain_loop, make_optimizer, *_ = PLAIN["momentum_dropout_shuffle"]
+    torch.manual_seed(1)
+    expected = make_net(0.5)
+    plain_loop(expected, TensorLoader(x, y, batch_size=4, shuffle=True))
+    torch.manual_seed(1)
+    net = make_net(0.5)
+    loader = TensorLoader(x, y, batch_size=4, shuffle=True)
+    MiniLoop(max_epochs=EPOCHS, accelerator="cpu").fit(net, loader, **RUNGS["functions"](net, make_optimizer)[1])
+    assert_same_weights(expected, net)
 
 
 # ---- Trainer
