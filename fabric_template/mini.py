@@ -179,7 +179,10 @@ class MiniLoop:
             self._batch = batch = self._to_device(batch)
             self._batch_size, self._in_batch = None, True
             ends_window = self.is_last_batch or (self.batch_idx + 1) % self.accumulate_grad_batches == 0
-            self._call("on_train_batch_start", batch, self.batch_idx)
+            if self._call("on_train_batch_start", batch, self.batch_idx) == -1:
+                raise TypeError(
+                    "on_train_batch_start returned -1, to leave out an epoch's rest: use FabricLoop for that"
+                )
             outputs = self._update(batch, ends_window)
             if self.is_last_batch:
                 self._rates = [group["lr"] for group in self.optimizers[0].param_groups]
@@ -517,9 +520,8 @@ class MiniLoop:
         finally:
             base.log = before
 
-    def _call(self, name: str, *args: Any) -> None:
-        if name in self._hooks:
-            self._hooks[name](*args)
+    def _call(self, name: str, *args: Any) -> Any:
+        return self._hooks[name](*args) if name in self._hooks else None
 
     def _call_both(self, name: str, *args: Any) -> None:
         self._call(f"datamodule.{name}", *args)
@@ -620,6 +622,8 @@ class MiniLoop:
             found = [path.name[8:] for home in homes for path in home.glob("version_*")]
             next_one = max((int(number) for number in found if number.isdigit()), default=-1) + 1
             self._folder = self.fabric.broadcast(self._given or f"version_{next_one}")
+            if (there := homes[1] / self._folder / "last.ckpt").exists():
+                raise ValueError(f"'{there}' is of another run: go on with resume='last', or leave version= out")
         self.log_dir, self.checkpoint_dir = (str(home / self._folder) for home in homes)
         with suppress(FileNotFoundError), open(Path(self.log_dir, "metrics.csv"), newline="") as file:
             for line in islice(csv.DictReader(file), self._num_rows):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric import __version__ as lightning_version
 
-from ..core.hooks import is_a, overrides
+from ..core.overrides import is_a, overrides
 from ..core.ranks import gather
 from ..core.run import Run
 from ..core.said import Said

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.hooks import is_a
 from ..core.optimizers import states_as_saved
+from ..core.overrides import is_a
 from . import schema
 from .opening import CheckpointError
 from .schema import Is, anything, check, one_of, scalar, text

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.hooks import HOOKS, overrides
+from ..core.overrides import HOOKS, overrides
 from ..core.run import Run
 
 MOST_PARTS, MOST_ITEMS, MOST_CHARACTERS = 100, 100, 1000  # looked at, so that a save costs nothing

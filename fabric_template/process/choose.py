@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 
-from ..core.hooks import overrides
+from ..core.overrides import overrides
 from ..core.passes import INFINITE
 from ..files.checkpoint import OURS, check_fits, check_format, check_trained
 from ..files.disk import set_aside

@@ -29,7 +29,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
-from ..core.hooks import overrides
+from ..core.overrides import overrides
 from ..core.ranks import is_joined
 from ..core.run import Run
 

@@ -11,10 +11,10 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 
 from ..core.errors import MissingLoader, Misuse, MisuseOfType
-from ..core.hooks import overrides
 from ..core.inputs import check_object, check_parameters, check_path, check_signature
 from ..core.optimizers import parse_optimizers
 from ..core.origin import Origin
+from ..core.overrides import overrides
 from ..core.passes import INFINITE, length_of
 from ..core.run import Run
 from ..core.steps import FunctionSteps, net_of, takes_batch_idx

@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from ..core.errors import Misuse
-from ..core.hooks import is_a, overrides
+from ..core.overrides import is_a, overrides
 from ..core.run import Run
 from ..core.said import is_interactive
 from ..core.steps import Modes

@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 
 from ..core.config import Settings
 from ..core.errors import Misuse
-from ..core.hooks import is_a
+from ..core.overrides import is_a
 from ..core.run import Run
 from . import views
 from .views import State, Word, shows

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ..core.hooks import is_a
+from ..core.overrides import is_a
 from ..core.run import Run
 
 _SWA = "StochasticWeightAveraging"

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..core.config import LoopConfig
 from ..core.errors import Misuse, MisuseOfType
-from ..core.hooks import HOOKS, is_a, keyword_names, overrides
 from ..core.inputs import check_object
+from ..core.overrides import HOOKS, is_a, keyword_names, overrides
 
 _REFUSED = {
     "BatchSizeFinder": "it trains by Trainer's tuner: find the size with lightning.Trainer and give it to your loader",

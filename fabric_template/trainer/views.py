@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..core.hooks import overrides
+from ..core.overrides import overrides
 from ..core.run import Run
 from ..core.update import clip_gradients
 

@@ -449,7 +449,7 @@ def start(pause):
 
 
 def test_killed_anywhere_it_ends_with_the_same_weights_and_rows():
-    """Twice in one run here; by hand in soak/mini.py, thirty times."""
+    """Twice in one run."""
     _, expected, rows = fit("MiniLoop", "whole", 4)
     for delay in (1.0, 1.5):
         process = start(pause=0.03)
@@ -606,6 +606,29 @@ def test_what_it_refuses(name):
         call()
     assert words in str(error.value)
     assert os.listdir(".") == []
+
+
+def test_a_version_that_is_there_is_not_written_over():
+    run_mini(Classifier, make_loader, max_epochs=1, version=0)
+    before = {path: path.read_bytes() for path in Path().rglob("*.*") if path.is_file()}
+    with pytest.raises(
+        ValueError, match=r"last.ckpt' is of another run: go on with resume='last', or leave version= out"
+    ):
+        run_mini(Classifier, make_loader, max_epochs=1, version=0)
+    assert before == {path: path.read_bytes() for path in Path().rglob("*.*") if path.is_file()}
+    loop, _ = run_mini(Classifier, make_loader, max_epochs=2, version=0, fit={"resume": "auto"})
+    assert len(loop.history) == 2
+
+
+def test_an_epoch_whose_rest_a_hook_leaves_out_is_refused():
+    class LeavesOut(Classifier):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 2 else None
+
+    with pytest.raises(
+        TypeError, match="on_train_batch_start returned -1, to leave out an epoch's rest: use FabricLoop"
+    ):
+        run_mini(LeavesOut, make_loader, max_epochs=1)
 
 
 def test_a_monitor_that_was_not_logged_costs_no_epoch():

@@ -11,7 +11,7 @@ from modules import Classifier, by_step, make_loader, quiet
 from runs import val_loader
 from torch import nn
 
-from fabric_template.core.hooks import HOOKS
+from fabric_template.core.overrides import HOOKS
 
 DEEDS = {"fit", "validate", "test", "predict", "print", "save_checkpoint", "init_module"}  # tested where they belong
 NAMES = sorted(name for name in {*dir(pl.Trainer), *vars(pl.Trainer(**quiet()))} - DEEDS if name[0] != "_")
