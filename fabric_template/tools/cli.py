@@ -6,24 +6,17 @@ Nothing heavy is imported before a verb needs it: a word of help must not wait f
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import shlex
-import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..core.config import LoopConfig
-from .options import FABRIC_OPTIONS, PACKAGE, Options, UsageError, read_options
-
-if TYPE_CHECKING:
-    from ..loop import FabricLoop
+from .options import PACKAGE, UsageError
+from .picture import draw
+from .running import run_verb
+from .typed import program, shown
 
 VERBS = {
     "fit": "train; without options: the digits, 10 epochs",
@@ -36,8 +29,6 @@ VERBS = {
     "diff": "show what a copy has changed",
     "verify": "read checkpoints from end to end: are they whole?",
 }
-
-OF_A_RUN = ("model", "data", "config", "name", "version", "default_root_dir", "accelerator", "devices", "precision")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if verb in ("-h", "--help", "help"):
             verbs = "\n".join(f"  {name:10}{line}" for name, line in VERBS.items())
-            print(f"usage: {_program()} VERB [options]\n\n{verbs}\n\n{_program()} VERB --help shows a verb's options.")
+            print(f"usage: {program()} VERB [options]\n\n{verbs}\n\n{program()} VERB --help shows a verb's options.")
         elif verb == "--version":
             from .. import __version__
 
@@ -61,11 +52,14 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError(f"there is no {verb!r}: expected one of {', '.join(VERBS)}")
         else:
             others = {"plot": _plot, "new": _new, "copy": _copy, "diff": _diff, "verify": _verify}
-            return others.get(verb, _run)(verb, rest) or 0
+            if verb not in others:
+                run_verb(verb, rest, VERBS[verb])
+            else:
+                return others[verb](verb, rest) or 0
     except SystemExit as stop:  # argparse has said what there is to say
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:  # before or after the training
-        print(f"{_program()}: interrupted", file=sys.stderr)
+        print(f"{program()}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         if not _is_for_users(error):
@@ -73,18 +67,9 @@ def main(argv: list[str] | None = None) -> int:
         text = " ".join(str(error).split())
         if "is of another model" in text:
             text += ": repeat the --model.* options that its fit was given"
-        print(f"{_program()}: {text}", file=sys.stderr)
+        print(f"{program()}: {text}", file=sys.stderr)
         return 2
     return 0
-
-
-def _program() -> str:
-    """How the command was typed, so that what is printed can be typed again."""
-    typed = Path(sys.argv[0])
-    if typed.stem != "fabric-template":
-        return f"python -m {PACKAGE}"
-    found = shutil.which(typed.name)
-    return typed.name if found and os.path.samefile(found, typed) else os.path.relpath(typed)
 
 
 def _is_for_users(error: Exception) -> bool:
@@ -104,130 +89,11 @@ def _is_for_users(error: Exception) -> bool:
     return isinstance(error, ValueError | TypeError) and modules[-1] == "ours" and {*modules} <= {"ours", *between}
 
 
-# ---- fit, validate, test, predict
-
-
-def _run(verb: str, argv: list[str]) -> None:
-    options = read_options(verb, argv, _program(), VERBS[verb])
-    if options is None:
-        return
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    from ..loop import FabricLoop
-
-    words = (*FABRIC_OPTIONS, *LoopConfig.__dataclass_fields__)
-    try:
-        loop = FabricLoop(**{word: options.settings[word] for word in words})
-    except (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException) as error:
-        raise UsageError(str(error)) from error  # Fabric's own checks of what was typed; no code of a user has run
-    parts = options.make_parts()
-    {"fit": _fit}.get(verb, _evaluate)(verb, options, loop, parts["model"], parts.get("data"))
-
-
-def _fit(verb: str, options: Options, loop: FabricLoop, model: Any, data: Any) -> None:
-    start, typed = time.perf_counter(), {k: v for k, v in options.typed.items() if k not in ("resume", "load")}
-    try:
-        loop.fit(model, data, resume=options.settings.resume, load=options.settings.load)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if isinstance(stop, KeyboardInterrupt) and str(stop):
-            print(stop, file=sys.stderr)
-        if loop.fabric.is_global_zero and loop.checkpoint_path("last") is not None:
-            print(f"\ninterrupted; go on with\n{_again('fit', {'resume': 'last', **typed})}", file=sys.stderr)
-        raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
-    if loop.fabric.is_global_zero:
-        what = type(model).__name__ + (f" on {type(data).__name__}" if data is not None else "")
-        seconds = time.perf_counter() - start
-        done = f"{_count(loop.current_epoch, 'epoch')}, {_count(loop.global_step, 'step')}"
-        print(f"\ntrained     {what}: {done}, {seconds:.1f} s")
-        _print_summary(loop, typed)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
-
-
-def _print_summary(loop: FabricLoop, typed: dict[str, Any]) -> None:
-    """What came out, where it is, and what to type next."""
-    config, log_dir, rows = loop.config, getattr(loop.logger, "log_dir", None), loop._required("fit").history.rows
-    told: dict[str, str] = {}
-    for row in rows:  # the latest of each, with its epoch where that is not the last one
-        age = "" if row is rows[-1] else f" (epoch {row['epoch']})"
-        names = [name for name in row if name not in ("epoch", "step", "time") and not name.startswith("lr")]
-        told |= {name: f"{name} {row[name]:.4f}{age}" for name in names if isinstance(row[name], int | float)}
-    if told:
-        print(f"at the end  {', '.join(told.values())}")
-    monitor = config.monitor
-    scores = [(row[monitor], row["epoch"]) for row in rows if monitor is not None and monitor in row]
-    if scores := [(score, epoch) for score, epoch in scores if not math.isnan(score)]:
-        score, epoch = (min if config.mode == "min" else max)(scores, key=itemgetter(0))
-        print(f"best        {monitor} {score:.4f} in epoch {epoch}")
-    folder = Path(log_dir) if log_dir and Path(log_dir, "metrics.csv").is_file() else None
-    if folder is not None:
-        print(f"log         {_shown(folder / 'metrics.csv')}")
-    last = loop.checkpoint_path("last")
-    for path in dict.fromkeys(filter(None, (loop.checkpoint_path("best"), last))):
-        print(f"checkpoint  {_shown(path)}")
-    if folder is not None and (picture := _draw([str(folder)], folder / "history.png", needs_a_loss=False)):
-        print(f"picture     {_shown(picture)}")
-    if last is not None:
-        limits = {"max_epochs": config.max_epochs, "max_steps": config.max_steps}
-        more = {k: str(2 * v) for k, v in limits.items() if v not in (None, -1)}
-        print(f"go on       {_again('fit', {'resume': 'last', **typed, **more})}")
-    if last is not None and loop.enable_validation:
-        same = {word: value for word, value in typed.items() if word.partition(".")[0] in OF_A_RUN}
-        print(f"validate    {_again('validate', {'load': 'last' if config.monitor is None else 'best', **same})}")
-    if folder is not None:
-        print(f"plot        {_program()} plot {shlex.quote(_shown(folder))}")
-
-
-def _again(verb: str, words: dict[str, Any]) -> str:
-    """A command with these words, as it is typed."""
-    given = [(word, part) for word, value in words.items() for part in (value if word == "config" else [value])]
-    return f"{_program()} {verb} {shlex.join(token for word, part in given for token in (f'--{word}', part))}"
-
-
-def _evaluate(verb: str, options: Options, loop: FabricLoop, model: Any, data: Any) -> None:
-    load, is_first = options.settings.load, loop.fabric.is_global_zero
-    if (out := getattr(options.settings, "out", None)) is not None and is_first:
-        _try_out(Path(out))
-    if load is None and is_first:
-        print(f"{_program()}: the weights are new ones; --load best takes those of the last fit", file=sys.stderr)
-    results = getattr(loop, verb)(model, data, load=load)
-    if verb != "predict" or not is_first:
-        return
-    print(f"predicted   {len(results)} batches; the first: {' '.join(str(results[:1])[1:-1].split())[:200]}")
-    if out is not None:
-        from ..files.storage import AtomicCheckpointIO
-
-        AtomicCheckpointIO().save_checkpoint(results, out)
-        print(f"saved       {out}")
-
-
-def _try_out(out: Path) -> None:
-    """Prove that the predictions can be saved there, before hours are spent on them."""
-    if out.suffix not in ("", ".pt", ".pth", ".ckpt"):
-        raise UsageError(f"--out {out}: predictions are written by torch.save: give a name that ends in .pt")
-    try:
-        if out.exists() and not out.is_file():
-            raise UsageError(f"--out {out}: this is no regular file; give the path of a file")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent) as file:  # without a name: a kill leaves nothing behind
-            file.write(b"\n")
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written: {error.strerror}; give another file") from error
-
-
-def _shown(path: Path) -> str:
-    """The path from here, if it lies here."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
-
-
 # ---- plot, new, copy, diff, verify
 
 
 def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"{_program()} {verb}", description=VERBS[verb], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=f"{program()} {verb}", description=VERBS[verb], allow_abbrev=False)
     for name, words in options.items():
         parser.add_argument(name.replace("__", "--"), **words)
     return parser.parse_args(argv)
@@ -244,28 +110,7 @@ def _plot(verb: str, argv: list[str]) -> None:
     first = Path(given.PATH[0])
     folder = Path() if len(given.PATH) > 1 else first if first.is_dir() else first.parent
     out = Path(given.out or folder / "history.png")
-    print(f"picture     {_draw(given.PATH, out, metrics=given.metrics, x=given.x)}")
-
-
-def _draw(paths: list[str], out: Path, needs_a_loss: bool = True, **words: Any) -> Path | None:
-    """Draw the runs into a file; None where there is no loss to draw and none was asked for."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file is all we want; no window, no display needed
-    from .plots import plot_logs
-
-    try:
-        axes = plot_logs(paths[0] if len(paths) == 1 else paths, **words)
-    except ValueError:
-        if needs_a_loss:
-            raise
-        return None
-    figure: Any = (axes if hasattr(axes, "figure") else axes[0]).figure
-    try:
-        figure.savefig(out, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write the picture {str(out)!r}: {error}; give another file with --out") from error
-    return out
+    print(f"picture     {draw(given.PATH, out, metrics=given.metrics, x=given.x)}")
 
 
 def _new(verb: str, argv: list[str]) -> None:
@@ -298,9 +143,9 @@ def _copy(verb: str, argv: list[str]) -> None:
             start = f"try         {'' if target.parent == Path() else f'cd {target.parent} && '}python -m {name} fit\n"
     print(
         f"copied      {what} to {target}; {'it is' if given.mini else 'they are'} yours now\n"
-        f"{f'kept        {_shown(kept)} {kept_as}{chr(10)}' if kept else ''}"
+        f"{f'kept        {shown(kept)} {kept_as}{chr(10)}' if kept else ''}"
         f"use         from {name} import {loop}\n"
-        f"{start}compare     {_program()} diff {target}"
+        f"{start}compare     {program()} diff {target}"
     )
 
 

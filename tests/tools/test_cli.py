@@ -12,6 +12,7 @@ import torch
 
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.tools import cli
+from fabric_template.tools import typed as typed_commands
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIT = """
@@ -76,7 +77,7 @@ def typed(monkeypatch):
     """As if typed in a shell, in a folder with a module of the user's own."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["fabric-template"])
-    monkeypatch.setattr(cli.shutil, "which", lambda name: None)
+    monkeypatch.setattr(typed_commands.shutil, "which", lambda name: None)
     Path("lit.py").write_text(LIT)
     yield
     sys.modules.pop("lit", None)
