@@ -1,0 +1,127 @@
+"""Running: fit, validate, test and predict from the command line, and what is printed when they end."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import tempfile
+import time
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.config import LoopConfig
+from .options import FABRIC_OPTIONS, Options, UsageError, read_options
+from .picture import draw
+from .typed import again, program, shown
+
+if TYPE_CHECKING:
+    from ..loop import FabricLoop
+
+OF_A_RUN = ("model", "data", "config", "name", "version", "default_root_dir", "accelerator", "devices", "precision")
+
+
+def run_verb(verb: str, argv: list[str], description: str) -> None:
+    """Do what was typed: fit, validate, test or predict."""
+    options = read_options(verb, argv, program(), description)
+    if options is None:
+        return
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    from ..loop import FabricLoop
+
+    words = (*FABRIC_OPTIONS, *LoopConfig.__dataclass_fields__)
+    try:
+        loop = FabricLoop(**{word: options.settings[word] for word in words})
+    except (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException) as error:
+        raise UsageError(str(error)) from error  # Fabric's own checks of what was typed; no code of a user has run
+    parts = options.make_parts()
+    {"fit": _fit}.get(verb, _evaluate)(verb, options, loop, parts["model"], parts.get("data"))
+
+
+def _fit(verb: str, options: Options, loop: FabricLoop, model: Any, data: Any) -> None:
+    start, typed = time.perf_counter(), {k: v for k, v in options.typed.items() if k not in ("resume", "load")}
+    try:
+        loop.fit(model, data, resume=options.settings.resume, load=options.settings.load)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if isinstance(stop, KeyboardInterrupt) and str(stop):
+            print(stop, file=sys.stderr)
+        if loop.fabric.is_global_zero and loop.checkpoint_path("last") is not None:
+            print(f"\ninterrupted; go on with\n{again('fit', {'resume': 'last', **typed})}", file=sys.stderr)
+        raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
+    if loop.fabric.is_global_zero:
+        what = type(model).__name__ + (f" on {type(data).__name__}" if data is not None else "")
+        seconds = time.perf_counter() - start
+        done = f"{_count(loop.current_epoch, 'epoch')}, {_count(loop.global_step, 'step')}"
+        print(f"\ntrained     {what}: {done}, {seconds:.1f} s")
+        _print_summary(loop, typed)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+def _print_summary(loop: FabricLoop, typed: dict[str, Any]) -> None:
+    """What came out, where it is, and what to type next."""
+    config, log_dir, rows = loop.config, getattr(loop.logger, "log_dir", None), loop._required("fit").history.rows
+    told: dict[str, str] = {}
+    for row in rows:  # the latest of each, with its epoch where that is not the last one
+        age = "" if row is rows[-1] else f" (epoch {row['epoch']})"
+        names = [name for name in row if name not in ("epoch", "step", "time") and not name.startswith("lr")]
+        told |= {name: f"{name} {row[name]:.4f}{age}" for name in names if isinstance(row[name], int | float)}
+    if told:
+        print(f"at the end  {', '.join(told.values())}")
+    monitor = config.monitor
+    scores = [(row[monitor], row["epoch"]) for row in rows if monitor is not None and monitor in row]
+    if scores := [(score, epoch) for score, epoch in scores if not math.isnan(score)]:
+        score, epoch = (min if config.mode == "min" else max)(scores, key=itemgetter(0))
+        print(f"best        {monitor} {score:.4f} in epoch {epoch}")
+    folder = Path(log_dir) if log_dir and Path(log_dir, "metrics.csv").is_file() else None
+    if folder is not None:
+        print(f"log         {shown(folder / 'metrics.csv')}")
+    last = loop.checkpoint_path("last")
+    for path in dict.fromkeys(filter(None, (loop.checkpoint_path("best"), last))):
+        print(f"checkpoint  {shown(path)}")
+    if folder is not None and (picture := draw([str(folder)], folder / "history.png", needs_a_loss=False)):
+        print(f"picture     {shown(picture)}")
+    if last is not None:
+        limits = {"max_epochs": config.max_epochs, "max_steps": config.max_steps}
+        more = {k: str(2 * v) for k, v in limits.items() if v not in (None, -1)}
+        print(f"go on       {again('fit', {'resume': 'last', **typed, **more})}")
+    if last is not None and loop.enable_validation:
+        same = {word: value for word, value in typed.items() if word.partition(".")[0] in OF_A_RUN}
+        print(f"validate    {again('validate', {'load': 'last' if config.monitor is None else 'best', **same})}")
+    if folder is not None:
+        print(f"plot        {program()} plot {shlex.quote(shown(folder))}")
+
+
+def _evaluate(verb: str, options: Options, loop: FabricLoop, model: Any, data: Any) -> None:
+    load, is_first = options.settings.load, loop.fabric.is_global_zero
+    if (out := getattr(options.settings, "out", None)) is not None and is_first:
+        _try_out(Path(out))
+    if load is None and is_first:
+        print(f"{program()}: the weights are new ones; --load best takes those of the last fit", file=sys.stderr)
+    results = getattr(loop, verb)(model, data, load=load)
+    if verb != "predict" or not is_first:
+        return
+    print(f"predicted   {len(results)} batches; the first: {' '.join(str(results[:1])[1:-1].split())[:200]}")
+    if out is not None:
+        from ..files.storage import AtomicCheckpointIO
+
+        AtomicCheckpointIO().save_checkpoint(results, out)
+        print(f"saved       {out}")
+
+
+def _try_out(out: Path) -> None:
+    """Prove that the predictions can be saved there, before hours are spent on them."""
+    if out.suffix not in ("", ".pt", ".pth", ".ckpt"):
+        raise UsageError(f"--out {out}: predictions are written by torch.save: give a name that ends in .pt")
+    try:
+        if out.exists() and not out.is_file():
+            raise UsageError(f"--out {out}: this is no regular file; give the path of a file")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent) as file:  # without a name: a kill leaves nothing behind
+            file.write(b"\n")
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written: {error.strerror}; give another file") from error
