@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from .stop import Stop
 from .trained import Trained
 
 
+def _nowhere(line: str) -> None:
+    """Nothing is written by this process."""
+
+
 @dataclass
 class Home:
     """Where a run lives."""
@@ -27,6 +32,7 @@ class Home:
     loggers: list[Any] = field(default_factory=list)
     folder: Path | None = None  # for checkpoints
     is_chosen: bool = False  # whether name and version are
+    note: Callable[[str], None] = _nowhere  # a line beside its lock, for who lists the runs
 
 
 @dataclass

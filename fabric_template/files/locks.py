@@ -3,8 +3,10 @@
 import contextlib
 import os
 import re
+import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from .disk import fcntl, make_folder, try_lock
@@ -14,20 +16,26 @@ _held: set[int] = set()  # the open .lock files of this process
 
 
 @contextlib.contextmanager
-def one_writer(folders: Iterable[str | Path | None]) -> Iterator[None]:
+def one_writer(folders: Iterable[str | Path | None]) -> Iterator[Callable[[str], None]]:
     """Within, all of these are written by nobody else; where one cannot be had, none is held.
 
     The kernel drops a lock with its process, so no crash leaves it behind. The `.lock` files stay, since removing one would
     race with its next holder. Where files cannot be locked, one line says so.
 
+    Each keeps a line for each of its writers, and what these have noted: how a run ended is known where none is left to say.
+
+    Yields:
+        What notes a line.
+
     Raises:
         CheckpointError: another run writes there; it is named by its process.
 
     Example:
-        >>> with one_writer(["demo/logs", "demo/checkpoints", "demo/logs", None]):
-        ...     pass
+        >>> with one_writer(["demo/logs", "demo/checkpoints", "demo/logs", None]) as note:
+        ...     note("finished")
     """
     different = {os.path.realpath(folder): Path(folder) for folder in folders if folder is not None}
+    files: list[int] = []
     with contextlib.ExitStack() as held:
         for folder in different.values():
             if (fd := _lock(folder)) is None:
@@ -38,7 +46,16 @@ def one_writer(folders: Iterable[str | Path | None]) -> Iterator[None]:
                 )
             else:
                 held.callback(_release, fd)
-        yield
+                files.append(fd)
+        yield partial(_note, files)
+
+
+def _note(files: list[int], line: str) -> None:
+    """For who looks later: a full disk is no reason not to train."""
+    for fd in files:
+        with contextlib.suppress(OSError):
+            os.lseek(fd, 0, os.SEEK_END)
+            os.write(fd, " ".join(line.splitlines()).encode("utf-8", "replace") + b"\n")
 
 
 def _lock(folder: Path) -> int | None:
@@ -52,16 +69,17 @@ def _lock(folder: Path) -> int | None:
         raise CheckpointError(f"could not lock '{folder}': {cause_of(error)}. Use another folder.") from error
     _held.add(fd)
     locked = try_lock(fd)
+    if not locked:
+        time.sleep(0.05)  # who lists the runs looks for a moment
+        locked = try_lock(fd)
     if locked:
-        with contextlib.suppress(OSError):  # for the message below only: a full disk is no reason not to train
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, str(os.getpid()).encode(), 0)
+        _note([fd], str(os.getpid()))
         return fd
-    holder = re.match(rb"\d+", os.read(fd, 20))
+    holder = re.findall(rb"^\d{1,9}$", os.read(fd, 100_000), re.MULTILINE)
     _release(fd)
     if locked is None:
         return None
-    who = f" (process {holder[0].decode()})" if holder else ""
+    who = f" (process {holder[-1].decode()})" if holder else ""
     raise CheckpointError(
         f"'{folder}' is being written by another run{who}: give this one another name=... or version=..., or stop the other."
     )

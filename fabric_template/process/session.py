@@ -47,7 +47,7 @@ def session(loop: TrainerFace, run: Run) -> ExitStack:
     """
     with ExitStack() as found:
         folders = _written(run)
-        found.enter_context(one_writer(folders))
+        run.home.note = found.enter_context(one_writer(folders))
         # what killed runs of this name have left unfinished, in any version
         stale = folders_of_callbacks(loop) if folders else []
         for home in {Path(folder).parent for folder in folders if folder}:
@@ -72,6 +72,7 @@ def _end(loop: TrainerFace, run: Run, kind: type | None, error: BaseException | 
     """The way out, while all that hooks ask for is still there."""
     if error is not None:
         _tell(loop, run, error)
+        run.home.note("failed" if isinstance(error, Exception) else "interrupted")
         return
     try:
         if run.fn == "fit":
@@ -83,7 +84,9 @@ def _end(loop: TrainerFace, run: Run, kind: type | None, error: BaseException | 
         profiling.end(loop.own_profiler)
     except BaseException as failed:
         _tell(loop, run, failed)
+        run.home.note("failed")
         raise
+    run.home.note("finished" if run.stop.signals.agreed is None else "interrupted")
 
 
 def _rest(run: Run) -> None:
@@ -195,6 +198,8 @@ def start_fit(run: Run) -> None:
     run.origin.checkpoint = None
     if run.fabric.is_global_zero and not (run.origin.resume_path is not None and run.stop.ended_by()):
         run.log.hyperparameters()
+        if path is not None:
+            run.home.note(f"resumed after step {run.at.global_step} from {path}")
     if run.steps.buckets is not None:
         run.steps.buckets.begin(run.origin.pending, run.fabric.backward)
     if run.origin.pending is not None:

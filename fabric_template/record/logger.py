@@ -284,7 +284,9 @@ def read_logs(path: str | os.PathLike, steps: bool = False) -> "pd.DataFrame":
     }
     for column in sorted(names, key=lambda column: rank.get(column, len(rank))):
         frame[column] = _typed([row.get(column, "") for *_, rows in runs for row in rows])
-    return pd.DataFrame(frame)
+    table = pd.DataFrame(frame)
+    table.attrs["root"] = str(root)  # where more of these runs is to be found
+    return table
 
 
 def _typed(cells: list[str]) -> list[Any]:

@@ -1,7 +1,9 @@
 """The lock is on what is written, the logs and the checkpoints: no two runs write one version, however they come to it."""
 
 import errno
+import fcntl
 import os
+from pathlib import Path
 
 import pytest
 from lightning.pytorch.callbacks import Callback
@@ -107,3 +109,46 @@ def test_where_files_cannot_be_locked_a_line_says_so(tmp_path, monkeypatch):
         " that each has a name=... or version=... of its own"
         for folder in ("logs", "checkpoints")
     ]
+
+
+class Raises(Callback):
+    """Ends a run in its first batch, in one way or another."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        raise self.error
+
+
+def lines(kind="logs"):
+    return Path(f"{kind}/run/version_0/.lock").read_text().splitlines()
+
+
+def test_who_wrote_and_how_it_ended_is_left_beside_the_lock():
+    """One line for each of its writers, and for what they have noted; nothing else is left to say so."""
+    me = str(os.getpid())
+    short(version=0)
+    assert lines("logs") == lines("checkpoints") == [me, "finished"]
+    words = {"resume": "last", "train": lambda: make_loader(8), "version": 0}
+    with pytest.raises(RuntimeError):
+        fit(".", max_epochs=2, callbacks=[Raises(RuntimeError("no"))], **words)
+    path = "checkpoints/run/version_0/last.ckpt"
+    told = [me, "finished", me, f"resumed after step 2 from {path}", "failed"]
+    assert lines() == told
+    with pytest.raises(KeyboardInterrupt):
+        fit(".", max_epochs=2, callbacks=[Raises(KeyboardInterrupt())], **words)
+    told += [me, f"resumed after step 2 from {path}", "interrupted"]
+    assert lines() == told
+    fit(".", max_epochs=1, **words)  # there is nothing to do: it goes on from nowhere
+    assert lines() == [*told, me, "finished"]
+
+
+def test_a_moment_s_look_keeps_no_run_from_beginning(monkeypatch):
+    with one_writer(["a"]):
+        pass
+    with open("a/.lock") as looked:
+        fcntl.flock(looked, fcntl.LOCK_SH)
+        monkeypatch.setattr(locks.time, "sleep", lambda seconds: looked.close())
+        with one_writer(["a"]):
+            pass
