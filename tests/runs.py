@@ -122,7 +122,7 @@ class Snapshots(Callback):
         self.batches = itertools.count()  # no plain number: that would be part of what a checkpoint knows of the run
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if batches := next(self.batches):
+        if (batches := next(self.batches)) and trainer.is_global_zero:
             shutil.copytree(self.root, self.to / str(batches))
 
 

@@ -37,9 +37,12 @@ class Indices:
         return self._kept(indices) if self.sent.maxlen else indices
 
     def _draw(self) -> Iterator:
-        """The sampler's pass. A plain batch sampler's goes on from indices, so that none are put together to be dropped."""
+        """The sampler's pass. A plain batch sampler's goes on from indices, so that none are put together to be dropped.
+
+        It asks its sampler with the first batch only: some draw the whole pass when they are asked.
+        """
         sampler, is_plain = self.sampler, type(self.sampler) is BatchSampler
-        self.drawn, self.size = (iter(sampler.sampler), sampler.batch_size) if is_plain else (iter(sampler), 1)
+        self.drawn, self.size = (_when_needed(sampler.sampler), sampler.batch_size) if is_plain else (iter(sampler), 1)
         return iter(BatchSampler(self.drawn, self.size, sampler.drop_last)) if is_plain else self.drawn
 
     def drop(self, done: int) -> None:
@@ -67,6 +70,10 @@ class Indices:
                 warnings.warn(_LAZY.format(type(self.sampler).__name__), stacklevel=2)
             yield ahead
         yield indices
+
+
+def _when_needed(indices: Any) -> Iterator[Any]:
+    yield from indices
 
 
 def stateful_parts(loader: Any) -> tuple[list[Any], list[Any]]:

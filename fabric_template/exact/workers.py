@@ -35,6 +35,7 @@ class Recorder:
         self.collate, self.init = loader.collate_fn, loader.worker_init_fn
         self.has_batches = loader.batch_sampler is not None
         self.states, self.idle = states or [None] * loader.num_workers, idle
+        self.patience = PATIENCE
         size = HEADER + 4 * len(pack_rng_state(find_generators(loader.dataset, self.collate)))  # room for some more
         # a row for each batch that is loaded ahead, for the one that is trained, and for the one before it
         most = (loader.prefetch_factor or 2) + 2
@@ -91,12 +92,15 @@ class Recorder:
 
     def read(self, batches: Sequence[int]) -> list[Any] | None:
         """Each worker's state after so many of its batches, None for as seeded; None in all if one did not note it."""
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + self.patience
         states = []
         for rows, done in zip(self.rows.numpy(), batches, strict=True):
             row = rows[done % len(rows)]
             while (header := row[:HEADER].view("int64"))[0] != done + 1:
-                if header[0] > done + 1 or time.monotonic() > give_up:
+                if header[0] > done + 1:
+                    return None
+                if time.monotonic() > give_up:  # it failed, in a batch that nobody asks for: no other save waits
+                    self.patience = 0.0
                     return None
                 time.sleep(0.001)  # the worker is starting, or loads a batch ahead
             if header[1] == TOO_LONG:

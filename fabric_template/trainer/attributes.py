@@ -318,6 +318,11 @@ class TrainerFace:
         run = self._run
         if self._fitted is not None and self._fitted.trained.model is run.trained.model:  # so that it can be resumed
             run = self._fitted
+        if self._status == "interrupted" and self.fabric.world_size > 1 and run.stop.signals.agreed is None:
+            raise RuntimeError(
+                "an error has ended the run on this rank, and the others cannot be asked for their part of a checkpoint: with"
+                " several processes none is saved then; resume='last' goes on from the one before"
+            )
         state = state_of(run, weights_only=bool(weights_only))
         run.log.sync()  # what it says of the logs is on disk before it
         if self.fabric.is_global_zero:

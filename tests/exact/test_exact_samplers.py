@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from modules import Classifier, make_data
+from modules import Classifier, assert_parity, make_data
 from runs import Snapshots, assert_same_end, fit, logs_of
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
@@ -106,9 +106,29 @@ class OwnNumbers(Lazy):
             yield [self.numbers.randrange(20) for _ in range(4)]
 
 
+class AtOnce:
+    """The whole order is drawn when a pass is asked for, as in many samplers that people write."""
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        return iter(torch.randperm(20).tolist())
+
+
+class BatchesAtOnce:
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return iter(torch.randperm(20).reshape(5, 4).tolist())
+
+
 LOADERS = {
     "sampler": lambda workers: DataLoader(make_data(20), 4, sampler=Counts(), num_workers=workers),
     "batch_sampler": lambda workers: DataLoader(make_data(20), batch_sampler=Batches(), num_workers=workers),
+    "at_once": lambda workers: DataLoader(make_data(20), 4, sampler=AtOnce(), num_workers=workers),
+    "batches_at_once": lambda workers: DataLoader(make_data(20), batch_sampler=BatchesAtOnce(), num_workers=workers),
     "dataset": lambda workers: DataLoader(Ages(), 4, shuffle=True, num_workers=workers),
     "stream": lambda workers: DataLoader(Stream(), 4, num_workers=workers),
     "lazy": lambda workers: DataLoader(make_data(20), batch_sampler=Lazy(), num_workers=workers),
@@ -135,9 +155,16 @@ def test_in_this_process(tmp_path, name):
     kill_everywhere(tmp_path, lambda: LOADERS[name](0), (1, 3, 4, 5, 7, 9))
 
 
-@pytest.mark.parametrize("name", ["sampler", "batch_sampler", "own_numbers", "random"])
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler", "at_once", "batches_at_once", "own_numbers", "random"])
 def test_with_workers(tmp_path, name):
     kill_everywhere(tmp_path, lambda: LOADERS[name](1), (1, 3, 5, 7))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", ["at_once", "batches_at_once", "random"])
+def test_drawn_when_trainer_draws(name, workers):
+    """Before or behind the seed of the workers: the order is Trainer's."""
+    assert_parity(Classifier, lambda: LOADERS[name](workers), max_epochs=2)
 
 
 @pytest.mark.filterwarnings("ignore:resume. Lazy draws a batch as it is sent to a worker")

@@ -159,6 +159,19 @@ class Items:
         return self.samples[index]
 
 
+class AtOnce:
+    """A sampler that draws its whole order when it is asked for a pass, from everybody's random numbers."""
+
+    def __init__(self, num):
+        self.num = num
+
+    def __len__(self):
+        return self.num
+
+    def __iter__(self):
+        return iter(torch.randperm(self.num).tolist())
+
+
 class Noise:
     """A collate function with a generator of its own."""
 
@@ -195,9 +208,8 @@ def loader_of(words, kind=None):
     if kind == "lazy":
         return DataLoader(data, batch_sampler=LazyBatches(len(data), seeded() if words["drops"] else None), **more)
     if kind == "weighted":
-        return DataLoader(
-            data, sampler=WeightedRandomSampler(torch.arange(len(data)) + 1.0, len(data)), **sizes, **more
-        )
+        weighted = WeightedRandomSampler(torch.arange(len(data)) + 1.0, len(data))
+        return DataLoader(data, sampler=AtOnce(len(data)) if words["drops"] else weighted, **sizes, **more)
     if kind == "unbatched":
         more.pop("collate_fn", None)
         return DataLoader(Samples(noise, batched=4), batch_size=None, shuffle=True, **more)

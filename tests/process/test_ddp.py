@@ -19,9 +19,10 @@ from modules import (
     run_trainer,
     sgd,
 )
+from runs import Snapshots, fit, logs_of
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from fabric_template import FabricLoop, TensorLoader, read_logs
 
@@ -384,6 +385,20 @@ def test_resume_equals_an_uninterrupted_run(tmp_path):
     assert all(torch.equal(momentum[0][i]["momentum_buffer"], momentum[1][i]["momentum_buffer"]) for i in momentum[0])
     rows = [(tmp_path / f / "logs/run/version_0/metrics.csv").read_text().splitlines() for f in ("whole", "parts")]
     assert [row.rsplit(",", 1)[0] for row in rows[0]] == [row.rsplit(",", 1)[0] for row in rows[1]]
+
+
+def test_a_shared_sampler_that_draws_at_once(tmp_path):
+    """Lightning's wrapper draws the whole order when it is asked for a pass; killed in the middle of one."""
+
+    def weighted():
+        return DataLoader(make_data(40), 4, sampler=WeightedRandomSampler(torch.arange(40) + 1.0, 40))
+
+    words = {**FORK, "max_epochs": 1, "save_every_n_steps": 1}
+    copies = tmp_path / "killed"
+    whole = fit(tmp_path / "whole", Synced, weighted, callbacks=[Snapshots(tmp_path / "whole", copies)], **words)
+    resumed = fit(copies / "3", Synced, weighted, seed=99, resume="last", **words)
+    assert_same_weights(whole[1], resumed[1])
+    assert logs_of(copies / "3") == logs_of(tmp_path / "whole")
 
 
 # ---- evaluation and errors

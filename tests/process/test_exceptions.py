@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from modules import Classifier, make_data, make_loader
 from runs import assert_same_end, fit, logs_of, same, source_of, val_loader
 from torch.utils.data import DataLoader, Dataset
@@ -303,6 +303,28 @@ def test_one_rank_that_fails_ends_all(tmp_path, monkeypatch, bad):
         fit(tmp_path, OneRankFails, max_epochs=2, strategy="ddp_fork", devices=2)
     assert time.monotonic() - began < 60
     assert not list(tmp_path.rglob("last.ckpt"))
+
+
+def test_a_callback_that_saves_then_waits_for_nobody(tmp_path, monkeypatch):
+    """A checkpoint needs the part of each rank, and the other does not know of the error."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    OneRankFails.bad, words = 0, {"strategy": "ddp_fork", "devices": 2}
+    told = tmp_path / "told"
+
+    class Rescue(OnExceptionCheckpoint):
+        def on_exception(self, trainer, module, exception):
+            try:
+                super().on_exception(trainer, module, exception)
+            except RuntimeError as error:
+                told.write_text(str(error))
+
+    with pytest.raises(Exception, match="only here|Connection closed by peer|terminated"):
+        fit(tmp_path, OneRankFails, max_epochs=2, callbacks=[Rescue(tmp_path, "rescued")], **words)
+    assert told.read_text() == (
+        "an error has ended the run on this rank, and the others cannot be asked for their part of a checkpoint: with several"
+        " processes none is saved then; resume='last' goes on from the one before"
+    )
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 SCRIPT = """
