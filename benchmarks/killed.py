@@ -9,13 +9,14 @@ How it is measured:
 - The problem is the same for all: a small net with dropout, Adam, shuffled data, 3 epochs of 8 batches, one loss per batch in
   a CSV. The seed is set at the start of each command, so that a run that begins anew is an undisturbed one.
 - "same weights": equal to the bit to those of the contestant's own undisturbed run. "complete CSV": each batch of that run
-  has its row, with the same loss. This is read generously: all CSV files that a contestant left are joined, in order, and
-  of two rows for one batch the later one counts.
+  has its row, with the same loss (of our metrics.csv: each epoch, with the same values but the time). This is read
+  generously: all CSV files that a contestant left are joined, in order, and of two rows for one batch the later one counts.
 - "ended": the second command ended at all, without an error.
 
 The contestants:
 
 - ours: `resume="auto"`, `save_every_n_steps=3`.
+- MiniLoop, each epoch: `resume="auto"`; it saves at the end of each epoch, and writes a row per epoch only.
 - Trainer, each epoch: `ckpt_path="last"`, ModelCheckpoint(save_last=True), which saves at the end of each epoch; CSVLogger.
 - Trainer, every 3 steps: the same with ModelCheckpoint(save_last=True, every_n_train_steps=3).
 - Accelerate, each epoch, and every 3 steps: save_state into a folder of its own, load_state of the newest, in mid-epoch
@@ -52,7 +53,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 EPOCHS, EVERY = 3, 3
-OURS, TRAINER_EPOCH, TRAINER_STEPS = "ours", "Trainer, each epoch", "Trainer, every 3 steps"
+OURS, MINI = "ours", "MiniLoop, each epoch"
+TRAINER_EPOCH, TRAINER_STEPS = "Trainer, each epoch", "Trainer, every 3 steps"
 ACCELERATE_EPOCH, ACCELERATE_STEPS = "Accelerate, each epoch", "Accelerate, every 3 steps"
 EXAMPLE, EXAMPLE_MENDED = "Lightning's example", "the same, its import mended"
 
@@ -96,6 +98,15 @@ def ours(root):
     loop = FabricLoop(accelerator="cpu", max_epochs=EPOCHS, log_every_n_steps=1, save_every_n_steps=EVERY,
                       default_root_dir=str(root), enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
     loop.fit(model, loader(), resume="auto")
+    return model.net
+
+
+def mini(root):
+    from fabric_template import MiniLoop
+
+    torch.manual_seed(1)
+    model = module()
+    MiniLoop(accelerator="cpu", max_epochs=EPOCHS, default_root_dir=root).fit(model, loader(), resume="auto")
     return model.net
 
 
@@ -180,6 +191,7 @@ def example_mended(root):
 
 CONTESTANTS = {
     OURS: ours,
+    MINI: mini,
     TRAINER_EPOCH: trainer,
     TRAINER_STEPS: trainer_steps,
     ACCELERATE_EPOCH: accelerate,
@@ -207,13 +219,18 @@ def weights_of(root):
 
 
 def losses_of(root):
-    """{step: loss} of all tables under the folder, the older first; a later row for a step takes an earlier one's place."""
+    """{step: loss} of all tables under the folder, the older first; a later row for a step takes an earlier one's place.
+
+    Rows that tell a learning rate are of our epochs, and taken whole.
+    """
     losses = {}
     for path in sorted([*root.rglob("metrics.csv"), *root.rglob("steps.csv")], key=lambda path: path.parent.name):
         with open(path, newline="") as file, contextlib.suppress(csv.Error):
             for row in csv.DictReader(file):
                 loss = row.get("loss") or row.get("loss_step")
-                if loss and path.name in ("steps.csv", "metrics.csv") and not row.get("lr"):
+                if row.get("lr"):
+                    losses["epoch", row["epoch"]] = {name: cell for name, cell in row.items() if name != "time"}
+                elif loss:
                     losses[row["step"]] = loss
     return losses
 
@@ -274,12 +291,14 @@ def main():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for name in ("lightning.pytorch", "lightning.pytorch.loggers", "accelerate", "pandas", "fabric_template.loop"):
+    names = words.only or list(CONTESTANTS)
+    needed = ["lightning.pytorch", "lightning.pytorch.loggers", "pandas", "fabric_template.loop", "fabric_template.mini"]
+    for name in needed + ["accelerate"] * (not {ACCELERATE_EPOCH, ACCELERATE_STEPS}.isdisjoint(names)):
         importlib.import_module(name)  # once, here: the forked commands find it there
     if words.example:
         sys.path.insert(0, str(words.example.resolve()))
     print("| contestant | killed | ended | same weights | complete CSV |\n|---|---|---|---|---|")
-    for name in words.only or CONTESTANTS:
+    for name in names:
         if "example" in CONTESTANTS[name].__name__ and not words.example:
             print(f"| {name} | | not run: give --example | | |")
             continue
