@@ -292,7 +292,13 @@ def main():
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     names = words.only or list(CONTESTANTS)
-    needed = ["lightning.pytorch", "lightning.pytorch.loggers", "pandas", "fabric_template.loop", "fabric_template.mini"]
+    needed = [
+        "lightning.pytorch",
+        "lightning.pytorch.loggers",
+        "pandas",
+        "fabric_template.loop",
+        "fabric_template.mini",
+    ]
     for name in needed + ["accelerate"] * (not {ACCELERATE_EPOCH, ACCELERATE_STEPS}.isdisjoint(names)):
         importlib.import_module(name)  # once, here: the forked commands find it there
     if words.example:

@@ -1,9 +1,11 @@
+# SPDX-License-Identifier: MIT
+# Copyright (c) 2026 the fabric_template authors. The licence's text goes with each copy: LICENSE, or the end of this file.
 """MiniLoop: the training loop in one file, to read, to copy and to change. Trainer's numbers, bit for bit.
 
 It needs torch, NumPy and Lightning Fabric, and runs under any name, in a notebook cell, too. Read `_fit`, `_train_epoch` and
 `_update`. What becomes of gradients is in `_before_step`, a row of metrics.csv in `_end_epoch`, a checkpoint in `_state`. Its
-runs go on in fabric_template's FabricLoop, and back; what it refuses, that one takes. Version 0.1.0, MIT License, Copyright (c)
-2026 the fabric_template authors; what a newer version has changed: fabric-template diff THIS_FILE
+runs go on in fabric_template's FabricLoop, and back; what it refuses, that one takes. Version 0.1.0; what a newer version has
+changed: fabric-template diff THIS_FILE
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric import __version__ as lightning_version
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -75,8 +78,7 @@ class MiniLoop:
     def __post_init__(self) -> None:
         is_name = self.name == Path(self.name or ".").name
         if self.mode not in ("min", "max") or self.accumulate_grad_batches < 1 or not is_name:
-            words = "mode='min' or 'max', accumulate_grad_batches from 1, a folder's name as name"
-            raise ValueError(f"{self!r}: expected {words}")
+            raise ValueError(f"{self!r}: expected mode 'min' or 'max', accumulate_grad_batches >= 1, a folder as name")
         self.max_epochs = 1000 if self.max_epochs is None else self.max_epochs
         self._most_epochs = math.inf if self.max_epochs == -1 else self.max_epochs
         self._given = self.version if isinstance(self.version, str | None) else f"version_{self.version}"
@@ -127,7 +129,7 @@ class MiniLoop:
         for need in ("training_step", "configure_optimizers", "train_dataloader"):
             if need not in self._hooks:
                 raise TypeError(f"fit got no {need}: expected one of {type(model).__name__}, or as an argument of fit")
-        self._launch(self._fit, resume, load)
+        self._launch(self._fit, self._find(resume, "resume"), self._find(load, "load"))
         with suppress(ImportError):
             import pandas
 
@@ -139,13 +141,13 @@ class MiniLoop:
         self._begin(model, {"val_dataloader": val, "validation_step": validation_step})
         if not self._validates:
             raise TypeError(f"validate got no batches, or {type(model).__name__} has no validation_step: give both")
-        return self._launch(self._validate, load)
+        return self._launch(self._validate, self._find(load, "load"))
 
     # ---- the page to read
 
-    def _fit(self, resume: Any, load: Any) -> None:
-        checkpoint = self._read(resume, "resume")
-        self._set_up("fit", checkpoint or self._read(load, "load"))
+    def _fit(self, resume: Path | None, load: Path | None) -> None:
+        checkpoint = self._read(resume, goes_on=True)
+        self._set_up("fit", checkpoint or self._read(load))
         self._set_up_training()
         self._call("on_fit_start")
         if checkpoint:
@@ -157,9 +159,7 @@ class MiniLoop:
             self.sanity_checking, self._metrics = False, {}
         self._open_files()
         if self.current_epoch < self._most_epochs and not self.should_stop:
-            if not checkpoint:
-                ask_once(self.train_dataloader)
-            batches = None if checkpoint else self._begin_pass()  # the first one begins here, as Trainer's
+            batches = None if checkpoint else self._begin_pass(is_first=True)  # here already, as Trainer's
             self._call("on_train_start")
             if checkpoint:
                 self._load_random_numbers(checkpoint)
@@ -175,14 +175,13 @@ class MiniLoop:
         began = time.monotonic()
         self._call("on_train_epoch_start")
         batches = batches or self._begin_pass()
+        self.batch_idx, self.is_last_batch = -1, False
         for self.batch_idx, (batch, self.is_last_batch) in enumerate(batches):
             self._batch = batch = self._to_device(batch)
             self._batch_size, self._in_batch = None, True
             ends_window = self.is_last_batch or (self.batch_idx + 1) % self.accumulate_grad_batches == 0
             if self._call("on_train_batch_start", batch, self.batch_idx) == -1:
-                raise TypeError(
-                    "on_train_batch_start returned -1, to leave out an epoch's rest: use FabricLoop for that"
-                )
+                raise TypeError("on_train_batch_start returned -1, to leave out an epoch's rest: use FabricLoop")
             outputs = self._update(batch, ends_window)
             if self.is_last_batch:
                 self._rates = [group["lr"] for group in self.optimizers[0].param_groups]
@@ -195,6 +194,10 @@ class MiniLoop:
                 self._step_schedulers("step", plateau=True)
             if self.interrupted:
                 return
+        if not self.is_last_batch:
+            length, given = self.num_training_batches, f"{self.batch_idx + 1} batches in epoch {self.current_epoch}"
+            words = "one or more" if length in (0, math.inf) else f"{length}, its len()"
+            raise ValueError(f"the train loader gave {given}: expected {words}")
         self._merge("train", at_end=False)
         self._in_batch = False
         self._end_epoch(began)
@@ -279,16 +282,14 @@ class MiniLoop:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in list(row.items())[2:])
         self.fabric.print(f"epoch {self.current_epoch}/{self.max_epochs}: {numbers}")
         if self.monitor is not None and score is None:
-            words = f"expected one of {sorted(known)}; last.ckpt is saved"
-            raise ValueError(f"monitor={self.monitor!r} was not logged: {words}")
+            raise ValueError(f"monitor={self.monitor!r} was not logged: expected one of {[*known]}; last.ckpt is saved")
 
-    def _evaluate(self, most: int | None = None) -> dict[str, Any]:
+    def _evaluate(self, most: int = sys.maxsize) -> dict[str, Any]:
         """A pass over the validation batches; the module is handed back in the modes in which it came."""
         modes = [(module, module.training) for module in self._net.modules()]
         self.val_dataloaders = self._loader("val") if self.val_dataloaders is None else self.val_dataloaders
-        if self.sanity_checking:
-            ask_once(self.val_dataloaders)
-        set_epoch(self.val_dataloaders, self.current_epoch)
+        announce_pass(self.val_dataloaders, self.current_epoch, is_first=self.sanity_checking)
+        most = min(most, length_of(self.val_dataloaders))
         self.training, self.validating = False, True
         try:
             with torch.no_grad():
@@ -313,8 +314,8 @@ class MiniLoop:
             self._forget("val")
         return found
 
-    def _validate(self, load: Any) -> list[dict]:
-        self._set_up("validate", self._read(load, "load"))
+    def _validate(self, load: Path | None) -> list[dict]:
+        self._set_up("validate", self._read(load))
         found = self._evaluate()
         self._call_both("teardown", "validate")
         return [{name: value.item() for name, value in found.items()}]
@@ -398,8 +399,7 @@ class MiniLoop:
         left = [f"has {name}" for name in sorted(LEFT_OUT & self._hooks.keys())]
         left += [] if getattr(model, "automatic_optimization", True) else ["optimizes by hand"]
         if left:
-            words = "which MiniLoop leaves to FabricLoop: use that"
-            raise TypeError(f"{type(model).__name__} {', '.join(left)}, {words}")
+            raise TypeError(f"{type(model).__name__} {', '.join(left)}, which MiniLoop leaves to FabricLoop: use that")
         self._validates = "validation_step" in self._hooks and "val_dataloader" in self._hooks
         self._parts = [part for part in self._net.modules() if hasattr(type(part), "automatic_optimization")]
         self._init_state()
@@ -425,9 +425,10 @@ class MiniLoop:
         self._steps = {name: self._step(name) for name in ("training_step", "validation_step") if name in self._hooks}
 
     def _set_up_training(self) -> None:
-        self.train_dataloader, self.num_training_batches = self._loader("train"), math.inf
-        with suppress(TypeError, NotImplementedError):
-            self.num_training_batches = len(self.train_dataloader)
+        if sleeping := sum(not module.training for module in self._net.modules()):
+            rank_zero_warn(f"{sleeping} modules are in eval mode, and stay so: model.train() before fit changes that")
+        self.train_dataloader = self._loader("train")
+        self.num_training_batches = length_of(self.train_dataloader)
         most, updates = self._most_epochs, self.num_training_batches / self.accumulate_grad_batches
         self.estimated_stepping_batches = math.inf if math.inf in (most, updates) else math.ceil(updates) * most
         optimizer, self.lr_scheduler_configs = parse_optimizers(self._hooks["configure_optimizers"]())
@@ -539,15 +540,16 @@ class MiniLoop:
                             " in several processes a torch DataLoader; FabricLoop takes others")  # fmt: skip
         return loader
 
-    def _begin_pass(self) -> Iterator[tuple[Any, bool]]:
+    def _begin_pass(self, is_first: bool = False) -> Iterator[tuple[Any, bool]]:
         """Begin a pass now; its batches come one by one, each with whether it is the last."""
-        set_epoch(self.train_dataloader, self.current_epoch)
+        announce_pass(self.train_dataloader, self.current_epoch, is_first)
         batches, length = iter(self.train_dataloader), self.num_training_batches
         if batches is self.train_dataloader:  # which begins anew whenever it is asked, and a for loop asks, too
-            batches = by_next(batches)
-        if length != math.inf:
-            return ((batch, number == length) for number, batch in enumerate(batches, 1))
-        ahead = pairwise(chain([next(batches)], batches, [batches]))  # without a length one is looked ahead, as Trainer
+            batches = map(next, repeat(batches))
+        if length != math.inf:  # nothing is fetched beyond it: a sampler's end may draw random numbers
+            return ((batch, number == length) for number, batch in enumerate(islice(batches, length), 1))
+        # without a length one is looked ahead, and the first one is fetched now, as Trainer's
+        ahead = pairwise(chain(list(islice(batches, 1)), batches, [batches]))
         return ((batch, following is batches) for batch, following in ahead)
 
     def _to_device(self, batch: Any) -> Any:
@@ -581,38 +583,38 @@ class MiniLoop:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(vars(self).get("fabric"), name):
             return getattr(self.fabric, name)
-        words = "as self.trainer it knows the common words, FabricLoop the others"
-        raise AttributeError(f"MiniLoop has no {name!r}: {words}")
+        raise AttributeError(f"MiniLoop has no {name!r}: as self.trainer it has the common words, FabricLoop all")
 
     def __deepcopy__(self, memo: dict) -> MiniLoop:
         return self  # copies that are made of a module while it runs log into the same run
 
     # ---- files
 
-    def _read(self, word: Any, argument: str) -> dict | None:
-        """The file that resume= or load= means, with where it lies."""
+    def _find(self, word: Any, argument: str) -> Path | None:
+        """The file that resume= or load= means; one that is not there is refused before anything begins."""
         if word is None:
             return None
-        path, root = Path(word), Path(self.default_root_dir, "checkpoints")
+        path, root = Path(word), Path(self.default_root_dir, "checkpoints", self.name)
         if word in ("last", "best", "auto"):
-            place = Path(self.name, self._given or "version_*", "best.ckpt" if word == "best" else "last.ckpt")
+            place = Path(self._given or "version_*", "best.ckpt" if word == "best" else "last.ckpt")
             found = sorted(root.glob(str(place)), key=lambda path: (len(path.parent.name), path.parent.name))
             path = found[-1] if found else root / place
-        if word == "auto" and not path.is_file():
-            return None
-        if not path.is_file():
+        if word != "auto" and not path.is_file():
             words = f"leave {argument}= out to begin anew, or give a path"
             raise ValueError(f"{argument}={word!r}: there is no '{path}': {words}")
-        file = torch.load(path, map_location="cpu", weights_only=True)
-        if argument == "load":
-            return file
+        return path if path.is_file() else None
+
+    def _read(self, path: Path | None, goes_on: bool = False) -> dict | None:
+        """What a file holds; a run that goes on from it does so in its place."""
+        if path is None:
+            return None
+        file, folder = torch.load(path, map_location="cpu", weights_only=True), path.resolve().parent
         ours = file.get("fabric_template") or {}
-        if "optimizer_states" not in file or ours.get("batch_idx") or ours.get("saved_in"):
-            raise ValueError(f"resume={word!r}: '{path}' is not of an epoch's end: FabricLoop goes on from the middle of one,"
-                             " load= takes the weights of any")  # fmt: skip
-        folder = path.resolve().parent
-        if folder.parent.parent == root.resolve():
-            self.name, self._folder = folder.parent.name, folder.name  # where it goes on
+        if goes_on and ("optimizer_states" not in file or ours.get("batch_idx") or ours.get("saved_in")):
+            raise ValueError(f"resume=: '{path}' is not of an epoch's end: FabricLoop goes on from the middle of one, load="
+                             " takes the weights of any")  # fmt: skip
+        if goes_on and folder.parent.parent == Path(self.default_root_dir, "checkpoints").resolve():
+            self.name, self._folder = folder.parent.name, folder.name
         return file
 
     def _open_files(self) -> None:
@@ -648,10 +650,9 @@ class MiniLoop:
 
     def _state(self) -> dict[str, Any]:
         """What is needed to go on, in Lightning's layout; under our own name what Trainer does not keep."""
-        metrics: dict[str, Any] = {"train": [], "callback": self._metrics, "row": {}, "objects": {}}
-        metrics |= {"in_batches": None, "last_fx": None}
-        part: dict[str, Any] = {"rng": random_states(), "metrics": metrics}
-        part["returned"] = {"sums": {}, "weights": {}, "bad_step": None}
+        part: dict[str, Any] = {"rng": random_states(), "returned": {"sums": {}, "weights": {}, "bad_step": None}}
+        part["metrics"] = {"train": [], "callback": self._metrics, "row": {}, "objects": {}}
+        part["metrics"] |= {"in_batches": None, "last_fx": None}
         for stage, loader in {"train": self.train_dataloader, "val": self.val_dataloaders}.items():
             states = [generator.get_state() for generator in generators_of(loader)]
             part[stage] = {"sources": [None], "ahead": None, "generators": states} if loader is not None else None
@@ -752,7 +753,7 @@ def parse_optimizers(returned: Any) -> tuple[Any, list[SimpleNamespace]]:
     optimizer, schedulers, monitor = alone(returned), list[Any](), None
     if isinstance(optimizer, Mapping):
         schedulers, monitor = optimizer.get("lr_scheduler") or [], optimizer.get("monitor")
-        optimizer = optimizer["optimizer"]
+        optimizer = optimizer.get("optimizer")
     elif isinstance(optimizer, list | tuple) and len(optimizer) == 2 and not hasattr(optimizer[1], "zero_grad"):
         optimizer, schedulers = alone(optimizer[0]), optimizer[1]
     if not hasattr(optimizer, "param_groups"):
@@ -776,8 +777,7 @@ def loss_in(output: Any) -> Tensor | None:
     """The loss in what training_step returned; None to learn nothing from this batch."""
     loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
     if loss is not None and not (isinstance(loss, Tensor) and loss.requires_grad):
-        words = "expected the loss, a tensor with a gradient, or a dict with it"
-        raise TypeError(f"training_step returned {output!r}: {words}")
+        raise TypeError(f"training_step returned {output!r}: expected a loss with a gradient, or a dict with it")
     return loss
 
 
@@ -795,8 +795,7 @@ def net_of(owner: Any) -> nn.Module:
         return owner
     parts = {name: part for name, part in vars(owner).items() if isinstance(part, nn.Module)}
     if not parts:
-        words = "holds no torch.nn.Module: expected one, or an object with self.net = ..."
-        raise TypeError(f"{type(owner).__name__} {words}")
+        raise TypeError(f"{type(owner).__name__} holds no nn.Module: expected one, or an object with self.net = ...")
     return nn.ModuleDict(parts)
 
 
@@ -811,21 +810,17 @@ def size_of(batch: Any) -> int | None:
     return next((size for part in parts if (size := size_of(part)) is not None), None)
 
 
-def by_next(batches: Iterator) -> Iterator:
-    """The same without asking for an iterator."""
-    with suppress(StopIteration):
-        while True:
-            yield next(batches)
+def length_of(loader: Any) -> Any:
+    """How many batches a pass has; infinity where nobody knows."""
+    with suppress(TypeError, NotImplementedError):
+        return len(loader)
+    return math.inf
 
 
-def ask_once(loader: Any) -> None:
-    """Whether it is iterable Trainer finds out by asking: its own iterator, which shuffles then, has shuffled once more."""
-    if hasattr(loader, "__next__"):
-        iter(loader)
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
+def announce_pass(loader: Any, epoch: int, is_first: bool) -> None:
     """Tell the samplers that shuffle by epoch; Fabric's own loader counts its passes, which a resumed run has not made."""
+    if is_first and hasattr(loader, "__next__"):
+        iter(loader)  # to see whether one can, as Trainer: its own iterator, which shuffles then, shuffles once more
     if hasattr(loader, "_num_iter_calls"):
         loader._num_iter_calls = epoch
     for sampler in samplers_of(loader)[::2]:

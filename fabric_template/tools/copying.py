@@ -78,7 +78,7 @@ def copy_mini(destination: str | Path, force: bool = False) -> Path | None:
         raise ValueError(f"{said}: this is where the package itself lies ('{PACKAGE}'): give another folder")
     if target.exists() and not _is_mini(target):
         raise ValueError(f"{said}: a file that is no copy of it is there, nothing was written: give another name")
-    differs = target.exists() and _diff(MINI, target) != ""
+    differs = target.exists() and _diff(MINI, target, _notice()) != ""
     if differs and not force:
         raise ValueError(
             f"{said}: a copy that differs is there, nothing was written: give another name, or type {said} --force, which"
@@ -88,7 +88,7 @@ def copy_mini(destination: str | Path, force: bool = False) -> Path | None:
     if differs:
         shutil.copy2(target, kept)
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(MINI, target)
+    target.write_text("".join(_lines(MINI, _notice())), encoding="utf-8", newline="\n")
     return kept if differs else None
 
 
@@ -110,16 +110,26 @@ def diff_package(copy: str | Path) -> str:
     if target.suffix == ".py" or target.is_file():
         if not _is_mini(target):
             raise ValueError(f"diff {copy}: there is no copy of the single file there: give the path of one")
-        return _diff(MINI, target)
+        return _diff(MINI, target, _notice())
     if not (target / "loop.py").is_file():
         raise ValueError(f"diff {copy}: there is no copy of the package there (no loop.py): give the folder of one")
     ours, theirs = package_files(PACKAGE), package_files(target)
     return "".join(_diff(ours.get(name), theirs.get(name)) for name in sorted({*ours, *theirs}))
 
 
-def _diff(ours: Path | None, theirs: Path | None) -> str:
-    """The diff of one file, which may be missing on a side."""
-    before, after = (path.read_text("utf-8").splitlines(keepends=True) if path else [] for path in (ours, theirs))
+def _notice() -> str:
+    """The licence, as comments for the end of a file that goes on alone: it asks to be in each copy."""
+    lines = (PACKAGE / "LICENSE").read_text("utf-8").splitlines()
+    return "\n\n" + "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def _lines(path: Path | None, behind: str = "") -> list[str]:
+    return (path.read_text("utf-8") + behind).splitlines(keepends=True) if path else []
+
+
+def _diff(ours: Path | None, theirs: Path | None, behind: str = "") -> str:
+    """The diff of one file, which may be missing on a side; `behind` ours stands what each copy has there."""
+    before, after = _lines(ours, behind), _lines(theirs)
     if before == after and ours and theirs:
         return ""
     old = f"{PACKAGE.name}/{ours.relative_to(PACKAGE).as_posix()}" if ours else "/dev/null"

@@ -298,6 +298,15 @@ def test_trainers_bits_with_a_loader_that_has_no_length():
     )
 
 
+def test_trainers_bits_with_a_generator_that_the_loader_draws_from():
+    """A sampler asked once more for a batch behind the last one would draw another order: nobody asks."""
+
+    def own_generator():
+        return DataLoader(make_data(40), 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    assert_trainers_bits(Classifier, own_generator, own_generator, max_epochs=3)
+
+
 def test_trainers_bits_with_a_datamodule():
     assert_trainers_bits(Classifier, Data, None, max_epochs=2)
 
@@ -590,8 +599,8 @@ REFUSED = {
     "several": (lambda: MiniLoop(accelerator="cpu").fit(Classifier(), [make_loader(), make_loader()]), TypeError, "MiniLoop"
                 " got a list as its train loader: expected one iterable of batches, in several processes a torch DataLoader;"
                 " FabricLoop takes others"),
-    "mode": (lambda: MiniLoop(mode="best"), ValueError, "expected mode='min' or 'max', accumulate_grad_batches from 1, a"
-             " folder's name as name"),
+    "mode": (lambda: MiniLoop(mode="best"), ValueError, "expected mode 'min' or 'max', accumulate_grad_batches >= 1, a"
+             " folder as name"),
     "resume": (lambda: MiniLoop(accelerator="cpu").fit(Classifier(), make_loader(), resume="last"), ValueError, "resume='last':"
                " there is no "),
     "optimizer": (lambda: MiniLoop(accelerator="cpu").fit(Classifier(lambda module: "adam"), make_loader()), TypeError,

@@ -38,7 +38,7 @@ ARROWS = {  # a room, and those that it may import beside itself; a file at the 
 NUMBER = "__version__"
 
 MAX_LINES = 400
-MAX_LINES_OF = {"core/train.py": 200, "mini.py": 889}  # the one file, which shall come down to 450
+MAX_LINES_OF = {"core/train.py": 200, "mini.py": 884}  # the one file, which shall come down to 450
 MAX_LINES_OF_A_FUNCTION_IN = {"core/train.py": 40}
 
 

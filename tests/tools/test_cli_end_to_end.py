@@ -155,7 +155,14 @@ def test_the_single_file_is_copied_compared_and_renewed(capsys):
             ],
         )
     original = file.read_text()
-    assert "MIT License, Copyright" in original.partition("from __future__")[0]
+    header, notice = original.partition("from __future__")[0], original.partition("# MIT License\n")[2]
+    assert header.startswith(
+        "# SPDX-License-Identifier: MIT\n# Copyright (c) 2026 the fabric_template authors. The licence's text"
+    )
+    package = Path(sys.modules["test_cli"].REPOSITORY, "fabric_template")
+    licence = (package / "LICENSE").read_text()
+    assert "# MIT License\n" + notice == "".join(f"# {row}".rstrip() + "\n" for row in licence.splitlines())
+    assert original.startswith((package / "mini.py").read_text())
     assert run(capsys, "diff", file) == (0, "", "")
     file.write_bytes(original.replace("\n", "\r\n").encode())  # as git may write it: nothing of it is changed
     assert run(capsys, "diff", file) == (0, "", "")

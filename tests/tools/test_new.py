@@ -66,7 +66,7 @@ def test_it_learns_and_its_notebook_shows_that(project):
 
 
 def test_it_is_small_and_the_single_file_is_the_packages_own(project):
-    assert (project / "train_loop.py").read_text() == Path(mini.__file__).read_text()
+    assert (project / "train_loop.py").read_text().startswith(Path(mini.__file__).read_text())
     texts = [(project / name).read_text() for name in FILES if name not in ("train_loop.py", "train.ipynb")]
     texts += [cell["source"] for cell in cells_of(project)]
     lines = [line for text in texts for line in text.splitlines()]
