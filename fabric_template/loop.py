@@ -18,6 +18,7 @@ from .process.home import make_loggers, with_safe_files
 from .process.launch import launch
 from .process.parts import Parts
 from .process.prepare import prepare
+from .record.ending import as_lines, ending
 from .trainer.callbacks import parse_callbacks
 from .trainer.profiling import make_profiler
 from .trainer.strategies import as_fabrics
@@ -43,6 +44,7 @@ class FabricLoop(Parts):
         >>> net = torch.nn.Linear(2, 1)
         >>> data = TensorLoader(torch.ones(8, 2), torch.zeros(8, 1), batch_size=4)
         >>> words = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+        >>> words["enable_progress_bar"] = False
         >>> loop = FabricLoop(accelerator="cpu", max_epochs=2, **words)
         >>> history = loop.fit(
         ...     net, data, optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
@@ -168,6 +170,21 @@ class FabricLoop(Parts):
         if verbose and self.fabric.is_global_zero:
             print_results(results, plan.fn)
         return results
+
+    def ending(self) -> dict[str, list[str]]:
+        """What came out of the last fit, why it ended, where its files are: lines by the word that they begin with."""
+        run, paths = self._fitted, (self.checkpoint_path("best"), self.checkpoint_path("last"))
+        return {} if run is None else ending(run, filter(None, paths))
+
+    def __repr__(self) -> str:
+        told = self.ending() if "_runs" in vars(self) else {}
+        name = self.config.name if "config" in vars(self) else ""
+        parts = [f"{word} {text}" for word in ("trained", "ended", "log", "checkpoint") for text in told.get(word, ())]
+        return f"<{type(self).__name__} {name!r}: {'; '.join(parts) or 'nothing is trained yet'}>"
+
+    def _repr_mimebundle_(self, **words: Any) -> dict[str, str]:
+        """The same in a notebook, a line for each."""
+        return {"text/plain": as_lines(self.ending()) or repr(self)}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the last runs: their parts belong to this process."""

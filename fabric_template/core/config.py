@@ -90,6 +90,10 @@ class LoopConfig:
     """A Lightning profiler, or "simple" or "advanced"."""
     detect_anomaly: bool = False
     """torch.autograd.set_detect_anomaly: names the operation that made a NaN in backward. Slow."""
+    on_nan: int | str = "warn"
+    """What a training loss does that is not finite (NaN or inf): "warn" says so once, seldom looking, "off" nothing. An int
+    stops after so many such batches in a row, and keeps no checkpoint behind the first of them: it reads each batch's loss, for
+    which a GPU has to wait."""
     barebones: bool = False
     """Everything off that is not the loop itself, the history of losses included: to measure its cost."""
     logger: Any = None
@@ -97,7 +101,7 @@ class LoopConfig:
     enable_checkpointing: bool | None = None
     """False: keep no checkpoints."""
     enable_progress_bar: bool | None = None
-    """False: no bar. By default there is one on rank zero, in a terminal or a notebook."""
+    """False: neither bar nor lines. By default rank zero prints a line per epoch, and a terminal or a notebook has a bar."""
     enable_model_summary: bool | None = None
     """False: do not print the table of layers before training."""
     default_root_dir: str | None = None
@@ -159,8 +163,10 @@ class LoopConfig:
             )
         if self.barebones:
             off = ("logger", "enable_checkpointing", *_SHOWN, "log_every_n_steps", "num_sanity_val_steps", "fast_dev_run",
-                   "detect_anomaly", "profiler")  # fmt: skip
-            for word in (f"{name}={value!r}" for name in off if (value := getattr(self, name))):
+                   "detect_anomaly", "profiler", "on_nan")  # fmt: skip
+            for word in (
+                f"{name}={value!r}" for name in off if (value := getattr(self, name)) not in (None, "warn") and value
+            ):
                 found.append(
                     f"`FabricLoop(barebones=True, {word})` was passed: barebones switches it off, leave it out"
                 )
@@ -280,6 +286,7 @@ ELSEWHERE = {
     "resume_from_checkpoint": "give the path to fit as resume=",
     "resume": "give it to fit: fit(model, loader, resume='last')",
     "checkpoint_callback": "write enable_checkpointing=",
+    "terminate_on_nan": "write on_nan=1",
 }
 
 TRAINER_ONLY = {
@@ -377,4 +384,9 @@ _CHECKS: dict[str, tuple] = {
     "save_every_n_steps": ((int, None), _at_least(1), "None or an int >= 1"),
     "seed": ((int, None), lambda v: v is None or 0 <= v < 2**32, "None or an int from 0 to 4294967295"),
     "compile": ((bool, dict), _anything, "True, False or torch.compile's keywords as a dict"),
+    "on_nan": (
+        (int, str),
+        lambda v: v in ("warn", "off") if isinstance(v, str) else v >= 1,
+        '"warn", "off" or an int >= 1 (batches in a row)',
+    ),
 }

@@ -52,7 +52,10 @@ def evaluate(run: Run, stage: str, *, most: int | float = INFINITE, inference: b
             _switch(run, f"on_{kind.word}_model_eval", run.trained.net.eval)
             run.hooks.call(f"on_{kind.word}_start")
             run.hooks.call(f"on_{kind.word}_epoch_start")
+            if run.fn == "fit":
+                run.bar.validate(sum(min(limit, most) for limit in loaders.limits), run.at.batches_done)
             _take_turns(run, kind, turns, collection, several)
+            run.bar.go_on()
             collection.end_pass()
             run.hooks.call(f"on_{kind.word}_epoch_end")
             collection.end_epoch()
@@ -83,11 +86,11 @@ def _take_turns(run: Run, kind: Kind, turns: Iterator[Turn], collection: Any, se
     if method is not None:
         handed = Handed(turns, collection.batch_taken) if takes_iterator(method) else None
         given = slice(0 if takes_batch_idx(method) else 1, 2 if takes(method, "dataloader_idx") else 1)
-    current = 0
+    current = before = 0
     for batch, batch_idx, index, _ in turns if handed is None else handed.turns():
         if index != current:
             collection.end_loader()
-            current = index
+            current, before = index, at.evaluated
         at.evaluate_batch()
         if transfer is not None and handed is None:
             batch = transfer(batch, index)
@@ -110,7 +113,7 @@ def _take_turns(run: Run, kind: Kind, turns: Iterator[Turn], collection: Any, se
             batch_ends(output, batch, *place)
         collection.end_batch(output, index)
         if bar.enabled:
-            bar.advance(batch_idx + 1)
+            bar.advance(before + batch_idx + 1)
 
 
 def _switch(run: Run, hook: str, otherwise: Callable[[], Any]) -> None:

@@ -22,26 +22,36 @@ class History:
         self._lines: list[str] = []  # and their text, where that is asked for
         self._told = 0
         self.train, self.val = Returned(), Returned()
+        self._means: dict[str, None] = {}  # their names
         self.returned: dict[str, float] = {}  # the last epoch's means of what the steps returned
-        self._warned = False
+        self.warns = True  # of a loss that is no number; once
 
     def end_train(self, step: int, all_reduce: Callable[..., Tensor] | None = None) -> None:
         """The training epoch is over, after so many batches of the fit: read its means."""
-        self.returned.update(self.train.means(all_reduce))
+        self._note(self.train.means(all_reduce))
         self.warn_of_nan(step)
         self.train.reset()
 
     def end_validation(self, all_reduce: Callable[..., Tensor] | None = None) -> dict[str, float]:
         """A validation is over: its means."""
         means = self.val.means(all_reduce)
-        self.returned.update(means)
+        self._note(means)
         self.val.reset()
         return means
 
+    def _note(self, means: dict[str, float]) -> None:
+        self.returned |= means
+        self._means |= dict.fromkeys(means)
+
+    def latest(self) -> dict[str, float]:
+        """What the steps return: this epoch's means so far, on this rank, and the newest of validation. CPU-GPU sync point."""
+        last = {**(self.rows[-1] if self.rows else {}), **self.returned}
+        return {name: value for name, value in last.items() if name in self._means} | self.train.means()
+
     def warn_of_nan(self, step: int) -> None:
         """Say once that the training loss is no number any more, and since when."""
-        if not self._warned and (found := self.train.bad_step(step)) is not None:
-            self._warned = True
+        if self.warns and (found := self.train.bad_step(step)) is not None:
+            self.warns = False
             first = found - found % LOOK_EVERY
             since = f"{first} to {found}" if first != found else str(found)
             warnings.warn(

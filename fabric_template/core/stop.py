@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,9 @@ class Stop:
         self.should_stop = False
         self.is_late = False  # max_time is over as an epoch ends
         self.signal: int | None = None  # that ended training
+        self.error = ""  # the same
+        self.bad = 0  # batches in a row whose loss is not finite, where on_nan counts them,
+        self._bad_since = 0  # and the first of them
         self.elapsed = 0.0  # seconds trained before a resume
         self._began: float | None = None  # time.monotonic's, as training began
 
@@ -55,7 +59,8 @@ class Stop:
     @property
     def may_stop(self) -> bool:
         """Whether min_epochs and min_steps allow to stop early."""
-        return self._at.epochs_done >= self.min_epochs and self._at.global_step >= (self._config.min_steps or 0)
+        enough = self._at.epochs_done >= self.min_epochs and self._at.global_step >= (self._config.min_steps or 0)
+        return enough or self.is_nan
 
     # ---- now?
 
@@ -85,6 +90,25 @@ class Stop:
     def end_for(self, signal: int | None) -> None:
         """A signal has ended training; None: none has."""
         self.signal = signal
+
+    def note_loss(self, is_finite: bool, batch: int) -> None:
+        """How the loss of a batch of this fit is: after on_nan in a row that are not finite, training is to end."""
+        if is_finite:
+            self.bad = 0
+            return
+        self._bad_since = self._bad_since if self.bad else batch
+        self.bad += 1
+        self.should_stop |= self.is_nan
+
+    @property
+    def is_nan(self) -> bool:
+        """Whether there were as many of them as end training."""
+        most = self._config.on_nan
+        return isinstance(most, int) and self.bad >= most
+
+    def fail(self, error: BaseException) -> None:
+        """An error has ended the run."""
+        self.error = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
     def heard(self, now: bool = False) -> bool:
         """Whether max_time is over and may end the run here; among several ranks, agree on that and on a signal."""
@@ -139,22 +163,49 @@ class Stop:
         if self._speaks:
             self._said.line(text)
 
+    def place(self) -> str:
+        """The epoch that runs, counted from 0 as everywhere, and of how many."""
+        epochs, _ = self.limits()
+        return f"epoch {self._at.current_epoch}" + (f"/{epochs}" if epochs != -1 else "")
+
     def ended_by(self) -> str | None:
         """What has ended a run that is resumed, and what to write to go on; None: there is something to train."""
+        return "; ".join(reason) if (reason := self._reason()) else None
+
+    def why(self) -> str:
+        """Why training is over; an empty text: it is not."""
+        if self.signal is not None or self.error:
+            return self.error if self.signal is None else signal.Signals(self.signal).name
+        return (self._reason() or ("",))[0]
+
+    def _reason(self) -> tuple[str, str] | None:
+        """What has ended training in good order, and what goes on all the same."""
         epochs, steps = self.limits()
+        if self.is_nan:
+            batch, most = self._bad_since, self._config.on_nan
+            return f"the loss is not finite (NaN or inf) since batch {batch} (on_nan={most})", "a resume goes on"
         if self.steps_done:
-            return f"max_steps={steps} is reached; more max_steps go on"
+            return f"max_steps={steps} is reached", "more max_steps go on"
         if epochs != -1 and self._at.epochs_done >= epochs:
-            return f"max_epochs={epochs} is reached; more max_epochs go on"
-        if self.is_time_over:
-            return f"max_time={self._config.max_time!r} is over; more max_time goes on"
+            return f"max_epochs={epochs} is reached", "more max_epochs go on"
+        if self.is_time_over or self.is_late:
+            return f"max_time={self._config.max_time!r} is over", "more max_time goes on"
         if not (self.should_stop and self.may_stop):
             return None
         stops = [stop for stop in self._hooks.callbacks if is_a(stop, "EarlyStopping")]
-        by = [f" (EarlyStopping on {stop.monitor!r})" for stop in stops if stop.wait_count >= stop.patience]
-        return f"should_stop was set{''.join(by)}; resume='last' goes on all the same"
+        stops = [stop for stop in stops if stop.wait_count >= stop.patience or stop.stopped_epoch]
+        by = [f" (EarlyStopping on {stop.monitor!r})" for stop in stops]
+        return f"should_stop was set{''.join(by)}", "resume='last' goes on all the same"
 
-    # ---- across a restart
+    # ---- in another process, and across a restart
+
+    def ending(self) -> dict[str, Any]:
+        """How the run has ended here, for `know` in the caller's process."""
+        return {name: getattr(self, name) for name in ("should_stop", "signal", "is_late", "bad", "_bad_since")}
+
+    def know(self, ending: Mapping[str, Any]) -> None:
+        """Know how the run has ended elsewhere."""
+        vars(self).update(ending)
 
     def state_dict(self) -> dict[str, Any]:
         """Whether the run is to stop, and the seconds that it has trained."""

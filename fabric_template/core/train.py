@@ -60,7 +60,7 @@ def train_epoch(run: Run) -> None:
     batches, transfer, schedulers = run.data.batches, run.data.transfer, run.optimizing.schedulers
     batch_starts, batch_ends = hooks.caller("on_train_batch_start"), hooks.caller("on_train_batch_end")
     run.validation.begin_epoch()
-    run.bar.start(f"epoch {at.current_epoch}", at.num_batches, at.batches_done)
+    run.bar.start(run.stop.place(), at.num_batches, at.batches_done)
     then = Then.GO_ON
     for batch in batches:
         batch_idx = at.begin_batch(batches.is_last)

@@ -182,6 +182,8 @@ class Keeper:
 
     def _write(self, run: Run, path: Path, state: dict[str, Any], kind: str) -> bool:
         """Write one file, on rank zero; every rank learns whether that went well."""
+        if run.stop.bad:  # the newest loss is no number: what lies there is better
+            return False
         run.log.sync()  # what a checkpoint says of the logs must be on disk before it
         failure = None
         if run.fabric.is_global_zero:

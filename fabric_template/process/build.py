@@ -16,6 +16,7 @@ from ..core.optimizing import Optimizing
 from ..core.origin import Origin
 from ..core.progress import Progress
 from ..core.ranks import is_joined
+from ..core.returned import Watched
 from ..core.run import Failure, Home, Predicted, Run
 from ..core.said import Said
 from ..core.steps import Steps
@@ -65,7 +66,7 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
     hooks = Hooks(loop, loop.callbacks, trained.owner, metrics, loop.own_profiler, partial(shown_to, trained))
     # a launcher may pass on to this process what it has already been sent
     patience = 0.0 if is_alone and "TORCHELASTIC_RUN_ID" not in os.environ else 1.0
-    signals = Signals(together=not is_alone and is_joined(), patience=patience)
+    signals = Signals(together=not is_alone and is_joined(), patience=patience, speaks=fabric.is_global_zero)
     run = Run(
         fn=plan.fn,
         config=config,
@@ -84,9 +85,12 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
         optimizing=Optimizing(plan.optimizer, lambda optimizer: LoopOptimizer(optimizer, run)),
         metrics=metrics,
         keeper=plan.keeper or KeepsNothing() if plan.home.folder is None else Keeper(plan.home.folder, config),
-        bar=Bar(lambda: loop.progress_bar_metrics),
+        bar=Bar(lambda: run.log.beside_bar()),
     )
     run.log = Log(run)
+    run.history.warns = config.on_nan == "warn"
+    if isinstance(config.on_nan, int):
+        run.history.train = Watched(run.stop.note_loss, run.log.all_reduce)
     run.data = Feed(run, plan.given)
     run.validation = Validation(run)
     run.bookmark = Bookmark(run)

@@ -28,7 +28,7 @@ from .choose import agree_on_checkpoint
 from .home import choose_place, not_all, settle_files
 from .outcome import Outcome, desk, first_error, leave, leave_error, leave_together, unshare
 from .prepare import LOADER_OF
-from .session import heed_signals, session, start_fit, stop_for
+from .session import heed_signals, session, start_fit, stop_for, tell_end
 from .signals import Forward, ending, starts_processes
 
 
@@ -39,6 +39,7 @@ def launch(loop: TrainerFace, plan: Plan, keep: bool = True) -> Outcome:
         CheckpointError: training came to its end, but its last state or rows could not be written.
     """
     seeds = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS") if plan.config.seed is not None else ()
+    before = loop._run
     try:
         loop._status = "running"
         if starts_processes(loop.fabric):  # the caller's own, which learns of theirs
@@ -49,8 +50,10 @@ def launch(loop: TrainerFace, plan: Plan, keep: bool = True) -> Outcome:
             outcome = _anywhere(loop.fabric, loop, plan, keep, os.getpid())
         run = loop._required(plan.fn)
         outcome.bring_back(run)
-    except BaseException:
+    except BaseException as error:
         loop._status = "interrupted"
+        if loop._run is not None and loop._run is not before:
+            loop._run.stop.fail(error)
         raise
     loop._status = "finished" if run.stop.signal is None else "interrupted"
     if outcome.learned is not None and run.stop.signal is not None and not is_interactive():
@@ -162,6 +165,7 @@ def _fit(loop: TrainerFace, run: Run) -> None:
         with torch.enable_grad():
             train.fit(run)
         listening.close()
+        tell_end(run)
         stop_for(run, signals.agreed)
 
 

@@ -57,7 +57,7 @@ class Outcome:
             keeper, was_stopped = run.keeper, run.stop.signal is not None
             outcome.learned = {
                 "at": run.at,
-                "stop": (run.stop.should_stop, run.stop.signal),
+                "stop": run.stop.ending(),
                 "resume_path": run.origin.resume_path,
                 "rows": run.history.rows,
                 "views": {name: getattr(run.metrics, name) for name in ("callback", "logged", "progress")},
@@ -85,9 +85,7 @@ class Outcome:
         if (learned := self.learned) is None:
             return
         run.at.stand_at(learned["at"])
-        should_stop, number = learned["stop"]
-        run.stop.ask(should_stop)
-        run.stop.end_for(number)
+        run.stop.know(learned["stop"])
         run.origin.resume_path, run.history.rows = learned["resume_path"], learned["rows"]
         run.metrics.show(**learned["views"])
         if (weights := learned["weights"]) is not None:

@@ -26,9 +26,12 @@ from ..files.keeper import KeepsNothing
 from ..files.locks import one_writer
 from ..files.opening import cause_of
 from ..files.schema import check_resumable
-from ..record.bar import can_show_bar, summarize
+from ..record.bar import summarize
 from ..record.earlier import bring_back
+from ..record.ending import count
+from ..record.lines import Lines
 from ..record.logger import CSVLogger
+from ..record.screen import find_screen
 from ..trainer import profiling
 from ..trainer.attach import after_error, attach, attach_log
 from ..trainer.attributes import TrainerFace
@@ -122,6 +125,14 @@ def _tell(loop: TrainerFace, run: Run, error: BaseException) -> None:
     beside("the loggers could not be closed", run.log.finalize, "failed")
 
 
+def _leave_screen(run: Run, kind: type | None, *_: Any) -> None:
+    """The bar stays as it stands: complete after a run that went well, in its middle after one that did not."""
+    is_fit, is_whole = run.fn == "fit", kind is None and run.stop.signals.agreed is None
+    words = count(run.at.epochs_done, "epoch") if is_fit else run.fn
+    is_in_batch = is_fit and kind is not None and run.metrics.train.batch is not None
+    run.bar.close(run.at.batches_done - is_in_batch if is_fit else run.at.evaluated, words * is_whole)
+
+
 def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     """The part that all runs share: data, setup hooks, weights, devices; what is to be given back is noted."""
     fabric, owner, datamodule = run.fabric, run.trained.owner, run.trained.datamodule
@@ -137,10 +148,10 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     for callback in run.hooks.callbacks:
         if hasattr(callback, "state_key"):  # Lightning's have self.log
             attach_log(callback, run.metrics, found)
-    shown = run.config.enable_progress_bar and fabric.is_global_zero and can_show_bar()
-    if shown and loop.progress_bar_callback is None:
-        run.bar.show()
-    found.callback(run.bar.close)
+    found.push(partial(_leave_screen, run))
+    if run.config.enable_progress_bar and fabric.is_global_zero and loop.progress_bar_callback is None:
+        run.log.screen = screen = find_screen(Lines(run.config.monitor, run.config.mode))
+        run.bar.show(screen)
     for part in (datamodule, owner):
         if (hook := run.hooks.own(part, "prepare_data")) is not None:
             per_node = getattr(part, "prepare_data_per_node", True)
@@ -204,6 +215,9 @@ def start_fit(run: Run) -> None:
         run.steps.buckets.begin(run.origin.pending, run.fabric.backward)
     if run.origin.pending is not None:
         bring_back(run, run.origin.pending)
+        if run.log.screen is not None:
+            for row in run.history.rows:
+                run.log.screen.lines.judge(row)
     elif run.origin.is_auto and run.origin.resume_path is None and run.fabric.is_global_zero:
         for logger in run.home.loggers:
             if hasattr(type(logger), "set_aside"):
@@ -225,6 +239,19 @@ def _tell_finished(run: Run) -> None:
     again = said if names and run.at.between_epochs else ""
     place = f"'{run.origin.resume_path}' is of a finished run (epoch {run.at.epochs_done}, step {run.at.global_step})"
     print(f"resume: {place}, nothing is trained: {why}{again}", file=sys.stderr)
+
+
+def tell_end(run: Run) -> None:
+    """Below the lines, why training has ended, where one did not see that coming; after a NaN, what is good of it."""
+    at, why = run.at, run.stop.why()
+    if run.stop.is_nan and run.fabric.is_global_zero:
+        saved, path = run.keeper.saved_step, run.keeper.last_model_path or run.keeper.best_model_path
+        good = f"the last good checkpoint is '{path}'" + (f", after step {saved}" if saved is not None else "")
+        run.said.warn(
+            f"{why}: training ends after step {at.global_step}; {good if path else 'no good checkpoint is kept'}"
+        )
+    elif run.log.screen is not None and why and at.total_batches and not why.startswith("max_epochs"):
+        run.log.screen.say(f"ended in epoch {at.current_epoch - at.between_epochs}, after step {at.global_step}: {why}")
 
 
 def stop_for(run: Run, number: int | None) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import suppress
 from multiprocessing.util import register_after_fork
 from types import FrameType, TracebackType
 from typing import Any
@@ -81,6 +82,7 @@ class Signals(Handlers):
     Args:
         together: whether other ranks have to stop at the same step.
         patience: seconds in which a second signal counts as the first: launchers pass on what a terminal has already sent.
+        speaks: whether to say that a signal was heard.
 
     Example:
         >>> with Signals() as signals:
@@ -89,9 +91,9 @@ class Signals(Handlers):
         True
     """
 
-    def __init__(self, together: bool = False, patience: float = 0.0) -> None:
+    def __init__(self, together: bool = False, patience: float = 0.0, speaks: bool = False) -> None:
         super().__init__()
-        self.together, self.patience = together, patience
+        self.together, self.patience, self.speaks = together, patience, speaks
         self.received: int | None = None  # by this process
         self.agreed: int | None = None  # by all
         self.was_theirs = False  # whether somebody's own handler has heard of it, too
@@ -141,6 +143,8 @@ class Signals(Handlers):
             self.received, self._received_at = number, time.monotonic()
             if not self.together:
                 self.agreed = number
+            if self.speaks:
+                say_heard(number)
             self.was_theirs = self.theirs(number, frame)
         elif time.monotonic() - self._received_at >= self.patience:
             self.at_once(number, frame)
@@ -209,6 +213,17 @@ def ending(number: int) -> BaseException:
         return KeyboardInterrupt()
     room = sys.modules.get("lightning.pytorch.utilities.exceptions") if number == signal.SIGTERM else None
     return getattr(room, "SIGTERMException", SystemExit)(128 + number)
+
+
+def say_heard(number: int) -> None:
+    """Say at once what happens now: the step at hand may take long."""
+    text = f"{signal.Signals(number).name}: stopping after this step; again to stop at once\n"
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (RuntimeError, OSError, ValueError, AttributeError):  # in the middle of somebody's print, or there is none
+        with suppress(OSError):
+            os.write(2, text.encode())
 
 
 def requeue(number: int, saved: bool) -> None:

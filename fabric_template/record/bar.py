@@ -1,71 +1,96 @@
-"""Bar: one bar for training and validation, on rank zero, in a terminal or a notebook."""
+"""Bar: one bar for a whole fit, or for a validation, test or prediction by itself, on rank zero."""
 
 from __future__ import annotations
 
-import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import nn
 
-from ..core.said import is_interactive
-
-SECONDS_BETWEEN = 0.2  # a bar that is drawn more often costs steps and shows no more
+from .screen import SECONDS_BETWEEN, Screen
 
 
 class Bar:
-    """A tqdm bar that looks at the clock in each step, and at the values only when it is drawn.
+    """A bar that looks at the clock in each step, and at the values only when it is drawn.
+
+    Args:
+        values: what stands beside it.
 
     Example:
         >>> bar = Bar()
-        >>> bar.start("epoch 0", 10); bar.advance(1); bar.close()
+        >>> bar.start("epoch 0/1", 10); bar.advance(1); bar.close()
     """
 
     def __init__(self, values: Callable[[], Mapping[str, float]] = dict) -> None:
         self.enabled, self._values = False, values
-        self._bar: Any = None
+        self._screen: Screen | None = None
+        self._is_up = False
         self._due = 0.0
+        self._words, self._total, self._done = "", 0.0, 0
+        self._first, self._began = 0, 0.0  # with how many batches this began, and when
+        self._beside: float | None = None  # batches of the validation that is on
+        self._beside_done = 0
 
-    def show(self) -> None:
-        """Let it be seen."""
-        self.enabled = True
+    def show(self, screen: Screen) -> None:
+        """Let it be seen, where there is a place for it."""
+        self._screen, self.enabled = screen, screen.shows_bar
 
-    def start(self, title: str, total: int | float, done: int = 0) -> None:
-        """Begin an epoch of so many batches, or an endless one."""
-        if not self.enabled:
+    def start(self, words: str, total: int | float, done: int = 0) -> None:
+        """So many batches begin, or endlessly many: the first, or the next epoch's."""
+        if not self.enabled or self._screen is None:
             return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a notebook without ipywidgets gets a bar of text, not a warning
-            from tqdm.auto import tqdm
-
-        self.close()
-        known = None if total == float("inf") else total
-        self._bar = tqdm(
-            desc=title, total=known, initial=done, leave=False, dynamic_ncols=True, mininterval=0.0, maxinterval=0
-        )
-        self._due = time.monotonic() + SECONDS_BETWEEN
+        if not self._is_up:
+            self._screen.begin()
+            self._is_up = True
+        self._words, self._total, self._done, self._first = words, total, done, done
+        self._began = time.monotonic()
+        self._due = self._began + SECONDS_BETWEEN
 
     def advance(self, done: int) -> None:
-        """So many batches are done: draw the bar, if it is time to."""
-        if self._bar is None or time.monotonic() < self._due:
+        """So many batches are done, of the validation if one is on: draw the bar, if it is time to."""
+        if time.monotonic() < self._due or not self._is_up:
             return
-        self._bar.n = done
-        self._bar.set_postfix({name: f"{value:.4g}" for name, value in self._values().items()}, refresh=False)
-        self._bar.refresh()
+        if self._beside is None:
+            self._done = done
+        else:
+            self._beside_done = done
+        self._draw()
+
+    def validate(self, total: int | float, done: int) -> None:
+        """Inside a fit a validation begins, behind so many batches: they stay, and its own stand in words."""
+        self._beside, self._beside_done, self._done = total, 0, done
+
+    def go_on(self) -> None:
+        """The validation is over."""
+        self._beside = None
+
+    def close(self, done: int = 0, words: str = "") -> None:
+        """Leave it as it stands; complete in other words when all went well, also if that was in an epoch's middle."""
+        if self._is_up:
+            self._done = done
+            if words:
+                self._words, self._beside, self._total = words, None, done
+            self._draw()
+            self._is_up = False
+        if self._screen is not None:
+            self._screen.close()
+            self._screen, self.enabled = None, False
+
+    def _draw(self) -> None:
+        words = self._words
+        if self._beside is not None:
+            total = "" if self._beside == float("inf") else f"/{self._beside}"
+            words += f", validating {self._beside_done}{total}"
+        assert self._screen is not None
+        self._screen.draw({
+            "n": self._done,
+            "total": None if self._total == float("inf") else self._total,
+            "elapsed": time.monotonic() - self._began,
+            "initial": self._first,
+            "prefix": words,
+            "postfix": ", ".join(f"{name}={value:.4g}" for name, value in self._values().items()),
+        })  # fmt: skip
         self._due = time.monotonic() + SECONDS_BETWEEN
-
-    def close(self) -> None:
-        """Clear the bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-def can_show_bar() -> bool:
-    """Whether somebody sees a bar: a terminal, or a notebook."""
-    return is_interactive() or sys.stderr.isatty()
 
 
 def summarize(net: nn.Module) -> str:

@@ -12,6 +12,7 @@ from ..core.returned import name_outputs
 from ..core.run import Run
 from .earlier import rows_state
 from .metrics import Metrics
+from .screen import Screen
 from .tables import LogsError
 
 _NONE: Mapping[str, Any] = {}
@@ -33,6 +34,7 @@ class Log:
         self.began = time.monotonic()
         self.rates: list[float] = []
         self.complaint: str | None = None  # what could not be written to the end
+        self.screen: Screen | None = None  # where the rows are seen, too
         self._seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
 
     def hyperparameters(self) -> None:
@@ -97,6 +99,14 @@ class Log:
     def measured(self) -> Any:
         """The monitor's newest value as it was made, None where there is none."""
         return {**self.history.returned, **self.metrics.callback}.get(self.run.config.monitor or "")
+
+    def beside_bar(self) -> dict[str, Any]:
+        """What was logged for the bar; of a module that logs nothing, what its steps return."""
+        run = self.run
+        if run.metrics.active:
+            run.metrics.merge()
+        logs = run.trained.is_lightning and run.metrics.callback
+        return run.metrics.progress if logs else run.history.latest() | run.metrics.progress
 
     def score(self) -> float | None:
         """The monitor's value for checkpoints; None where none are kept, or where this epoch did not measure it."""
@@ -166,8 +176,22 @@ class Log:
         rates = self.rates or run.optimizing.learning_rates()
         row = run.history.add(run.at.current_epoch, run.at.global_step, run.metrics.take_row(), rates, seconds)
         self.rates = []
+        if self.screen is not None:
+            self.screen.row(row, self._seconds_left(row))
         for logger in self.by_row:
             self._try(logger.log_epoch, row)
+
+    def _seconds_left(self, row: Mapping[str, Any]) -> float | None:
+        """How long training is going to take, as the last epochs went; None: nobody knows."""
+        run, rows = self.run, self.history.rows[-5:]
+        epochs, steps = run.stop.limits()
+        each = sum(row["time"] for row in rows) / len(rows)
+        left = [(epochs - row["epoch"] - 1) * each] if epochs != -1 else []
+        if steps != -1 and (per_epoch := run.at.steps_in_epoch):
+            left.append((steps - row["step"]) / per_epoch * each)
+        if (deadline := run.stop.signals.deadline) is not None:
+            left.append(deadline - time.monotonic())
+        return min(left, default=None)
 
     # ---- across a restart
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 import tempfile
-import time
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +38,7 @@ def run_verb(verb: str, argv: list[str], description: str) -> None:
 
 
 def _fit(verb: str, options: Options, loop: FabricLoop, model: Any, data: Any) -> None:
-    start, typed = time.perf_counter(), {k: v for k, v in options.typed.items() if k not in ("resume", "load")}
+    typed = {k: v for k, v in options.typed.items() if k not in ("resume", "load")}
     try:
         loop.fit(model, data, resume=options.settings.resume, load=options.settings.load)
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -51,49 +48,27 @@ def _fit(verb: str, options: Options, loop: FabricLoop, model: Any, data: Any) -
             print(f"\ninterrupted; go on with\n{again('fit', {'resume': 'last', **typed})}", file=sys.stderr)
         raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
     if loop.fabric.is_global_zero:
-        what = type(model).__name__ + (f" on {type(data).__name__}" if data is not None else "")
-        seconds = time.perf_counter() - start
-        done = f"{_count(loop.current_epoch, 'epoch')}, {_count(loop.global_step, 'step')}"
-        print(f"\ntrained     {what}: {done}, {seconds:.1f} s")
-        _print_summary(loop, typed)
+        from ..record.ending import as_lines
+
+        print(f"\n{as_lines(_ending(loop, typed))}")
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
-
-
-def _print_summary(loop: FabricLoop, typed: dict[str, Any]) -> None:
+def _ending(loop: FabricLoop, typed: dict[str, Any]) -> dict[str, list[str]]:
     """What came out, where it is, and what to type next."""
-    config, log_dir, rows = loop.config, getattr(loop.logger, "log_dir", None), loop._required("fit").history.rows
-    told: dict[str, str] = {}
-    for row in rows:  # the latest of each, with its epoch where that is not the last one
-        age = "" if row is rows[-1] else f" (epoch {row['epoch']})"
-        names = [name for name in row if name not in ("epoch", "step", "time") and not name.startswith("lr")]
-        told |= {name: f"{name} {row[name]:.4f}{age}" for name in names if isinstance(row[name], int | float)}
-    if told:
-        print(f"at the end  {', '.join(told.values())}")
-    monitor = config.monitor
-    scores = [(row[monitor], row["epoch"]) for row in rows if monitor is not None and monitor in row]
-    if scores := [(score, epoch) for score, epoch in scores if not math.isnan(score)]:
-        score, epoch = (min if config.mode == "min" else max)(scores, key=itemgetter(0))
-        print(f"best        {monitor} {score:.4f} in epoch {epoch}")
-    folder = Path(log_dir) if log_dir and Path(log_dir, "metrics.csv").is_file() else None
-    if folder is not None:
-        print(f"log         {shown(folder / 'metrics.csv')}")
-    last = loop.checkpoint_path("last")
-    for path in dict.fromkeys(filter(None, (loop.checkpoint_path("best"), last))):
-        print(f"checkpoint  {shown(path)}")
+    config, told = loop.config, loop.ending()
+    folder, last = Path(told["log"][0]).parent if "log" in told else None, loop.checkpoint_path("last")
     if folder is not None and (picture := draw([str(folder)], folder / "history.png", needs_a_loss=False)):
-        print(f"picture     {shown(picture)}")
+        told["picture"] = [shown(picture)]
     if last is not None:
         limits = {"max_epochs": config.max_epochs, "max_steps": config.max_steps}
         more = {k: str(2 * v) for k, v in limits.items() if v not in (None, -1)}
-        print(f"go on       {again('fit', {'resume': 'last', **typed, **more})}")
+        told["go on"] = [again("fit", {"resume": "last", **typed, **more})]
     if last is not None and loop.enable_validation:
         same = {word: value for word, value in typed.items() if word.partition(".")[0] in OF_A_RUN}
-        print(f"validate    {again('validate', {'load': 'last' if config.monitor is None else 'best', **same})}")
+        told["validate"] = [again("validate", {"load": "last" if config.monitor is None else "best", **same})]
     if folder is not None:
-        print(f"plot        {program()} plot {shlex.quote(shown(folder))}")
+        told["plot"] = [f"{program()} plot {shlex.quote(shown(folder))}"]
+    return told
 
 
 def _evaluate(verb: str, options: Options, loop: FabricLoop, model: Any, data: Any) -> None:

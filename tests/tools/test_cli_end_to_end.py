@@ -105,6 +105,7 @@ def test_a_signal_says_what_is_saved_and_what_to_type(capsys, number):
     name = signal.Signals(number).name
     assert code == 128 + number
     assert err == (
+        f"{name}: stopping after this step; again to stop at once\n"
         f"{name}: training stops in epoch 0, after step 1; 'checkpoints/run/version_0/last.ckpt' is saved: resume='last'"
         " goes on after step 1\n\ninterrupted; go on with\nfabric-template fit --resume last --model lit:Stops --data lit:Data"
         " --accelerator cpu --devices 1 --enable_model_summary false --max_epochs 3 --save_every_n_steps 1\n"
