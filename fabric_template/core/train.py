@@ -29,7 +29,7 @@ def fit(run: Run) -> None:
         run.keeper.nothing_to_do(run)
         return
     run.bookmark.tell_differences()
-    if validation.in_this_epoch:
+    if validation.in_this_epoch and run.origin.pending is None:  # of a resumed run the bookmark knows whether it was
         run.data.set_up_val()
     stop.start_clock()
     validation.start_clock()

@@ -73,8 +73,11 @@ def callbacks():
         (Manual, {"train": lambda: make_loader(24, generator=torch.Generator().manual_seed(1)), "monitor": "val_loss"}),
         (lambda: Classifier(by_epoch), {"train": lambda: make_loader(24, num_workers=1), "save_every_n_steps": 4,
                                         "callbacks": lambda: [EMAWeightAveraging(decay=0.5)]}),
+        # it ends before its validation: whose loader is not made by a resume, either
+        (Classifier, {"check_val_every_n_epoch": 2, "max_steps": 11, "num_sanity_val_steps": 0,
+                      "val": lambda: make_loader(8, shuffle=False, generator=torch.Generator().manual_seed(1))}),
     ],
-    ids=["torchmetrics", "top_k", "precision", "manual", "workers"],
+    ids=["torchmetrics", "top_k", "precision", "manual", "workers", "not_validated"],
 )  # fmt: skip
 def test_resumed_at_every_step(tmp_path, monkeypatch, make, words):
     monkeypatch.setattr(time, "monotonic", lambda: 1.0)
@@ -83,18 +86,19 @@ def test_resumed_at_every_step(tmp_path, monkeypatch, make, words):
         "max_epochs": 2,
         "log_every_n_steps": 2,
         "save_every_n_steps": 1,
+        "val": val_loader,
         **words,
     }
     given = words.pop("callbacks", list)
     copies = Snapshots(tmp_path / "whole", tmp_path / "killed")
-    fit(tmp_path / "whole", make, val=val_loader, callbacks=[*given(), copies], **words)
+    fit(tmp_path / "whole", make, callbacks=[*given(), copies], **words)
     expected = {name: Path(tmp_path, "whole", name).read_bytes() for name in tree(tmp_path / "whole")}
     del expected["logs/run/version_0/hparams.yaml"]  # names the folder
     resumed = 0
     for root in sorted((tmp_path / "killed").iterdir()):
         if not list(root.rglob("last.ckpt")):
             continue
-        fit(root, make, val=val_loader, seed=9, callbacks=given(), resume="last", **words)
+        fit(root, make, seed=9, callbacks=given(), resume="last", **words)
         for name in expected:
             if name.endswith(".ckpt"):
                 files = [torch.load(folder / name, weights_only=True) for folder in (tmp_path / "whole", root)]
