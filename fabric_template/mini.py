@@ -119,7 +119,7 @@ class MiniLoop:
             train: an iterable of batches, or a datamodule for both; None: the module's own.
             val: an iterable of batches.
             resume: a checkpoint to go on from, exactly: a path, "last", "best", or "auto" (the last one, if there is any).
-            load: a checkpoint to take the weights from.
+            load: a checkpoint to take the weights from, where no run goes on.
             optimizer: whatever configure_optimizers may return, for modules that have none.
             training_step: ``fn(model, batch)`` or ``fn(model, batch, batch_idx)``, returns the loss.
             validation_step: the same; returns a loss, a pair (loss, acc) or a dict.
