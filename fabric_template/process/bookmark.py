@@ -50,7 +50,7 @@ class Bookmark:
         run, feed = self._run, self._run.data
         ours = run.origin.take_pending()
         mine = of_this_rank(run, ours)
-        if mine["val"] is not None:
+        if mine["val"] is not None or "val" in ours["loaders_epoch"]:  # it was made by then
             feed.set_up_val()
         if ours["loaders_epoch"]:  # what was made for this process alone is due when it was due then
             feed.made_in = dict(ours["loaders_epoch"])

@@ -76,8 +76,9 @@ def callbacks():
         # it ends before its validation: whose loader is not made by a resume, either
         (Classifier, {"check_val_every_n_epoch": 2, "max_steps": 11, "num_sanity_val_steps": 0,
                       "val": lambda: make_loader(8, shuffle=False, generator=torch.Generator().manual_seed(1))}),
+        (Classifier, {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}),
     ],
-    ids=["torchmetrics", "top_k", "precision", "manual", "workers", "not_validated"],
+    ids=["torchmetrics", "top_k", "precision", "manual", "workers", "not_validated", "reloaded"],
 )  # fmt: skip
 def test_resumed_at_every_step(tmp_path, monkeypatch, make, words):
     monkeypatch.setattr(time, "monotonic", lambda: 1.0)

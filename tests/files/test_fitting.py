@@ -177,6 +177,21 @@ def test_modelcheckpoint_removes_nothing_outside_of_its_folder(tmp_path):
     fit(tmp_path, val=val_loader, max_epochs=3, callbacks=callbacks(), resume=path)
 
 
+def test_earlystopping_that_has_stopped_takes_what_it_was_before(tmp_path):
+    """Why it stopped is a text by then, and was None in the best epoch's file."""
+    stops = EarlyStopping("val_loss", patience=1, stopping_threshold=1e9)
+    loop, module, _ = fit(tmp_path, val=val_loader, max_epochs=3, callbacks=[stops], monitor="val_loss")
+    assert stops.stopping_reason_message.startswith("Stopping threshold reached: val_loss")
+    stops.stopping_reason_message = "of a later epoch"
+    path = loop.checkpoint_path("best")
+    file = read_checkpoint(path)
+    (key,) = file["callbacks"]
+    file["callbacks"][key]["stopping_reason_message"] = None
+    torch.save(file, path)
+    (found,) = loop.validate(module, val_loader(), load="best", verbose=False)
+    assert (stops.stopping_reason_message, list(found)) == (None, ["val_loss", "val_acc"])
+
+
 def test_weights_that_are_none(tmp_path):
     fit(tmp_path, max_epochs=1)
     path = tmp_path / "checkpoints/run/version_0/last.ckpt"
