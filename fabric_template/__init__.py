@@ -13,7 +13,9 @@ if _TYPE_CHECKING:
     from .mini import MiniLoop as MiniLoop
     from .record.logger import CSVLogger as CSVLogger
     from .record.logger import read_logs as read_logs
+    from .tools.live import LivePlot as LivePlot
     from .tools.plots import plot_logs as plot_logs
+    from .tools.runs import list_runs as list_runs
 
 __version__ = "0.1.0"
 
@@ -23,9 +25,11 @@ _HOMES = {
     "CSVLogger": "record.logger",
     "CheckpointError": "files.opening",
     "FabricLoop": "loop",
+    "LivePlot": "tools.live",
     "LoopConfig": "core.config",
     "MiniLoop": "mini",
     "TensorLoader": "data.tensors",
+    "list_runs": "tools.runs",
     "plot_logs": "tools.plots",
     "read_logs": "record.logger",
 }

@@ -1,4 +1,4 @@
-"""The command line: fit, validate, test, predict, plot, new, copy, diff, verify.
+"""The command line: fit, validate, test, predict, plot, runs, new, copy, diff, verify.
 
 Nothing heavy is imported before a verb needs it: a word of help must not wait for torch.
 """
@@ -6,6 +6,7 @@ Nothing heavy is imported before a verb needs it: a word of help must not wait f
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .options import PACKAGE, UsageError
-from .picture import draw
+from .picture import draw, watch
 from .running import run_verb
 from .typed import program, shown
 
@@ -24,6 +25,7 @@ VERBS = {
     "test": "run a model's test_step over its data",
     "predict": "run a model's predict_step over its data",
     "plot": "draw the logs of one run or several",
+    "runs": "list runs and how they stand; compare two, find the best, write a page to look at",
     "new": "make a small project that trains at once",
     "copy": "copy this package, or its single file, into a project of yours",
     "diff": "show what a copy has changed",
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         elif verb not in VERBS:
             raise UsageError(f"there is no {verb!r}: expected one of {', '.join(VERBS)}")
         else:
-            others = {"plot": _plot, "new": _new, "copy": _copy, "diff": _diff, "verify": _verify}
+            others = {"plot": _plot, "runs": _runs, "new": _new, "copy": _copy, "diff": _diff, "verify": _verify}
             if verb not in others:
                 run_verb(verb, rest, VERBS[verb])
             else:
@@ -89,7 +91,7 @@ def _is_for_users(error: Exception) -> bool:
     return isinstance(error, ValueError | TypeError) and modules[-1] == "ours" and {*modules} <= {"ours", *between}
 
 
-# ---- plot, new, copy, diff, verify
+# ---- plot, runs, new, copy, diff, verify
 
 
 def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argparse.Namespace:
@@ -104,13 +106,29 @@ def _plot(verb: str, argv: list[str]) -> None:
         verb, argv,
         PATH={"nargs": "*", "default": ["logs"], "help": "metrics.csv, a run's folder, or the root of all (logs)"},
         __metrics={"nargs": "+", "help": "the columns to draw; by default all losses and accuracies"},
-        __x={"default": "epoch", "help": "the horizontal axis: epoch, step, or time, the seconds trained"},
+        __x={"default": "epoch", "help": "the horizontal axis: epoch, step, or time, as it was trained"},
+        __smooth={"type": float, "help": "0 to 1: how much of a point is the average before it; for steps"},
         __out={"help": "the picture; by default history.png in PATH, or here for several"},
+        __watch={"action": "store_true", "help": "draw again as the logs grow, until the runs have ended or Ctrl-C"},
     )  # fmt: skip
     first = Path(given.PATH[0])
     folder = Path() if len(given.PATH) > 1 else first if first.is_dir() else first.parent
     out = Path(given.out or folder / "history.png")
-    print(f"picture     {draw(given.PATH, out, metrics=given.metrics, x=given.x)}")
+    words = {"metrics": given.metrics, "x": given.x, "smooth": given.smooth}
+    if given.watch:
+        watch(given.PATH, out, **words)
+    else:
+        print(f"picture     {draw(given.PATH, out, **words)}")
+
+
+def _runs(verb: str, argv: list[str]) -> None:
+    from .listing import runs_verb
+
+    text = runs_verb(f"{program()} {verb}", VERBS[verb], argv)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _new(verb: str, argv: list[str]) -> None:
