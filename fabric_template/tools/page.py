@@ -115,10 +115,11 @@ th[aria-sort=ascending] button::after { content: " \25B4"; } th[aria-sort=descen
 th button { border: 0; padding: 0; font-weight: 600; cursor: pointer; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.words { min-width: 9rem; max-width: 26rem; overflow-wrap: anywhere; color: var(--soft); }
-td.run { overflow-wrap: anywhere; min-width: 8rem; }
+td.run { overflow-wrap: anywhere; min-width: 11rem; }
 tbody tr:hover { background: var(--row); }
 .running { color: var(--c0); } .failed, .damaged { color: var(--c1); font-weight: 600; } .interrupted { color: var(--c4); }
-@media (max-width: 640px) { .wide { display: none; } body { padding: .6rem; } th, td { padding: .25rem .35rem; } }
+@media (max-width: 900px) { .wide { display: none; } }
+@media (max-width: 640px) { body { padding: .6rem; } th, td { padding: .25rem .35rem; } }
 </style>
 </head>
 <body>
