@@ -39,12 +39,14 @@ class Bar:
         """So many batches begin, or endlessly many: the first, or the next epoch's."""
         if not self.enabled or self._screen is None:
             return
-        if not self._is_up:
-            self._screen.begin()
-            self._is_up = True
         self._words, self._total, self._done, self._first = words, total, done, done
         self._began = time.monotonic()
-        self._due = self._began + SECONDS_BETWEEN
+        if self._is_up:
+            self._due = self._began + SECONDS_BETWEEN
+        else:  # at once: the first batch may take long
+            self._is_up = True
+            self._screen.begin()
+            self._draw()
 
     def advance(self, done: int) -> None:
         """So many batches are done, of the validation if one is on: draw the bar, if it is time to."""

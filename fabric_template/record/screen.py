@@ -15,8 +15,9 @@ from typing import Any
 from .lines import Lines
 
 SECONDS_BETWEEN = 0.2  # what is drawn more often costs steps and shows no more
+WIDTH = 80  # of a terminal that does not say how wide it is
 LEAST_BAR = 12  # columns of a terminal's bar; values that leave it fewer are left out
-MOST_ROWS = 50  # of a page's table while it grows; all of them stay at the end
+MOST_ROWS = 20  # of a page's table while it grows; all of them stay at the end, to be scrolled
 
 
 class Screen:
@@ -81,7 +82,7 @@ class Terminal(Screen):
             is_ascii = False
         except UnicodeEncodeError:
             is_ascii = True
-        width, values = (_columns(self._out) or 80) - 1, meter["postfix"].split(", ")
+        width, values = (_columns(self._out) or WIDTH) - 1, meter["postfix"].split(", ")
         while len(tqdm.format_meter(**meter, ncols=0)) + LEAST_BAR > width and values:
             values.pop()  # the lines have them all
             meter = {**meter, "postfix": ", ".join(values)}
@@ -183,11 +184,14 @@ class Page(Screen):
         from tqdm import tqdm
 
         self._due = time.monotonic() + SECONDS_BETWEEN
-        parts, texts = [self.lines.html(most)], [self.lines.text(most), *self._said]
+        table = self.lines.html(most)
+        if len(self.lines.rows) > MOST_ROWS and most is None:
+            table = f'<div style="max-height: 30em; overflow-y: auto">{table}</div>'
+        parts, texts = [table], [self.lines.text(most), *self._said]
         parts += [f"<div>{html.escape(text)}</div>" for text in self._said]
         if self._meter:
             texts.append(tqdm.format_meter(**self._meter, ncols=100))
-            words = "{desc}{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+            words = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
             text = tqdm.format_meter(**self._meter, bar_format=words)
             total = self._meter["total"]
             bar = f'<progress value="{self._meter["n"]}" max="{total}"></progress> ' if total else ""
@@ -215,6 +219,11 @@ def find_screen(lines: Lines) -> Screen:
 def _columns(stream: Any) -> int | None:
     """How wide a terminal is; None: it is none."""
     try:
-        return (os.get_terminal_size(stream.fileno()).columns or 80) if stream.isatty() else None
-    except (OSError, ValueError, AttributeError):
+        if not stream.isatty():
+            return None
+    except (ValueError, AttributeError):  # closed, or none at all
         return None
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or WIDTH
+    except (OSError, ValueError, AttributeError):
+        return WIDTH

@@ -76,7 +76,7 @@ def test_one_bar_counts_batches_and_says_what_validates(tmp_path, tty):
         "epoch {}/2: 100% 4/4",
         *(f"epoch {{}}/2, validating {n}/5: 100% 4/4" for n in (1, 2, 3, 4, 5)),
     ]
-    assert drawn(tty) == [line for n in (0, 1) for line in [text.format(n) for text in epoch]] + ["2 epochs: 100% 4/4"]
+    assert drawn(tty) == ["epoch 0/2:   0% 0/4"] + [line for n in (0, 1) for line in [text.format(n) for text in epoch]] + ["2 epochs: 100% 4/4"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_by_itself(tmp_path, tty):
 
     with on(tty):
         loop.validate(Two(), [val_loader(), val_loader()], verbose=False)
-    assert drawn(tty) == [f"validate: {n * 10:3}% {n}/10" for n in range(1, 11)]
+    assert drawn(tty) == [f"validate: {n * 10:3}% {n}/10" for n in range(11)]
 
 
 def test_values_beside_it(tmp_path, tty):
@@ -249,11 +249,11 @@ def test_throttled_by_time(monkeypatch, seconds, draws):
     for done in range(1, 1001):
         clock[0] += seconds
         bar.advance(done)
-    assert len(read) == len(screen.drawn) == draws
-    assert screen.drawn[0][1] == "loss=0.1235"
+    assert len(read) == len(screen.drawn) == draws + 1  # and one as it begins
+    assert screen.drawn[0] == (0, "loss=0.1235")
     bar.close(1000, "1 epoch")
     bar.advance(1001)
-    assert len(screen.drawn) == draws + 1
+    assert len(screen.drawn) == draws + 2
     assert screen.drawn[-1][0] == 1000
 
 
