@@ -76,7 +76,9 @@ def test_one_bar_counts_batches_and_says_what_validates(tmp_path, tty):
         "epoch {}/2: 100% 4/4",
         *(f"epoch {{}}/2, validating {n}/5: 100% 4/4" for n in (1, 2, 3, 4, 5)),
     ]
-    assert drawn(tty) == ["epoch 0/2:   0% 0/4"] + [line for n in (0, 1) for line in [text.format(n) for text in epoch]] + ["2 epochs: 100% 4/4"]
+    assert drawn(tty) == ["epoch 0/2:   0% 0/4"] + [
+        line for n in (0, 1) for line in [text.format(n) for text in epoch]
+    ] + ["2 epochs: 100% 4/4"]
 
 
 @pytest.mark.parametrize(
