@@ -157,7 +157,7 @@ def test_the_terminal_shows_what_is_printed_and_the_files_are_those_that_are_lef
         lines = [line.replace(f"{sys.executable} -m fabric_template", "fabric-template") for line in lines]
         lines = [line.replace("python -m fabric_template", "fabric-template") for line in lines]
         lines = [re.sub(r"train_loss.*|val_acc.*", "", line) for line in lines]  # names are compared below
-        lines = [re.sub(r"\d[\d.,]*(e-\d+)?\*?", "#", line).split("--limit_train_batches")[0] for line in lines]
+        lines = [re.sub(r"\d[\d.,]*(e-\d+)?\*?", "#", re.sub(" --(limit|max).*", "", line)) for line in lines]
         return "".join(f"{' '.join(line.split())}\n" for line in lines)
 
     printed = [line for line in done.stdout.splitlines() if line.strip()]
