@@ -102,22 +102,27 @@ def _by_step(rows: pd.DataFrame, folder: Path) -> pd.DataFrame:
 
 
 def _joined(drawn: list[Drawn]) -> list[Drawn]:
-    """Runs of one name that differ in their seed alone, together."""
+    """Runs of one name that differ in their seed alone, together; called by what is other in those beside them."""
     groups: dict[Any, Drawn] = {}
+    words_by_group: dict[Any, dict[str, Any]] = {}
     for number, one in enumerate(drawn):
         name = one.label.rpartition("/")[0]
         words = words_of(one.folders[0]) if one.folders else {}
-        words = {word: value for word, value in words.items() if word not in ("seed", "name", "version")}
-        group = groups.setdefault((name, repr(sorted(words.items()))) if words else number, Drawn(one.label, []))
+        words = {word: value for word, value in words.items() if word not in ("seed", "name", "version", "resume")}
+        key = (name, repr(sorted(words.items())) if words else number)
+        group = groups.setdefault(key, Drawn(one.label, []))
+        words_by_group[key] = words
         group.frames += one.frames
         group.folders += one.folders
-    joined = list(groups.values())
-    names = [one.label.rpartition("/")[0] for one in joined]
-    for one, name in zip(joined, names, strict=True):
-        if len(one.frames) > 1:
-            first = name if names.count(name) == 1 else one.label
-            one.label = f"{first}, mean of {len(one.frames)}" if len(joined) > 1 else ""
-    return joined
+    for (name, rest), group in groups.items():
+        if len(group.frames) > 1:
+            beside = [words for key, words in words_by_group.items() if key[0] == name]
+            mine = words_by_group[name, rest]
+            other = [word for word in mine if any(words.get(word) != mine[word] for words in beside)]
+            said = ", ".join(f"{word.rpartition('.')[2]}={mine[word]}" for word in other)
+            label = name if len(beside) == 1 else f"{name} {said}" if 0 < len(said) < 40 else group.label
+            group.label = f"{label}, mean of {len(group.frames)}" if len(groups) > 1 else ""
+    return list(groups.values())
 
 
 # ---- the columns

@@ -250,7 +250,7 @@ class _Panel:
         """The mean over the runs, point by point; of what is validated with its band."""
         points["place"] = points.groupby("run").cumcount() if self.x == "time" else points["x"]
         mean = points.groupby("place").agg(x=("x", "mean"), y=("y", "mean"), low=("y", "min"), high=("y", "max"))
-        if column.split != "train":
+        if column.split != "train" and color != GREY:
             self.ax.fill_between(mean["x"], mean["low"], mean["high"], color=color, alpha=0.22, linewidth=0)
         return mean.reset_index(drop=True)
 

@@ -277,7 +277,10 @@ def test_an_object_as_an_argument(capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["fut"], "there is no 'fut': expected one of fit, validate, test, predict, plot, new, copy, diff, verify"),
+        (
+            ["fut"],
+            "there is no 'fut': expected one of fit, validate, test, predict, plot, runs, new, copy, diff, verify",
+        ),
         (["fit", "--max_epoch", "3"], "fit has no option --max_epoch: did you mean --max_epochs?"),
         (
             ["fit", "--ckpt_path=a"],

@@ -228,12 +228,12 @@ def seeded(tmp_path):
 def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_a_band(seeded):
     ax = plot_logs(seeded)
     assert lines(ax) == {
-        "digits/version_0, mean of 3 val_loss": (BLUE, [(0, 33.0), (1, 32.0)]),
+        "digits hidden=32, mean of 3 val_loss": (BLUE, [(0, 33.0), (1, 32.0)]),
         "digits/version_3 val_loss": (ORANGE, [(0, 64.0), (1, 63.0)]),
     }
     (band,) = ax.collections
     assert (band.get_datalim(ax.transData).ymin, band.get_datalim(ax.transData).ymax) == (31.0, 34.0)
-    assert legend(ax) == ("digits", ["version_0, mean of 3", "version_3"])
+    assert legend(ax) == ("", ["digits hidden=32, mean of 3", "digits/version_3"])
 
 
 def test_seeds_alone_a_frame_of_them_and_each_by_itself(seeded):
@@ -249,7 +249,7 @@ def test_seeds_of_different_length_and_over_time(seeded):
         path = seeded / f"digits/version_{version}/metrics.csv"
         path.write_text("epoch,val_loss,time\n0,1.0,2.0\n" + "1,0.5,4.0\n" * (version > 0))
     ax = plot_logs(seeded / "digits", x="time", metrics="val_loss")
-    assert lines(ax)["digits/version_0, mean of 3 val_loss"][1] == [(2.0, 1.0), (6.0, 0.5)]
+    assert lines(ax)["digits hidden=32, mean of 3 val_loss"][1] == [(2.0, 1.0), (6.0, 0.5)]
 
 
 # ---- marks
