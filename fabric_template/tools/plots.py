@@ -85,12 +85,12 @@ def plot_logs(
     if ax is not None:
         _Panel(ax, x, smooth, len({line.get_color() for line in ax.get_lines()})).draw(drawn, columns)
         if len(ax.get_lines()) <= 2 * MOST_NAMED and ax.get_legend_handles_labels()[1]:
-            ax.legend(fontsize="small")
+            _as_they_are(ax.legend(fontsize="small"))
         return ax
     panels = sort_into_panels(columns, several_runs=len(drawn) > 1)
     figure, axes = _make_figure(len(panels))
     for one, (title, group) in zip(axes, panels.items(), strict=True):
-        one.set_title(title, loc="left")
+        one.set_title(title, loc="left", parse_math=False)
         _Panel(one, x, smooth).draw(drawn, group)
     _make_legend(figure, drawn, panels)
     return axes[0] if len(axes) == 1 else numpy.array(axes)
@@ -149,10 +149,17 @@ def _make_legend(figure: Figure, drawn: list[Drawn], panels: dict[str, list[Colu
     across = max(1, min(len(entries), int(figure.get_figwidth() * 72 / (longest * 4.8 + 40))))
     rows = -(-len(entries) // across)
     figure.set_figheight(figure.get_figheight() + 0.27 * (rows + bool(said) - 1))
-    figure.legend(
+    legend = figure.legend(
         entries.values(), entries, loc="outside lower center", ncols=-(-len(entries) // max(rows, 1)), frameon=False,
         title=", ".join(said) or None, fontsize="small", title_fontsize="small", borderaxespad=0.2,
     )  # fmt: skip
+    _as_they_are(legend)
+
+
+def _as_they_are(legend: Any) -> None:
+    """Names of runs and metrics are no formulas, whatever dollars they have."""
+    for text in (*legend.get_texts(), legend.get_title()):
+        text.set_parse_math(False)
 
 
 def _color(number: int) -> tuple[str, Any]:

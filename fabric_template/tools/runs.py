@@ -25,7 +25,8 @@ FILES = ("metrics.csv", "hparams.yaml", "config.yaml", ".lock")  # by which a ru
 COLUMNS = (
     "name", "version", "state", "epochs", "metric", "best", "best_epoch", "seconds", "resumed_from", "changed", "folder",
 )  # fmt: skip
-_PLACE = ("name", "version", "default_root_dir", "resume")  # words that are another's for each run
+# words that are another's for each run, or say nothing of it
+_PLACE = ("name", "version", "default_root_dir", "resume", "enable_progress_bar", "enable_model_summary")
 
 
 @dataclass

@@ -422,6 +422,16 @@ def test_epochs_have_whole_ticks(epochs):
     assert all(tick == int(tick) and 0 <= tick < epochs for tick in shown)
 
 
+def test_names_are_no_formulas_and_odd_numbers_no_trouble():
+    frame = pd.DataFrame({"epoch": [0, 1, 2], "val_$loss$_^{": [3.0, 2.0, 1.0], "$f$": [1.0, 2.0, 3.0]})
+    axes = plot_logs({"_a$": frame, "b$": frame, "$\\frac{": frame}, metrics=["val_$loss$_^{", "$f$"])
+    axes[0].figure.canvas.draw()
+    assert legend(axes)[1] == ["_a$", "b$", "$\\frac{"]
+    plot_logs(frame, ax=pyplot.subplots()[1]).figure.canvas.draw()
+    for values in ([math.inf, 1, 2], [1e300, -1e300, 1e-300], [0, 0, 0], [1e-8] * 3):
+        plot_logs(pd.DataFrame({"epoch": [5, 5, 6], "val_loss": values})).figure.canvas.draw()
+
+
 # ---- what is refused
 
 
