@@ -89,7 +89,8 @@ def _end(loop: TrainerFace, run: Run, kind: type | None, error: BaseException | 
         _tell(loop, run, failed)
         run.home.note("failed")
         raise
-    run.home.note("finished" if run.stop.signals.agreed is None else "interrupted")
+    stopped = run.stop.signals.agreed is not None
+    run.home.note("interrupted" if stopped else "failed" if run.stop.is_nan else "finished")
 
 
 def _rest(run: Run) -> None:

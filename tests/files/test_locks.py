@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 from modules import make_loader
-from runs import fit, tree
+from runs import fit, loud, tree
 
-from fabric_template import CSVLogger
+from fabric_template import CSVLogger, FabricLoop
 from fabric_template.files import disk, locks
 from fabric_template.files.locks import one_writer
 from fabric_template.files.reading import CheckpointError
@@ -142,6 +143,17 @@ def test_who_wrote_and_how_it_ended_is_left_beside_the_lock():
     assert lines() == told
     fit(".", max_epochs=1, **words)  # there is nothing to do: it goes on from nowhere
     assert lines() == [*told, me, "finished"]
+
+
+@pytest.mark.filterwarnings("ignore:the loss is not finite")
+def test_a_run_that_a_nan_has_ended_has_failed():
+    def step(net, batch):
+        return net(torch.ones(1, 2)).sum() * float("nan")
+
+    net = torch.nn.Linear(2, 1)
+    loop = FabricLoop(**loud(max_epochs=2, version=0, on_nan=1))
+    loop.fit(net, make_loader(8), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), training_step=step)
+    assert lines() == [str(os.getpid()), "failed"]
 
 
 def test_a_moment_s_look_keeps_no_run_from_beginning(monkeypatch):
