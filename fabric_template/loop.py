@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from lightning.fabric import Fabric
 
-from .core.config import parse_config
+from .core.config import LoopConfig, parse_config
 from .core.errors import Misuse, MisuseOfType
 from .core.evaluate import print_results
 from .files.opening import is_file
@@ -23,6 +25,35 @@ from .trainer.callbacks import parse_callbacks
 from .trainer.profiling import make_profiler
 from .trainer.strategies import as_fabrics
 from .trainer.views import StrategyFace
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words(LoopConfig):
+    """All that FabricLoop takes: LoopConfig's words, and those of Fabric."""
+
+    fabric: Fabric | None = field(default=None, kw_only=False)
+    accelerator: Any = "auto"
+    strategy: Any = "auto"
+    devices: Any = "auto"
+    num_nodes: int = 1
+    precision: Any = None
+    plugins: Any = None
+    loggers: Any = None
+    callbacks: Any = None
+
+
+def taking(words: Callable[P, Any]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Give a constructor the words of another one: to editors, which read the types, and to ``help`` and notebooks."""
+
+    def sign(init: Callable[..., None]) -> Any:
+        takes = inspect.signature(words).parameters.values()
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        init.__signature__ = inspect.Signature([own, *takes])  # type: ignore[attr-defined]
+        return init
+
+    return sign
 
 
 class FabricLoop(Parts):
@@ -54,6 +85,7 @@ class FabricLoop(Parts):
         ['epoch', 'step', 'train_loss', 'lr', 'time']
     """
 
+    @taking(Words)
     def __init__(
         self, fabric: Fabric | None = None, *, accelerator: Any = "auto", strategy: Any = "auto", devices: Any = "auto",
         num_nodes: int = 1, precision: Any = None, plugins: Any = None, loggers: Any = None, callbacks: Any = None,
@@ -61,6 +93,11 @@ class FabricLoop(Parts):
     ) -> None:  # fmt: skip
         given = parse_config(config)
         self.config = given.resolved()
+        where = {"accelerator": accelerator, "strategy": strategy, "devices": devices, "num_nodes": num_nodes,
+                 "precision": precision} if fabric is None else {"accelerator": fabric}  # fmt: skip
+        more = {"plugins": plugins, "callbacks": callbacks or None, "logger": loggers}
+        # what rebuilds it, see record/recipe.py; the command line puts its own here
+        self.recipe = {**vars(given), **where, **{word: value for word, value in more.items() if value is not None}}
         words = {"accelerator": accelerator, "strategy": as_fabrics(strategy), "devices": devices, "num_nodes": num_nodes,
                  "precision": precision, "plugins": plugins}  # fmt: skip
         if fabric is not None:

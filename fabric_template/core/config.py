@@ -12,7 +12,7 @@ from typing import Any
 Interval = int | float | str | timedelta | dict[str, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopConfig:
     """How long to train, how often to validate, what to keep.
 
@@ -127,7 +127,8 @@ class LoopConfig:
     files whose writer you know."""
     seed: int | None = None
     """Seed Python, NumPy and PyTorch, on every rank and in every worker, when the loop is made and again as each run starts.
-    Make the model after the loop, or write seed_everything(1) before it: weights that are there already stay as they are.
+    Make the model after the loop, as the command line does and as configure_model is called, or write seed_everything(1)
+    before it: weights that are there already stay as they are.
     None: leave the random numbers as they are."""
     compile: bool | dict[str, Any] = False
     """torch.compile the steps (True, or its keywords)."""

@@ -17,14 +17,14 @@ class Optimizing:
     """What updates the weights: what was given, or what the module says; ``wrap`` makes of each what a module sees of it."""
 
     def __init__(self, given: Any, wrap: Callable[[Any], Any]) -> None:
-        self._given, self._wrap = given, wrap
+        self.given, self._wrap = given, wrap
         self.optimizers: list[Any] = []
         self.wrapped: list[Any] = []
         self.schedulers: list[SchedulerConfig] = []
 
     def set_up(self, trained: Trained, configure: Callable[[], Any] | None) -> None:
         """Ask the module for its optimizers and schedulers, or take the ones that fit was given."""
-        returned = self._given
+        returned = self.given
         if returned is None and configure is not None:
             returned = configure()
         custom = overrides(trained.owner, "lr_scheduler_step") is not None

@@ -33,6 +33,7 @@ class Home:
     folder: Path | None = None  # for checkpoints
     is_chosen: bool = False  # whether name and version are
     note: Callable[[str], None] = _nowhere  # a line beside its lock, for who lists the runs
+    recipe: dict[str, Any] = field(default_factory=dict)  # the words that it was asked for with
 
 
 @dataclass

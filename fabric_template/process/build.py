@@ -60,7 +60,7 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
         at.follow(plan.last)
     if plan.again is not None:
         at.follow_evaluations(plan.again)
-    plan.home.loggers = loop.loggers
+    plan.home.loggers, plan.home.recipe = loop.loggers, loop.recipe
     metrics = Metrics(fabric.all_reduce, distributed=not is_alone, predicts=plan.fn == "predict",
                       enabled=not config.barebones, has_logger=bool(plan.home.loggers))  # fmt: skip
     hooks = Hooks(loop, loop.callbacks, trained.owner, metrics, loop.own_profiler, partial(shown_to, trained))

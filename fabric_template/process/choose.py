@@ -17,7 +17,8 @@ from ..core.overrides import overrides
 from ..core.passes import INFINITE
 from ..files.checkpoint import OURS, check_fits, check_format, check_trained
 from ..files.disk import set_aside
-from ..files.opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file, names_in
+from ..files.found import find_checkpoint, folders_of
+from ..files.opening import CheckpointError, DamagedError, UnreadableError, cause_of, names_in
 from ..files.plain import brought_back
 from ..files.reading import load_header, read_checkpoint
 from ..files.schema import check_resumable
@@ -101,7 +102,7 @@ def _path_of(argument: str, value: Any, loop: TrainerFace) -> str | Path | None:
     if value == "auto":
         last = loop.checkpoint_path("last")
         folders = [last.parent] if last is not None else folders_of_callbacks(loop)
-        folders = folders or _folders(root, config.name, config.version)
+        folders = folders or folders_of(root, config.name, config.version)
         return newest_good(folders, config.trusted)
     return value if value is None or "://" in str(value) else Path(value)
 
@@ -130,9 +131,9 @@ def folders_of_callbacks(loop: TrainerFace) -> list[Path]:
             place = config.name, config.version
             if not loop._own_logger:  # that counts its versions itself; one that it was given is there
                 name, version = str(logger.name), logger.version
-                is_there = Path(logger.save_dir or root, *_folders(Path(), name, version)).is_dir()
+                is_there = Path(logger.save_dir or root, *folders_of(Path(), name, version)).is_dir()
                 place = name, version if is_there else None
-            folders += [path / "checkpoints" for path in _folders(Path(logger.save_dir or root), *place)]
+            folders += [path / "checkpoints" for path in folders_of(Path(logger.save_dir or root), *place)]
     return list(dict.fromkeys(folders))
 
 
@@ -175,22 +176,6 @@ def _check(plan: Plan, fabric: Fabric) -> None:
             f"resume: you are resuming from a checkpoint that ended in the middle of a step, by an error ('{path}'): training"
             f" goes on after step {checkpoint.get('global_step')}, not to the bit as without the error"
         )
-
-
-def find_checkpoint(word: str, root: Path, name: str, version: int | str | None, mode: str = "min") -> Path | None:
-    """The file that ``"last"`` or ``"best"`` means: of this version, or of the newest version that has one."""
-    for folder in _folders(root, name, version):
-        for name in ("last.ckpt", "exception.ckpt") if word == "last" else ("best.ckpt",):
-            if is_file(folder / name):
-                inside(folder, name)  # not through a symbolic link to somewhere else
-                return folder / name
-        others = {name for name in names_in(folder) if name.endswith(".ckpt")} - {"last.ckpt", "exception.ckpt"}
-        if word == "best" and others and is_file(last := folder / "last.ckpt"):
-            check_resumable(checkpoint := read_checkpoint(last), last)
-            kept = (checkpoint.get(OURS) or {}).get("kept", {}).get("best", {})
-            if existing := {name: score for name, score in kept.items() if name in others}:
-                return folder / (min if mode == "min" else max)(existing, key=existing.__getitem__)
-    return None
 
 
 def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
@@ -279,15 +264,6 @@ def _ours(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _is_exact(checkpoint: Mapping[str, Any]) -> bool:
     return _ours(checkpoint).get("is_exact") is not False
-
-
-def _folders(root: Path, name: str, version: int | str | None) -> list[Path]:
-    """The folders of this version, or of all, the newest first."""
-    folder = root / name
-    if version is not None:
-        return [folder / (version if isinstance(version, str) else f"version_{version}")]
-    numbered = [(int(one[8:]), one) for one in names_in(folder) if one.startswith("version_") and one[8:].isdigit()]
-    return [folder / one for _, one in sorted(numbered, reverse=True)]
 
 
 def _tell(aside: list[str], what_now: str) -> None:

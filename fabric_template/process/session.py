@@ -31,6 +31,7 @@ from ..record.earlier import bring_back
 from ..record.ending import count
 from ..record.lines import Lines
 from ..record.logger import CSVLogger
+from ..record.recipe import write_recipe
 from ..record.screen import find_screen
 from ..trainer import profiling
 from ..trainer.attach import after_error, attach, attach_log
@@ -89,8 +90,7 @@ def _end(loop: TrainerFace, run: Run, kind: type | None, error: BaseException | 
         _tell(loop, run, failed)
         run.home.note("failed")
         raise
-    stopped = run.stop.signals.agreed is not None
-    run.home.note("interrupted" if stopped else "failed" if run.stop.is_nan else "finished")
+    run.home.note("finished" if run.stop.signals.agreed is None else "interrupted")
 
 
 def _rest(run: Run) -> None:
@@ -212,6 +212,7 @@ def start_fit(run: Run) -> None:
         run.log.hyperparameters()
         if path is not None:
             run.home.note(f"resumed after step {run.at.global_step} from {path}")
+        write_recipe(run)
     if run.steps.buckets is not None:
         run.steps.buckets.begin(run.origin.pending, run.fabric.backward)
     if run.origin.pending is not None:

@@ -5,8 +5,9 @@ import re
 import tempfile
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,13 +146,13 @@ class CSVLogger(FabricCSVLogger):
         import yaml
 
         for given in (params or {}, *extra):
-            plain = _plain(given)
-            if not isinstance(plain, dict):
+            words = plain(given)
+            if not isinstance(words, dict):
                 raise TypeError(
                     f"log_hyperparams takes a dict or an argparse.Namespace, not {type(given).__name__}: "
                     f"give it a name, e.g. log_hyperparams({{'value': {given!r}}})"
                 )
-            self._hparams.update(plain)
+            self._hparams.update(words)
         text = yaml.safe_dump(self._hparams, sort_keys=False, allow_unicode=True)
         self.claim()
         path = os.path.join(self.log_dir, "hparams.yaml")
@@ -313,18 +314,24 @@ def _join(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return list(joined.values())
 
 
-def _plain(value: Any) -> Any:
-    """The value as YAML can hold it; what YAML has no word for becomes text."""
+def _text(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # an address is another one in each run
+
+
+def plain(value: Any, other: Callable[[Any], Any] = _text) -> Any:
+    """The value as YAML can hold it; what YAML has no word for becomes text, or what ``other`` makes of it."""
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, Enum):
+        return plain(value.value, other)
     for kind in (int, float, str):  # also takes subclasses back to the plain type: numpy's float64 is a float
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping | Namespace):
         items = (value if isinstance(value, Mapping) else vars(value)).items()
-        return {key if isinstance(key, int) else str(key): _plain(item) for key, item in items}
+        return {key if isinstance(key, int) else str(key): plain(item, other) for key, item in items}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [plain(item, other) for item in value]
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return _plain(value.item())
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # an address is another one in each run
+        return plain(value.item(), other)
+    return other(value)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .options import PACKAGE, UsageError
+from .errors import PACKAGE, UsageError, as_typed
 from .picture import draw, watch
 from .running import run_verb
 from .typed import program, shown
@@ -66,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if not _is_for_users(error):
             raise
-        text = " ".join(str(error).split())
+        text = as_typed(" ".join(str(error).split()))
         if "is of another model" in text:
-            text += ": repeat the --model.* options that its fit was given"
+            text += ": repeat the --model.* options that its fit was given, or give its folder as --run"
         print(f"{program()}: {text}", file=sys.stderr)
         return 2
     return 0

@@ -7,30 +7,23 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import inspect
-import json
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.config import _CHECKS, FABRIC_WORDS, TRAINER_ONLY, LoopConfig
+from .classes import PLACES, find, full_name, names_in, show_help, type_of, with_full_names
+from .configs import PARTS, check_known, class_of, file_of_run, read_configs
+from .errors import PACKAGE, UsageError
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
-PACKAGE = __package__.rpartition(".")[0]  # another one in a copy
 DIGITS = {"model": f"{PACKAGE}.demos.digits:DigitsClassifier", "data": f"{PACKAGE}.demos.digits:DigitsData"}
-MOST = 10_000_000  # characters in a config file, as its aliases stand for them
 DIGITS_WORDS = {"name": "digits", "max_epochs": 10, "monitor": "val_acc", "mode": "max", "seed": 0}
-
-
-class UsageError(ValueError):
-    """What was typed cannot be done; the message is one line that says what to type instead."""
 
 
 @dataclass
@@ -42,12 +35,32 @@ class Options:
     factories: dict[str, Callable]  # the class (or function) of model and data
     parser: ArgumentParser
 
+    def make_words(self) -> dict[str, Any]:
+        """Every word of the loop, with its callbacks and loggers made."""
+        words = {word: self.settings[word] for word in (*FABRIC_OPTIONS, *LoopConfig.__dataclass_fields__)}
+        return {**words, **self._made(*PLACES)}
+
     def make_parts(self) -> dict[str, Any]:
         """Make the model and the data; their own errors are theirs."""
         for part in self.factories:
             self.settings[part].pop("class")
-        settings = self.parser.instantiate_classes(self.settings)  # arguments that are objects themselves
-        return {part: factory(**vars(settings[part])) for part, factory in self.factories.items()}
+        made = self._made(*self.factories)  # arguments that are objects themselves
+        return {part: factory(**vars(made[part])) for part, factory in self.factories.items()}
+
+    def recipe(self, command: str) -> dict[str, Any]:
+        """What rebuilds this run, for its config.yaml; before anything is made."""
+        from jsonargparse import set_dumper
+
+        words: dict[str, Any] = {}
+        set_dumper("as it is", lambda data: words.update(data) or "")  # objects, too, which no text could hold
+        self.parser.dump(self.settings, skip_none=False, skip_validation=True, format="as it is")
+        return {**{word: value for word, value in words.items() if word not in OWN_HELP}, "about": {"command": command}}
+
+    def _made(self, *words: str) -> dict[str, Any]:
+        from jsonargparse import Namespace
+
+        asked = Namespace(**{word: self.settings[word] for word in words})
+        return vars(self.parser.instantiate_classes(asked, instantiate_groups=words != (*PLACES,)))
 
 
 def read_options(verb: str, argv: list[str], program: str, description: str) -> Options | None:
@@ -57,20 +70,29 @@ def read_options(verb: str, argv: list[str], program: str, description: str) -> 
         UsageError: for what is unknown or has the wrong type.
     """
     typed, shows_help = _read_words(argv)
-    config = _read_config(typed)
-    paths = {part: typed.get(part) or _class_of(config, part) for part in ("model", "data")}
+    for part in PARTS:
+        typed.update({part: path} if (path := typed.get(f"{part}.help")) else {})
+    config, about = read_configs(verb, typed)
+    paths = {part: typed.get(part) or class_of(config, part) for part in PARTS}
     is_digits = paths["model"] is None
     if is_digits and paths["data"] not in (None, DIGITS["data"]) and not shows_help:
+        check_known(verb, about, typed, {})
         raise UsageError(f"--data {paths['data']} without --model: expected --model package.module:Class, too")
     if is_digits:
+        check_known(verb, about, typed, {})
         paths = {part: path or DIGITS[part] for part, path in paths.items()}
     _check_words(verb, typed, config, paths, program)
 
     if "" not in sys.path:
         sys.path.insert(0, "")  # your own modules, as with python -m
     classes = {part: path for part, path in paths.items() if path is not None}
-    factories = {part: _find(part, path) for part, path in classes.items()}
-    parser, known = _make_parser(verb, program, description, paths, factories)
+    factories = {part: find(part, path) for part, path in classes.items()}
+    if asked := [part for part in PARTS if f"{part}.help" in typed and part in factories]:
+        for part in asked:
+            show_help(part, classes[part], factories[part], f"{program} {verb}")
+        return None
+    named = _name_classes(typed, config)
+    parser, known = _make_parser(verb, program, description, paths, factories, _classes_asked(named, config))
     if is_digits:
         parser.set_defaults(DIGITS_WORDS)
     for part, names in known.items():
@@ -82,15 +104,66 @@ def read_options(verb: str, argv: list[str], program: str, description: str) -> 
             parser._option_string_actions[f"--{part}"].help = argparse.SUPPRESS
         parser.print_help()
         return None
-    argv = [f"--config={json.dumps(config, default=str)}"] * bool(config)  # first: what is typed beats what is written
+    if assumed := check_known(verb, about, typed, _defaults_of(factories)):
+        print(f"{program}: not known of that run, and taken as by default: {', '.join(assumed)}", file=sys.stderr)
+    settings = _parse(parser, _tokens(named, config, factories), factories)
+    if verb == "fit" and "run" in typed and "resume" not in typed:  # a new run; what goes on from it is not that one
+        typed = {"config": [str(file_of_run(typed.pop("run"))), *typed.pop("config", ())], **typed}
+    return Options(typed, settings, factories, parser)
+
+
+def _tokens(typed: dict[str, Any], config: dict[str, Any], factories: Mapping[str, Callable]) -> list[str]:
+    """What the parser reads: the files first, for what is typed beats what is written."""
+    import yaml
+
+    text = yaml.safe_dump(config, default_flow_style=True, width=sys.maxsize)  # unlike JSON it can write infinity
+    argv = [f"--config={text}"] * bool(config)
     for word, value in typed.items():
         if word in factories:
             argv.append(f"--{word}.class={value}")
+        elif isinstance(value, list) and word != "config":
+            argv += value
         elif word == "print_config":
             argv.append(f"--{word}={value}" if value else f"--{word}")
-        elif word != "config":
+        elif word not in ("config", "run") and not (word == "load" and "load" in config and "run" in typed):
             argv.append(f"--{word}={value}")
-    return Options(typed, _parse(parser, argv, factories), factories, parser)
+    return argv
+
+
+def _name_classes(typed: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """What was typed, and in place what was written, with the whole paths of the classes of callbacks and loggers."""
+    named = dict(typed)
+    for word in PLACES:
+        if config.get(word) is not None:
+            config[word] = with_full_names(word, config[word])
+        for place, token in enumerate(typed.get(word, ())):
+            option, _, name = token.partition("=")
+            if not place and option.startswith(f"--{word}.") and not option.endswith(".help") and not config.get(word):
+                raise UsageError(f"{token} before any class: expected --{word}+=Class first, then its arguments")
+            if option.rstrip("+") == f"--{word}" or option == f"--{word}.help":
+                tokens = named[word]
+                named[word] = [*tokens[:place], f"{option}={full_name(word, name)}", *tokens[place + 1 :]]
+    return named
+
+
+def _classes_asked(typed: dict[str, Any], config: dict[str, Any]) -> dict[str, list[str]]:
+    """The classes of callbacks and loggers that are asked for; nothing of a word that names none."""
+    asked = {}
+    for word in PLACES:
+        typed_names = [token.partition("=")[2] for token in typed.get(word, ())]
+        if word in typed or isinstance(config.get(word), str | list | dict):
+            asked[word] = [*names_in(config.get(word)), *names_in(typed_names)]
+    return asked
+
+
+def _defaults_of(factories: Mapping[str, Callable]) -> dict[str, Any]:
+    """The arguments of model and data that need not be given."""
+    return {
+        f"{part}.{name}": parameter.default
+        for part, factory in factories.items()
+        for name, parameter in inspect.signature(factory).parameters.items()
+        if parameter.default is not parameter.empty
+    }
 
 
 def _read_words(argv: list[str]) -> tuple[dict[str, Any], bool]:
@@ -107,93 +180,42 @@ def _read_words(argv: list[str]) -> tuple[dict[str, Any], bool]:
         word, equals, value = token[2:].partition("=")
         if not equals and rest and not rest[0].startswith("--"):
             equals, value = "=", rest.pop(0)
-        if not equals and word != "print_config":
+        if not equals and word not in ("print_config", "model.help", "data.help"):
             if bool not in _CHECKS.get(word, [()])[0]:
                 raise UsageError(f"--{word} has no value: expected --{word} VALUE")
             value = "true"
         if word == "val_check_interval" and re.match(r"[1-9]\d*:", value):
             value = f"0{value}"  # "10:00:00:00" is a number to YAML: in base 60
-        words[word] = [*words.get(word, ()), value] if word == "config" else value
-    return words, shows_help
-
-
-def _read_config(words: dict[str, Any]) -> dict[str, Any]:
-    """What the files say together: a later one wins, word by word; of the same model or data, argument by argument."""
-    config: dict[str, Any] = {}
-    for path in words.get("config", ()):
-        for word, value in _read_file(path, words).items():
-            before = config.get(word) if word in ("model", "data") else None
-            if before is not None and value.get("class") in (None, before.get("class")):
-                value = {**before, **value}
-            config[word] = value
-    return config
-
-
-def _read_file(path: str, words: dict[str, Any]) -> dict[str, Any]:
-    """The content of a file, with its model and data as ``{"class": path, argument: value, ...}``."""
-    import yaml
-
-    try:
-        text = Path(path).read_text("utf-8")
-        is_long = _unfolded(yaml.compose(text, yaml.SafeLoader), {}) > MOST
-        config = {} if is_long else yaml.safe_load(text) or {}
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror}; --print_config writes such a file") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"--config {path}: this is no YAML: {' '.join(str(error).split())}") from error
-    if is_long:
-        raise UsageError(f"--config {path}: its aliases unfold to more than {MOST:,} characters; write less of them")
-    if not isinstance(config, dict):
-        raise UsageError(f"--config {path}: expected 'word: value' lines; --print_config writes such a file")
-    for part in ("model", "data"):
-        value = config.get(part)
-        if isinstance(value, str):
-            config[part] = {"class": value}
-        elif isinstance(value, dict) and "class_path" in value:  # as LightningCLI writes it
-            arguments = value.get("init_args") or {}
-            if not isinstance(arguments, dict):
-                raise UsageError(
-                    f"--config {path}: {part}.init_args is {arguments!r}: expected 'argument: value' lines"
-                )
-            config[part] = {"class": value["class_path"], **arguments}
-        elif part in config and not isinstance(value, dict):
-            del config[part]  # null
-        if part in words and _class_of(config, part) not in (None, words[part]):
-            del config[part]  # another class is asked for: the file's arguments are not its
-    return config
-
-
-def _unfolded(node: Any, known: dict[int, int]) -> int:
-    """How long a part of a YAML file is, each alias counted as what it stands for; too long, if it holds itself."""
-    if id(node) not in known:
-        known[id(node)] = MOST + 1
-        value = getattr(node, "value", "")
-        if not isinstance(value, str):
-            parts = [part for item in value for part in (item if isinstance(item, tuple) else (item,))]
-            known[id(node)] = min(1 + sum(_unfolded(part, known) for part in parts), MOST + 1)
+        root = word.partition(".")[0].rstrip("+")
+        if word == "config":
+            words[word] = [*words.get(word, ()), value]
+        elif root in PLACES or word.endswith("+"):  # each adds to those before: in their order, as they are typed
+            key = root if root in PLACES else word
+            words[key] = [*words.get(key, ()), f"--{word}={value}"]
         else:
-            known[id(node)] = min(1 + len(value), MOST + 1)
-    return known[id(node)]
-
-
-def _class_of(config: Mapping[str, Any], part: str) -> str | None:
-    return config.get(part, {}).get("class")
+            words[word] = value
+    return words, shows_help
 
 
 def _check_words(
     verb: str, typed: dict[str, str], config: dict[str, Any], paths: dict[str, str | None], program: str
 ) -> None:
     """Refuse unknown words, all at once and with the nearest known one, before anything is imported."""
-    known = [*LoopConfig.__dataclass_fields__, *FABRIC_OPTIONS, "model", "data", "config", "print_config", *OWN[verb]]
+    known = [*LoopConfig.__dataclass_fields__, *FABRIC_OPTIONS, *PARTS, *PLACES, "config", "print_config", *OWN[verb]]
     complaints = []
-    for word in dict.fromkeys([*typed, *config]):
-        if word in known or word.startswith(("model.", "data.")):
+    trainers = config.get("trainer")
+    for word in dict.fromkeys(
+        [*typed, *config, *(f"trainer.{word}" for word in trainers or () if isinstance(trainers, dict))]
+    ):
+        path, _, inner = word.partition("trainer.")
+        if word in known or word.startswith(("model.", "data.")) or (inner in known and "trainer" in config):
             continue
-        near = difflib.get_close_matches(word, known, n=1)
+        word = inner if not path and inner not in known else word
+        near = difflib.get_close_matches(inner or word, known, n=1)
         if word in FABRIC_WORDS:
             hint = f"objects are given in a script, FabricLoop({word}=...)"
-        elif word in TRAINER_ONLY:
-            hint = TRAINER_ONLY[word]
+        elif word in LIGHTNING_CLI or word in TRAINER_ONLY:
+            hint = (LIGHTNING_CLI | TRAINER_ONLY)[word]
         else:
             hint = f"did you mean --{near[0]}?" if near else f"{program} {verb} --help lists what there is"
         complaints.append(f"{verb} has no option --{word}: {hint}")
@@ -211,33 +233,6 @@ def _check_arguments(part: str, path: str, known: list[str], words: list[str]) -
             raise UsageError(f"--{word}: {path} has no argument {name!r}; its arguments are {listed}")
 
 
-def _find(part: str, path: str) -> Callable:
-    """The class (or function) that ``package.module:Class`` names; dots all the way will do."""
-    module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if module_name.endswith(".py") or "/" in module_name:
-        stem = module_name.removesuffix(".py").strip("./").replace("/", ".")
-        raise UsageError(f"--{part} {path}: expected a module, not a file: write --{part} {stem}:{name}")
-    if not module_name or not name:
-        raise UsageError(f"--{part} {path}: expected package.module:Class")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and what it imports is not
-        raise UsageError(
-            f"--{part} {path}: there is no module {error.name!r}, neither in '{os.getcwd()}' nor among the installed"
-            " packages"
-        ) from None
-    found = getattr(module, name, None)
-    if not callable(found):
-        own = [
-            key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
-        ]
-        where = getattr(module, "__file__", None) or module_name
-        raise UsageError(f"--{part} {path}: there is no class {name!r} in '{where}'; it has {', '.join(own) or 'none'}")
-    return found
-
-
 def fabric_options(
     accelerator: str = "auto", strategy: str = "auto", devices: list[int] | int | str = "auto", num_nodes: int = 1,
     precision: str | None = None,
@@ -253,21 +248,40 @@ def fabric_options(
     """
 
 
-OWN = {"fit": ("resume", "load"), "validate": ("load",), "test": ("load",), "predict": ("load", "out")}
+OWN = {"fit": ("run", "resume", "load"), **dict.fromkeys(("validate", "test"), ("run", "load")),
+       "predict": ("run", "load", "out")}  # fmt: skip
 OWN_HELP = {
+    "run": "A run's folder, logs/<name>/version_<n>: its model and data and all its words, from the config.yaml there.",
     "resume": 'Go on exactly from "last", "best", "auto" (last, if there is one) or a path.',
     "load": 'Take the weights of a path, "last" or "best".',
-    "out": "Save the predictions, a list by batch, with torch.save.",
+    "out": "Save the predictions: .csv (a row per sample), .npz (arrays), .pt (a list by batch, as torch.save writes it).",
+}
+PLACES_HELP = {
+    "callbacks": "Classes, Lightning's by their name alone: --callbacks+=EarlyStopping --callbacks.monitor=val_loss; again for"
+    " another one. --callbacks.help=EarlyStopping lists what it takes.",
+    "logger": "true: the CSV logger. false: none. Or classes: --logger TensorBoardLogger --logger.save_dir=tensorboard.",
 }
 CONFIG_HELP = (
     "A YAML file with any of these options; a later one wins, and what is typed. It is trusted like a program: the classes"
     " that it names are imported and run."
 )
+# words of LightningCLI's files; the rest of them is ours, too
+LIGHTNING_CLI = {
+    "trainer": "its words stand by themselves here: max_epochs: 10 without trainer: above it",
+    "seed_everything": "it is called seed here",
+    "optimizer": "the model's configure_optimizers makes it, of arguments of the model",
+    "lr_scheduler": "the model's configure_optimizers returns it beside the optimizer",
+}
 FABRIC_OPTIONS = tuple(inspect.signature(fabric_options).parameters)
 
 
 def _make_parser(
-    verb: str, program: str, description: str, paths: dict[str, str | None], factories: dict[str, Callable]
+    verb: str,
+    program: str,
+    description: str,
+    paths: dict[str, str | None],
+    factories: dict[str, Callable],
+    asked: dict[str, list[str]],
 ) -> tuple[ArgumentParser, dict[str, list[str]]]:
     """A parser for every word, and the names of the arguments of model and data."""
     import jsonargparse
@@ -292,7 +306,9 @@ def _make_parser(
         else:
             added = parser.add_function_arguments(factory, part, fail_untyped=False)
         known[part] = [key.split(".")[1] for key in added]
-    parser.add_class_arguments(LoopConfig, fail_untyped=False, instantiate=False)
+    for word, text in PLACES_HELP.items():
+        parser.add_argument(f"--{word}", type=type_of(word, asked[word]) if word in asked else Any, help=text)
+    parser.add_class_arguments(LoopConfig, fail_untyped=False, instantiate=False, skip={*PLACES})
     parser.add_function_arguments(fabric_options)
     return parser, known
 
@@ -311,6 +327,30 @@ def _parse(parser: ArgumentParser, argv: list[str], factories: dict[str, Callabl
             expected = _CHECKS[key][2]
         elif part in factories and (parameter := inspect.signature(factories[part]).parameters.get(name)):
             expected = inspect.formatannotation(parameter.annotation).strip("'")
+        elif key in PLACES:
+            raise UsageError(_wrong_class(key, text)) from None
         else:
             raise UsageError(f"--{key}: {text}" if key else text) from None
         raise UsageError(f"--{key}={value[1] if value else '?'}: expected {expected}") from None
+
+
+def _wrong_class(word: str, text: str) -> str:
+    """What is wrong with a callback's or logger's arguments, in a line."""
+    found = re.search(r"given class_path '([\w.]+)': (.*?)(?: - |$)", text)
+    name, why = (found[1].rpartition(".")[2], found[2]) if found else ("", reason_in(text))
+    if match := re.search(r"Option '(\w+)' is required", why):
+        return f"--{word}.{match[1]} is missing: {name} needs it; --{word}.help={name} lists what it takes"
+    if match := re.search(r"Option '(\w+)' is not accepted", why):
+        return f"--{word}.{match[1]}: {name} has no such argument; --{word}.help={name} lists what it takes"
+    if match := re.search(r'Parser key "(\w+)": Expected an? (?:<class )?(.*?)>?\. Got value: (.*)', why):
+        expected = match[2].strip("'")
+        return f"--{word}.{match[1]}={match[3]}: {name} expects {expected}"
+    return f"--{word}: {name} {why}"
+
+
+def reason_in(text: str) -> str:
+    """The one reason in what jsonargparse says of a union, the last: that of the class."""
+    if "Errors:" not in text:
+        return text
+    text = " ".join(text.partition("Errors:")[2].partition("Given value")[0].split())
+    return text.rpartition(" - ")[2]

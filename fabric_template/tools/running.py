@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.config import LoopConfig
-from .options import FABRIC_OPTIONS, Options, UsageError, read_options
+from .errors import UsageError
+from .options import Options, read_options, reason_in
 from .picture import draw
+from .predictions import save, try_out
 from .typed import again, program, shown
 
 if TYPE_CHECKING:
     from ..loop import FabricLoop
 
-OF_A_RUN = ("model", "data", "config", "name", "version", "default_root_dir", "accelerator", "devices", "precision")
+OF_A_RUN = (
+    "run",
+    "model",
+    "data",
+    "config",
+    "name",
+    "version",
+    "default_root_dir",
+    "accelerator",
+    "devices",
+    "precision",
+)
 
 
 def run_verb(verb: str, argv: list[str], description: str) -> None:
@@ -28,11 +39,13 @@ def run_verb(verb: str, argv: list[str], description: str) -> None:
 
     from ..loop import FabricLoop
 
-    words = (*FABRIC_OPTIONS, *LoopConfig.__dataclass_fields__)
+    recipe = options.recipe(f"{program()} {shlex.join([verb, *argv])}")
     try:
-        loop = FabricLoop(**{word: options.settings[word] for word in words})
+        loop = FabricLoop(**options.make_words())
     except (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException) as error:
-        raise UsageError(str(error)) from error  # Fabric's own checks of what was typed; no code of a user has run
+        # Fabric's own checks of what was typed, and Lightning's; no code of a user's model has run
+        raise UsageError(reason_in(str(error))) from error
+    loop.recipe = recipe
     parts = options.make_parts()
     {"fit": _fit}.get(verb, _evaluate)(verb, options, loop, parts["model"], parts.get("data"))
 
@@ -74,7 +87,7 @@ def _ending(loop: FabricLoop, typed: dict[str, Any]) -> dict[str, list[str]]:
 def _evaluate(verb: str, options: Options, loop: FabricLoop, model: Any, data: Any) -> None:
     load, is_first = options.settings.load, loop.fabric.is_global_zero
     if (out := getattr(options.settings, "out", None)) is not None and is_first:
-        _try_out(Path(out))
+        try_out(Path(out))
     if load is None and is_first:
         print(f"{program()}: the weights are new ones; --load best takes those of the last fit", file=sys.stderr)
     results = getattr(loop, verb)(model, data, load=load)
@@ -82,21 +95,5 @@ def _evaluate(verb: str, options: Options, loop: FabricLoop, model: Any, data: A
         return
     print(f"predicted   {len(results)} batches; the first: {' '.join(str(results[:1])[1:-1].split())[:200]}")
     if out is not None:
-        from ..files.storage import AtomicCheckpointIO
-
-        AtomicCheckpointIO().save_checkpoint(results, out)
+        save(results, Path(out), of_many=len(loop.num_predict_batches) > 1)
         print(f"saved       {out}")
-
-
-def _try_out(out: Path) -> None:
-    """Prove that the predictions can be saved there, before hours are spent on them."""
-    if out.suffix not in ("", ".pt", ".pth", ".ckpt"):
-        raise UsageError(f"--out {out}: predictions are written by torch.save: give a name that ends in .pt")
-    try:
-        if out.exists() and not out.is_file():
-            raise UsageError(f"--out {out}: this is no regular file; give the path of a file")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent) as file:  # without a name: a kill leaves nothing behind
-            file.write(b"\n")
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written: {error.strerror}; give another file") from error

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .options import PACKAGE
+from .errors import PACKAGE
 
 
 def program() -> str:
@@ -23,8 +23,12 @@ def program() -> str:
 
 def again(verb: str, words: dict[str, Any]) -> str:
     """A command with these words, as it is typed."""
-    given = [(word, part) for word, value in words.items() for part in (value if word == "config" else [value])]
-    return f"{program()} {verb} {shlex.join(token for word, part in given for token in (f'--{word}', part))}"
+    tokens: list[str] = []
+    for word, value in words.items():
+        parts = value if isinstance(value, list) else [value]  # of --config, or of words that add to each other
+        for part in parts:
+            tokens += [part] if isinstance(value, list) and word != "config" else [f"--{word}", part]
+    return f"{program()} {verb} {shlex.join(tokens)}"
 
 
 def shown(path: Path) -> str:

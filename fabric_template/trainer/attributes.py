@@ -30,6 +30,7 @@ class TrainerFace:
     config: Settings
     callbacks: list[Any]
     loggers: list[Any]
+    recipe: dict[str, Any]
     _own_logger: bool  # whether the logger is the loop's own CSV
     _status: str  # Trainer's word
     _strategy_face: Any

@@ -395,7 +395,7 @@ def test_monitor_never_logged(tmp_path):
         " write monitor= with one of these; last.ckpt is saved, resume='last' goes on from it"
     )
     refused(ValueError, words, lambda: loop.fit(Classifier(), make_loader(), val_loader()))
-    files = [path for path in tree(tmp_path) if not path.endswith("hparams.yaml")]
+    files = [path for path in tree(tmp_path) if not path.endswith(".yaml")]
     assert files == ["checkpoints/run/version_0/last.ckpt", "logs/run/version_0/metrics.csv"]
     _, _, history = fit(tmp_path, val=val_loader, max_epochs=2, resume="last", monitor="val_loss")
     assert len(history) == 2

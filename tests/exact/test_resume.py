@@ -407,8 +407,10 @@ def test_same_version_and_the_next(tmp_path):
     assert tree(tmp_path) == [
         "checkpoints/run/version_0/last.ckpt",
         "checkpoints/run/version_1/last.ckpt",
+        "logs/run/version_0/config.yaml",
         "logs/run/version_0/hparams.yaml",
         "logs/run/version_0/metrics.csv",
+        "logs/run/version_1/config.yaml",
         "logs/run/version_1/hparams.yaml",
         "logs/run/version_1/metrics.csv",
     ]

@@ -442,7 +442,8 @@ def _content(path):
     if path.suffix == ".csv":
         columns, *rows = csv.reader(io.StringIO(path.read_text(), newline=""))
         return [dict(zip(columns, row, strict=True)) for row in rows]
-    return path.read_text()
+    text = path.read_text()
+    return text.partition("\nabout:")[0] if path.name == "config.yaml" else text  # behind it: what was typed, and where
 
 
 def _plain(value, root):

@@ -98,7 +98,7 @@ class PowerCut(Layer):
 
 
 def _in_any_root(content, root, other):
-    """hparams.yaml names the run's folder, and a finished run does not write it again."""
+    """config.yaml and hparams.yaml name the run's folder, and a finished run does not write them again."""
     return content and content.replace(root, other)
 
 

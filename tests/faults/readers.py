@@ -31,7 +31,7 @@ from fabric_template import CSVLogger, read_logs
 from fabric_template.files.locks import one_writer
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.process.choose import newest_good
-from fabric_template.tools import options
+from fabric_template.tools import configs
 
 SLOW = 1.0  # seconds of this thread's own time
 SLACK = 4 << 20  # bytes that reading may take from the system beyond twice the file: the interpreter's own arenas
@@ -359,7 +359,7 @@ def config(choices: Choices) -> tuple[bytes, Any]:
             "{class_path: a, init_args: [1]}",
             "{class: {}}",
         )
-        words = ("model", "data", "max_epochs", "3", "null", "callbacks")
+        words = ("model", "data", "max_epochs", "3", "null", "callbacks", "about")
         return "".join(
             f"{choices.of(words)}: {choices.of(values)}\n" for _ in range(1 + choices.below(4))
         ).encode(), None
@@ -370,7 +370,7 @@ def config(choices: Choices) -> tuple[bytes, Any]:
 
 
 def _read_config(path: str, expected: Any) -> None:
-    if not isinstance(options._read_config({"config": path}), dict):
+    if not isinstance(configs.read_configs("fit", {"config": [path]})[0], dict):
         raise Broken("no dict came back")
 
 

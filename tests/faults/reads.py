@@ -127,7 +127,7 @@ def ending(root):
     return end_of(root)
 
 
-def begin(home, at=110, **words):
+def begin(home, at=120, **words):
     """Two sets of files, of a run in `home`/run: killed in its second epoch; the same with a damaged last.ckpt."""
     root = home / "run"
     (code,) = end([fork(_train_until, root, at, words)])
@@ -204,7 +204,7 @@ def sweep(every, names):
     figures = {"looks": 0, "faults": 0, "losses": []}
     try:
         warm_up(home / "warm")
-        for begun in begin(home, at=80, **SHORT):
+        for begun in begin(home, at=90, **SHORT):
             if begun.name not in names:
                 continue
             shutil.copytree(begun, home / "run")

@@ -118,7 +118,8 @@ def test_the_comparison_sees_every_kind_of_difference(tmp_path):
     train(tmp_path / "one", **WORDS)
     whole = end_of(tmp_path / "one")
     assert sorted(whole) == [
-        "checkpoints/best.ckpt", "checkpoints/last.ckpt", "logs/hparams.yaml", "logs/metrics.csv", "logs/steps.csv",
+        "checkpoints/best.ckpt", "checkpoints/last.ckpt",
+        "logs/config.yaml", "logs/hparams.yaml", "logs/metrics.csv", "logs/steps.csv",
     ]  # fmt: skip
     train(tmp_path / "other", **{**WORDS, "gradient_clip_val": 1e-3})
     assert difference(whole, end_of(tmp_path / "other")) is not None

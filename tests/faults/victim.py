@@ -36,7 +36,8 @@ WORDS = {
 }
 # what a clock says differs from run to run; and a run killed before its first save begins anew, in the next version (home)
 TIMES = ("time", "seconds", "elapsed", "home")
-BEST = ("checkpoints/best.ckpt", "kept", "callbacks")  # what a best file that could not be saved changes
+# what a best file that could not be saved changes; and config.yaml, which a run goes on without
+BEST = ("checkpoints/best.ckpt", "kept", "callbacks", "logs/config.yaml")
 
 
 class Victim(nn.Module):
@@ -92,7 +93,8 @@ def _content(path, root):
         columns, *rows = csv.reader(io.StringIO(path.read_text(), newline=""))
         times = [i for i, name in enumerate(columns) if name in TIMES]
         return [",".join(cell for i, cell in enumerate(row) if i not in times) for row in (columns, *rows)]
-    return path.read_text().replace(root, "ROOT") if path.is_file() else None
+    text = path.read_text().replace(root, "ROOT") if path.is_file() else None
+    return text.partition("\nabout:")[0] if path.name == "config.yaml" else text  # behind it: where that was typed
 
 
 def without_names(value, names):

@@ -9,9 +9,10 @@ from modules import Classifier, make_loader
 from runs import fit, val_loader
 
 from fabric_template.files import disk
+from fabric_template.files.found import find_checkpoint
 from fabric_template.files.reading import load_header, read_checkpoint
 from fabric_template.process import choose as resume
-from fabric_template.process.choose import by_progress, find_checkpoint, newest_good
+from fabric_template.process.choose import by_progress, newest_good
 
 
 @pytest.fixture(autouse=True)

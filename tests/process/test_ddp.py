@@ -125,6 +125,7 @@ def test_one_run_with_everything_on(tmp_path):
         [
             f"checkpoints/{version}/best.ckpt",
             f"checkpoints/{version}/last.ckpt",
+            f"logs/{version}/config.yaml",
             f"logs/{version}/hparams.yaml",
             f"logs/{version}/metrics.csv",
             "rank0.pt",

@@ -64,6 +64,7 @@ def test_exact_files(tmp_path):
     )
     assert tree(tmp_path) == [
         "checkpoints/run/version_0/last.ckpt",
+        "logs/run/version_0/config.yaml",
         "logs/run/version_0/hparams.yaml",
         "logs/run/version_0/metrics.csv",
         "logs/run/version_0/steps.csv",

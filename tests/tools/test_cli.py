@@ -227,7 +227,7 @@ def test_resume_and_load(capsys):
     assert "logs/run/version_1/metrics.csv" in out
     last = refused(capsys, *FIT, "--resume", "last", "--name", "other")
     assert last == (
-        "resume='last': there is no last.ckpt under 'checkpoints/other'; expected a run with name='other' to have saved"
+        "--resume=last: there is no last.ckpt under 'checkpoints/other'; expected a run with --name=other to have saved"
         " one: leave resume out to start anew, or give a path"
     )
 
@@ -284,11 +284,11 @@ def test_an_object_as_an_argument(capsys):
         (["fit", "--max_epoch", "3"], "fit has no option --max_epoch: did you mean --max_epochs?"),
         (
             ["fit", "--ckpt_path=a"],
-            "fit has no option --ckpt_path: give the path to fit as resume= (continue the run) or load= (weights only)",
+            "fit has no option --ckpt_path: give the path to fit as --resume= (continue the run) or --load= (weights only)",
         ),
         (
-            ["fit", "--callbacks", "x"],
-            "fit has no option --callbacks: objects are given in a script, FabricLoop(callbacks=...)",
+            ["fit", "--plugins", "x"],
+            "fit has no option --plugins: objects are given in a script, FabricLoop(plugins=...)",
         ),
         (
             ["validate", "--zzzz", "x"],
@@ -299,8 +299,8 @@ def test_an_object_as_an_argument(capsys):
         ([*FIT, "--max_epochs", "ten"], "--max_epochs=ten: expected None, -1 (no limit) or an int >= 0"),
         (
             [*FIT, "--max_epochs", "-7", "--seed=-1"],
-            "max_epochs=-7: expected None, -1 (no limit) or an int >= 0; "
-            "seed=-1: expected None or an int from 0 to 4294967295",
+            "--max_epochs=-7: expected None, -1 (no limit) or an int >= 0; "
+            "--seed=-1: expected None or an int from 0 to 4294967295",
         ),
         (
             [*FIT, "--model.depth", "3"],
@@ -315,12 +315,11 @@ def test_an_object_as_an_argument(capsys):
         (["fit", "--model", "lit.py:Lit"], "--model lit.py:Lit: expected a module, not a file: write --model lit:Lit"),
         (
             [*FIT, "--accelerator", "tpux"],
-            "You selected an invalid accelerator name: `accelerator='tpux'`. Available names are: ",
+            "You selected an invalid accelerator name: `--accelerator=tpux`. Available names are: ",
         ),
         (
             FIT[:3],
-            "An invalid dataloader was passed to `Trainer.fit(train_dataloaders=...)`. Found None: fit has no train loader;"
-            " give it as fit(model, loader), as datamodule=, or write a method train_dataloader in Lit",
+            "fit has no train loader; give --data package.module:Class, or write a method train_dataloader in Lit",
         ),
         (["fit", "--data.batch_size", "0"], "DigitsData: batch_size=0 must be at least 1"),
         (
@@ -328,7 +327,7 @@ def test_an_object_as_an_argument(capsys):
             "--config no.yaml: No such file or directory; --print_config writes such a file",
         ),
         (["fit", "--config", "lit.py"], "--config lit.py: this is no YAML: "),
-        ([*FIT, "--load=a", "--resume=b"], "fit(resume='b', load='a'): expected one of them; "),
+        ([*FIT, "--load=a", "--resume=b"], "--resume=b, --load=a: expected one of them; "),
     ],
 )
 def test_what_is_refused_and_how(capsys, argv, words):
@@ -368,7 +367,7 @@ def test_errors_in_code_of_ones_own_keep_their_traceback():
 def test_a_monitor_that_was_not_logged_is_one_line(capsys):
     code, _, err = run(capsys, *FIT, *QUIET, "--max_epochs", 2, "--monitor", "val_ac")
     assert code == 2
-    assert "monitor='val_ac' was not logged in epoch 0; logged were ['lr', 'train_loss', 'val_loss']" in err
+    assert "--monitor=val_ac was not logged in epoch 0; logged were ['lr', 'train_loss', 'val_loss']" in err
 
 
 # ---- plot, new, copy, diff, verify
@@ -527,6 +526,7 @@ def test_the_same_script_under_every_launcher(launcher, strategy, ranks):
     assert files == [
         "checkpoints/run/version_0/best.ckpt",
         "checkpoints/run/version_0/last.ckpt",
+        "logs/run/version_0/config.yaml",
         "logs/run/version_0/hparams.yaml",
         "logs/run/version_0/metrics.csv",
     ]

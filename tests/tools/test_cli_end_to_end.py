@@ -50,14 +50,7 @@ def test_a_run_with_options_of_the_model_is_validated_as_printed(capsys):
     for verb, word in (("validate", "load"), ("fit", "resume")):
         error = refused(capsys, verb, f"--{word}", "last")
         assert "is of another model: 3 differences: 'net.9.weight' has shape (32, 1024) in the file" in error
-        assert error.endswith(": repeat the --model.* options that its fit was given")
-
-
-def test_a_logger_is_given_in_a_script(capsys):
-    for verb in ("fit", "validate"):
-        assert refused(capsys, verb, "--logger", "tensorboard").startswith(
-            "logger='tensorboard': expected True (the CSV logger), False, or an object with log_metrics"
-        )
+        assert error.endswith(": repeat the --model.* options that its fit was given, or give its folder as --run")
 
 
 def test_several_files_of_options_go_together(capsys):
@@ -78,13 +71,6 @@ def test_several_files_of_options_go_together(capsys):
     Path("other.yaml").write_text("model: {class_path: lit.Broken}\n")
     _, printed, _ = run(capsys, "fit", *files, "--config", "other.yaml", "--print_config")
     assert yaml.safe_load(printed)["model"]["hidden"] == 3  # another model's arguments are not this one's
-
-
-def test_predictions_are_no_table(capsys):
-    assert refused(capsys, "predict", *FIT[1:], "--out", "x.csv") == (
-        "--out x.csv: predictions are written by torch.save: give a name that ends in .pt"
-    )
-    assert not Path("x.csv").exists()
 
 
 def test_data_of_ones_own_do_not_train_the_digits_net(capsys):
@@ -116,7 +102,7 @@ def test_data_without_a_loader_for_the_verb_is_told_which(capsys):
     Path("lit.py").write_text(LIT.replace("val_dataloader = test_dataloader = predict_dataloader", "val_dataloader"))
     error = run(capsys, "predict", *FIT[1:])[2].strip()
     assert error.endswith(
-        "give it as predict(model, loader), as datamodule=, or write a method predict_dataloader in Data"
+        "predict has no predict loader; give --data package.module:Class, or write a method predict_dataloader in Data"
     )
 
 
