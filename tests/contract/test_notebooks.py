@@ -41,7 +41,10 @@ def execute(notebook, folder, timeout=250):
     try:
         words = {"kernel_name": KERNEL, "timeout": timeout, "resources": {"metadata": {"path": str(work)}}}
         words["coalesce_streams"] = True  # or lines come in as many outputs as the clock decides
-        return NotebookClient(nbformat.from_dict(notebook), **words).execute()
+        executed = NotebookClient(nbformat.from_dict(notebook), **words).execute()
+        for cell in code_cells(executed):  # what torch's profiler says of its own start, in some kernels
+            cell.outputs = [out for out in cell.outputs if not out.get("text", "").strip().startswith("USDT:")]
+        return executed
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -69,10 +72,16 @@ def texts(notebook):
             yield from (text for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
 
 
+def timeless(text):
+    """Without what the bar and the clock said, and the number of the run."""
+    text = re.sub(r"version_\d+", "version_N", text)  # each cell is run twice
+    return re.sub(r"\d+(:\d\d)+|\d+\.\d s\b", "TIME", re.sub(r"(?m)^.*\d%\|.*$", "", text))
+
+
 def assert_as_committed(shown, committed):
     """The same words and whole numbers, and nearly the same fractions: machines add in different orders."""
     # each cell has run twice: a version is not the first one
-    one, other = (re.sub(r"(?m)^(\d+ +\w+ +)\d+", r"\1version", text).split() for text in (shown, committed))
+    one, other = (re.sub(r"(?m)^(\d+ +\w+ +)\d+", r"\1version", timeless(text)).split() for text in (shown, committed))
     for word, wanted in zip(one, other, strict=True):
         word, wanted = word.removesuffix(","), wanted.removesuffix(",")
         if re.fullmatch(r"\d+\.\d+", wanted):
@@ -83,6 +92,8 @@ def assert_as_committed(shown, committed):
 
 def test_what_is_stale_is_seen():
     """The comparison itself: another word, another count, another size."""
+    bar = "0  0.5000*  1.2 s  2:03\n2 epochs: 100%|##| 3/3 [00:01<00:00, 9it/s]"
+    assert_as_committed(bar.replace("1.2 s", "9.9 s").replace("9it/s", "8it/s"), bar)
     table = "    name  version  epoch  val_loss\n5  parts        0      5    0.7582\n"
     assert_as_committed(table.replace("  0  ", "  3  ").replace("0.7582", "0.7581"), table)
     for old, new in (
@@ -95,15 +106,21 @@ def test_what_is_stale_is_seen():
             assert_as_committed(table.replace(old, new), table)
 
 
-def test_there_are_three():
+def test_the_story():
     assert [path.stem for path in NOTEBOOKS] == [
-        "01_from_plain_pytorch",
-        "02_lightning_module_and_logs",
-        "03_checkpoints",
+        "01_plain_pytorch",
+        "02_one_file",
+        "03_step_functions",
+        "04_lightning_module",
+        "05_logs_and_plots",
+        "06_checkpoints",
+        "07_killed",
+        "08_profile_and_speed",
+        "09_to_trainer_and_back",
     ]
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(290)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_a_clean_kernel_and_every_cell_twice(path, tmp_path):
     """Each cell is run twice in a row, as people do; then it shows what the committed notebook shows."""
@@ -152,9 +169,9 @@ def test_is_committed_with_outputs_that_name_no_machine(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_is_a_story_in_short_cells(path):
-    """Classes may be longer."""
+    """Classes may be longer, and a script in its quotes."""
     notebook = read(path)
     assert notebook.cells[0].source.startswith("# ")
     for cell in code_cells(notebook):
         lines = [line for line in cell.source.splitlines() if line.strip()]
-        assert len(lines) <= 10 or lines[0].startswith("class "), cell.source
+        assert len(lines) <= 10 or lines[0].startswith(("class ", "SCRIPT = ")), cell.source
