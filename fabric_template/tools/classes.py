@@ -70,7 +70,11 @@ def with_full_names(word: str, value: Any) -> Any:
         return full_name(word, value)
     if isinstance(value, dict) and isinstance(value.get("class_path"), str):
         return {**value, "class_path": full_name(word, value["class_path"])}
-    return value
+    if isinstance(value, bool) or value is None:
+        return value
+    raise UsageError(
+        f"--{word}: {value!r} is no class: expected its path, or class_path: and init_args: with what it takes"
+    )
 
 
 def type_of(word: str, names: Iterable[str]) -> Any:

@@ -48,6 +48,14 @@ def test_callbacks_of_files_and_those_that_are_typed(capsys, own):
     assert "heard" not in out
 
 
+def test_what_a_file_says_of_callbacks_is_a_class(capsys):
+    for text, told in {"[3]": "3", "[{class_path: 4}]": "{'class_path': 4}", "{a: 1}": "{'a': 1}"}.items():
+        Path("run.yaml").write_text(f"callbacks: {text}\n")
+        assert refused(capsys, *FIT, "--config", "run.yaml") == (
+            f"--callbacks: {told} is no class: expected its path, or class_path: and init_args: with what it takes"
+        )
+
+
 def test_a_logger_by_its_class(capsys):
     words = ["--logger", "TensorBoardLogger", "--logger.save_dir", "boards", "--logger.name=mine"]
     assert run(capsys, *FIT, *QUIET, "--max_epochs", 1, *words)[0] == 0
