@@ -41,6 +41,10 @@ def ending(run: Run, checkpoints: Iterable[Path]) -> dict[str, list[str]]:
     logs = [Path(folder, "metrics.csv") for folder in folders if isinstance(folder, str)]
     told["log"] = [from_here(path) for path in logs if path.is_file()]
     told["checkpoint"] = [from_here(path) for path in dict.fromkeys(checkpoints)]
+    if any(Path(path).name == "last.ckpt" for path in told["checkpoint"]):
+        limits = {"max_epochs": config.max_epochs, "max_steps": config.max_steps}
+        more = ", ".join(f"{word}={2 * most}" for word, most in limits.items() if most not in (None, -1))
+        told["go on"] = ["fit(..., resume='last')" + (f", with {more}" if more else "")]
     return {word: found for word, texts in told.items() if (found := [text for text in texts if text])}
 
 

@@ -72,6 +72,7 @@ def _ending(loop: FabricLoop, typed: dict[str, Any]) -> dict[str, list[str]]:
     folder, last = Path(told["log"][0]).parent if "log" in told else None, loop.checkpoint_path("last")
     if folder is not None and (picture := draw([str(folder)], folder / "history.png", needs_a_loss=False)):
         told["picture"] = [shown(picture)]
+    told.pop("go on", None)  # a script's
     if last is not None:
         limits = {"max_epochs": config.max_epochs, "max_steps": config.max_steps}
         more = {k: str(2 * v) for k, v in limits.items() if v not in (None, -1)}

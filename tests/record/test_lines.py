@@ -153,7 +153,7 @@ def test_in_a_notebook(tmp_path, monkeypatch):
     assert "widget" not in str(notebook.cells)
     said = notebook.cells[2].outputs[0].data["text/plain"].splitlines()
     assert [line.split("  ")[0] for line in said] == [
-        *("trained", "ended", "at the end", "best", "device", "log", "checkpoint", "checkpoint"),
+        *("trained", "ended", "at the end", "best", "device", "log", "checkpoint", "checkpoint", "go on"),
     ]
     assert said[1:2] + said[4:6] == [
         "ended       max_epochs=2 is reached",
