@@ -16,6 +16,7 @@ from .lines import Lines
 
 SECONDS_BETWEEN = 0.2  # what is drawn more often costs steps and shows no more
 WIDTH = 80  # of a terminal that does not say how wide it is
+ROOM = 2  # columns of it behind the bar, where a terminal shows the ^C that is typed
 LEAST_BAR = 12  # columns of a terminal's bar; values that leave it fewer are left out
 MOST_ROWS = 20  # of a page's table while it grows; all of them stay at the end, to be scrolled
 
@@ -82,7 +83,7 @@ class Terminal(Screen):
             is_ascii = False
         except UnicodeEncodeError:
             is_ascii = True
-        width, values = (_columns(self._out) or WIDTH) - 1, meter["postfix"].split(", ")
+        width, values = (_columns(self._out) or WIDTH) - ROOM - 1, meter["postfix"].split(", ")
         while len(tqdm.format_meter(**meter, ncols=0)) + LEAST_BAR > width and values:
             values.pop()  # the lines have them all
             meter = {**meter, "postfix": ", ".join(values)}
@@ -94,7 +95,7 @@ class Terminal(Screen):
     def erase(self) -> None:
         """Take the bar away, for what is about to be printed."""
         if self._width:
-            self._put("\r" + " " * self._width + "\r")
+            self._put("\r" + " " * (self._width + ROOM) + "\r")
             self._width = 0
 
     def printed(self, text: str) -> None:
