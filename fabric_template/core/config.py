@@ -91,9 +91,9 @@ class LoopConfig:
     detect_anomaly: bool = False
     """torch.autograd.set_detect_anomaly: names the operation that made a NaN in backward. Slow."""
     on_nan: int | str = "warn"
-    """What is done about a training loss that is not finite (NaN or inf): "warn" looks seldom and says so once, "off" does nothing.
-    An int stops after so many such batches in a row, and writes no checkpoint behind the first of them: it reads each batch's
-    loss, for which a GPU has to wait."""
+    """What is done about a training loss that is not finite (NaN or inf): "warn" looks seldom and says so once, "off" does
+    nothing. An int stops after so many such batches in a row, and writes no checkpoint behind the first of them: it reads each
+    batch's loss, for which a GPU has to wait."""
     barebones: bool = False
     """Everything off that is not the loop itself, the history of losses included: to measure its cost."""
     logger: Any = None

@@ -39,7 +39,8 @@ def test_the_end_shows_each_metric_with_the_epoch_that_it_is_of(capsys):
 def test_numbers_have_their_plural(capsys):
     _, out, _ = run(capsys, *FIT, *QUIET, "--max_steps", 1)
     assert line(out, "trained").startswith("Lit on Data: 1 epoch, 1 step, ")
-    assert line(out, "ended") == "max_steps=1 is reached"
+    assert line(out, "ended") == "in epoch 0, after step 1: max_steps=1 is reached"  # below the lines of epochs; and
+    assert "\nended       max_steps=1 is reached\n" in out
     assert line(out, "device") == "cpu, 32-true"
 
 
