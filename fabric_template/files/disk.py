@@ -71,7 +71,7 @@ def replacing(target: Path) -> Iterator[int]:
         try:
             fs.replace(temporary, target)
         except OSError:  # a network file system that has lost the answer reports an error of what it has done
-            if not os.path.samestat(made, os.lstat(target)):
+            if not (os.path.lexists(target) and os.path.samestat(made, os.lstat(target))):
                 raise
     except BaseException:
         with contextlib.suppress(OSError):

@@ -87,6 +87,10 @@ EXCLUDED = [  # (why, which)
         lambda w: w["ranks"] > 1 and w["val"] == "shuffled",
     ),
     (
+        "SparseAdam refuses a module that has nothing sparse",
+        lambda w: w["optimizer"] == "SparseAdam" and "sparse" not in w["parts"],
+    ),
+    (
         "each of LBFGS's evaluations takes another batch from the iterator that a step is handed: its pass ends in one",
         lambda w: w["shape"] == "handed" and w["optimizer"] == "LBFGS",
     ),

@@ -196,6 +196,14 @@ def test_pieces_are_written_together(tmp_path, monkeypatch, buffer):
     assert all(size + after > buffer for size, after in pairwise(sizes))
 
 
+def test_a_first_file_that_cannot_be_renamed_tells_its_own_cause(tmp_path, monkeypatch):
+    """Not that there is nothing under its name."""
+    monkeypatch.setattr(storage._fs, "replace", failing(os.replace, 1, errno.EACCES))
+    with pytest.raises(CheckpointError, match="no permission to write there"):
+        save({"a": 1}, tmp_path / "last.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_folder_that_cannot_be_synced(tmp_path, monkeypatch):
     monkeypatch.setattr(storage._fs, "fsync", failing(os.fsync, 2, errno.EIO))
     assert message(save, STATE, tmp_path / "last.ckpt") == (
