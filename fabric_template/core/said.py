@@ -7,8 +7,9 @@ import warnings
 
 
 def is_interactive() -> bool:
-    """Whether this is a notebook or an interactive session."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    """Whether this is a notebook or an interactive session; a script that has only imported IPython is none."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(sys, "ps1") or shell is not None
 
 
 class Said:

@@ -11,6 +11,7 @@ import torch
 from nbclient import NotebookClient
 from runs import fit, make_loader, val_loader
 
+from fabric_template.core.said import is_interactive
 from fabric_template.record.lines import Lines
 from fabric_template.record.screen import Screen
 
@@ -112,6 +113,7 @@ import warnings
 import torch
 from modules import Classifier, make_loader
 from fabric_template import FabricLoop
+from fabric_template.core.said import is_interactive
 from lightning.pytorch.callbacks import Callback
 
 class Prints(Callback):
@@ -139,10 +141,9 @@ def test_in_a_notebook(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path / name))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     words = {"resources": {"metadata": {"path": str(tmp_path)}}, "coalesce_streams": True, "timeout": 250}
-    before = set(sys.modules)
     NotebookClient(notebook, kernel_name="python3", **words).execute()
-    for name in [name for name in sys.modules if name.startswith("ipykernel") and name not in before]:
-        del sys.modules[name]  # or this process passes for a notebook, which no signal ends
+    assert "ipykernel" in sys.modules  # and yet this process is no notebook, which no signal would end
+    assert not is_interactive()
     shown, printed = notebook.cells[1].outputs
     assert (shown.output_type, printed.output_type) == ("display_data", "stream")
     assert printed.text == "printed 0\nprinted 1\n"
