@@ -12,6 +12,7 @@ from pathlib import Path
 from .disk import fcntl, make_folder, try_lock
 from .opening import CheckpointError, cause_of
 
+MOMENT = 0.05  # seconds that who lists the runs may hold a lock
 _held: set[int] = set()  # the open .lock files of this process
 
 
@@ -70,7 +71,7 @@ def _lock(folder: Path) -> int | None:
     _held.add(fd)
     locked = try_lock(fd)
     if not locked:
-        time.sleep(0.05)  # who lists the runs looks for a moment
+        time.sleep(MOMENT)
         locked = try_lock(fd)
     if locked:
         _note([fd], str(os.getpid()))

@@ -27,6 +27,7 @@ from torch.utils.data import IterableDataset
 import fabric_template
 from fabric_template import FabricLoop, TensorLoader
 from fabric_template.files.opening import CheckpointError
+from fabric_template.record.screen import Terminal
 
 # by which the net counts what was done
 pytestmark = pytest.mark.filterwarnings("ignore:resume. (on_train_epoch_start of Net|Net.trained)")
@@ -643,19 +644,24 @@ def test_fault_35_no_batch_is_fetched_past_the_limit_and_the_bar_is_closed(monke
     _, net = fit(train=(stopped := Counted()), max_epochs=-1, max_steps=4)
     assert (net.trained, stopped.fetched) == (4, 4)
 
-    from tqdm.auto import tqdm
+    written = []
+
+    class Seen(Terminal):
+        def _put(self, text):
+            written.append(text)
 
     class Breaks(Net):
         def training_step(self, batch, batch_idx):
-            assert len(tqdm._instances) == 1  # there is a bar now
+            assert "epoch 0/1:   0%" in written[-1]  # there is a bar now
             if batch_idx == 2:
                 raise ZeroDivisionError
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("fabric_template.process.session.can_show_bar", lambda: True)
+    monkeypatch.setattr("fabric_template.process.session.find_screen", Seen)
     with pytest.raises(ZeroDivisionError):
         fit(Breaks(), enable_progress_bar=True)
-    assert len(tqdm._instances) == 0
+    assert "| 2/4 [" in written[-2]
+    assert written[-1] == "\n"
 
 
 def test_fault_36_fractions_are_taken_and_refusals_have_words():
