@@ -45,7 +45,7 @@ def runs_verb(program: str, description: str, argv: list[str]) -> str:
         from .page import write_page
 
         write_page(runs, Path(given.html), given.metric)
-        return f"page        {given.html}: {len(runs)} runs"
+        return f"page        {given.html}: {len(runs)} run{'s' * (len(runs) != 1)}"
     if given.json:
         return to_json([run.as_dict(given.metric) for run in runs])
     return table([_row(run, given.metric) for run in runs], _HEAD) if runs else f"there are no runs in {what}"
