@@ -215,7 +215,8 @@ function sift() {
     one.line.hidden = !words.every((word) => one.text.includes(word));
     seen += !one.line.hidden;
   }
-  $("title").textContent = (seen === lines.length ? "" : seen + " of ") + lines.length + (lines.length === 1 ? " run" : " runs");
+  const all = lines.length + (lines.length === 1 ? " run" : " runs");
+  $("title").textContent = (seen === lines.length ? "" : seen + " of ") + all;
 }
 function ticks(low, high, count) {
   const step = 10 ** Math.floor(Math.log10((high - low) / count));
