@@ -118,6 +118,7 @@ class Collection(dict):
         self.training = training
         self.batch: Any = None
         self.batch_size: int | None = None
+        self.said_size: int | None = None  # what self.log(..., batch_size=) has said of the batch at hand
         self.dataloader_idx: int | None = None
         self.any_on_step = False  # whether any name has a value per step
 
@@ -138,8 +139,12 @@ class Collection(dict):
                 entry.reset()
 
 
-def batch_size_of(batch: Any) -> int:
+def batch_size_of(batch: Any, said: int | None = None) -> int:
     """The number of samples in a batch: the first dimension of the first tensor in it, however deep.
+
+    Args:
+        batch: whatever a loader gives.
+        said: what it is where the tensors do not agree, or there is none; None: that of the first, with a warning.
 
     Example:
         >>> batch_size_of({"x": torch.zeros(4, 3), "y": torch.zeros(4)})
@@ -150,13 +155,15 @@ def batch_size_of(batch: Any) -> int:
         if type(first) is type(second) is Tensor and (shape := first.shape[:1]) and shape == second.shape[:1]:
             return shape[0]
     sizes = _sizes(batch)
-    size = next(sizes, None)
+    size = next(sizes, said)
     if size is None:
         raise Misuse(
             "We could not infer the batch_size from the batch. Either simplify its structure"
             " or provide the batch_size as `self.log(..., batch_size=batch_size)`."
         )
     if any(other != size for other in sizes):
+        if said is not None:
+            return said
         warnings.warn(
             "Trying to infer the `batch_size` from an ambiguous collection. The batch size we found is"
             f" {size}. To avoid any miscalculations, use `self.log(..., batch_size=batch_size)`.", stacklevel=4,

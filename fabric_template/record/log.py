@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.returned import name_outputs
 from ..core.run import Run
 from .earlier import rows_state
+from .entries import batch_size_of
 from .metrics import Metrics
 from .screen import Screen
 from .tables import LogsError
@@ -56,9 +57,11 @@ class Log:
     # ---- a batch
 
     def size_of_batch(self) -> int:
-        """The size of the batch at hand; 1 where none can be found."""
+        """The size of the batch at hand; 1 where none can be found. Where its tensors do not agree, what the step has said."""
         collection = self.metrics.active
         try:
+            if collection.said_size is not None and collection.batch_size is None:
+                return batch_size_of(collection.batch, collection.said_size)
             return collection.batch_size or collection.size_of_batch()
         except ValueError:
             return 1

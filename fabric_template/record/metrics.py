@@ -101,6 +101,8 @@ class Metrics:
         if batch_size is None:
             needed = entry.meta.on_epoch and entry.meta.reduce == "mean"
             batch_size = (collection.batch_size or collection.size_of_batch()) if needed else 1
+        else:
+            collection.said_size = batch_size
         entry.update(value, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
@@ -121,15 +123,16 @@ class Metrics:
         """A batch is at hand: its size is looked for when a mean needs it."""
         self._in_batches = self._in_batches is None
         collection = self.active
-        collection.batch, collection.batch_size, collection.dataloader_idx = batch, None, dataloader_idx
+        collection.batch, collection.dataloader_idx = batch, dataloader_idx
+        collection.batch_size = collection.said_size = None
 
     def batch_taken(self, batch: Any) -> None:
         """A step has taken a batch itself: that is the one at hand."""
-        self.active.batch, self.active.batch_size = batch, None
+        self.active.batch, self.active.batch_size, self.active.said_size = batch, None, None
 
     def batch_ends(self) -> None:
         """Let go of the batch."""
-        self.active.batch = self.active.batch_size = None
+        self.active.batch = self.active.batch_size = self.active.said_size = None
 
     def batches_end(self) -> None:
         """The batches (of one loader) are over: from now on the epoch's values count."""
