@@ -11,6 +11,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+from .demos import DEMOS
 from .errors import UsageError
 
 # where a name without a module is looked up, and what is at home there
@@ -26,6 +27,7 @@ def find(part: str, path: str) -> Callable:
         raise UsageError(f"--{part} {path}: expected a module, not a file: write --{part} {stem}:{name}")
     if not module_name or not name:
         raise UsageError(f"--{part} {path}: expected package.module:Class")
+    known = f"; the package's own are {', '.join(f'demos.{one}' for one in DEMOS)}" if module_name == "demos" else ""
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -33,7 +35,7 @@ def find(part: str, path: str) -> Callable:
             raise  # the module is there, and what it imports is not
         raise UsageError(
             f"--{part} {path}: there is no module {error.name!r}, neither in '{os.getcwd()}' nor among the installed"
-            " packages"
+            f" packages{known}"
         ) from None
     found = getattr(module, name, None)
     if not callable(found):
@@ -41,7 +43,8 @@ def find(part: str, path: str) -> Callable:
             key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
         ]
         where = getattr(module, "__file__", None) or module_name
-        raise UsageError(f"--{part} {path}: there is no class {name!r} in '{where}'; it has {', '.join(own) or 'none'}")
+        listed = ", ".join(own) or "none"
+        raise UsageError(f"--{part} {path}: there is no class {name!r} in '{where}'; it has {listed}{known}")
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .demos import full_path
 from .errors import UsageError
 from .typed import shown
 
@@ -108,7 +109,7 @@ def read_file(label: str, typed: Mapping[str, Any]) -> dict[str, Any]:
             del config[part]  # null
         if (path_ := class_of(config, part)) is not None and not isinstance(path_, str):
             raise UsageError(f"{label}: {part}.class is {path_!r}: expected package.module:Class")
-        if part in typed and path_ is not None and _dotted(path_) != _dotted(typed[part]):
+        if part in typed and path_ is not None and _whole(part, path_) != _whole(part, typed[part]):
             del config[part]  # another class is asked for: the file's arguments are not its
     return config
 
@@ -116,6 +117,10 @@ def read_file(label: str, typed: Mapping[str, Any]) -> dict[str, Any]:
 def class_of(config: Mapping[str, Any], part: str) -> Any:
     """The class of the model or the data, None where there is none."""
     return config.get(part, {}).get("class")
+
+
+def _whole(part: str, name: Any) -> Any:
+    return _dotted(full_path(part, name))
 
 
 def _dotted(path: Any) -> Any:

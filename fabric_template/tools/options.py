@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 from ..core.config import _CHECKS, FABRIC_WORDS, TRAINER_ONLY, LoopConfig
 from .classes import PLACES, find, full_name, names_in, show_help, type_of, with_full_names
 from .configs import PARTS, check_known, class_of, file_of_run, read_configs
-from .errors import PACKAGE, UsageError
+from .demos import DEFAULT, DEMOS, demo_of, full_path, words_of
+from .errors import UsageError
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
-
-DIGITS = {"model": f"{PACKAGE}.demos.digits:DigitsClassifier", "data": f"{PACKAGE}.demos.digits:DigitsData"}
-DIGITS_WORDS = {"name": "digits", "max_epochs": 10, "monitor": "val_acc", "mode": "max", "seed": 0}
 
 
 @dataclass
@@ -73,14 +71,15 @@ def read_options(verb: str, argv: list[str], program: str, description: str) -> 
     for part in PARTS:
         typed.update({part: path} if (path := typed.get(f"{part}.help")) else {})
     config, about = read_configs(verb, typed)
-    paths = {part: typed.get(part) or class_of(config, part) for part in PARTS}
-    is_digits = paths["model"] is None
-    if is_digits and paths["data"] not in (None, DIGITS["data"]) and not shows_help:
+    asked_for = {part: typed.get(part) or class_of(config, part) for part in PARTS}
+    demo = DEFAULT if asked_for["model"] is None else demo_of(asked_for["model"])
+    paths = {part: full_path(part, name) for part, name in asked_for.items()}
+    if asked_for["model"] is None:
         check_known(verb, about, typed, {})
-        raise UsageError(f"--data {paths['data']} without --model: expected --model package.module:Class, too")
-    if is_digits:
-        check_known(verb, about, typed, {})
-        paths = {part: path or DIGITS[part] for part, path in paths.items()}
+        if paths["data"] not in (None, DEMOS[DEFAULT].path("data")) and not shows_help:
+            raise UsageError(f"--data {asked_for['data']} without --model: expected --model package.module:Class, too")
+    if demo is not None:
+        paths = {part: path or DEMOS[demo].path(part) for part, path in paths.items()}
     _check_words(verb, typed, config, paths, program)
 
     if "" not in sys.path:
@@ -91,10 +90,12 @@ def read_options(verb: str, argv: list[str], program: str, description: str) -> 
         for part in asked:
             show_help(part, classes[part], factories[part], f"{program} {verb}")
         return None
-    named = _name_classes(typed, config)
+    named = _name_classes({**typed, **{part: paths[part] for part in PARTS if part in typed}}, config)
+    for part in PARTS:
+        config |= {part: {**config[part], "class": paths[part]}} if class_of(config, part) is not None else {}
     parser, known = _make_parser(verb, program, description, paths, factories, _classes_asked(named, config))
-    if is_digits:
-        parser.set_defaults(DIGITS_WORDS)
+    if demo is not None:
+        parser.set_defaults(words_of(demo))
     for part, names in known.items():
         written = (f"{part}.{name}" for name in config.get(part, {}) if name != "class")
         _check_arguments(part, classes[part], names, [*typed, *written])
