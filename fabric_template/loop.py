@@ -14,6 +14,7 @@ from lightning.fabric import Fabric
 from .core.config import LoopConfig, parse_config
 from .core.errors import Misuse, MisuseOfType
 from .core.evaluate import print_results
+from .core.optimizers import with_scheduler
 from .files.opening import is_file
 from .process.build import Plan
 from .process.home import make_loggers, with_safe_files
@@ -128,8 +129,8 @@ class FabricLoop(Parts):
     def fit(
         self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
         resume: str | Path | None = None, load: str | Path | None = None, optimizer: Any = None,
-        training_step: Callable | None = None, validation_step: Callable | None = None, *, ckpt_path: Any = None,
-        weights_only: bool | None = None,
+        training_step: Callable | None = None, validation_step: Callable | None = None, *,
+        epoch_end: Callable | None = None, scheduler: Any = None, ckpt_path: Any = None, weights_only: bool | None = None,
     ) -> Any:  # fmt: skip
         """Train; hooks fire where they stand here::
 
@@ -152,44 +153,49 @@ class FabricLoop(Parts):
         Args:
             model: a LightningModule, an nn.Module or object with step methods, or an nn.Module with step functions.
             train_dataloaders: an iterable of batches; a list or dict of them; or a datamodule.
-            val_dataloaders: an iterable of batches, or several.
+            val_dataloaders: an iterable of batches, or several; under the names of a dict, a plain model's metrics have these.
             datamodule: in the loaders' place.
             resume: a checkpoint to go on from, exactly: a path, "last", "best", or "auto" (the newest good one, if any).
             load: a checkpoint to take the weights from.
             optimizer: whatever configure_optimizers may return, for modules that have none.
             training_step: ``fn(model, batch)`` or ``fn(model, batch, batch_idx)``, returns the loss.
             validation_step: the same; returns a loss, a pair (loss, acc) or a dict.
+            epoch_end: ``fn(model, outputs)`` of all that validation_step returned, by batch; returns a dict of metrics.
+            scheduler: beside one optimizer: a scheduler, or a list of them, each by epoch; or its dict, as Lightning has it.
             ckpt_path: Trainer's word for resume; for load in the other verbs.
             weights_only: Trainer's word: False trusts this call's file, as trusted=True of the loop does any.
 
         Returns:
             The history, a pandas DataFrame with the rows of metrics.csv: one per epoch.
         """  # noqa: D401
-        functions = {"training_step": training_step, "validation_step": validation_step}
+        functions = {"training_step": training_step, "validation_step": validation_step, "epoch_end": epoch_end}
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        plan = prepare(self, "fit", model, loaders, datamodule, resume=resume, load=load, optimizer=optimizer,
-                      functions=functions, ckpt_path=ckpt_path, weights_only=weights_only)  # fmt: skip
+        plan = prepare(self, "fit", model, loaders, datamodule, resume=resume, load=load, functions=functions,
+                      optimizer=with_scheduler(optimizer, scheduler), ckpt_path=ckpt_path,
+                      weights_only=weights_only)  # fmt: skip
         launch(self, plan)
         return self._required("fit").history.frame()
 
     def validate(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, load: str | Path | None = None,
-        verbose: bool = True, *, validation_step: Callable | None = None, ckpt_path: Any = None,
-        weights_only: bool | None = None,
+        verbose: bool = True, *, validation_step: Callable | None = None, epoch_end: Callable | None = None,
+        ckpt_path: Any = None, weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """Run validation_step over the loaders; returns what was logged, a dict for each loader."""
+        functions = {"validation_step": validation_step, "epoch_end": epoch_end}
         plan = prepare(self, "validate", model, {"val": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
-                      functions={"validation_step": validation_step}, weights_only=weights_only)  # fmt: skip
+                      functions=functions, weights_only=weights_only)  # fmt: skip
         return self._evaluate(plan, verbose)
 
     def test(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, load: str | Path | None = None,
-        verbose: bool = True, *, test_step: Callable | None = None, ckpt_path: Any = None,
-        weights_only: bool | None = None,
+        verbose: bool = True, *, test_step: Callable | None = None, epoch_end: Callable | None = None,
+        ckpt_path: Any = None, weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """Run test_step over the loaders; returns what was logged, a dict for each loader."""
+        functions = {"test_step": test_step, "epoch_end": epoch_end}
         plan = prepare(self, "test", model, {"test": dataloaders}, datamodule, load=load, ckpt_path=ckpt_path,
-                      functions={"test_step": test_step}, weights_only=weights_only)  # fmt: skip
+                      functions=functions, weights_only=weights_only)  # fmt: skip
         return self._evaluate(plan, verbose)
 
     def predict(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from .elsewhere import ELSEWHERE, FABRIC_WORDS, TRAINER_ONLY
+
 Interval = int | float | str | timedelta | dict[str, int]
 
 
@@ -64,6 +66,8 @@ class LoopConfig:
     ("DD:HH:MM:SS", timedelta or its keywords). None: at the end of each epoch."""
     check_val_every_n_epoch: int | None = 1
     """Validate only every so many epochs. None: count val_check_interval's batches across epochs."""
+    validate_every_n_steps: int | None = None
+    """Validate every so many optimizer steps, counted across epochs, and not at an epoch's end. None: by epochs."""
     num_sanity_val_steps: int | None = None
     """Validate this many batches before training, so that a broken validation fails at once. -1: all; None: 2."""
     log_every_n_steps: int | None = None
@@ -158,6 +162,13 @@ class LoopConfig:
                 f"val_check_interval={self.val_check_interval!r} with check_val_every_n_epoch=None: expected an int "
                 "(batches, counted across epochs) or a time"
             )
+        if self.validate_every_n_steps and (self.val_check_interval, self.check_val_every_n_epoch) not in (
+            (None, 1), (self.validate_every_n_steps, None)
+        ):  # fmt: skip
+            found.append(
+                f"validate_every_n_steps={self.validate_every_n_steps} with val_check_interval={self.val_check_interval!r} and"
+                f" check_val_every_n_epoch={self.check_val_every_n_epoch!r}: expected it alone"
+            )
         if self.save_top_k not in (0, 1) and self.monitor is None:
             found.append(
                 f"save_top_k={self.save_top_k!r} without monitor: expected monitor='val_loss' or another metric"
@@ -185,6 +196,8 @@ class LoopConfig:
                     "num_sanity_val_steps": 2 if on else 0, "log_every_n_steps": 50 if on else 0,
                     **dict.fromkeys(_LIMITS, 1.0)}  # fmt: skip
         words: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        if self.validate_every_n_steps:
+            words |= {"val_check_interval": self.validate_every_n_steps, "check_val_every_n_epoch": None}
         if self.default_root_dir is not None:
             words["default_root_dir"] = os.path.expanduser(self.default_root_dir)
         if self.num_sanity_val_steps == -1:
@@ -195,7 +208,7 @@ class LoopConfig:
             batches = int(self.fast_dev_run)
             words |= dict.fromkeys(_LIMITS, batches)
             words |= {"max_steps": batches, "max_epochs": 1, "num_sanity_val_steps": 0, "val_check_interval": 1.0,
-                      "check_val_every_n_epoch": 1, "enable_checkpointing": False}  # fmt: skip
+                      "check_val_every_n_epoch": 1, "validate_every_n_steps": None, "enable_checkpointing": False}  # fmt: skip
         return self.changed(**words)
 
     def changed(self, **words: Any) -> Settings:
@@ -258,46 +271,6 @@ def parse_duration(value: str | timedelta | dict[str, int]) -> timedelta:
         return timedelta(**value)
     days, hours, minutes, seconds = (int(part) for part in value.split(":"))
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-
-
-FABRIC_WORDS = (
-    "fabric",
-    "accelerator",
-    "strategy",
-    "devices",
-    "num_nodes",
-    "precision",
-    "plugins",
-    "loggers",
-    "callbacks",
-)
-
-# words of other loops, and of fit
-ELSEWHERE = {
-    "epochs": "write max_epochs=",
-    "num_epochs": "write max_epochs=",
-    "steps": "write max_steps=",
-    "gpus": "write accelerator='gpu', devices=",
-    "device": "write accelerator='cpu' or 'gpu', devices=",
-    "amp": "write precision='bf16-mixed' or '16-mixed'",
-    "lr": "give it to your optimizer: torch.optim.Adam(model.parameters(), lr=1e-3)",
-    "learning_rate": "give it to your optimizer: torch.optim.Adam(model.parameters(), lr=1e-3)",
-    "batch_size": "give it to your loader: DataLoader(dataset, batch_size=32)",
-    "optimizer": "give it to fit: fit(model, loader, optimizer=...)",
-    "resume_from_checkpoint": "give the path to fit as resume=",
-    "resume": "give it to fit: fit(model, loader, resume='last')",
-    "checkpoint_callback": "write enable_checkpointing=",
-    "terminate_on_nan": "write on_nan=1",
-}
-
-TRAINER_ONLY = {
-    "use_distributed_sampler": "samplers are made distributed unless the loader already has a DistributedSampler",
-    "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
-    "enable_autolog_hparams": "hyperparameters are always written to hparams.yaml; logger=False writes nothing",
-    "model_registry": "download the file yourself and give its path to resume= or load=",
-    "ckpt_path": "give the path to fit as resume= (continue the run) or load= (weights only)",
-    "weights_only": "checkpoints are read with weights_only=True, unless trusted=True; fit and the other verbs take it, too",
-}
 
 
 def _is_duration(value: Any) -> bool:
@@ -382,7 +355,9 @@ _CHECKS: dict[str, tuple] = {
     "monitor": ((str, None), _anything, 'None or a metric\'s name such as "val_loss"'),
     "mode": ((str,), lambda v: v in ("min", "max"), '"min" or "max"'),
     "save_top_k": ((int,), _at_least(-1), "-1 (all) or an int >= 0"),
-    "save_every_n_steps": ((int, None), _at_least(1), "None or an int >= 1"),
+    **dict.fromkeys(
+        ("save_every_n_steps", "validate_every_n_steps"), ((int, None), _at_least(1), "None or an int >= 1")
+    ),
     "seed": ((int, None), lambda v: v is None or 0 <= v < 2**32, "None or an int from 0 to 4294967295"),
     "compile": ((bool, dict), _anything, "True, False or torch.compile's keywords as a dict"),
     "on_nan": (

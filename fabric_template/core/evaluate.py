@@ -11,11 +11,13 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from .epoch_end import EpochEnd
+from .inputs import check_names
 from .overrides import is_a, overrides
 from .passes import INFINITE, Handed, Turn
 from .returned import name_outputs
 from .run import Run
-from .steps import Modes, takes, takes_batch_idx, takes_iterator
+from .steps import FunctionSteps, Modes, takes, takes_batch_idx, takes_iterator
 from .timing import timed_batches
 
 
@@ -43,7 +45,7 @@ def evaluate(run: Run, stage: str, *, most: int | float = INFINITE, inference: b
     if step is not None:
         check_dataloader_idx(run, kind, several)
     stage_before = run.at.begin_evaluation(stage)
-    collection = kind.collection(run, kind.prefix, several, keep)
+    collection = kind.collection(run, kind, several, keep)
     with torch.inference_mode() if inference else torch.no_grad():
         turns = loaders.start_evaluation(most)
         turns = timed_batches(run.hooks.profiler, turns, f"[{kind.loop}].{kind.prefix}_next", itemgetter(3))
@@ -130,12 +132,20 @@ def _switch(run: Run, hook: str, otherwise: Callable[[], Any]) -> None:
 class Measured:
     """What a validation or test collects: what is logged, and what its step returns beside that."""
 
-    def __init__(self, run: Run, prefix: str, several: bool, keep: bool) -> None:
-        self.run, self._prefix, self._several, self._keep = run, prefix, several, keep
+    def __init__(self, run: Run, kind: Kind, several: bool, keep: bool) -> None:
+        self.run, self._prefix, self._keep = run, kind.prefix, keep
         self.batch_starts, self.batch_taken = run.metrics.batch_starts, run.metrics.batch_taken
         self.looks = True  # at what the step returns, of this loader
         self._results: list[dict[str, Any]] = []
         self._returned: dict[str, Any] = {}
+        self._loader_of: dict[str, int] = {}  # by the names of what is returned
+        self._loaders = [] if run.trained.is_lightning else run.data.val.names
+        check_names(self._loaders)
+        self._end: EpochEnd | None = None
+        self._fx = f"on_{kind.word}_epoch_end"
+        if isinstance(run.trained.owner, FunctionSteps) and "epoch_end" in run.trained.owner.functions:
+            count = len(run.data.val.loaders)
+            self._end = EpochEnd(run.trained.owner.epoch_end, count, self._loaders, kind.prefix)
         run.metrics.start(run.metrics.val)
 
     def look(self, output: Any, batch_idx: int, loader: int | None = None) -> None:
@@ -143,19 +153,30 @@ class Measured:
 
         Of several loaders it stands under Trainer's names. Who logs all that it returns pays for that once in a pass.
         """
-        run, end = self.run, "" if loader is None else f"/dataloader_idx_{loader}"
-        values = {f"{name}{end}": value for name, value in name_outputs(output, self._prefix).items()}
+        run, values = self.run, name_outputs(output, self._prefix)
         if run.metrics.active:
-            logged = {f"{name}{end}" for _, name, index in run.metrics.active if index == loader}
-            allowed = {f"{self._prefix}_loss{end}"} if run.trained.is_lightning else values.keys()
+            logged = {name for _, name, index in run.metrics.active if index == loader}
+            allowed = {f"{self._prefix}_loss"} if run.trained.is_lightning else values.keys()
             values = {name: values[name] for name in values if name in allowed and name not in logged}
             self.looks = bool(values)
         if values:
-            run.history.val.add(values, run.log.size_of_batch(), batch_idx)
+            named = {self._named(name, loader): value for name, value in values.items()}
+            run.history.val.add(named, run.log.size_of_batch(), batch_idx)
+
+    def _named(self, name: str, loader: int | None) -> str:
+        index = loader or 0
+        if self._loaders:
+            name = f"{self._loaders[index]}{name.removeprefix(self._prefix)}"
+        elif loader is not None:
+            name = f"{name}/dataloader_idx_{loader}"
+        self._loader_of[name] = index
+        return name
 
     def end_batch(self, output: Any, index: int) -> None:
         """Behind the hooks of a batch."""
         self.run.metrics.batch_ends()
+        if self._end is not None:
+            self._end.keep(output, index)
         if self._keep:
             self.run.log.evaluated(index)
 
@@ -174,6 +195,11 @@ class Measured:
             self._returned = run.history.end_validation(run.log.all_reduce)
         if not run.trained.is_lightning:  # a plain module's returned values are its metrics
             run.metrics.callback.update({name: torch.tensor(value) for name, value in self._returned.items()})
+        if self._end is not None:
+            before = run.hooks.enter(self._fx)
+            for name, value in self._end.values().items():
+                run.metrics.log(name, value, sync_dist=True)
+            run.hooks.enter(before)
 
     def end_epoch(self) -> None:
         """Behind ``on_*_epoch_end``."""
@@ -189,10 +215,9 @@ class Measured:
         """What was measured, a dict for each loader."""
         results = self._results
         if self._returned and not (self.run.trained.is_lightning and any(results)):
-            ends = [f"/dataloader_idx_{index}" if self._several else "" for index in range(len(results))]
             results = [
-                {name: value for name, value in self._returned.items() if name.endswith(end)} | result
-                for end, result in zip(ends, results, strict=True)
+                {name: value for name, value in self._returned.items() if self._loader_of.get(name) == index} | result
+                for index, result in enumerate(results)
             ]
         return [
             {name: value.item() if isinstance(value, Tensor) else value for name, value in result.items()}
@@ -206,7 +231,7 @@ class Predictions:
     looks = False
     batch_taken = None
 
-    def __init__(self, run: Run, prefix: str, several: bool, keep: bool) -> None:
+    def __init__(self, run: Run, kind: Kind, several: bool, keep: bool) -> None:
         self.run, self._several, self._keep = run, several, keep
         writers = [callback.interval for callback in run.hooks.callbacks if is_a(callback, "BasePredictionWriter")]
         self._keeps = keep or any(interval.on_epoch for interval in writers)

@@ -68,6 +68,15 @@ def why_no_loader(loader: Any) -> str | None:
     return None
 
 
+def check_names(names: Iterable[str]) -> None:
+    """Refuse a loader to validate under the name that training's own metrics have."""
+    if "train" in names:
+        raise Misuse(
+            f"the loaders to validate are named {', '.join(map(repr, names))}: train_loss is what training measures; write"
+            " {'train_again': loader}"
+        )
+
+
 def check_signature(step: Callable, name: str, takes_net: bool = False, takes_idx: bool = True) -> None:
     """Refuse a step that cannot be called with a batch, or with a batch and its index."""
     try:

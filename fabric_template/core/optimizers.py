@@ -105,7 +105,7 @@ def parse_optimizers(
         raise RuntimeError(
             "Training with multiple optimizers is only supported with manual optimization. Set"
             " `self.automatic_optimization = False`, then access your optimizers in `training_step` with"
-            " `opt1, opt2, ... = self.optimizers()`. Step functions take one optimizer: give it all parameters, in groups."
+            " `opt1, opt2, ... = self.optimizers()`. Step functions that are given several step them themselves."
         )
     for config in configs:
         if all(getattr(config.scheduler, "optimizer", None) is not optimizer for optimizer in optimizers):
@@ -114,6 +114,31 @@ def parse_optimizers(
             )
         _check_api(config.scheduler, automatic and not custom_step)
     return optimizers, configs
+
+
+def with_scheduler(optimizer: Any, scheduler: Any) -> Any:
+    """An optimizer and what ``scheduler=`` gave beside it: a scheduler, its dict, or a list of them."""
+    if scheduler is None:
+        return optimizer
+    if not _steps(optimizer):
+        raise MisuseOfType(
+            f"fit got scheduler= and a {type(optimizer).__name__} as optimizer=: expected one optimizer beside it; other"
+            " shapes hold their schedulers themselves, as configure_optimizers returns them"
+        )
+    return [optimizer], scheduler if isinstance(scheduler, list) else [scheduler]
+
+
+def are_several(optimizer: Any) -> bool:
+    """Whether several optimizers are given: a list of them, alone or before schedulers.
+
+    Example:
+        >>> one = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> are_several(one), are_several([one, one]), are_several(([one], []))
+        (False, True, False)
+    """
+    while isinstance(optimizer, list | tuple) and optimizer and isinstance(optimizer[0], list | tuple):
+        optimizer = optimizer[0]
+    return isinstance(optimizer, list | tuple) and sum(map(_steps, optimizer)) > 1
 
 
 class NoOptimizer(Optimizer):

@@ -40,6 +40,8 @@ class FunctionSteps:
         torch.Size([])
     """
 
+    automatic_optimization: bool
+
     def __init__(self, net: nn.Module, **functions: Callable | None) -> None:
         self.net = net
         for name, function in functions.items():
@@ -48,7 +50,7 @@ class FunctionSteps:
         self.functions = {name: function for name, function in functions.items() if function is not None}
 
     def __getattr__(self, name: str) -> Any:
-        if name in (*STEPS, "forward", "configure_optimizers"):
+        if name in (*STEPS, "forward", "configure_optimizers", "automatic_optimization"):
             if hasattr(self.net, name):
                 return getattr(self.net, name)
             if name == "test_step" and "validation_step" in vars(self):
@@ -171,7 +173,7 @@ class Steps:
     @property
     def is_plain(self) -> bool:
         """One device in float32: ``fabric.backward`` and the strategy's step come to ``loss.backward()`` and ``step()``."""
-        return type(self.fabric.strategy) is SingleDeviceStrategy and type(self.precision) is Precision
+        return is_plain(self.fabric)
 
     def get(self, name: str) -> Callable:
         """The step of this name with precision, strategy and compilation around it."""
@@ -201,6 +203,11 @@ class Steps:
     def no_sync(self) -> Any:
         """A context in which gradients are not averaged over the ranks: all but the last batch of a window."""
         return nullcontext() if self.wrapped is None else self.fabric.no_backward_sync(self.wrapped)
+
+
+def is_plain(fabric: Fabric) -> bool:
+    """One device in float32: Fabric's strategy and precision do nothing there."""
+    return type(fabric.strategy) is SingleDeviceStrategy and type(fabric.strategy.precision) is Precision
 
 
 def _through(wrapped: nn.Module, method: Callable, *args: Any) -> Any:

@@ -176,7 +176,7 @@ def end_epoch(run: Run) -> None:
 def finish_batch(run: Run) -> None:
     """What was left of a batch when a callback saved the checkpoint in one of its hooks: as it stands behind that hook."""
     at, stop, validation, saved_in = run.at, run.stop, run.validation, run.origin.saved_in
-    validation.begin_epoch()
+    validation.begin_epoch(behind=0 if at.accumulates else 1)
     if saved_in == "on_train_epoch_end":
         if not (at.is_last_of_epoch or stop.now):  # of an epoch that was cut short, and now goes on
             run.origin.saved_in = None

@@ -19,6 +19,8 @@ class Validation:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.batch: int | float | None = None  # every so many batches; None: by the clock
+        self.every = run.config.validate_every_n_steps  # optimizer steps
+        self._steps_before = 0  # the batch at hand
         self.seconds = 0.0  # between validations that go by the clock
         self.validated_at = 0.0
         self.is_on = False  # in the epoch that runs
@@ -48,14 +50,16 @@ class Validation:
         every = self.run.config.check_val_every_n_epoch
         return self.validates and (every is None or (self.run.at.current_epoch + 1) % every == 0)
 
-    def begin_epoch(self) -> None:
-        """Know whether the epoch that runs validates."""
+    def begin_epoch(self, behind: int = 0) -> None:
+        """Know whether the epoch that runs validates; so many steps of the batch at hand have been taken."""
         self.is_on = self.in_this_epoch
+        self._steps_before = self.run.at.global_step - behind
 
     def after_batch(self) -> bool:
         """Validate, if that is due behind the batch at hand; returns whether it was."""
         stop = self.run.stop
         due = self.is_on and ((stop.should_stop and stop.may_stop) or self.is_planned())
+        self._steps_before = self.run.at.global_step
         if due:
             self.validate()
         return due
@@ -94,6 +98,8 @@ class Validation:
     def is_planned(self) -> bool:
         """Whether a validation is due behind the batch at hand, in a run that nothing stops."""
         run, batch = self.run, self.batch
+        if self.every is not None:
+            return run.at.global_step // self.every > self._steps_before // self.every
         if batch is None:
             return time.monotonic() - self.validated_at >= self.seconds
         if batch == INFINITE:

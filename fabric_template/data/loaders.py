@@ -36,6 +36,7 @@ class Loaders:
         self.combined: Any = None  # Lightning's CombinedLoader, where several loaders give one batch
         self._evaluated: Iterator | None = None  # the loader whose evaluation is on
         found = loaders_in(source)
+        self.names = names_of(source) if found != [source] else []
         for loader in found:
             check_iterable(loader, origin)
             if not isinstance(loader, DataLoader | TensorLoader):
@@ -181,6 +182,18 @@ class Loaders:
             )
         for loader, state in zip(stateful, states, strict=False):
             loader.load_state_dict(state)
+
+
+def names_of(source: Any) -> list[str]:
+    """The names of several loaders, where they have some.
+
+    Example:
+        >>> names_of({"val": range(2), "train_again": range(2)}), names_of([range(2), range(2)])
+        (['val', 'train_again'], [])
+    """
+    if not isinstance(source, Mapping) or any(loaders_in(part) != [part] for part in source.values()):
+        return []
+    return [str(name) for name in source]
 
 
 def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:

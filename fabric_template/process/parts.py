@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from ..core.errors import Misuse, MisuseOfType
 from ..core.optimizers import states_as_saved
+from ..core.steps import is_plain
 from ..data.tensors import TensorLoader
 from ..files.storage import AtomicCheckpointIO
 from ..record.tables import number_of
@@ -33,6 +36,9 @@ class Parts(TrainerFace):
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.
 
+        On one device in float32 model and optimizer come back as they are. Elsewhere the model's wrapper has its names and
+        its class in ``isinstance``; ``torch.save`` writes the model alone.
+
         To clip, write ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``, which knows of scaled gradients; it adds
         them up in the optimizer's order, and so to other last bits than ``clip_grad_norm_(model.parameters(), 1.0)``.
         """
@@ -41,8 +47,10 @@ class Parts(TrainerFace):
             _check("setup", optimizer, torch.optim.Optimizer, "an optimizer: loop.setup(model, optimizer, *loaders)")
         self._launch_parts()
         parts = list(self.fabric.setup(model, optimizer)) if optimizer is not None else [self.fabric.setup(model)]
-        # Fabric's own setattr would set the model's as well
-        object.__setattr__(parts[0], "__class__", _with_own_names(parts[0].__class__))
+        if is_plain(self.fabric):  # a wrapper would do nothing
+            parts = [model] if optimizer is None else [model, optimizer]
+        else:  # Fabric's own setattr would set the model's as well
+            object.__setattr__(parts[0], "__class__", _with_own_names(parts[0].__class__))
         for loader in loaders:
             if isinstance(loader, torch.utils.data.DataLoader):
                 loader = self.fabric.setup_dataloaders(loader)
@@ -56,15 +64,39 @@ class Parts(TrainerFace):
     def backward(self, loss: torch.Tensor) -> None:
         """``fabric.backward``: in the loop's precision."""
         _check("backward", loss, torch.Tensor, "the loss, a tensor: loop.backward(loss)")
-        self.fabric.backward(loss)
+        run = self._run
+        by_hand = run is not None and run.at.stage == "train" and not run.trained.is_automatic
+        (run.update if run is not None and by_hand else self.fabric).backward(loss)
 
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Give values to the loggers; with an "epoch" among them they are a row of metrics.csv.
+    def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
+        """A context for all but the last backward of an accumulation: gradients are not added over the processes there."""
+        return nullcontext() if is_plain(self.fabric) else self.fabric.no_backward_sync(model, enabled)
 
+    def log(self, name: str, value: Any, **words: Any) -> None:
+        """Log a value inside a step function or a hook: a LightningModule's ``self.log``, with all of its words.
+
+        Example:
+            >>> def training_step(net, batch):
+            ...     loss = net(batch).sum()
+            ...     loop.log("norm", batch.norm(), on_epoch=True)
+            ...     return loss
+        """
+        self._required("log").metrics.log(name, value, **words)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None, sync_dist: bool = False) -> None:
+        """Give values to the loggers, once for all processes; with an "epoch" among them they are a row of metrics.csv.
+
+        ``sync_dist=True`` gives their means over the processes, all of which have to call it.
         In a hook or step of a run they join the row of the epoch that runs, or are a row of steps.csv.
         """
         _check("log_dict", metrics, Mapping, "a dict of numbers: loop.log_dict({'epoch': 0, 'train_loss': loss})")
         scalars = {name: number_of(name, value) for name, value in metrics.items()}
+        if sync_dist and self.fabric.world_size > 1 and scalars:
+            own = torch.tensor(
+                [float(value) for value in scalars.values()], dtype=torch.float64, device=self.fabric.device
+            )
+            means: Any = self.fabric.all_reduce(own)
+            scalars = {**dict(zip(scalars, means.tolist(), strict=True)), **_counts(scalars)}
         if (run := self._run) is not None and run.at.stage is not None:
             run.log.given(scalars, step)
             return
@@ -98,9 +130,27 @@ class Parts(TrainerFace):
 
 @cache
 def _with_own_names(kind: type) -> type:
-    """Fabric's wrapper, in which modules, parameters and buffers have the names that the model gives them."""
-    own = {"named_modules": lambda self, *args, **words: self.module.named_modules(*args, **words)}
+    """Fabric's wrapper, in which modules, parameters and buffers have the names that the model gives them.
+
+    It passes for the model's class, and what is pickled is the model.
+    """
+    own = {
+        "named_modules": lambda self, *args, **words: self.module.named_modules(*args, **words),
+        "__class__": property(lambda self: type(self.module)),
+        "__reduce_ex__": lambda self, protocol: self.module.__reduce_ex__(protocol),
+        "__deepcopy__": _copied,
+    }
     return type(kind.__name__, (kind,), own)
+
+
+def _copied(wrapper: Any, memo: dict[int, Any]) -> Any:
+    copied = memo[id(wrapper)] = object.__new__(type(wrapper))
+    object.__setattr__(copied, "__dict__", copy.deepcopy(vars(wrapper), memo))
+    return copied
+
+
+def _counts(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in scalars.items() if name in ("epoch", "step")}
 
 
 def _check(method: str, value: Any, kind: Any, expected: str) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 
+from ..core.epoch_end import check_epoch_end
 from ..core.errors import MissingLoader, Misuse, MisuseOfType
-from ..core.inputs import check_object, check_parameters, check_path, check_signature
-from ..core.optimizers import parse_optimizers
+from ..core.inputs import check_names, check_object, check_parameters, check_path, check_signature
+from ..core.optimizers import are_several, parse_optimizers
 from ..core.origin import Origin
 from ..core.overrides import overrides
 from ..core.passes import INFINITE, length_of
@@ -21,7 +22,7 @@ from ..core.steps import FunctionSteps, net_of, takes_batch_idx
 from ..core.stop import is_endless
 from ..core.trained import Trained
 from ..data.feed import Given, loader_argument
-from ..data.loaders import check_iterable, loaders_in, no_fraction
+from ..data.loaders import check_iterable, loaders_in, names_of, no_fraction
 from ..files.checkpoint import hyperparameters_of
 from ..trainer.attributes import TrainerFace
 from ..trainer.views import Word
@@ -69,6 +70,8 @@ def prepare(
         )
     last = loop._run if fn != "fit" else None
     owner, net = _owner_of(model, functions or {}, last)
+    if isinstance(owner, FunctionSteps) and are_several(optimizer):  # whoever gives several steps them
+        owner.automatic_optimization = False
     given = Given(loaders, owner if datamodule is None else datamodule)
     if last is not None and datamodule is None:  # the last one stays, as under Trainer, and its hooks are called;
         datamodule = last.trained.datamodule
@@ -136,7 +139,10 @@ def _owner_of(model: Any, functions: dict[str, Callable | None], last: Run | Non
         given = last.trained.owner.functions | given
     owner = FunctionSteps(net, **given) if given else model
     for name, function in given.items():
-        check_signature(function, name, takes_net=True, takes_idx=takes_batch_idx(getattr(owner, name)))
+        if name == "epoch_end":
+            check_epoch_end(function)
+        else:
+            check_signature(function, name, takes_net=True, takes_idx=takes_batch_idx(getattr(owner, name)))
     return owner, net
 
 
@@ -180,6 +186,10 @@ def _check_steps(plan: Plan, fn: str) -> None:
 def _check_validation(plan: Plan, name: str) -> None:
     """A step and its loader come together; a LightningModule that has one of them trains without validation."""
     has_step, has_loader = overrides(plan.trained.owner, "validation_step") is not None, plan.given.has("val")
+    if isinstance(plan.trained.owner, FunctionSteps) and "epoch_end" in plan.trained.owner.functions and not has_loader:
+        raise Misuse(
+            "fit got epoch_end=, which is told what validation_step returned, but no val_dataloaders: give both"
+        )
     if has_loader and not has_step and not plan.trained.is_lightning and plan.given.loaders.get("val") is not None:
         raise Misuse(
             f"fit got val_dataloaders but {name} has no validation_step: expected a method validation_step(batch,"
@@ -208,6 +218,8 @@ def _check_loaders(plan: Plan, fn: str) -> None:
     given = plan.given.loaders.get(stage)
     if fn == "fit" and given is not None and all(length_of(loader) == 0 for loader in loaders_in(given)):
         raise Misuse(f"fit got an empty train loader ({type(given).__name__} of length 0): expected at least one batch")
+    if not plan.trained.is_lightning and isinstance(plan.given.loaders.get("val"), Mapping):
+        check_names(names_of(plan.given.loaders["val"]))
     for name in ("train", "val") if fn == "fit" else (stage,):
         limit = getattr(plan.config, f"limit_{name}_batches")
         needs_length = isinstance(limit, float) and limit not in (0.0, 1.0)

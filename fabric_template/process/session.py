@@ -18,7 +18,7 @@ from ..core.errors import Misuse
 from ..core.overrides import is_a, overrides
 from ..core.run import Run
 from ..core.said import is_interactive
-from ..core.steps import Modes
+from ..core.steps import FunctionSteps, Modes
 from ..core.update import AutomaticUpdate
 from ..files import checkpoint as ckpt
 from ..files.disk import clear_stale
@@ -97,6 +97,8 @@ def _rest(run: Run) -> None:
     """The run stays readable; what it saved and what it computed with need not stay in memory."""
     run.hooks.enter(None)
     run.at.enter(None)
+    if isinstance(run.update, ManualUpdate):
+        run.update.stop_counting()
     run.keeper.begin_epoch()
     run.metrics.start(None)
     run.metrics.to_cpu()
@@ -185,7 +187,13 @@ def start_fit(run: Run) -> None:
     has_summary = any(is_a(callback, "ModelSummary") for callback in run.hooks.callbacks)  # which prints it already
     if run.config.enable_model_summary and run.fabric.is_global_zero and not has_summary:
         print(summarize(run.trained.net))
-    # they are left as they are, as Trainer does
+    if isinstance(run.trained.owner, FunctionSteps) and not run.trained.net.training:
+        run.said.warn(
+            f"{run.trained.name} came in eval mode: it is put into training mode, as model.train() does before a loop of one's"
+            " own; what is to stay in eval mode is put there in training_step"
+        )
+        run.trained.net.train()
+    # others are left as they are, as Trainer does
     if sleeping := sum(not module.training for module in run.trained.net.modules()):
         run.said.warn(
             f"Found {sleeping} module(s) in eval mode at the start of training: no dropout there, BatchNorm frozen; write"

@@ -173,7 +173,8 @@ class Log:
         """The epoch is over: Trainer's values for the others, one whole row for the CSV and the history."""
         run = self.run
         returned = {} if run.trained.is_lightning else run.history.returned  # a plain module's values are its metrics
-        trained = {name: value for name, value in returned.items() if name.startswith("train_")}
+        others = tuple(f"{name}_" for name in (run.data.val.names if run.data.val else ()))  # such as "train_again"
+        trained = {k: value for k, value in returned.items() if k.startswith("train_") and not k.startswith(others)}
         self.values({**trained, **metrics}, by_row=False, behind=1)  # the epoch's values stand at its last step
         seconds, self.began = time.monotonic() - self.began, time.monotonic()
         rates = self.rates or run.optimizing.learning_rates()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ..core.config import FABRIC_WORDS, LoopConfig
+from ..core.config import LoopConfig
+from ..core.elsewhere import FABRIC_WORDS
 
 PACKAGE = __package__.rpartition(".")[0]  # another one in a copy
 WORDS = "|".join({*LoopConfig.__dataclass_fields__, *FABRIC_WORDS, "resume", "load"} - {"fabric", "plugins", "loggers"})

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..core.config import _CHECKS, FABRIC_WORDS, TRAINER_ONLY, LoopConfig
+from ..core.config import _CHECKS, LoopConfig
+from ..core.elsewhere import FABRIC_WORDS, TRAINER_ONLY
 from .classes import PLACES, find, full_name, names_in, show_help, type_of, with_full_names
 from .configs import PARTS, check_known, class_of, file_of_run, read_configs
 from .demos import DEFAULT, DEMOS, demo_of, full_path, words_of

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.errors import MisuseOfType
+from ..core.errors import Misuse, MisuseOfType
 from ..core.run import Run
+from ..core.steps import FunctionSteps
 from ..core.update import AutomaticUpdate
 from .views import shows
 
@@ -21,9 +22,35 @@ class ManualUpdate(AutomaticUpdate):
     """One batch of manual optimization: the module's ``training_step`` does everything through ``self.optimizers()``."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__(run)
         self._ddp = run.steps.ddp
         self._used: set[int] = set()  # the optimizers that have stepped in this batch, after the last backward
+        self._counted: list[Any] = []  # hooks of optimizers that functions step as they are
+        self._is_ready = self._ddp is None or not isinstance(
+            run.trained.owner, FunctionSteps
+        )  # gradients are added over the ranks in the backward that comes
+        super().__init__(run)
+
+    def set_up(self) -> None:
+        """Know what there is to call, and count the steps of optimizers that step functions have at hand themselves."""
+        super().set_up()
+        self.stop_counting()
+        if isinstance(self.owner, FunctionSteps):
+            own = [one for one in self.run.optimizing.optimizers if isinstance(one, Optimizer)]
+            self._counted = [one.register_step_post_hook(self._stepped) for one in own]
+
+    def stop_counting(self) -> None:
+        """The run is over: the optimizers are their owner's alone again."""
+        while self._counted:
+            self._counted.pop().remove()
+
+    def _stepped(self, optimizer: Optimizer, args: Any = (), words: Any = None) -> None:
+        if not self._is_ready:
+            raise Misuse(
+                "training_step called loss.backward() in a run of several processes, and then stepped an optimizer: the"
+                " gradients are this process's own; write loop.backward(loss), which adds them over all"
+            )
+        self.run.at.stepped_by_hand(1)  # what comes of an error now is behind a step
+        self._used.add(id(optimizer))
 
     def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
         """Run the step; returns what ``on_train_batch_end`` gets as outputs."""
@@ -44,13 +71,14 @@ class ManualUpdate(AutomaticUpdate):
     def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
         """One optimizer's step, called by the module; counts as a step of the run."""
         output = super().step_with(optimizer, closure, **arguments)
-        self.run.at.stepped_by_hand(1)  # what comes of an error now is behind a step
-        self._used.add(id(optimizer))
+        if not self._counted:
+            self._stepped(optimizer)
         return output
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward with its hooks, for ``manual_backward``."""
         self._used.clear()
+        self._is_ready = True
         if self._ddp is not None:
             from lightning.pytorch.overrides.distributed import prepare_for_backward
 

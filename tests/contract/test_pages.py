@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from fabric_template.core.config import FABRIC_WORDS, TRAINER_ONLY, LoopConfig
+from fabric_template.core.config import LoopConfig
+from fabric_template.core.elsewhere import FABRIC_WORDS, TRAINER_ONLY
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = {

@@ -1,6 +1,8 @@
 """Rung 1: what `loop.setup` returns has the model's own names, so that code which goes by them goes on working."""
 
 import copy
+import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,13 +30,27 @@ def test_names(precision):
     assert [name for name, _ in net.named_parameters(prefix="net")][0] == "net.0.weight"
     assert list(net.state_dict()) == list(bare.state_dict())
     assert type(bare) is nn.Sequential
-    assert type(net).__mro__[1].__name__ == "_FabricModule"
+    if precision == "32-true":  # nothing to wrap
+        assert net is bare
+        assert type(optimizer) is torch.optim.SGD
+    else:
+        assert type(net).__mro__[1].__name__ == "_FabricModule"
+        assert isinstance(net, nn.Sequential)
+    with loop.no_backward_sync(net):
+        loop.backward(net(torch.ones(3, 4)).sum())
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is nn.Sequential
+    assert all(map(torch.equal, loaded.state_dict().values(), bare.state_dict().values()))
     net.eval()
     assert not bare[1].training
     net.train()
     loop.backward(net(torch.ones(3, 4)).sum())
     optimizer.step()
     other = copy.deepcopy(net)
+    assert type(other) is type(net)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), net.parameters(), strict=True))
     net.mine = 3
     assert bare.mine == 3
@@ -49,3 +65,19 @@ def test_clipping_is_in_the_optimizers_order():
     loop.backward(net(torch.randn(16, 4)).square().mean())
     expected = torch.nn.utils.get_total_norm([p.grad for group in optimizer.param_groups for p in group["params"]])
     assert loop.fabric.clip_gradients(net, optimizer, max_norm=1e-3).equal(expected)
+
+
+def log_alone(fabric, loop):
+    rank = loop.fabric.global_rank
+    loop.print("once")
+    loop.log_dict({"epoch": 0, "own": rank, "all": rank})
+    loop.log_dict({"epoch": 1, "own": rank, "all": 1 + rank}, sync_dist=True)
+
+
+def test_a_loop_of_several_processes_logs_once(monkeypatch, capfd):
+    """A row and a line for all of them; their means by one word."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    loop = FabricLoop(**quiet(logger=True, name="ranks", devices=2, strategy="ddp_fork"))
+    loop.fabric.launch(log_alone, loop)
+    assert capfd.readouterr().out == "once\n"
+    assert Path("logs/ranks/version_0/metrics.csv").read_text() == "epoch,own,all\n0,0,0\n1,0.5,1.5\n"

@@ -1,0 +1,353 @@
+"""Rung 2 whole: what step functions may log, measure at an epoch's end, step themselves, and be validated on."""
+
+import csv
+import re
+
+import pytest
+import torch
+from modules import Classifier, make_data, make_loader, quiet, run_trainer
+from runs import val_loader
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fabric_template import FabricLoop
+from fabric_template.core.errors import Misuse
+
+
+def make_net():
+    torch.manual_seed(1)
+    return nn.Linear(8, 3)
+
+
+def training_step(net, batch):
+    return cross_entropy(net(batch[0]), batch[1])
+
+
+def validation_step(net, batch):
+    logits = net(batch[0])
+    return {"loss": cross_entropy(logits, batch[1]), "right": (logits.argmax(1) == batch[1])}
+
+
+def sgd(net, lr=0.1):
+    return torch.optim.SGD(net.parameters(), lr=lr)
+
+
+def rows_of(loop, name="metrics.csv"):
+    with open(f"{loop.log_dir}/{name}", newline="") as file:
+        return [{key: value for key, value in row.items() if key != "time"} for row in csv.DictReader(file)]
+
+
+def share_right(net, outputs):
+    return {"right": torch.cat([output["right"] for output in outputs]).float().mean()}
+
+
+# ---- the words of a LightningModule
+
+
+def logged(loop, log):
+    def step(net, batch):
+        loss = training_step(net, batch)
+        log(loop, "half", loss / 2)
+        return loss
+
+    return step
+
+
+def test_log_and_scheduler_give_trainers_numbers():
+    """Weights, learning rates and each view of a metric, as of a LightningModule that logs and schedules the same."""
+
+    class Lit(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = cross_entropy(self.net(batch[0]), batch[1])
+            self.log("half", loss / 2, on_step=True, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = sgd(self)
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"}]
+
+    trainer, lit = run_trainer(Lit, make_loader, max_epochs=2)
+    torch.manual_seed(1)
+    owner = Lit()
+    loop, optimizer = FabricLoop(**quiet(max_epochs=2)), sgd(owner.net)
+    step = logged(loop, lambda loop, name, value: loop.log(name, value, on_step=True, on_epoch=True))
+    schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"}
+    loop.fit(owner.net, make_loader(), optimizer=optimizer, scheduler=schedule, training_step=step)
+    theirs = trainer.callback_metrics
+    assert all(torch.equal(a, b) for a, b in zip(owner.net.parameters(), lit.net.parameters(), strict=True))
+    assert all(loop.callback_metrics[name].equal(theirs[name]) for name in ("half", "half_step", "half_epoch"))
+    assert optimizer.param_groups[0]["lr"] == trainer.optimizers[0].param_groups[0]["lr"] < 0.1
+
+
+def test_logged_values_stand_beside_returned_ones():
+    loop, net = FabricLoop(**quiet(max_epochs=1)), make_net()
+    step = logged(loop, lambda loop, name, value: loop.log(name, value, on_step=False, on_epoch=True))
+    history = loop.fit(net, make_loader(), optimizer=sgd(net), training_step=step)
+    assert list(history.columns) == ["epoch", "step", "train_loss", "half", "lr", "time"]
+    assert history.train_loss[0] / 2 == pytest.approx(history.half[0], abs=1e-7)
+
+
+def test_log_outside_of_a_run():
+    with pytest.raises(RuntimeError, match=r"^FabricLoop.log: nothing has run yet; call fit, validate"):
+        FabricLoop(**quiet()).log("loss", 1.0)
+
+
+def test_a_list_of_schedulers_and_one_that_waits_for_a_metric():
+    net = make_net()
+    optimizer = sgd(net)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0, threshold=9, threshold_mode="abs"
+    )
+    schedule = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), {"scheduler": plateau, "monitor": "val_loss"}]
+    FabricLoop(**quiet(max_epochs=2)).fit(
+        net, make_loader(), val_loader(), optimizer=optimizer, scheduler=schedule, training_step=training_step,
+        validation_step=validation_step,
+    )  # fmt: skip
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 4 / 2
+
+
+def test_scheduler_beside_another_shape():
+    net = make_net()
+    optimizer = sgd(net)
+    words = {"optimizer": [optimizer], "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+    with pytest.raises(TypeError) as caught:
+        FabricLoop(**quiet(max_epochs=1)).fit(net, make_loader(), training_step=training_step, **words)
+    assert str(caught.value) == (
+        "fit got scheduler= and a list as optimizer=: expected one optimizer beside it; other shapes hold their schedulers"
+        " themselves, as configure_optimizers returns them"
+    )
+
+
+# ---- several validation loaders with names
+
+
+def named_fit(epochs=2, **words):
+    net = make_net()
+    loop = FabricLoop(**quiet(max_epochs=epochs, logger=True, name="named"))
+    loaders = {"val": val_loader(), "train_again": make_loader(shuffle=False)}
+    functions = {"training_step": training_step, "validation_step": validation_step, **words}
+    return net, loop, loop.fit(net, make_loader(), loaders, optimizer=sgd(net), **functions)
+
+
+def test_loaders_have_names():
+    """Each column as if its loader had been validated alone; the same names in validate, and what is monitored."""
+    net, loop, history = named_fit()
+    assert list(history.columns) == ["epoch", "step", "train_again_loss", "train_loss", "val_loss", "lr", "time"]
+    [alone] = FabricLoop(**quiet()).validate(net, make_loader(shuffle=False), validation_step=validation_step)
+    assert history.train_again_loss[1] == alone["val_loss"] == loop.callback_metrics["train_again_loss"].item()
+    [first, second] = loop.validate(net, {"a": val_loader(), "b": make_loader(shuffle=False)}, verbose=False)
+    assert (first, second) == ({"a_loss": history.val_loss[1]}, {"b_loss": alone["val_loss"]})
+    one = loop.validate(net, {"only": val_loader()}, verbose=False)
+    assert one == [{"only_loss": history.val_loss[1]}]
+
+
+def test_a_loader_named_like_training():
+    net = make_net()
+    with pytest.raises(Misuse) as caught:
+        FabricLoop(**quiet(max_epochs=1)).fit(
+            net, make_loader(), {"train": val_loader()}, optimizer=sgd(net), training_step=training_step,
+            validation_step=validation_step,
+        )  # fmt: skip
+    assert str(caught.value) == (
+        "the loaders to validate are named 'train': train_loss is what training measures; write {'train_again': loader}"
+    )
+
+
+def test_lightning_modules_keep_trainers_names():
+    class Lit(Classifier):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            super().validation_step(batch, batch_idx)
+
+    loop = FabricLoop(**quiet(max_epochs=1))
+    loop.fit(Lit(), make_loader(), {"a": val_loader(), "b": val_loader()})
+    assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"} <= set(loop.callback_metrics)
+
+
+# ---- an epoch's end
+
+
+def test_metrics_of_an_epochs_end():
+    """A column, a monitor, and a result of validate and test; of loaders with names by name."""
+    net = make_net()
+    loop = FabricLoop(**quiet(max_epochs=2, enable_checkpointing=True, monitor="val_right", mode="max"))
+    history = loop.fit(
+        net, make_loader(), val_loader(), optimizer=sgd(net), training_step=training_step,
+        validation_step=validation_step, epoch_end=share_right,
+    )  # fmt: skip
+    x, y = make_data(18, seed=5).tensors  # as val_loader has them
+    right = (net(x).argmax(1) == y).float().mean().item()
+    assert list(history.columns)[-3:] == ["val_right", "lr", "time"]
+    assert history.val_right[1] == right == loop.callback_metrics["val_right"].item()
+    assert loop.checkpoint_callback.best_model_score == max(history.val_right)
+    assert loop.validate(net, val_loader(), verbose=False)[0]["val_right"] == right
+    assert loop.test(net, val_loader(), verbose=False)[0]["test_right"] == right
+    alone = {"validation_step": validation_step, "epoch_end": share_right, "verbose": False}
+    assert FabricLoop(**quiet()).validate(net, val_loader(), **alone)[0]["val_right"] == right
+
+    def by_loader(net, outputs):
+        return {f"{name}_right": share_right(net, found)["right"] for name, found in outputs.items()} | {"two": 2}
+
+    net, loop, history = named_fit(epoch_end=by_loader)
+    assert {"val_right", "train_again_right", "val_two"} <= set(history.columns)
+
+
+@pytest.mark.parametrize(
+    ("function", "loaders", "words"),
+    [
+        (
+            lambda outputs: {}, (make_loader, val_loader),
+            "epoch_end(outputs) cannot be called (too many positional arguments): expected epoch_end(model, outputs), which"
+            " returns a dict of numbers; outputs is the list of what validation_step returned",
+        ),
+        (
+            lambda net, outputs: 3.0, (make_loader, val_loader),
+            "epoch_end returned a float: expected a dict of numbers: write return {'f1': f1}",
+        ),
+        (
+            share_right, (make_loader,),
+            "fit got epoch_end=, which is told what validation_step returned, but no val_dataloaders: give both",
+        ),
+    ],
+)  # fmt: skip
+def test_epoch_end_misused(function, loaders, words):
+    net = make_net()
+    functions = {"training_step": training_step, "validation_step": validation_step, "epoch_end": function}
+    loaders = [make() for make in loaders]
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(words)}"):
+        FabricLoop(**quiet(max_epochs=1)).fit(net, *loaders, optimizer=sgd(net), **functions)
+
+
+# ---- validation every so many steps
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_validate_every_n_steps(window):
+    """Of 10 batches an epoch; rows of steps.csv for those inside an epoch, behind the steps 5, 10, 15..."""
+    net = make_net()
+    words = {
+        "logger": True,
+        "name": "every",
+        "accumulate_grad_batches": window,
+        "validate_every_n_steps": 5,
+        "num_sanity_val_steps": 0,
+    }
+    loop, steps = FabricLoop(**quiet(max_epochs=3, **words)), []
+
+    class Note:
+        def on_validation_end(self, loop):
+            steps.append(loop.global_step)
+
+    loop.callbacks.append(Note())
+    loop.fit(
+        net,
+        make_loader(),
+        val_loader(),
+        optimizer=sgd(net),
+        training_step=training_step,
+        validation_step=validation_step,
+    )
+    assert steps == ([5, 10, 15, 20, 25, 30] if window == 1 else [5, 10])  # 4 steps an epoch
+    inside = [int(row["step"]) + 1 for row in rows_of(loop, "steps.csv")]
+    assert inside == ([5, 15, 25] if window == 1 else [5, 10])
+
+
+def test_validate_every_n_steps_is_alone():
+    with pytest.raises(Misuse) as caught:
+        FabricLoop(validate_every_n_steps=3, val_check_interval=4)
+    assert str(caught.value) == (
+        "validate_every_n_steps=3 with val_check_interval=4 and check_val_every_n_epoch=1: expected it alone"
+    )
+
+
+# ---- several optimizers
+
+
+def gan_step(parts, optimizers):
+    def step(net, batch):
+        (x, _), (of_g, of_d) = batch, optimizers
+        of_d.zero_grad()
+        d_loss = net["d"](net["g"](x).detach()).square().mean()
+        d_loss.backward()
+        of_d.step()
+        of_g.zero_grad()
+        g_loss = -net["d"](net["g"](x)).mean()
+        g_loss.backward()
+        of_g.step()
+        return {"loss": g_loss, "d_loss": d_loss}
+
+    return step
+
+
+def make_gan():
+    torch.manual_seed(1)
+    parts = nn.ModuleDict({"g": nn.Linear(8, 4), "d": nn.Linear(4, 1)})
+    return parts, [sgd(parts["g"]), sgd(parts["d"])]
+
+
+def test_several_optimizers_are_stepped_by_the_function():
+    """As in the loop that it comes from, with the optimizers at hand; each of their steps counts."""
+    parts, optimizers = make_gan()
+    step = gan_step(parts, optimizers)
+    torch.manual_seed(2)
+    for _ in range(2):
+        for batch in make_loader():
+            step(parts, batch)
+    plain = [parameter.detach().clone() for parameter in parts.parameters()]
+    parts, optimizers = make_gan()
+    loop = FabricLoop(**quiet(max_epochs=2))
+    torch.manual_seed(2)
+    history = loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gan_step(parts, optimizers))
+    assert all(map(torch.equal, plain, parts.parameters()))
+    assert loop.global_step == 40
+    assert list(history.columns) == ["epoch", "step", "train_loss", "train_d_loss", "lr", "lr_1", "time"]
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers)
+    parts, optimizers = make_gan()  # through the loop's own, they count once as well
+    loop = FabricLoop(**quiet(max_epochs=1))
+
+    def through_loop(net, batch):
+        return gan_step(net, loop.optimizers)(net, batch)
+
+    loop.fit(parts, make_loader(), optimizer=optimizers, training_step=through_loop)
+    assert loop.global_step == 20
+
+
+def test_a_net_may_say_that_the_function_steps_its_one_optimizer():
+    """Truncated backpropagation: two steps in each batch."""
+    net = make_net()
+    net.automatic_optimization, optimizer = False, sgd(net)
+
+    def step(net, batch):
+        for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+            optimizer.zero_grad()
+            training_step(net, (x, y)).backward()
+            optimizer.step()
+
+    loop = FabricLoop(**quiet(max_epochs=1))
+    loop.fit(net, make_loader(), optimizer=optimizer, training_step=step)
+    assert loop.global_step == 20
+
+
+def test_own_backward_needs_the_loop_in_several_processes(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    parts, optimizers = make_gan()
+    loop = FabricLoop(**quiet(max_epochs=1, devices=2, strategy="ddp_fork"))
+    with pytest.raises(Exception, match=r"write loop.backward\(loss\), which adds them over all"):
+        loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gan_step(parts, optimizers))
+
+
+# ---- training mode
+
+
+def test_a_net_in_eval_mode_is_put_into_training_mode(recwarn):
+    """As model.train() does before a loop of one's own (from_pretrained gives eval mode); of an object it is its own matter."""
+    net = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 3)).eval()
+    loop = FabricLoop(**quiet(max_epochs=1))
+    loop.fit(net, make_loader(), optimizer=sgd(net), training_step=training_step)
+    assert net.training
+    assert net[0].training
+    [said] = [str(warning.message) for warning in recwarn if "eval mode" in str(warning.message)]
+    assert said.startswith("Sequential came in eval mode: it is put into training mode, as model.train() does")
+    net[0].eval()  # a part alone is somebody's intention
+    loop.fit(net, make_loader(), optimizer=sgd(net), training_step=training_step)
+    assert net.training
+    assert not net[0].training
