@@ -24,6 +24,7 @@ class ManualUpdate(AutomaticUpdate):
     def __init__(self, run: Run) -> None:
         self._ddp = run.steps.ddp
         self._used: set[int] = set()  # the optimizers that have stepped in this batch, after the last backward
+        self._has_begun = False
         self._counted: list[Any] = []  # hooks of optimizers that functions step as they are
         self._is_ready = self._ddp is None or not isinstance(
             run.trained.owner, FunctionSteps
@@ -65,8 +66,20 @@ class ManualUpdate(AutomaticUpdate):
         if isinstance(outputs.get("loss"), Tensor):
             outputs["loss"] = outputs["loss"].detach()
             self.run.log.note_returned(output, outputs["loss"])
+        if not self._has_begun:
+            self._has_begun = True
+            self._check_function()
         self.run.at.stepped_by_hand(0)
         return outputs
+
+    def _check_function(self) -> None:
+        """A step function that leaves its optimizers to the loop trains nothing: that shows behind its first batch."""
+        is_left = not self._used and all(parameter.grad is None for parameter in self.run.trained.net.parameters())
+        if isinstance(self.owner, FunctionSteps) and is_left:
+            raise Misuse(
+                "fit got several optimizers, and training_step used none of them: it steps them itself, as in zero_grad();"
+                " loss.backward(); step(); to have one loss minimized, give one optimizer all parameters, in groups"
+            )
 
     def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
         """One optimizer's step, called by the module; counts as a step of the run."""

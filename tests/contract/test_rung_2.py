@@ -327,6 +327,19 @@ def test_a_net_may_say_that_the_function_steps_its_one_optimizer():
     assert loop.global_step == 20
 
 
+def test_several_optimizers_that_nobody_steps():
+    """A usual step, which leaves that to the loop: nothing would be trained, and nobody told."""
+    parts, optimizers = make_gan()
+    with pytest.raises(Misuse) as caught:
+        FabricLoop(**quiet(max_epochs=1)).fit(
+            parts, make_loader(), optimizer=optimizers, training_step=lambda net, batch: net["g"](batch[0]).mean()
+        )
+    assert str(caught.value) == (
+        "fit got several optimizers, and training_step used none of them: it steps them itself, as in zero_grad();"
+        " loss.backward(); step(); to have one loss minimized, give one optimizer all parameters, in groups"
+    )
+
+
 def test_own_backward_needs_the_loop_in_several_processes(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     parts, optimizers = make_gan()

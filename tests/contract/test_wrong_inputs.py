@@ -251,9 +251,7 @@ CASES = {
     "optimizer_scheduler": net_and_step(
         optimizer=of_net(lambda net: torch.optim.lr_scheduler.StepLR(SGD(net.parameters(), lr=0.1), 1))
     ),
-    "optimizer_two": net_and_step(
-        optimizer=of_net(lambda net: [SGD(net.parameters(), lr=0.1), SGD(net.parameters(), lr=0.1)])
-    ),
+    "optimizer_two": with_method(configure_optimizers=lambda self: [SGD(self.net.parameters(), lr=0.1) for _ in "ab"]),
     "optimizer_keys": net_and_step(optimizer=of_net(lambda net: {"optim": SGD(net.parameters(), lr=0.1)})),
     "configure_text": configured(lambda self: "adam"),
     "configure_of_another_model": configured(lambda self: SGD(nn.Linear(8, 3).parameters(), lr=0.1)),
