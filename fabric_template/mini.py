@@ -474,7 +474,7 @@ class MiniLoop:
         self.fabric, self.strategy, elsewhere = fabric, fabric.strategy, os.getpid() != caller
         if isinstance(self.strategy, DDPStrategy):
             reset_seed()  # as Trainer's DDP
-        given = self._attach()
+        given, home = self._attach(), next((p.device for p in self._net.parameters() if not p.is_meta), "cpu")
         try:
             result = function(*args)
         except BaseException as error:
@@ -484,6 +484,7 @@ class MiniLoop:
         finally:
             for part, name in given:
                 vars(part).pop(name, None)
+        self._net.to(home)
         if not elsewhere:
             return result, {}, b""
         self.fabric.barrier()
@@ -880,5 +881,4 @@ def wide() -> torch.dtype:
 
 def counted(number: int) -> dict[str, Any]:
     """Trainer's counters of what began and ended, all of them here."""
-    all_four = dict.fromkeys(("ready", "started", "processed", "completed"), number)
-    return {"total": all_four, "current": all_four}
+    return dict.fromkeys(("total", "current"), dict.fromkeys(("ready", "started", "processed", "completed"), number))

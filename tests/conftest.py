@@ -29,11 +29,24 @@ settings.register_profile("house", deadline=None, database=None, derandomize=Tru
 settings.load_profile("house")
 
 
+def pytest_configure(config):
+    """Two suites that do not mix: `pytest -m gpu` has the CUDA device, everything else runs as if there were none.
+
+    A process that has once used CUDA cannot fork ranks that do, nor any that go backward. And it has two processors, so
+    that advice which depends on their number is the same everywhere.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if hasattr(os, "sched_getaffinity") and len(cores := sorted(os.sched_getaffinity(0))) > 2:
+        first = 2 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+        os.sched_setaffinity(0, {cores[first % len(cores)], cores[(first + 1) % len(cores)]})
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, which `pytest -m gpu` alone sees"))
 
 
 @pytest.fixture(scope="session", autouse=True)

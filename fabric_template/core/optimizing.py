@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from .inputs import check_parameters
@@ -32,13 +33,26 @@ class Optimizing:
             returned, automatic=trained.is_automatic, owner=trained.owner, custom_step=custom
         )
         check_parameters(optimizers, trained.net, trained.name)
-        for optimizer in optimizers:  # states made before the move (a loaded optimizer) follow their parameters
+        self.replace(optimizers)
+        self.follow()  # states made before the move (a loaded optimizer)
+
+    def follow(self) -> None:
+        """Bring the optimizers' states to where their parameters are now."""
+        for optimizer in self.optimizers:
+            counts_there = {
+                id(parameter)
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if group.get("fused") or group.get("capturable")
+            }
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     if isinstance(value, Tensor):
-                        device = value.device if key == "step" else parameter.device
+                        stays = key == "step" and id(parameter) not in counts_there  # it is read at each step
+                        device = value.device if stays else parameter.device
                         state[key] = value.to(device, copy=value.is_shared())  # shared: a launcher spawned with it
-        self.replace(optimizers)
+                    elif isinstance(value, list | tuple):  # of LBFGS
+                        state[key] = move_data_to_device(value, parameter.device)
 
     def replace(self, optimizers: list[Any]) -> None:
         """Train with these from now on; a callback may bring others."""

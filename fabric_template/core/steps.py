@@ -7,9 +7,10 @@ float32. Here every step of every kind goes through the same door.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,12 +150,11 @@ class Steps:
                 self.wrapped, self.buckets = wrapped, Buckets(wrapped, self.fabric.world_size)
         else:
             self.fabric.to_device(self.precision.convert_module(self.net))
-        for part in self.net.modules():  # LightningModules and metrics keep their own note of device and dtype
-            if part is self.net or type(part).to is not nn.Module.to:
-                part.to(self.fabric.device)
-                if self._is_true_precision:
-                    # as Trainer: double() leaves a torchmetric's sums as they are, to() would not
-                    self.precision.convert_module(part)
+        for part in with_a_note(self.net):
+            part.to(self.fabric.device)
+            if self._is_true_precision:
+                # as Trainer: double() leaves a torchmetric's sums as they are, to() would not
+                self.precision.convert_module(part)
 
     @property
     def _is_true_precision(self) -> bool:
@@ -235,6 +235,22 @@ def _inside(context: Callable[[], Any], method: Callable) -> Callable:
             return method(*args)
 
     return step
+
+
+def device_of(net: nn.Module) -> torch.device:
+    """Where a net is, by its first parameter or buffer; one that has none yet is on the CPU.
+
+    Example:
+        >>> device_of(nn.Linear(1, 1))
+        device(type='cpu')
+    """
+    first = next(chain(net.parameters(), net.buffers()), None)
+    return torch.device("cpu") if first is None or first.is_meta else first.device
+
+
+def with_a_note(net: nn.Module) -> Iterator[nn.Module]:
+    """The net, and those of its parts that keep their own note of device and dtype: LightningModules and metrics."""
+    return (part for part in net.modules() if part is net or type(part).to is not nn.Module.to)
 
 
 class Modes:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ..core.errors import Misuse
 from ..core.overrides import is_a, overrides
 from ..core.run import Run
 from ..core.said import is_interactive
-from ..core.steps import FunctionSteps, Modes
+from ..core.steps import FunctionSteps, Modes, device_of, with_a_note
 from ..core.update import AutomaticUpdate
 from ..files import checkpoint as ckpt
 from ..files.disk import clear_stale
@@ -61,7 +61,7 @@ def session(loop: TrainerFace, run: Run) -> ExitStack:
             clear_stale(folder)
         found.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         _set_switches(run, found)
-        found.callback(_rest, run)
+        found.push(partial(_rest, run, device_of(run.trained.net)))
         found.callback(run.data.close)
         after_error(found, Modes(run.trained.net).restore)
         with ExitStack() as end:
@@ -93,15 +93,24 @@ def _end(loop: TrainerFace, run: Run, kind: type | None, error: BaseException | 
     run.home.note("finished" if run.stop.signals.agreed is None else "interrupted")
 
 
-def _rest(run: Run) -> None:
-    """The run stays readable; what it saved and what it computed with need not stay in memory."""
+def _rest(run: Run, home: torch.device, kind: type | None, *_: Any) -> None:
+    """The run stays readable; what it saved and what it computed with need not stay in memory.
+
+    The net, and what its optimizers hold, are again where the net was given. After an error nothing can be brought there
+    from a device that has failed itself.
+    """
     run.hooks.enter(None)
     run.at.enter(None)
     if isinstance(run.update, ManualUpdate):
         run.update.stop_counting()
     run.keeper.begin_epoch()
     run.metrics.start(None)
-    run.metrics.to_cpu()
+    with nullcontext() if kind is None else suppress(RuntimeError):
+        run.metrics.to_cpu()
+        if run.fabric.device != home:
+            for part in with_a_note(run.trained.net):
+                part.to(home)
+            run.optimizing.follow()
 
 
 def _tell(loop: TrainerFace, run: Run, error: BaseException) -> None:

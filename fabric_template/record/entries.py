@@ -57,7 +57,8 @@ class Entry:
                 return
             if batch_size != self._factor_of:  # a factor on the device costs half of a number from Python
                 self._factor_of = batch_size
-                self._factor = torch.tensor(batch_size, dtype=value.dtype, device=value.device)
+                # filled there: made of a number it would be copied there, and waited for
+                self._factor = torch.full((), batch_size, dtype=value.dtype, device=value.device)
             value = value * self._factor
         if self.total is None:  # under 64-true a float32 value is summed in float64
             self.total = value.to(torch.promote_types(value.dtype, float_type()), copy=True)

@@ -280,11 +280,11 @@ def read_logs(path: str | os.PathLike, steps: bool = False) -> "pd.DataFrame":
     rank = {column: i for i, column in enumerate(FILES.get(files[0].name, FILES[filename]))}
     names = dict.fromkeys(column for run in runs for column in run[2] if column not in ("name", "version"))
     frame = {
-        "name": [name for name, _, _, rows in runs for _ in rows],
-        "version": [version for _, version, _, rows in runs for _ in rows],
+        "name": [_readable(name) for name, _, _, rows in runs for _ in rows],
+        "version": [_readable(version) for _, version, _, rows in runs for _ in rows],
     }
     for column in sorted(names, key=lambda column: rank.get(column, len(rank))):
-        frame[column] = _typed([row.get(column, "") for *_, rows in runs for row in rows])
+        frame[_readable(column)] = _typed([row.get(column, "") for *_, rows in runs for row in rows])
     table = pd.DataFrame(frame)
     table.attrs["root"] = str(root)  # where more of these runs is to be found
     return table
@@ -297,7 +297,12 @@ def _typed(cells: list[str]) -> list[Any]:
     with suppress(ValueError):
         return [float(cell or "nan") for cell in cells]
     words = {"": None, "True": True, "False": False}
-    return [words.get(cell, cell.encode("utf-8", "replace").decode()) for cell in cells]
+    return [words.get(cell, _readable(cell)) for cell in cells]
+
+
+def _readable(name: Any) -> Any:
+    """Text without what was no UTF-8 in a file, or in a folder's name: pandas refuses that where it has pyarrow."""
+    return name.encode("utf-8", "replace").decode() if isinstance(name, str) else name
 
 
 def _join(rows: list[dict[str, str]]) -> list[dict[str, str]]:

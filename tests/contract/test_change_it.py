@@ -105,7 +105,7 @@ def test_every_change_is_checked():
     assert [title for title, _ in changes()] == list(MOST_FILES) == list(CHECKS)
 
 
-@pytest.mark.parametrize(("title", "edits"), changes(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("title", "edits"), list(changes()), ids=lambda value: value if isinstance(value, str) else "")
 def test_change(title, edits, tmp_path):
     copy = tmp_path / "my_loop"
     shutil.copytree(REPOSITORY / "fabric_template", copy, ignore=shutil.ignore_patterns("__pycache__"))

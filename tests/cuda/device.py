@@ -1,0 +1,56 @@
+"""What the tests on a CUDA device share: its words, loaders whose tensors lie there, a module that draws there."""
+
+import torch
+from modules import Classifier, by_step, make_data
+from torch import nn
+
+from fabric_template import TensorLoader
+
+DEVICE = "cuda"
+ON = {"accelerator": "gpu", "devices": 1}
+PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
+
+
+def on_device(batch_size=4, shuffle=False, num=40, seed=0):
+    """A TensorLoader on the device."""
+    return TensorLoader(*make_data(num, seed=seed).tensors, batch_size=batch_size, shuffle=shuffle, device=DEVICE)
+
+
+def val_on_device():
+    return on_device(6, num=18, seed=5)
+
+
+def shuffled_on_device():
+    return on_device(shuffle=True)
+
+
+def fused_adam(module):
+    """Adam in one kernel: its step count lies on the device, too."""
+    return torch.optim.Adam(module.parameters(), lr=0.01, fused=True)
+
+
+class Drawing(Classifier):
+    """Draws noise and dropout on the device, and keeps running statistics there."""
+
+    def __init__(self, optimizers=by_step):
+        super().__init__(optimizers)
+        self.net = nn.Sequential(
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Linear(16, 16),
+            nn.Dropout(0.1),
+            nn.Linear(16, 3),
+        )
+
+    def forward(self, x):
+        return self.net(x + 0.1 * torch.randn_like(x) if self.training else x)
+
+
+class Still(Classifier):
+    """Draws nothing on the device."""
+
+    def __init__(self, optimizers=by_step):
+        super().__init__(optimizers)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))

@@ -1,0 +1,130 @@
+"""On a CUDA device a run has the bits of lightning.Trainer there: weights, callback_metrics, counters, what is drawn next."""
+
+import pytest
+import torch
+from device import DEVICE, ON, PRECISIONS, Drawing, fused_adam, on_device, shuffled_on_device, val_on_device
+from modules import (
+    Classifier,
+    Gan,
+    assert_parity,
+    assert_same_weights,
+    by_epoch,
+    by_step,
+    make_loader,
+    run_loop,
+    run_trainer,
+    sgd,
+)
+from runs import val_loader
+from torch import nn
+from torchmetrics import Accuracy, MeanMetric
+
+pytestmark = pytest.mark.gpu
+
+WAYS = {
+    "plain": {},
+    "accumulated": {"accumulate_grad_batches": 3},
+    "clipped": {"gradient_clip_val": 0.05},
+    "clipped_by_value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "validated_inside": {"val_check_interval": 3, "limit_train_batches": 7},
+}
+
+
+def pair(make_module, train, val=val_loader, **words):
+    return assert_parity(make_module, train, val, **{**ON, "max_epochs": 2, **words})
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_way_in_every_precision(precision, way):
+    pair(Drawing, make_loader, precision=precision, **WAYS[way])
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+def test_true_precisions(precision):
+    pair(Drawing, make_loader, precision=precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("optimizers", [sgd, by_epoch, fused_adam])
+def test_optimizers(optimizers, precision):
+    pair(lambda: Drawing(optimizers), make_loader, precision=precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_tensors_on_the_device(precision):
+    """In the order in which they lie: Trainer draws one order more than it trains on, of a loader that is no DataLoader."""
+    pair(Drawing, on_device, val_on_device, precision=precision)
+
+
+def test_a_shuffled_order_is_the_same_wherever_the_tensors_lie():
+    words = {**ON, "max_epochs": 2}
+    _, there = run_loop(Drawing, shuffled_on_device, val_on_device, **words)
+    _, here = run_loop(Drawing, lambda: shuffled_on_device().to("cpu"), val_on_device, **words)
+    assert_same_weights(there, here)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pinned_memory(workers):
+    pair(Drawing, lambda: make_loader(num_workers=workers, pin_memory=True), max_epochs=1)
+
+
+class GanThere(Gan):
+    """The same, with its noise drawn on the device."""
+
+    def training_step(self, batch, batch_idx):
+        here, torch.randn = torch.randn, lambda *size: here(*size, device=self.device)
+        try:
+            return super().training_step(batch, batch_idx)
+        finally:
+            torch.randn = here
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_manual_optimization(precision):
+    pair(GanThere, make_loader, None, precision=precision)
+
+
+class Numbers(Classifier):
+    """Logs numbers and tensors that are not on the device, and in other dtypes."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("number", batch_idx / 3, on_step=True, on_epoch=True)
+        self.log("whole", torch.tensor(batch_idx), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("half", loss.half(), prog_bar=True, on_epoch=True)
+        self.log("sum", loss.double(), reduce_fx="sum", on_step=False, on_epoch=True, batch_size=3)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:You called `self.log.'whole'")
+def test_whatever_is_logged():
+    pair(Numbers, lambda: make_loader(39, batch_size=7), max_epochs=3)
+
+
+class Measured(Classifier):
+    def __init__(self):
+        super().__init__(by_step)
+        self.acc, self.mean = Accuracy(task="multiclass", num_classes=3), MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.acc(logits, batch[1])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.mean.update(loss.detach())
+        self.log("acc", self.acc, on_step=True, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_torchmetrics():
+    pair(Measured, make_loader)
+
+
+def test_what_is_drawn_next():
+    """The device's random numbers stand where Trainer leaves them."""
+    drawn = []
+    for run in (run_trainer, run_loop):
+        run(Drawing, make_loader, val_loader, **ON, max_epochs=2)
+        drawn.append((torch.rand(3, device=DEVICE).tolist(), torch.rand(3).tolist()))
+    assert drawn[0] == drawn[1]
