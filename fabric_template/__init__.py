@@ -13,6 +13,7 @@ if _TYPE_CHECKING:
     from .mini import MiniLoop as MiniLoop
     from .record.logger import CSVLogger as CSVLogger
     from .record.logger import read_logs as read_logs
+    from .tools import doctor as doctor
     from .tools.live import LivePlot as LivePlot
     from .tools.plots import plot_logs as plot_logs
     from .tools.runs import list_runs as list_runs
@@ -29,6 +30,7 @@ _HOMES = {
     "LoopConfig": "core.config",
     "MiniLoop": "mini",
     "TensorLoader": "data.tensors",
+    "doctor": "tools.doctor",
     "list_runs": "tools.runs",
     "plot_logs": "tools.plots",
     "read_logs": "record.logger",
@@ -39,7 +41,8 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> _Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_import_module(f".{_HOMES[name]}", __name__), name)
+    home = _import_module(f".{_HOMES[name]}", __name__)
+    value = home if home.__name__.endswith(f".{name}") else getattr(home, name)
     globals()[name] = value  # asked once
     return value
 

@@ -1,4 +1,4 @@
-"""The command line: fit, validate, test, predict, plot, runs, new, copy, diff, verify.
+"""The command line: fit, validate, test, predict, plot, runs, doctor, new, copy, diff, verify.
 
 Nothing heavy is imported before a verb needs it: a word of help must not wait for torch.
 """
@@ -26,6 +26,7 @@ VERBS = {
     "predict": "run a model's predict_step over its data",
     "plot": "draw the logs of one run or several",
     "runs": "list runs and how they stand; compare two, find the best, write a page to look at",
+    "doctor": "what is wrong with a training: two scripts beside each other, a script's source, a finished run",
     "new": "make a small project that trains at once",
     "copy": "copy this package, or its single file, into a project of yours",
     "diff": "show what a copy has changed",
@@ -34,7 +35,7 @@ VERBS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (diff: different; verify: not whole) or 2 (it could not be done).
+    """Run one command; returns the exit code: 0, 1 (diff, doctor: other; verify: not whole) or 2 (it could not be done).
 
     Example:
         >>> main(["fit", "--max_epoch", "3"])
@@ -53,11 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         elif verb not in VERBS:
             raise UsageError(f"there is no {verb!r}: expected one of {', '.join(VERBS)}")
         else:
-            others = {"plot": _plot, "runs": _runs, "new": _new, "copy": _copy, "diff": _diff, "verify": _verify}
-            if verb not in others:
+            if verb not in OTHERS:
                 run_verb(verb, rest, VERBS[verb])
             else:
-                return others[verb](verb, rest) or 0
+                return OTHERS[verb](verb, rest) or 0
     except SystemExit as stop:  # argparse has said what there is to say
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:  # before or after the training
@@ -91,7 +91,7 @@ def _is_for_users(error: Exception) -> bool:
     return isinstance(error, ValueError | TypeError) and modules[-1] == "ours" and {*modules} <= {"ours", *between}
 
 
-# ---- plot, runs, new, copy, diff, verify
+# ---- plot, runs, doctor, new, copy, diff, verify
 
 
 def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argparse.Namespace:
@@ -124,7 +124,18 @@ def _plot(verb: str, argv: list[str]) -> None:
 def _runs(verb: str, argv: list[str]) -> None:
     from .listing import runs_verb
 
-    text = runs_verb(f"{program()} {verb}", VERBS[verb], argv)
+    _print(runs_verb(f"{program()} {verb}", VERBS[verb], argv))
+
+
+def _doctor(verb: str, argv: list[str]) -> int:
+    from .examining import doctor_verb
+
+    text, code = doctor_verb(f"{program()} {verb}", VERBS[verb], argv)
+    _print(text)
+    return code
+
+
+def _print(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `| head` has seen enough
@@ -205,6 +216,8 @@ def _verify(verb: str, argv: list[str]) -> int:
             print(f"unusable    {error}")
     return code
 
+
+OTHERS = {"plot": _plot, "runs": _runs, "doctor": _doctor, "new": _new, "copy": _copy, "diff": _diff, "verify": _verify}
 
 if __name__ == "__main__":
     sys.exit(main())
