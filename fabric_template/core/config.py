@@ -76,6 +76,9 @@ class LoopConfig:
     # The update
     accumulate_grad_batches: int = 1
     """Batches per optimizer step. Each weighs 1/N, also in a shorter last window, as Trainer does it."""
+    accumulate_weights: Any = None
+    """What a batch weighs among those of one step: "samples" its size, or a function of the batch (its number of tokens, as a
+    number or tensor); so that the step is that of one large batch. For losses that are means. None: all alike."""
     gradient_clip_val: int | float | None = None
     """Clip gradients at this norm or value before each step. None or 0: off."""
     gradient_clip_algorithm: str | None = None
@@ -335,6 +338,11 @@ _CHECKS: dict[str, tuple] = {
     "num_sanity_val_steps": ((int, None), _at_least(-1), "None, -1 (all) or an int >= 0"),
     "log_every_n_steps": ((int, None), _at_least(0), "None or an int >= 0 (0: never)"),
     "accumulate_grad_batches": ((int,), _at_least(1), "an int >= 1"),
+    "accumulate_weights": (
+        (object,),
+        lambda v: v in (None, "samples") or callable(v),
+        'None, "samples" or a function of a batch',
+    ),
     "gradient_clip_val": ((int, float, None), _at_least(0), "None or a number >= 0"),
     "gradient_clip_algorithm": ((str, None), lambda v: v in (None, "norm", "value"), 'None, "norm" or "value"'),
     "deterministic": ((bool, str, None), lambda v: v in (None, True, False, "warn"), 'None, True, False or "warn"'),

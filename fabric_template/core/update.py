@@ -16,6 +16,7 @@ from .optimizers import NoOptimizer
 from .overrides import is_a, overrides
 from .run import Run
 from .steps import takes_batch_idx
+from .weights import Weights
 
 OWN = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")  # a module's own parts
 UPDATE_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -39,7 +40,13 @@ class AutomaticUpdate:
         self._batch_idx = 0
         self._outputs: dict[str, Any] = {}
         self._called = False  # the closure, by a step that gets it
+        self.weights: Any = None
+        if (of_batch := run.config.accumulate_weights) is not None:
+            self.weights = Weights(self._samples if of_batch == "samples" else of_batch, run.fabric)
         self.set_up()
+
+    def _samples(self, batch: Any) -> int:
+        return self.run.metrics.train.size_of_batch()
 
     def set_up(self) -> None:
         """Know what there is to call; once more where a callback brings other optimizers."""
@@ -83,7 +90,9 @@ class AutomaticUpdate:
             self.train = run.data.handing_over(self.train)
 
     def preparations(self) -> Iterator[Callable[[Optimizer], Any]]:
-        """What is done with the gradients before the optimizer steps, in this order: the hook, clipping."""
+        """What is done with the gradients before the optimizer steps, in this order: weights, the hook, clipping."""
+        if self.weights is not None:
+            yield self.weights.divide
         if self.heard:
             yield partial(self.hooks.call, "on_before_optimizer_step")
         value, algorithm = self.run.config.gradient_clip_val, self.run.config.gradient_clip_algorithm
@@ -121,8 +130,10 @@ class AutomaticUpdate:
                 )
             if self.keeps:
                 self._keep(output, loss)
-            if window > 1:
+            if window > 1 and self.weights is None:
                 loss = loss / window
+            elif window > 1:
+                loss = self.weights(loss, self._batch[0], begins=self._batch_idx % window == 0)
         if self._batch_idx % window == 0:
             if self.heard:
                 self.hooks.call("on_before_zero_grad", self.optimizer)

@@ -56,6 +56,7 @@ class Held:
             "settings": changed,
             "groups": groups,
             "tensors": self._tensors(),
+            "weights": run.update.weights.total if run.update is not None and run.update.weights is not None else None,
             "gradients": {
                 names[id(parameter)]: parameter.grad
                 for optimizer in (run.update.waiting() if run.update is not None else ())
@@ -102,6 +103,9 @@ class Held:
             for path, value in state["tensors"].items():
                 if path in tensors and tensors[path].shape == value.shape:
                     tensors[path].copy_(value)
+        if state.get("weights") is not None and self.run.update is not None and self.run.update.weights is not None:
+            total = state["weights"]
+            self.run.update.weights.total = total.to(device) if isinstance(total, Tensor) else total
         for name, gradient in state["gradients"].items():
             if name in parameters and parameters[name].shape == gradient.shape:
                 parameters[name].grad = gradient.to(device, copy=True)

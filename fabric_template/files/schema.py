@@ -251,6 +251,7 @@ HELD = {
     "generators": {text: generator}, "buffers": TENSORS,
     "settings": {text: {text: Is("a plain value", lambda value: type(value) in PLAIN)}},
     "groups": [maybe([[maybe(text)]])], "tensors": TENSORS,
+    "weights?": maybe(measured),
     "gradients": {text: Is("a tensor in memory", lambda value: _is_whole(value) or _is_sparse(value))},
 }  # fmt: skip
 RANK = {

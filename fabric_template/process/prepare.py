@@ -251,6 +251,10 @@ def _check_optimizer(plan: Plan) -> None:
                 "Automatic gradient accumulation is not supported for manual optimization. Remove"
                 f" accumulate_grad_batches={plan.config.accumulate_grad_batches} or switch to automatic optimization."
             )
+        if plan.config.accumulate_weights is not None:
+            raise Misuse(
+                "accumulate_weights= is for automatic optimization: leave it out, and weigh the losses in training_step"
+            )
 
 
 def _check_hyperparameters(plan: Plan) -> None:
