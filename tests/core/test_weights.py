@@ -94,7 +94,7 @@ def test_a_resume_in_the_middle_of_a_window():
             if (loop.current_epoch, batch_idx) == (1, 1):
                 loop.save_checkpoint("middle.ckpt")
 
-    words = {"accumulate_grad_batches": 3, "accumulate_weights": count_tokens}
+    words = {"accumulate_grad_batches": 3, "accumulate_weights": count_tokens, "enable_checkpointing": True}
     _, expected = fit(make_batches(), callbacks=[Save()], **words)
     loop, net = fit(make_batches(), resume="middle.ckpt", **words)
     assert net.weight.equal(expected.weight)
