@@ -1,4 +1,4 @@
-"""The command line: fit, validate, test, predict, plot, runs, doctor, new, copy, diff, verify.
+"""The command line: fit, validate, test, predict, plot, runs, doctor, export, new, copy, diff, verify.
 
 Nothing heavy is imported before a verb needs it: a word of help must not wait for torch.
 """
@@ -27,6 +27,7 @@ VERBS = {
     "plot": "draw the logs of one run or several",
     "runs": "list runs and how they stand; compare two, find the best, write a page to look at",
     "doctor": "what is wrong with a training: two scripts beside each other, a script's source, a finished run",
+    "export": "write a model as a file that others load: safetensors, torch.export, onnx, torchscript",
     "new": "make a small project that trains at once",
     "copy": "copy this package, or its single file, into a project of yours",
     "diff": "show what a copy has changed",
@@ -91,7 +92,7 @@ def _is_for_users(error: Exception) -> bool:
     return isinstance(error, ValueError | TypeError) and modules[-1] == "ours" and {*modules} <= {"ours", *between}
 
 
-# ---- plot, runs, doctor, new, copy, diff, verify
+# ---- plot, runs, doctor, export, new, copy, diff, verify
 
 
 def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argparse.Namespace:
@@ -140,6 +141,12 @@ def _print(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _export(verb: str, argv: list[str]) -> None:
+    from .exporting import run_export
+
+    run_export(argv, VERBS[verb])
 
 
 def _new(verb: str, argv: list[str]) -> None:
@@ -217,7 +224,8 @@ def _verify(verb: str, argv: list[str]) -> int:
     return code
 
 
-OTHERS = {"plot": _plot, "runs": _runs, "doctor": _doctor, "new": _new, "copy": _copy, "diff": _diff, "verify": _verify}
+OTHERS = {"plot": _plot, "runs": _runs, "doctor": _doctor, "export": _export, "new": _new, "copy": _copy, "diff": _diff,
+          "verify": _verify}  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,8 @@ from ..core.config import LoopConfig
 from ..core.elsewhere import FABRIC_WORDS
 
 PACKAGE = __package__.rpartition(".")[0]  # another one in a copy
-WORDS = "|".join({*LoopConfig.__dataclass_fields__, *FABRIC_WORDS, "resume", "load"} - {"fabric", "plugins", "loggers"})
+OF_VERBS = ("resume", "load", "format", "out", "submodule")
+WORDS = "|".join({*LoopConfig.__dataclass_fields__, *FABRIC_WORDS, *OF_VERBS} - {"fabric", "plugins", "loggers"})
 
 
 class UsageError(ValueError):
