@@ -33,7 +33,7 @@ class Bar:
 
     def show(self, screen: Screen) -> None:
         """Let it be seen, where there is a place for it."""
-        self._screen, self.enabled = screen, screen.shows_bar
+        self._screen, self.enabled = screen, True
 
     def start(self, words: str, total: int | float, done: int = 0) -> None:
         """So many batches begin, or endlessly many: the first, or the next epoch's."""
@@ -41,12 +41,12 @@ class Bar:
             return
         self._words, self._total, self._done, self._first = words, total, done, done
         self._began = time.monotonic()
-        if self._is_up:
-            self._due = self._began + SECONDS_BETWEEN
-        else:  # at once: the first batch may take long
-            self._is_up = True
+        is_new, self._is_up = not self._is_up, True
+        self._due = self._began + self._screen.patience + SECONDS_BETWEEN
+        if is_new:
             self._screen.begin()
-            self._draw()
+            if not self._screen.patience:  # at once: the first batch may take long
+                self._draw()
 
     def advance(self, done: int) -> None:
         """So many batches are done, of the validation if one is on: draw the bar, if it is time to."""
@@ -72,7 +72,8 @@ class Bar:
             self._done = done
             if words:
                 self._words, self._beside, self._total = words, None, done
-            self._draw()
+            if self._screen is not None and not self._screen.patience:
+                self._draw()
             self._is_up = False
         if self._screen is not None:
             self._screen.close()
@@ -92,7 +93,7 @@ class Bar:
             "prefix": words,
             "postfix": ", ".join(f"{name}={value:.4g}" for name, value in self._values().items()),
         })  # fmt: skip
-        self._due = time.monotonic() + SECONDS_BETWEEN
+        self._due = time.monotonic() + self._screen.patience + SECONDS_BETWEEN
 
 
 def summarize(net: nn.Module) -> str:

@@ -155,7 +155,12 @@ class Log:
 
     def validation(self, metrics: Mapping[str, Any], returned: Mapping[str, Any]) -> None:
         """A validation is over; in the middle of an epoch its values, those returned, too, are a row of the steps."""
-        self.values(metrics, by_row=not self.run.at.is_last_of_epoch, more=returned)
+        run, is_inside = self.run, not self.run.at.is_last_of_epoch
+        self.values(metrics, by_row=is_inside, more=returned)
+        if self.screen is not None and run.fn == "fit" and is_inside and not run.stop.is_asked:
+            place = {"epoch": run.at.current_epoch, "step": run.at.global_step, **run.history.train.means()}
+            found = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+            self.screen.row({**place, **found, "time": time.monotonic() - self.began}, None)
 
     def given(self, metrics: Mapping[str, Any], step: int | None) -> None:
         """What a hook or a step gives to ``loop.log_dict``; with the epoch that runs among it, it joins that one's row."""

@@ -17,14 +17,15 @@ from .lines import Lines
 SECONDS_BETWEEN = 0.2  # what is drawn more often costs steps and shows no more
 WIDTH = 80  # of a terminal that does not say how wide it is
 ROOM = 2  # columns of it behind the bar, where a terminal shows the ^C that is typed
+IN_WORDS = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"  # a bar without the bar
 LEAST_BAR = 12  # columns of a terminal's bar; values that leave it fewer are left out
 MOST_ROWS = 20  # of a page's table while it grows; all of them stay at the end, to be scrolled
 
 
 class Screen:
-    """A log file, or whoever reads standard output: a line per epoch, and no bar."""
+    """A log file, or whoever reads standard output: a line per epoch; of a long one, a line a minute in the bar's place."""
 
-    shows_bar = False
+    patience = 60.0  # seconds more between two draws
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
@@ -34,6 +35,9 @@ class Screen:
 
     def draw(self, meter: dict[str, Any]) -> None:
         """Draw the bar; a meter is what tqdm's ``format_meter`` takes."""
+        from tqdm import tqdm
+
+        self.say(tqdm.format_meter(**meter, bar_format=IN_WORDS))
 
     def row(self, row: Mapping[str, Any], left: float | None) -> None:
         """An epoch is over: a line in the table, and above it the names of its columns, where they are new."""
@@ -51,7 +55,7 @@ class Screen:
 class Terminal(Screen):
     """The bar is the last row; what is printed while it is up, by whomever, stands above it."""
 
-    shows_bar = True
+    patience = 0.0
 
     def __init__(self, lines: Lines) -> None:
         super().__init__(lines)
@@ -150,7 +154,7 @@ class Above:
 class Page(Screen):
     """A notebook: one output that holds the table and, below it, the bar. No widget, so nothing of it is lost when saved."""
 
-    shows_bar = True
+    patience = 0.0
 
     def __init__(self, lines: Lines) -> None:
         super().__init__(lines)
@@ -192,8 +196,7 @@ class Page(Screen):
         parts += [f"<div>{html.escape(text)}</div>" for text in self._said]
         if self._meter:
             texts.append(tqdm.format_meter(**self._meter, ncols=100))
-            words = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-            text = tqdm.format_meter(**self._meter, bar_format=words)
+            text = tqdm.format_meter(**self._meter, bar_format=IN_WORDS)
             total = self._meter["total"]
             bar = f'<progress value="{self._meter["n"]}" max="{total}"></progress> ' if total else ""
             parts.append(f'<div style="font-family: monospace; white-space: pre">{bar}{html.escape(text)}</div>')

@@ -226,7 +226,7 @@ def test_rank_zero_only(tmp_path, tty, monkeypatch):
 class Noted(fabric_template.record.screen.Screen):
     """Notes what is drawn."""
 
-    shows_bar = True
+    patience = 0.0
 
     def __init__(self):
         self.drawn = []

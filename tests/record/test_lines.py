@@ -9,8 +9,9 @@ import nbformat
 import pytest
 import torch
 from nbclient import NotebookClient
-from runs import fit, make_loader, val_loader
+from runs import Plain, fit, make_loader, val_loader
 
+import fabric_template.record.bar
 from fabric_template.core.said import is_interactive
 from fabric_template.record.lines import Lines
 from fabric_template.record.screen import Screen
@@ -59,6 +60,33 @@ def test_columns_that_appear_are_named(tmp_path):
         "epoch  train_loss  val_loss       note        lr   time",
         "    1    2.00e-05      nan   two lines       0.1  1.0 s",
         "    2      0.5000                            0.1  1.0 s",
+    ]
+
+
+def test_a_validation_inside_an_epoch_has_a_line(tmp_path, capsys):
+    """Of a log file that would be silent in a long epoch; at its end there is one line of both."""
+    words = {"val": val_loader, "max_epochs": 1, "val_check_interval": 4, "enable_model_summary": False}
+    fit(tmp_path, lambda: Plain(), monitor="val_loss", enable_progress_bar=True, **words)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["epoch", "step", "train_loss", "val_loss", "val_acc", "time"]
+    assert [line[:2] for line in lines if line[0].isdigit()] == [["0", "4"], ["0", "8"], ["0", "10"]]
+    assert len(lines[1]) == 7  # the unit of time
+
+
+def test_a_long_epoch_has_a_line_a_minute_in_a_log_file(capsys, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(fabric_template.record.bar.time, "monotonic", lambda: clock[0])
+    bar = fabric_template.record.bar.Bar(lambda: {"train_loss": 0.5})
+    bar.show(Screen(Lines()))
+    for epoch, seconds in ((0, 50.0), (1, 150.0)):
+        bar.start(f"epoch {epoch}/2", 100)
+        for done in range(1, 101):
+            clock[0] += seconds / 100
+            bar.advance(done)
+    bar.close(100, "2 epochs")
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch 1/2: 41/100 [01:01<01:28,  1.50s/it, train_loss=0.5]",
+        "epoch 1/2: 82/100 [02:03<00:27,  1.50s/it, train_loss=0.5]",
     ]
 
 
