@@ -108,8 +108,8 @@ class LoopConfig:
     enable_checkpointing: bool | None = None
     """False: keep no checkpoints."""
     enable_progress_bar: bool | None = None
-    """False: neither bar nor lines. By default rank zero prints a line per epoch and for each validation inside one; a terminal or
-    a notebook has a bar, a log file a line a minute in its place."""
+    """False: neither bar nor lines. By default rank zero prints a line per epoch and for each validation inside one; a terminal
+    or a notebook has a bar, a log file a line a minute in its place."""
     enable_model_summary: bool | None = None
     """False: do not print the table of layers before training."""
     default_root_dir: str | None = None
