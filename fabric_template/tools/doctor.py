@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..core.errors import Misuse
+from .finished import Fact, read_run
+from .mistakes import read_source
 from .parting import Finding, Report, compare
 from .recording import Recording
+from .sources import Mistake
 
-__all__ = ["Finding", "Recording", "Report", "compare", "record"]
+__all__ = ["Fact", "Finding", "Mistake", "Recording", "Report", "compare", "read_run", "read_source", "record"]
 
 
 @contextmanager

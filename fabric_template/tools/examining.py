@@ -1,4 +1,4 @@
-"""Examining: the verb doctor as it is typed: two scripts, each in its own process, beside each other."""
+"""Examining: the verb doctor as it is typed: two scripts beside each other, a script's source, what a run has left."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .errors import PACKAGE, UsageError
 from .listing import to_json
 from .recording import Recording
 
-USAGE = """%(prog)s OLD.py NEW.py [--steps N] [--seed N] [--json] [-- arguments of the scripts]"""
+USAGE = """%(prog)s OLD.py NEW.py [--steps N] [--seed N] [--json] [-- arguments of the scripts]
+       %(prog)s SCRIPT.py [--json]
+       %(prog)s logs/NAME/version_N [--json]"""
 ROOT = Path(__file__).resolve().parents[PACKAGE.count(".") + 2]  # where the package is imported from
 CHILD = "import sys; sys.path.append({root!r}); from {package}.tools.examining import run_recorded; run_recorded()"
 LAST_LINES = 12
 
 
 def doctor_verb(program: str, description: str, argv: list[str]) -> tuple[str, int]:
-    """What is printed for these words, and the exit code: 1 where something parts."""
+    """What is printed for these words, and the exit code: 1 where something parts or is wrong."""
     argv, scripts_own = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(prog=program, usage=USAGE, description=description, allow_abbrev=False)
-    parser.add_argument("OLD", help="the script with your loop")
+    parser.add_argument(
+        "OLD", help="the script with your loop; alone: its source is read, and not run; or a run's folder"
+    )
     parser.add_argument("NEW", nargs="?", help="what was made of it; both are run, up to so many steps")
     parser.add_argument("--steps", type=int, default=50, help="how many optimizer steps are compared (50)")
     parser.add_argument("--seed", type=int, help="torch, numpy and random are seeded with it before each script begins")
@@ -32,10 +38,56 @@ def doctor_verb(program: str, description: str, argv: list[str]) -> tuple[str, i
     given = parser.parse_args(argv)
     for path in filter(None, (given.OLD, given.NEW)):
         if not Path(path).exists():
-            raise UsageError(f"doctor {path}: there is no such file: expected a script such as train.py")
+            raise UsageError(
+                f"doctor {path}: there is no such file: expected a script such as train.py, or a run's folder"
+            )
     if given.steps < 1:
         raise UsageError(f"--steps={given.steps}: expected how many steps are compared, 1 or more")
-    return _two(given, scripts_own)
+    if given.NEW is not None:
+        return _two(given, scripts_own)
+    if Path(given.OLD).is_dir():
+        return _run(given)
+    return _script(given)
+
+
+def _script(given: argparse.Namespace) -> tuple[str, int]:
+    from .mistakes import read_source
+    from .sources import read_script
+
+    path = Path(given.OLD)
+    if path.suffix not in (".py", ".ipynb"):
+        raise UsageError(f"doctor {path}: expected a script (.py), a notebook (.ipynb) or a run's folder")
+    try:
+        found, loops = read_source(path), len(read_script(path).trainings)
+    except (ValueError, SyntaxError, KeyError) as error:
+        raise UsageError(f"doctor {path}: this is no Python that can be read: {error}") from error
+    if given.json:
+        return to_json([vars(one) for one in found]), _code(found)
+    lines = [_said(one, f"{path}:{one.line}: ") for one in found]
+    if not loops:
+        lines.append("loops       none is seen that calls backward() and an optimizer's step()")
+    elif not found:
+        lines.append(f"sound       nothing is seen to be wrong in {loops} training loop{'s' * (loops > 1)}")
+    return "\n".join(lines), _code(found)
+
+
+def _run(given: argparse.Namespace) -> tuple[str, int]:
+    from .finished import read_run, summary
+    from .runs import named
+
+    found, run = read_run(given.OLD), named(given.OLD)
+    if given.json:
+        return to_json([vars(one) for one in found]), _code(found)
+    lines = [f"run         {summary(run)}", *(_said(one) for one in found)]
+    return "\n".join(lines if found else [*lines, "sound       its figures show nothing that is wrong"]), _code(found)
+
+
+def _said(one: Any, where: str = "") -> str:
+    return f"{'consider' if one.is_advice else 'wrong':12}{where}{one.what}\n{'write':12}{one.write}"
+
+
+def _code(found: Sequence[Any]) -> int:
+    return int(any(not one.is_advice for one in found))
 
 
 def _two(given: argparse.Namespace, arguments: list[str]) -> tuple[str, int]:

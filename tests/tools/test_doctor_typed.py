@@ -40,7 +40,14 @@ def typed(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fabric-template"])
     monkeypatch.setattr(typed_commands.shutil, "which", lambda name: None)
-    for name, text in {"old.py": OLD, "new.py": NEW, "bad.py": "import torch\nraise ValueError('mine')\n"}.items():
+    texts = {
+        "old.py": OLD,
+        "new.py": NEW,
+        "bad.py": "raise ValueError('mine')\n",
+        "data.csv": "1\n",
+        "broken.py": "f(\n",
+    }
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
 
 
@@ -64,10 +71,35 @@ def test_what_parts_as_json_with_arguments_for_the_scripts(capsys):
     }  # fmt: skip
 
 
+def test_one_script_is_read(capsys, tmp_path):
+    assert cli.main(["doctor", "old.py"]) == 0
+    assert capsys.readouterr().out == "sound       nothing is seen to be wrong in 1 training loop\n"
+    assert cli.main(["doctor", "new.py"]) == 0
+    assert capsys.readouterr().out == "loops       none is seen that calls backward() and an optimizer's step()\n"
+    (tmp_path / "old.py").write_text(OLD.replace("optimizer.zero_grad()", "pass"))
+    assert cli.main(["doctor", "old.py"]) == 1
+    assert capsys.readouterr().out == (
+        "wrong       old.py:13: the gradients are never cleared: each step uses the sum of all before it\n"
+        "write       optimizer.zero_grad() before backward\n"
+    )
+    assert cli.main(["doctor", "old.py", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found == {
+        "line": 13, "what": "the gradients are never cleared: each step uses the sum of all before it",
+        "write": "optimizer.zero_grad() before backward", "is_advice": False,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nope.py"], "doctor nope.py: there is no such file: expected a script such as train.py"),
+        (["nope.py"], "doctor nope.py: there is no such file: expected a script such as train.py, or a run's folder"),
+        (["data.csv"], "doctor data.csv: expected a script (.py), a notebook (.ipynb) or a run's folder"),
+        (
+            ["broken.py"],
+            "doctor broken.py: this is no Python that can be read: '(' was never closed (<unknown>, line 1)",
+        ),
+        (["old.py", "."], "doctor .: expected two scripts, OLD.py NEW.py"),
         (["old.py", "new.py", "--steps", "0"], "--steps=0: expected how many steps are compared, 1 or more"),
         (
             ["bad.py", "new.py"],
