@@ -145,6 +145,7 @@ def check_known(
     Only a fit needs to know how the run was trained. Who gives another model gives its steps and optimizers with it.
     """
     step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}.get(verb)
+    needed = ("model",) if verb == "export" else (*PARTS, step)
     told = about.get("unknown")
     unknown = {str(word): why for word, why in told.items()} if isinstance(told, dict) else {}
     lacks: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}  # by whether it can be typed: why, and which words
@@ -154,7 +155,7 @@ def check_known(
         is_typeable = part in PARTS or part in ("callbacks", "logger", "accelerator", "profiler", "strategy", "compile")
         if word in typed or (part in typed and not dot) or (not is_typeable and "model" in typed):
             continue
-        if (verb != "fit" and part not in (*PARTS, step)) or (dot and part in unknown and part not in typed):
+        if (verb != "fit" and part not in needed) or (dot and part in unknown and part not in typed):
             continue
         if word in defaults:
             assumed.append(f"--{word}")

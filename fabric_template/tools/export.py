@@ -110,7 +110,8 @@ def export(
             content, batch, apart = _program(part, inputs, name, kind, of)
             takes = {name: _said(value, batch == ANY) for name, value in inputs.named(part).items()}
     write(path, content)
-    named = ", ".join(f"{word!r}: {word}.numpy()" for word in takes)
+    plain = not any(kind in ("list", "tuple", "dict") for kind in takes.values())
+    named = ", ".join(f"{word!r}: {word}.numpy()" for word in takes) if plain else "..."
     use = kind.use.format(path=str(path), names=", ".join(takes), named=named)
     source = None if checkpoint is None else Path(checkpoint)
     return Exported(path, name, of, source, takes, batch, apart, use)

@@ -48,6 +48,7 @@ def run_export(argv: list[str], description: str) -> None:
     checkpoint = _checkpoint(own["CKPT"], options)
     checkpoint = Path(shown(checkpoint.absolute()))
     out = Path(own["out"] or f"{checkpoint.stem}{kind.suffix}")
+    from ..files.opening import CheckpointError
     from .examples import of_shapes
     from .export import export
 
@@ -58,9 +59,16 @@ def run_export(argv: list[str], description: str) -> None:
     parts = options.make_parts()
     if example is None and kind.write is not None and parts.get("data") is not None:
         example = first_batch(parts["data"])
-    done = export(
-        parts["model"], out, name, example, checkpoint=checkpoint, submodule=own["submodule"], trusted=trusted
-    )
+    words = {"checkpoint": checkpoint, "submodule": own["submodule"], "trusted": trusted}
+    try:
+        done = export(parts["model"], out, name, example, **words)
+    except CheckpointError as error:
+        if "model" in options.typed or "is of another model" not in str(error):
+            raise
+        text = str(error).replace("is of another model", "does not fit the model as its run's config.yaml has it")
+        raise UsageError(
+            f"{text.rpartition(';')[0]}; type --model package.module:Class, or a function that makes it"
+        ) from error
     print(done)
 
 
@@ -108,7 +116,7 @@ def _split(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
 def _with_run(checkpoint: str | None, rest: list[str]) -> list[str]:
     """The words with the run that a checkpoint lies beside, if nobody says whose it is."""
     words = {token[2:].partition("=")[0].partition(".")[0] for token in rest if token.startswith("--")}
-    if words & {"run", "model", "config"}:
+    if words & {"run", "model", "config"} or checkpoint in ("best", "last"):  # without a model it is the digits'
         return rest
     if checkpoint is None:
         raise UsageError(

@@ -191,6 +191,8 @@ def difference(expected: Any, found: Any) -> float:
         0.0
         >>> difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])), difference(torch.ones(2), torch.ones(3))
         (0.25, inf)
+        >>> difference(torch.ones(1).expand(1, 1), torch.ones(1, 1)), difference(torch.ones(0, 4), torch.ones(0, 4))
+        (0.0, 0.0)
     """
     ours, theirs = ([leaf for leaf in tree_leaves(one) if leaf is not None] for one in (expected, found))
     if len(ours) != len(theirs):
@@ -214,4 +216,5 @@ def _apart(one: Any, other: Any) -> float:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    bytes_of = (tensor.clone(memory_format=torch.contiguous_format).view(-1) for tensor in (one, other))
+    return not one.numel() or torch.equal(*(tensor.view(torch.uint8) for tensor in bytes_of))

@@ -312,11 +312,36 @@ def test_a_checkpoint_of_a_run_is_enough(capsys, trained):
     assert run(capsys, *same, "best.safetensors")[1] == run(capsys, *same, trained)[1]
 
 
+def test_a_run_of_a_script_knows_its_class_and_no_data(capsys):
+    """What its folder does not know is not asked for where nobody needs it; a model that it cannot make is typed."""
+    import lit
+
+    data, words = lit.Data(), {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    for name, model in (("same", lit.Lit()), ("other", lit.make_wide())):
+        FabricLoop(max_epochs=1, name=name, **words).fit(model, data.train_dataloader())
+    capsys.readouterr()
+    there = "checkpoints/{}/version_0/last.ckpt"
+    assert run(capsys, "export", there.format("same"), "--out", "x.pt2", "--submodule", "net", "--input", "2,4")[0] == 0
+    assert "needs an example input" in run(capsys, "export", there.format("same"), "--out", "y.pt2")[2]
+    code, _, said = run(
+        capsys, "export", there.format("other"), "--out", "y.pt2", "--submodule", "net", "--input", "2,4"
+    )
+    assert (
+        "'checkpoints/other/version_0/last.ckpt' does not fit the model as its run's config.yaml has it: 3 differe"
+        in said
+    )
+    assert said.endswith("; type --model package.module:Class, or a function that makes it\n")
+    own = ["--model", "lit:make_wide", "--out", "y.pt2", "--submodule", "net", "--input", "2,4"]
+    assert run(capsys, "export", there.format("other"), *own)[0] == 0
+    assert sorted(path.name for path in Path().glob("*.pt2")) == ["x.pt2", "y.pt2"]
+
+
 def test_what_is_typed_and_cannot_be_done(capsys, trained):
     before = sorted(Path().rglob("*"))
     for words, said in {
         (): "usage: ",
         ("best",): "export as what? Type --format safetensors, torch.export, onnx or torchscript",
+        ("best", "--format", "torch.export"): "export best: there is no such checkpoint in 'checkpoints/digits'; type the",
         ("--format", "torch.export"): "export which checkpoint? Type its path, or --run logs/<name>/version_<n> for the best",
         ("no.ckpt", "--format", "torch.export"): "export no.ckpt: there is no such file; type the path of a checkpoint",
         ("lit.py", "--format", "torch.export"): "export lit.py: whose weights are these? There is no run beside it: type --run",
