@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import wraps
@@ -59,6 +60,10 @@ class Observer:
         return len(self.recording.steps) >= self.recording.limit
 
     def __enter__(self) -> Observer:
+        self._stack.enter_context(
+            warnings.catch_warnings()
+        )  # of torch.compile, that there are hooks: they allow for it
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         hooks = (
             register_module_forward_pre_hook(self._forward_begins),
             register_module_forward_hook(self._forward_ends, with_kwargs=True, always_call=True),
@@ -107,6 +112,8 @@ class Observer:
     # ---- forward and backward
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # what was compiled is seen from outside
+            return
         if self._root is not None:
             self._again += module is self._root
             return
@@ -117,7 +124,7 @@ class Observer:
         self._random = random_states()
 
     def _forward_ends(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        if module is not self._root:
+        if torch.compiler.is_compiling() or module is not self._root:
             return
         if self._again:
             self._again -= 1
@@ -239,7 +246,7 @@ class Observer:
 
 def _is_shell(module: nn.Module) -> bool:
     """Whether a module has no parameters, or only wraps the one that has them, as Fabric, DDP and a LightningModule do."""
-    if next(module.parameters(recurse=False), None) is not None:
+    if next(module.parameters(recurse=False), None) is not None or type(module).__name__ == "OptimizedModule":
         return False
     inner = [one for one in module.children() if next(one.parameters(), None) is not None]
     others = {type(one).__module__ for one in module.children() if one not in inner}

@@ -138,17 +138,18 @@ def _accumulation(pair: Pair, at: int) -> Told:
 def _random(pair: Pair, at: int) -> Told:
     what = f"other random numbers ({', '.join(random_parts(pair, at))})"
     begun = [sum(event.startswith("loader") for event in step.events) for step in pair.step(at)]
-    if at and begun[0] != begun[1]:
-        why = f"a DataLoader draws a number when it is begun, and since the last step yours began {begun[0]}, ours {begun[1]}"
-        return what, why, "validate as often in both, or give the loaders generator=torch.Generator().manual_seed(0)"
+    # before the first step fit has begun the loader of its sanity check, and put the random numbers back
+    if begun[0] != begun[1] and (at or 0 in begun):
+        since = "since the last step" if at else "before the first batch"
+        why = f"a DataLoader draws a number when it is begun, and {since} yours began {begun[0]}, ours {begun[1]}"
+        return what, why, "begin as many in both, or give them generator=torch.Generator().manual_seed(0)"
     if at:
         why = "something has drawn numbers in one only since the last step: an augmentation, a sample, a logger"
         return what, why, "draw as often in both, or from a generator of its own"
-    return (
-        what,
-        "something has drawn numbers in one only before the first batch",
-        ("torch.manual_seed(0) once more, right before the loop, in both"),
-    )
+    seeds = {"torch": "torch.manual_seed(0)", "numpy": "numpy.random.seed(0)", "python": "random.seed(0)"}
+    named = [seeds[name] for name in random_parts(pair, at) if name in seeds] or [seeds["torch"]]
+    why = "not seeded, or something has drawn numbers in one only before the first batch"
+    return what, why, f"{', '.join(named)} right before the loop, in both"
 
 
 def _modes(pair: Pair, at: int) -> Told:

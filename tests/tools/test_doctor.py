@@ -560,6 +560,15 @@ def test_two_optimizers_in_turns():
     )
 
 
+def test_a_compiled_net_is_seen_from_outside():
+    class Compiled(Normed):
+        def net(self):
+            return torch.compile(super().net(), backend="eager", fullgraph=True)
+
+    report = told(None, Normed(), Compiled(), kind=None)
+    assert str(report).splitlines()[2:] == ["same        nothing parts in 15 steps"]
+
+
 def test_one_net_trained_twice():
     script = Script()
     torch.manual_seed(0)
