@@ -1,20 +1,27 @@
 """README.md and docs/ are run and checked: Python blocks, commands, links, figures, tables of words, the map of the rooms.
 
-Each page's Python blocks are one program, run in a process and a folder of its own.
+Each page's Python blocks are one program, run in a folder and a process of its own: forked, so that nothing is imported again.
 """
 
 import ast
 import dataclasses
 import inspect
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401 - and the rest, before the fork
+import matplotlib.pyplot  # noqa: F401
+import pandas  # noqa: F401
 import pytest
+import sklearn.datasets  # noqa: F401
+import torch
+import torchmetrics  # noqa: F401
+from externally import externally
 
 from fabric_template.core.config import LoopConfig
 from fabric_template.core.elsewhere import FABRIC_WORDS, TRAINER_ONLY
@@ -34,26 +41,27 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
-# runs a page's blocks as one session; warnings are errors, but for what Lightning's own Trainer says
-RUNNER = """
-import json, sys, warnings
-import lightning.pytorch, matplotlib, pandas, sklearn.datasets, torch, torchmetrics
-torch.set_num_threads(1)
-warnings.simplefilter("error")
-warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
-warnings.filterwarnings(
-    "ignore", "(?s).*(does not have many workers|smaller than the logging interval|GPU available)"
-)
+
+def run_page(rank, page, sources, check):
+    """A page's blocks as one session; warnings are errors, but for what Lightning's own Trainer says."""
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
+    warnings.filterwarnings(
+        "ignore", "(?s).*(does not have many workers|smaller than the logging interval|GPU available)"
+    )
+    torch.manual_seed(torch.initial_seed())
+    names = {"__name__": "__main__"}
+    for line, source in sources:
+        exec(compile("\n" * line + source, page, "exec"), names)
+    assert eval(check, {"same": same}, names), check
+
+
 def same(net, other):
     net, other = net.state_dict(), other.state_dict()
     return all(torch.equal(net[key], other[key]) for key in net)
-page, blocks, check = json.load(sys.stdin)
-names = {"__name__": "__main__"}
-for line, source in blocks:
-    exec(compile("\\n" * line + source, page, "exec"), names)
-assert eval(check, {"same": same}, names), check
-print("all ran")
-"""
+
+
 CHECKS = {
     "README.md": "same(by_hand, net) and history['epoch'].tolist() == [0, 1, 2]",
     "docs/ladder.md": "same(plain_net, net_by_fit) and rest['epoch'] == 2",
@@ -108,11 +116,8 @@ def test_every_python_block_runs(page, tmp_path):
     sources = blocks(PAGES[page], "python")
     # the net that fit trained is bound anew by later blocks: keep it under a name of its own
     sources = [(n, s + "\nnet_by_fit = net\n" if 'name="beside"' in s else s) for n, s in sources]
-    given = json.dumps((page, sources, CHECKS.get(page, "True")))
-    words = {"capture_output": True, "text": True, "cwd": tmp_path, "env": ENVIRONMENT}
-    done = subprocess.run([sys.executable, "-c", RUNNER], input=given, **words)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("all ran\n")
+    codes, said = externally(run_page, page, sources, CHECKS.get(page, "True"), ranks=1, is_launched=False)
+    assert codes == [0], said[0][-3000:]
     for path in LEFT.get(page, ()):
         assert (tmp_path / path).is_file(), path
 
