@@ -69,16 +69,17 @@ def make_loggers(config: Settings, loggers: Any, fabric: Fabric) -> tuple[list[A
                 f"logger={word}: expected True (the CSV logger), False, or an object with log_metrics, such as"
                 " logger=CSVLogger('logs'), of this package, of Fabric or of Lightning; or a list of them"
             )
-        # Fabric's lack two words that Lightning's ModelCheckpoint asks every logger for
-        if not hasattr(logger, "after_save_checkpoint"):
-            logger.after_save_checkpoint = _nothing
+        # Fabric's lack words that Lightning's ModelCheckpoint asks every logger for; one of a user's own all but log_metrics
+        for name in ("after_save_checkpoint", "finalize", "log_hyperparams"):
+            if not hasattr(logger, name):
+                setattr(logger, name, _nothing)
         if not hasattr(logger, "save_dir"):
             logger.save_dir = getattr(logger, "root_dir", None)
     return given, False
 
 
-def _nothing(checkpoint_callback: Any) -> None:
-    """A file was kept; nothing to do."""
+def _nothing(told: Any) -> None:
+    """A file was kept, the run is over, hyperparameters are known: nothing to do."""
 
 
 def choose_place(loop: TrainerFace, plan: Plan) -> None:

@@ -325,3 +325,24 @@ def test_a_logger_of_fabrics_own_kind(tmp_path):
         (3, ["epoch", "epoch_only", "loss_of_batch_epoch"]),
     ]
     assert tree(tmp_path) == []
+
+
+def test_a_logger_of_ones_own_needs_log_metrics_alone():
+    """Hyperparameters, checkpoints and the end are not told to one that has no words for them."""
+
+    class Lines:
+        def __init__(self):
+            self.seen = []
+
+        def log_metrics(self, metrics, step):
+            self.seen.append((step, metrics))
+
+    lines = Lines()
+    words = quiet(max_epochs=1, logger=lines, log_every_n_steps=2, enable_checkpointing=True)
+    FabricLoop(**words).fit(Known(), four(), four())
+    assert lines.seen == [
+        (1, {"epoch": 0, "loss_of_batch_step": 1.0}),
+        (3, {"epoch": 0, "loss_of_batch_step": 3.0}),
+        (3, {"epoch": 0, "val_loss": 10.0}),
+        (3, {"epoch": 0, "loss_of_batch_epoch": 1.5, "epoch_only": 3.0}),
+    ]

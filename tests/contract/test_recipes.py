@@ -1,0 +1,143 @@
+"""docs/recipes/: the loop before and the one after run, end with the same bits, and part in as few lines as the index says."""
+
+import difflib
+import json
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "recipes"
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md")) if path.stem != "README"}
+INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
+MOST_LINES = 15
+WARNED = {"hugging-face": "Model came in eval mode: it is put into training mode"}
+
+
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```$", PAGES[page], re.M | re.S)
+
+
+def run(source, page, folder, monkeypatch):
+    """The names of a block that was run in a folder of its own, as a script."""
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    names = {"__name__": "__main__"}
+    exec(compile(source, f"{page}, {folder.name}", "exec"), names)
+    return names
+
+
+def same(net, other):
+    net, other = net.state_dict(), other.state_dict()
+    return list(net) == list(other) and all(torch.equal(net[name], other[name]) for name in net)
+
+
+def same_rows(before, after):
+    """What the loop before has noted per epoch has a column each, with the same numbers: in 32 bits, as all that is logged."""
+    rows = pd.DataFrame(before["rows"])
+    return rows.astype("float32").equals(after["history"][rows.columns].astype("float32"))
+
+
+def same_validations(before, after):
+    rows = pd.read_csv("logs/evaluation/version_0/steps.csv")
+    best = torch.load(after["loop"].checkpoint_path("best"))["state_dict"]
+    kept = torch.load("../before/best.pt")
+    return (
+        [(row["step"], row["val_loss"]) for row in before["rows"]] == list(zip(rows.step + 1, rows.val_loss, strict=True))
+        and list(best) == list(kept)
+        and all(torch.equal(best[name], kept[name]) for name in kept)
+    )  # fmt: skip
+
+
+def same_stop(before, after):
+    return len(after["history"]) == before["epoch"] + 1 < 100 and after["history"].val_loss.min() == before["best"]
+
+
+def same_lines(before, after):
+    """Each validation, with the epoch; between them the means of training."""
+    texts = (Path(f"../{name}/log.jsonl").read_text() for name in ("before", "after"))
+    old, new = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    rows = pd.read_csv("logs/logger/version_0/metrics.csv")
+    return (
+        [{**line, "step": line["step"] - 1, "epoch": epoch} for epoch, line in enumerate(old)] == new[::2]
+        and [line["train_loss"] for line in new[1::2]] == rows.train_loss.tolist()
+    )  # fmt: skip
+
+
+def same_files(*names):
+    def are_same(before, after):
+        return all(Path("../before", name).read_bytes() == Path(name).read_bytes() for name in names)
+
+    return are_same
+
+
+def same_rewards(before, after):
+    means = torch.tensor(before["rewards"]).reshape(4, 25).mean(1)
+    return torch.equal(torch.tensor(after["history"].train_reward, dtype=torch.float32), means)
+
+
+CHECKS = {
+    "detection": same_rows,
+    "early-stopping": same_stop,
+    "ema": same_rows,
+    "evaluation": same_validations,
+    "f1": same_rows,
+    "gan": lambda before, after: (
+        same(before["generator"], after["generator"]) and after["history"].step.tolist() == [16, 32, 48]
+    ),
+    "gradients": same_rows,
+    "hugging-face": same_rows,
+    "images": same_files("step_8.png", "step_16.png"),
+    "k-folds": same_files("out_of_fold.csv"),
+    "lbfgs": lambda before, after: after["history"].train_loss.iloc[-1] < 0.001,
+    "logger": same_lines,
+    "reinforce": same_rewards,
+    "scheduler": lambda before, after: after["history"].lr.tolist() == before["rates"][7::8],
+    "tbptt": lambda before, after: after["history"].step.tolist() == [16, 32, 48],
+}
+NETS = {"gan": "critic", "hugging-face": "model"}  # by its name in the page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_before_and_after_are_the_same(page, tmp_path, monkeypatch):
+    before, after = blocks(page)[:2]
+    before = run(before, page, tmp_path / "before", monkeypatch)
+    with pytest.warns(UserWarning, match=WARNED[page]) if page in WARNED else nullcontext():
+        after = run(after, page, tmp_path / "after", monkeypatch)
+    net = NETS.get(page, "net")
+    assert same(before[net], after[net])
+    assert CHECKS[page](before, after)
+
+
+def test_with_the_library(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    with pytest.warns(UserWarning, match="BertForSequenceClassification came in eval mode"):
+        names = run(blocks("hugging-face")[2], "hugging-face", tmp_path / "library", monkeypatch)
+    again = type(names["model"]).from_pretrained("finetuned")
+    assert same(names["model"], again)
+    assert not same(names["model"], type(again).from_pretrained("small"))
+
+
+def lines_of(page):
+    """How many lines, blank ones aside, stand in the block after only, and in the block before only."""
+    before, after = blocks(page)[:2]
+    marks = [line[0] for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[2:].strip()]
+    return marks.count("+"), marks.count("-")
+
+
+def test_the_index_has_every_page_and_its_lines():
+    rows = re.findall(r"^\| \[(.*)\]\((.*)\.md\) \| (\d+) \| (\d+) \|$", INDEX, re.M)
+    figures = {page: (int(written), int(gone)) for _, page, written, gone in rows}
+    assert figures == {page: lines_of(page) for page in PAGES}
+    assert [page for page in PAGES if lines_of(page)[0] > MOST_LINES] == []
+    for title, page, _, _ in rows:
+        assert PAGES[page].splitlines()[0].removeprefix("# ").lower() == title.lower()
+
+
+@pytest.mark.parametrize("page", [*PAGES, "README"])
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", PAGES.get(page, INDEX), flags=re.M | re.S)
+    assert [target for target in re.findall(r"\]\(([^)#]+)", text) if not (FOLDER / target).is_file()] == []
