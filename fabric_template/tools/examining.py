@@ -93,11 +93,11 @@ def _code(found: Sequence[Any]) -> int:
 def _two(given: argparse.Namespace, arguments: list[str]) -> tuple[str, int]:
     from .parting import compare
 
-    recordings = []
-    for path in (given.OLD, given.NEW):
-        if not Path(path).is_file() or Path(path).suffix != ".py":
+    paths = [Path(given.OLD), Path(given.NEW)]
+    for path in paths:
+        if not path.is_file() or path.suffix != ".py":
             raise UsageError(f"doctor {path}: expected two scripts, OLD.py NEW.py")
-        recordings.append(record_script(Path(path), given.steps, given.seed, arguments))
+    recordings = [record_script(path, given.steps, given.seed, arguments) for path in paths]
     report = compare(*recordings)
     return to_json(report.as_dict()) if given.json else str(report), int(report.first is not None)
 

@@ -143,6 +143,8 @@ class Observer:
 
     def _backward(self, original: Callable) -> Callable:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.rests:
+                self._stack.close()  # in no hook, so that they can be taken off: from here on nothing costs anything
             if self._goes_back or self.rests:
                 return original(tensors, *args, **kwargs)
             for key, found in self._found_empty.items():

@@ -41,6 +41,7 @@ def typed(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["fabric-template"])
     monkeypatch.setattr(typed_commands.shutil, "which", lambda name: None)
     texts = {
+        "plain.py": OLD.partition("    if sys.argv")[0],
         "old.py": OLD,
         "new.py": NEW,
         "bad.py": "raise ValueError('mine')\n",
@@ -62,7 +63,7 @@ def test_two_scripts_are_run_as_far_as_is_asked_for(capsys):
 
 
 def test_what_parts_as_json_with_arguments_for_the_scripts(capsys):
-    assert cli.main(["doctor", "old.py", "new.py", "--steps", "4", "--json", "--", "--decay"]) == 1
+    assert cli.main(["doctor", "old.py", "plain.py", "--steps", "3", "--json", "--", "--decay"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["findings"][0] == {
         "step": 1, "part": "settings", "what": "learning rate 0.05 in yours, 0.1 here",
