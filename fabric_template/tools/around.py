@@ -40,7 +40,7 @@ def _scheduler_elsewhere(source: Source) -> Iterator[Mistake]:
         for name, made in source.schedulers.items():
             steps = [one for one in calls(epochs, "step", nested=False) if receiver(one) == name]
             everywhere = [one for one in calls(source.tree, "step") if receiver(one) == name]
-            if len(source.made[name]) > 1 or not steps or len(everywhere) > len(steps):
+            if len(source.made[name]) > 1 or not steps or len(everywhere) > len(steps) or made in within(epochs):
                 continue
             kind = called(made)
             bare = [one for one in steps if source.parents.get(source.parents[one]) is training.loop]
@@ -74,7 +74,7 @@ def _same_order(source: Source) -> Iterator[Mistake]:
         loaders = {target for target, found in source.made.items() if {*found} & {*given}}
         loaders = {one for one in loaders if not re.search("val|test|eval", one)}
         loops = [source.epochs_of(one) for one in source.trainings if loaders & _names(one.loop)]
-        if any(loop is not None for loop in loops):
+        if any(loop is not None and made not in within(loop) for loop in loops):
             yield Mistake(made.lineno, "each epoch has the same order: the sampler is not told which epoch it is", (
                 f"{name}.set_epoch(epoch) at the beginning of each epoch"
             ))  # fmt: skip

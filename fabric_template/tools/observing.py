@@ -241,7 +241,9 @@ class Observer:
             for name, one in (*root.named_parameters(), *root.named_buffers()):
                 if (number := self._numbers.get(id(one))) is not None and number not in names:
                     names[number] = f"{type(root).__name__}.{name}" if name in taken else name
-                    taken.add(name)
+                    while names[number] in taken:
+                        names[number] = f"another {names[number]}"
+                    taken.add(names[number])
         for number, one in enumerate(self._parameters):
             self.recording.shapes[number] = tuple(one.shape)
 

@@ -29,7 +29,7 @@ def _never_cleared(source: Source) -> Iterator[Mistake]:
                 continue
             if _helpers(source, training.loop, "zero_grad"):
                 continue
-        if not source.frameworks and not any(calls(training.loop, "zero_", "zero_gradients", nested=False)):
+        if not source.is_led and not any(calls(training.loop, "zero_", "zero_gradients", nested=False)):
             yield Mistake(
                 training.backwards[0].lineno, "the gradients are never cleared: each step uses the sum of all before it",
                 f"{next(iter(training.steps.values()))}.zero_grad() before backward",
@@ -161,8 +161,9 @@ def _stays_in_eval(source: Source) -> Iterator[Mistake]:
         evals = [
             one for one in runs if isinstance(one, ast.Call) and called(one) == "eval" and receiver(one) in source.nets
         ]
-        if trained and evals and not source.frameworks and not _runs_only_at_the_end(source, evals[0], loop):
-            net = receiver(evals[0])
+        net = receiver(evals[0]) if evals else ""
+        is_new = any(call in runs for call in source.made.get(net, []))  # for each fold, say
+        if trained and net and not is_new and not source.is_led and not _runs_only_at_the_end(source, evals[0], loop):
             what = "from the second epoch on it trains without dropout, and BatchNorm learns nothing"
             yield Mistake(evals[0].lineno, f"{net} is put into eval mode and never back: {what}", (
                 f"{net}.train() at the beginning of each epoch"

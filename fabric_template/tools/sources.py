@@ -148,6 +148,11 @@ class Source:
         return names & {*FRAMEWORKS}
 
     @cached_property
+    def is_led(self) -> bool:
+        """Whether a framework may run a loop or clear gradients for the script; Fabric and Accelerate leave that to it."""
+        return bool(self.frameworks - {"accelerate", "lightning", "fabric_template"})
+
+    @cached_property
     def optimizers(self) -> dict[str, ast.Call]:
         """Names of torch's optimizers, and how each is made."""
         kinds = "SGD|Adam|AdamW|Adamax|NAdam|RAdam|Adagrad|Adadelta|RMSprop|Rprop|ASGD|SparseAdam|Adafactor"
@@ -224,8 +229,10 @@ class Source:
 
 
 def loss_of(call: ast.Call) -> str:
-    """The loss on which backward is called: that of loss.backward(), (loss / 4).backward(), scaler.scale(loss).backward()."""
+    """The loss in loss.backward(), (loss / 4).backward(), scaler.scale(loss).backward(), fabric.backward(loss)."""
     node = call.func.value if isinstance(call.func, ast.Attribute) else None
+    if call.args and not isinstance(call.args[0], ast.Constant):
+        node = call.args[0]
     if isinstance(node, ast.Call) and called(node) == "scale" and node.args:
         node = node.args[0]
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
@@ -234,7 +241,9 @@ def loss_of(call: ast.Call) -> str:
 
 
 def is_own_backward(call: ast.Call) -> bool:
-    """Whether it is a tensor's backward, not that of a framework, which is given the loss."""
+    """Whether it is a tensor's backward, or that of Fabric, Accelerate or a loop of ours, in a loop of one's own."""
+    if re.search(r"(fabric|accelerator|loop)$", receiver(call)) and len(call.args) == 1:
+        return True
     first = call.args[0] if call.args else None
     return isinstance(call.func, ast.Attribute) and (
         first is None or isinstance(first, ast.Constant) or "grad" in text(first)
