@@ -166,7 +166,7 @@ class FabricLoop(Parts):
             weights_only: Trainer's word: False trusts this call's file, as trusted=True of the loop does any.
 
         Returns:
-            The history, a pandas DataFrame with the rows of metrics.csv: one per epoch.
+            The history, a pandas DataFrame with the rows of metrics.csv: one per epoch. Without pandas a list of dicts.
         """  # noqa: D401
         functions = {"training_step": training_step, "validation_step": validation_step, "epoch_end": epoch_end}
         loaders = {"train": train_dataloaders, "val": val_dataloaders}

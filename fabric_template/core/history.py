@@ -93,9 +93,11 @@ class History:
         return state
 
     def frame(self) -> Any:
-        """The rows as a pandas DataFrame."""
-        import pandas
-
+        """The rows as a pandas DataFrame; where pandas is not installed as they are, a list of dicts."""
+        try:
+            import pandas
+        except ModuleNotFoundError:  # a copy needs torch and lightning
+            return list(self.rows)
         return pandas.DataFrame(self.rows)
 
 

@@ -1,4 +1,4 @@
-"""The command line: fit, validate, test, predict, plot, runs, doctor, export, new, copy, diff, verify.
+"""The command line: fit, validate, test, predict, plot, runs, doctor, export, new, copy, diff, update, verify.
 
 Nothing heavy is imported before a verb needs it: a word of help must not wait for torch.
 """
@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .errors import PACKAGE, UsageError, as_typed
 from .picture import draw, watch
 from .running import run_verb
-from .typed import program, shown
+from .typed import program
 
 VERBS = {
     "fit": "train; without options: the digits, 10 epochs",
@@ -29,14 +26,15 @@ VERBS = {
     "doctor": "what is wrong with a training: two scripts beside each other, a script's source, a finished run",
     "export": "write a model as a file that others load: safetensors, torch.export, onnx, torchscript",
     "new": "make a small project that trains at once",
-    "copy": "copy this package, or its single file, into a project of yours",
-    "diff": "show what a copy has changed",
+    "copy": "copy this package, its single file, or parts of it, into a project of yours",
+    "diff": "show what you have changed in a copy, and what upstream has since",
+    "update": "bring what is new upstream into a copy, beside what you have changed in it",
     "verify": "read checkpoints from end to end: are they whole?",
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (diff, doctor: other; verify: not whole) or 2 (it could not be done).
+    """Run one command; returns the exit code: 0, 1 (diff, doctor: other; update: conflicts; verify: not whole) or 2 (not done).
 
     Example:
         >>> main(["fit", "--max_epoch", "3"])
@@ -92,7 +90,7 @@ def _is_for_users(error: Exception) -> bool:
     return isinstance(error, ValueError | TypeError) and modules[-1] == "ours" and {*modules} <= {"ours", *between}
 
 
-# ---- plot, runs, doctor, export, new, copy, diff, verify
+# ---- plot, runs, doctor, export, verify; new, copy, diff, update
 
 
 def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argparse.Namespace:
@@ -149,57 +147,13 @@ def _export(verb: str, argv: list[str]) -> None:
     run_export(argv, VERBS[verb])
 
 
-def _new(verb: str, argv: list[str]) -> None:
-    from .new import make_project
+def _copies(verb: str, argv: list[str]) -> int:
+    from .copies import COPIES
 
-    given = _arguments(verb, argv, NAME={"help": "the folder to make, such as my_digits; its runs have its name"})
-    with _writing(f"new {given.NAME}"):
-        files = make_project(given.NAME)
-    there = f"cd {shlex.quote(given.NAME)} && python"
-    print(f"made        {given.NAME}: {', '.join(files)}\ntrain       {there} train.py\ntest        {there} -m pytest")
-
-
-def _copy(verb: str, argv: list[str]) -> None:
-    from .copying import copy_mini, copy_package
-
-    given = _arguments(
-        verb, argv,
-        DEST={"help": "the folder to make, such as src/my_loop, or with --mini the file, such as src/train_loop.py"},
-        __mini={"action": "store_true", "help": "MiniLoop, the single file, instead of the folder"},
-        __force={"action": "store_true", "help": "renew an older copy; what it has changed is kept in .before_<n>"},
-    )  # fmt: skip
-    target, kept_as, start = Path(given.DEST), "is what was there before", ""
-    name = target.resolve().stem
-    with _writing(f"copy {target}"):
-        if given.mini:
-            what, loop, kept = "MiniLoop", "MiniLoop", copy_mini(target, given.force)
-        else:
-            files, kept = copy_package(target, given.force)
-            what, loop, kept_as = f"{len(files)} files", "FabricLoop", "has those that were other before"
-            start = f"try         {'' if target.parent == Path() else f'cd {target.parent} && '}python -m {name} fit\n"
-    print(
-        f"copied      {what} to {target}; {'it is' if given.mini else 'they are'} yours now\n"
-        f"{f'kept        {shown(kept)} {kept_as}{chr(10)}' if kept else ''}"
-        f"use         from {name} import {loop}\n"
-        f"{start}compare     {program()} diff {target}"
-    )
-
-
-@contextmanager
-def _writing(said: str) -> Iterator[None]:
-    """What the disk refuses is one line."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{said}: cannot be written: {error.strerror}; give another place") from error
-
-
-def _diff(verb: str, argv: list[str]) -> int:
-    from .copying import diff_package
-
-    given = _arguments(verb, argv, DEST={"help": "the folder of a copy, or a single file; exit code 1 if it differs"})
-    print(text := diff_package(given.DEST), end="")
-    return 1 if text else 0
+    text, code = COPIES[verb](f"{program()} {verb}", VERBS[verb], argv)
+    if text:
+        _print(text)
+    return code
 
 
 def _verify(verb: str, argv: list[str]) -> int:
@@ -224,8 +178,8 @@ def _verify(verb: str, argv: list[str]) -> int:
     return code
 
 
-OTHERS = {"plot": _plot, "runs": _runs, "doctor": _doctor, "export": _export, "new": _new, "copy": _copy, "diff": _diff,
-          "verify": _verify}  # fmt: skip
+OTHERS = {"plot": _plot, "runs": _runs, "doctor": _doctor, "export": _export, "verify": _verify}
+OTHERS |= dict.fromkeys(("new", "copy", "diff", "update"), _copies)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,21 +1,16 @@
-"""Copying: the package's folder, or its single file, into a project of yours; what has changed in a copy since."""
+"""Copying: the package's folder, its single file, or parts of it, into a project of yours."""
 
 from __future__ import annotations
 
-import difflib
-import shutil
 from itertools import count
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1]
-MINI = PACKAGE / "mini.py"
-
-
-def package_files(folder: Path) -> dict[str, Path]:
-    """The files that make a package, by their path inside it; what Python and editors leave behind is none of it."""
-    paths = [*sorted(folder.rglob("*.py")), *folder.glob("LICENSE")]
-    found = {path.relative_to(folder).as_posix(): path for path in paths}
-    return {name: path for name, path in found.items() if not any(part.startswith(".") for part in Path(name).parts)}
+from .comparing import LOOP, is_mini
+from .licence import body, origin
+from .manifest import Manifest, Place, find_place, read_manifest
+from .parts import MINI, PARTS, ROOMS, part_files
+from .swap import GATE, finish, swap
+from .upstream import PACKAGE, files_of_parts, folder_files, single_file, sources, upstream_version
 
 
 def copy_package(destination: str | Path, force: bool = False) -> tuple[list[str], Path | None]:
@@ -25,37 +20,66 @@ def copy_package(destination: str | Path, force: bool = False) -> tuple[list[str
         The names of the files, and the folder in which those are kept that were there and other; None for none.
 
     Raises:
-        ValueError: If the folder is there already, or its name cannot be imported.
+        ValueError: If another folder is there already, or its name cannot be imported.
     """
-    target = Path(destination).resolve()
+    target, said = Path(destination).resolve(), f"copy {destination}"
     if target.suffix == ".py":
+        raise ValueError(f"{said}: the package is a folder: for the single file type copy --mini {destination}")
+    _check_folder(said, target)
+    files = folder_files()
+    if _is_used(target) and not force and not _is_same(target, files):
         raise ValueError(
-            f"copy {destination}: the package is a folder: for the single file type copy --mini {destination}"
+            f"{said}: the folder is there already, nothing was written: give another one; --force renews"
+            f" a copy, and keeps what it has changed beside it: diff shows that; update brings what is new into it"
         )
-    if not target.name.isidentifier():
-        raise ValueError(f"copy {destination}: {target.name!r} cannot be imported: expected a name such as my_loop")
-    if target == PACKAGE or PACKAGE in target.parents or target in PACKAGE.parents:
+    if _is_used(target) and not (target / LOOP).is_file():
+        raise ValueError(f"{said} --force: this folder is no copy of the package (it has no {LOOP})")
+    return list(files), _write(Place(target), Manifest(upstream_version(), "folder", files=files))
+
+
+def copy_parts(parts: list[str], destination: str | Path, force: bool = False) -> tuple[list[str], Path | None]:
+    """Copy parts of the package, with all that they import, to a folder; or one that is a single file to a file.
+
+    A folder that has parts already has these, too, then; into a package of yours they go where no file is in their way.
+
+    Returns:
+        The names of the files, and where those are kept that were there and other; None for none.
+
+    Raises:
+        ValueError: If there is no such part, or something is in the way.
+    """
+    target, said = Path(destination).resolve(), f"copy --parts {','.join(parts)} {destination}"
+    names = part_files(parts, sources())
+    if not names:
+        raise ValueError(f"{said}: no part is named: expected {', '.join(PARTS)}, or a room: {', '.join(ROOMS)}")
+    if target.suffix == ".py":
+        if len(names) > 1:
+            raise ValueError(
+                f"{said}: these are {len(names)} files: give a folder, such as {Path(destination).with_suffix('')}"
+            )
+        return names, _copy_file(names[0], destination, said, force)
+    _check_folder(said, target)
+    finish(Place(target))
+    known = _known(Place(target), force)
+    if known is not None and known.kind != "parts":
+        raise ValueError(f"{said}: a copy of the whole folder is there: it has them already")
+    parts = sorted({*parts, *known.parts}) if known else parts
+    after = Manifest(upstream_version(), "parts", parts, files_of_parts(parts))
+    if _is_yours(target / GATE) if known is None else GATE not in known.files:
+        del after.files[GATE]
+    mine = known.files if known else {}
+    in_the_way = [name for name in after.files if name not in mine and _differs(target / name, after.files[name])]
+    if in_the_way and not force:
         raise ValueError(
-            f"copy {destination}: this is where the package itself lies ('{PACKAGE}'): give another folder"
+            f"{said}: {', '.join(in_the_way)}: there already, nothing was written: give a folder of its own, such as"
+            f" {Path(destination, 'parts')}; --force keeps what is there beside it, in .before_<n>"
         )
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"copy {destination}: a file has this name: give another folder")
-    if target.is_dir() and not force:
-        raise ValueError(
-            f"copy {destination}: the folder is there already, nothing was written: give another one; --force renews"
-            " a copy, and keeps what it has changed beside it: diff shows that"
-        )
-    if target.is_dir() and any(target.iterdir()) and not (target / "loop.py").is_file():
-        raise ValueError(f"copy {destination} --force: this folder is no copy of the package (it has no loop.py)")
-    files, kept = package_files(PACKAGE), next(f for n in count() if not (f := target / f".before_{n}").exists())
-    for name, path in files.items():
-        old = target / name
-        if old.is_file() and old.read_bytes() != path.read_bytes():
-            (kept / name).parent.mkdir(parents=True, exist_ok=True)
-            old.replace(kept / name)
-        old.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, old)
-    return list(files), kept if kept.exists() else None
+    if known is not None and not force:
+        _check_same_version(said, destination, known, after)
+    # what you have changed in the parts that are there stays as it is
+    leave = set() if force else {name for name in mine if (target / name).is_file()}
+    after.files |= {name: mine[name] for name in leave}
+    return [name for name in after.files if name not in leave], _write(Place(target), after, leave)
 
 
 def copy_mini(destination: str | Path, force: bool = False) -> Path | None:
@@ -67,73 +91,91 @@ def copy_mini(destination: str | Path, force: bool = False) -> Path | None:
     Raises:
         ValueError: If another file is there already, or its name cannot be imported.
     """
-    target, said = Path(destination).resolve(), f"copy --mini {destination}"
+    return _copy_file(MINI, destination, f"copy --mini {destination}", force)
+
+
+def _copy_file(name: str, destination: str | Path, said: str, force: bool) -> Path | None:
+    """One file that goes on alone."""
+    target, such_as = Path(destination).resolve(), "train_loop.py" if name == MINI else f"my_{Path(name).name}"
     if target.is_dir():
-        raise ValueError(
-            f"{said}: this is a folder: give the file to write, such as {Path(destination, 'train_loop.py')}"
-        )
+        raise ValueError(f"{said}: this is a folder: give the file to write, such as {Path(destination, such_as)}")
     if target.suffix != ".py" or not target.stem.isidentifier():
-        raise ValueError(f"{said}: {target.name!r} cannot be imported: expected a name such as train_loop.py")
+        raise ValueError(f"{said}: {target.name!r} cannot be imported: expected a name such as {such_as}")
     if PACKAGE in target.parents:
         raise ValueError(f"{said}: this is where the package itself lies ('{PACKAGE}'): give another folder")
-    if target.exists() and not _is_mini(target):
+    finish(place := find_place(target))
+    files, known = single_file(name), read_manifest(place) if not force else None
+    is_copy = name in known.files if known else (name == MINI and is_mini(target)) or place.manifest.is_file()
+    if target.exists() and not is_copy:
         raise ValueError(f"{said}: a file that is no copy of it is there, nothing was written: give another name")
-    differs = target.exists() and _diff(MINI, target, _notice()) != ""
-    if differs and not force:
+    if _differs(target, files[name]) and not force:
         raise ValueError(
             f"{said}: a copy that differs is there, nothing was written: give another name, or type {said} --force, which"
-            f" renews it and keeps the old one beside it; diff {destination} shows what that one has changed"
+            f" renews it and keeps the old one beside it; diff {destination} shows what that one has changed,"
+            f" update {destination} brings what is new into it"
         )
-    kept = next(f for n in count() if not (f := target.with_name(f"{target.name}.before_{n}")).exists())
-    if differs:
-        shutil.copy2(target, kept)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text("".join(_lines(MINI, _notice())), encoding="utf-8", newline="\n")
-    return kept if differs else None
+    return _write(place, Manifest(upstream_version(), "file", files=files, places={name: target.name}))
 
 
-def _is_mini(path: Path) -> bool:
-    """Whether it is a copy, by its class or, where that has another name by now, by what its header says of updates."""
-    return path.is_file() and any(mark in path.read_bytes() for mark in (b"class MiniLoop", b"fabric-template diff"))
+def _check_folder(said: str, target: Path) -> None:
+    if not target.name.isidentifier():
+        raise ValueError(f"{said}: {target.name!r} cannot be imported: expected a name such as my_loop")
+    if target == PACKAGE or PACKAGE in target.parents or target in PACKAGE.parents:
+        raise ValueError(f"{said}: this is where the package itself lies ('{PACKAGE}'): give another folder")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{said}: a file has this name: give another folder")
+    finish(Place(target))
 
 
-def diff_package(copy: str | Path) -> str:
-    """The unified diff from the installed package to a copy: lines with + are the copy's; empty if nothing differs.
+def _check_same_version(said: str, destination: str | Path, known: Manifest, after: Manifest) -> None:
+    """Files of two versions do not go together."""
+    if any(body(known.files[name]) != body(after.files[name]) for name in known.files.keys() & after.files):
+        raise ValueError(
+            f"{said}: the parts that are there are of {known.version}, these are of {after.version}, nothing was written:"
+            f" type update {destination} first"
+        )
 
-    Args:
-        copy: The folder of a copy, or a copy of the single file.
 
-    Raises:
-        ValueError: If there is no copy.
+def _known(place: Place, force: bool) -> Manifest | None:
+    """The manifest; with `force` one that is damaged is none."""
+    try:
+        return read_manifest(place)
+    except ValueError:
+        if not force:
+            raise
+        return None
+
+
+def _is_yours(path: Path) -> bool:
+    return path.is_file() and origin(path.read_bytes()) is None
+
+
+def _is_used(target: Path) -> bool:
+    return target.is_dir() and any(target.iterdir())
+
+
+def _is_same(target: Path, files: dict[str, bytes]) -> bool:
+    """Whether it is this very copy of the folder, with nothing changed."""
+    known = read_manifest(Place(target))
+    is_whole = known is not None and known.kind == "folder" and all((target / name).is_file() for name in files)
+    return is_whole and not any(_differs(target / name, files[name]) for name in files)
+
+
+def _differs(path: Path, data: bytes) -> bool:
+    """Whether a file is there that is other than its first line."""
+    return path.is_file() and body(path.read_bytes()) != body(data)
+
+
+def _write(place: Place, after: Manifest, leave: set[str] | None = None) -> Path | None:
+    """Write the files and their manifest; what was there and other is kept beside.
+
+    Returns:
+        Where it is kept; None for nothing.
     """
-    target = Path(copy)
-    if target.suffix == ".py" or target.is_file():
-        if not _is_mini(target):
-            raise ValueError(f"diff {copy}: there is no copy of the single file there: give the path of one")
-        return _diff(MINI, target, _notice())
-    if not (target / "loop.py").is_file():
-        raise ValueError(f"diff {copy}: there is no copy of the package there (no loop.py): give the folder of one")
-    ours, theirs = package_files(PACKAGE), package_files(target)
-    return "".join(_diff(ours.get(name), theirs.get(name)) for name in sorted({*ours, *theirs}))
-
-
-def _notice() -> str:
-    """The licence, as comments for the end of a file that goes on alone: it asks to be in each copy."""
-    lines = (PACKAGE / "LICENSE").read_text("utf-8").splitlines()
-    return "\n\n" + "".join(f"# {line}".rstrip() + "\n" for line in lines)
-
-
-def _lines(path: Path | None, behind: str = "") -> list[str]:
-    return (path.read_text("utf-8") + behind).splitlines(keepends=True) if path else []
-
-
-def _diff(ours: Path | None, theirs: Path | None, behind: str = "") -> str:
-    """The diff of one file, which may be missing on a side; `behind` ours stands what each copy has there."""
-    before, after = _lines(ours, behind), _lines(theirs)
-    if before == after and ours and theirs:
-        return ""
-    old = f"{PACKAGE.name}/{ours.relative_to(PACKAGE).as_posix()}" if ours else "/dev/null"
-    new = str(theirs) if theirs else "/dev/null"
-    # no lines: an empty file
-    lines = list(difflib.unified_diff(before, after, old, new)) or [f"--- {old}\n", f"+++ {new}\n"]
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    files = {after.path(name): data for name, data in after.files.items() if name not in (leave or ())}
+    old = {path: (place.folder / path).read_bytes() for path in files if _differs(place.folder / path, files[path])}
+    names = (f"{next(iter(files)) if place.prefix else ''}.before_{n}" for n in count())
+    kept = next(path for name in names if not (path := place.folder / name).exists())
+    writes = {kept.name if place.prefix else f"{kept.name}/{path}": data for path, data in old.items()}
+    swap(place, {**writes, **files, **after.written(place)})
+    return kept if old else None

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fabric_template"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -73,23 +74,16 @@ def test_the_folder_under_another_name_trains_without_us(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("trained\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "digits.png", "logs", "somewhere"]
+    # what it writes names no module of it: its checkpoints outlive a change of name, and we read them
+    checkpoint = torch.load(tmp_path / "checkpoints/digits/version_0/last.ckpt", weights_only=True)
+    assert checkpoint["epoch"] == 1
+    assert (tmp_path / "checkpoints/digits/version_0/last.ckpt").read_bytes().count(b"my_loop") == 0
 
 
 def test_the_blocker_blocks(tmp_path):
     done = run("import fabric_template", tmp_path)
     assert done.returncode != 0
     assert "the copy must stand on its own" in done.stderr
-
-
-def test_what_the_copy_writes_names_no_module_of_it(tmp_path):
-    """So that its checkpoints outlive a change of name, and we read them."""
-    import torch
-
-    copy_to(tmp_path)
-    assert run(TRAIN, tmp_path).returncode == 0
-    checkpoint = torch.load(tmp_path / "checkpoints/digits/version_0/last.ckpt", weights_only=True)
-    assert checkpoint["epoch"] == 1
-    assert (tmp_path / "checkpoints/digits/version_0/last.ckpt").read_bytes().count(b"my_loop") == 0
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())

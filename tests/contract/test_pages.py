@@ -25,6 +25,8 @@ from externally import externally
 
 from fabric_template.core.config import LoopConfig
 from fabric_template.core.elsewhere import FABRIC_WORDS, TRAINER_ONLY
+from fabric_template.tools.parts import PARTS, part_files
+from fabric_template.tools.upstream import sources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -228,11 +230,13 @@ def test_the_files_that_can_be_copied_alone_are_those():
 
 
 def test_a_few_files_are_enough_for_what_they_are_taken_for(tmp_path):
-    rows = re.findall(r"^\| .* \| (`.*\.py`) \|$", PAGES["docs/copying.md"], re.M)
-    assert len(rows) >= 8
+    found = re.findall(r"^\| .* \| `(\w+)` \| (`.*\.py`) \|$", PAGES["docs/copying.md"], re.M)
+    rows = {part: re.findall(r"[\w/]+\.py", row) for part, row in found}
+    assert {part: sorted(names) for part, names in rows.items()} == {
+        part: part_files([part], sources()) for part in PARTS
+    }
     lines = []
-    for number, row in enumerate(rows):
-        names = re.findall(r"[\w/]+\.py", row)
+    for number, names in enumerate(rows.values()):
         for name in names:
             target = tmp_path / f"mine_{number}" / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -263,7 +267,7 @@ def test_make_targets_exist(target):
 
 def test_commands_of_the_command_line_exist():
     named = {line.split()[1] for line in ALL_COMMANDS if line.startswith("fabric-template")}
-    assert named >= {"fit", "validate", "plot", "verify", "copy", "diff"}
+    assert named >= {"fit", "validate", "plot", "verify", "copy", "diff", "update"}
     done = subprocess.run(
         [sys.executable, "-m", "fabric_template", "--help"], capture_output=True, text=True, env=ENVIRONMENT
     )

@@ -280,7 +280,7 @@ def test_an_object_as_an_argument(capsys):
         (
             ["fut"],
             "there is no 'fut': expected one of fit, validate, test, predict, plot, runs, doctor, export, new, copy, diff,"
-            " verify",
+            " update, verify",
         ),
         (["fit", "--max_epoch", "3"], "fit has no option --max_epoch: did you mean --max_epochs?"),
         (
@@ -371,7 +371,7 @@ def test_a_monitor_that_was_not_logged_is_one_line(capsys):
     assert "--monitor=val_ac was not logged in epoch 0; logged were ['lr', 'train_loss', 'val_loss']" in err
 
 
-# ---- plot, new, copy, diff, verify
+# ---- plot, copy, verify
 
 
 def test_plot_says_where_the_picture_is(capsys):
@@ -386,53 +386,6 @@ def test_plot_says_where_the_picture_is(capsys):
     assert "no numbers to draw for acc" in refused(capsys, "plot", "logs", "--metrics", "acc")
     assert "read_logs: 'nowhere' does not exist" in refused(capsys, "plot", "nowhere")
     assert refused(capsys, "plot", "--out", "no/x.png").startswith("cannot write the picture 'no/x.png'")
-
-
-def test_copy_and_diff(capsys):
-    code, out, _ = run(capsys, "copy", "src/my_loop")
-    assert code == 0
-    assert out.splitlines()[1:] == [
-        "use         from my_loop import FabricLoop",
-        "try         cd src && python -m my_loop fit",
-        "compare     fabric-template diff src/my_loop",
-    ]
-    assert not list(Path("src").rglob("__pycache__"))
-    assert run(capsys, "diff", "src/my_loop") == (0, "", "")
-
-    loop = Path("src/my_loop/loop.py")
-    loop.write_text(loop.read_text() + "# mine")
-    Path("src/my_loop/extra.py").write_text("x = 1\n")
-    Path("src/my_loop/tools/plots.py").unlink()
-    code, out, _ = run(capsys, "diff", "src/my_loop")
-    assert code == 1
-    assert "--- /dev/null\n+++ src/my_loop/extra.py\n@@ -0,0 +1 @@\n+x = 1\n" in out
-    assert "--- fabric_template/loop.py\n+++ src/my_loop/loop.py\n" in out
-    assert "+# mine\n\\ No newline at end of file\n" in out
-    assert "--- fabric_template/tools/plots.py\n+++ /dev/null\n" in out
-
-    assert refused(capsys, "copy", "src/my_loop").startswith(
-        "copy src/my_loop: the folder is there already, nothing was written: give another one; --force"
-    )
-    assert loop.read_text().endswith("# mine")
-    assert run(capsys, "copy", "src/my_loop", "--force")[0] == 0
-    assert not loop.read_text().endswith("# mine")
-    assert Path("src/my_loop/extra.py").exists()
-
-
-def test_what_copy_refuses(capsys):
-    Path("other").mkdir()
-    Path("other/notes.txt").write_text("mine")
-    Path("file").write_text("mine")
-    assert refused(capsys, "copy", "my-loop") == (
-        "copy my-loop: 'my-loop' cannot be imported: expected a name such as my_loop"
-    )
-    assert refused(capsys, "copy", "file", "--force") == "copy file: a file has this name: give another folder"
-    assert refused(capsys, "copy", "other", "--force") == (
-        "copy other --force: this folder is no copy of the package (it has no loop.py)"
-    )
-    assert "this is where the package itself lies" in refused(capsys, "copy", REPOSITORY / "fabric_template", "--force")
-    assert "there is no copy of the package there" in refused(capsys, "diff", "other")
-    assert sorted(path.name for path in Path("other").iterdir()) == ["notes.txt"]
 
 
 def test_a_copy_has_the_command_line_too(tmp_path):

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -107,96 +106,3 @@ def test_data_without_a_loader_for_the_verb_is_told_which(capsys):
     assert error.endswith(
         "predict has no predict loader; give --data package.module:Class, or write a method predict_dataloader in Data"
     )
-
-
-# ---- copies
-
-
-def test_a_copy_has_the_licence_and_a_renewed_one_loses_nothing(capsys):
-    """Not even twice; and what was not changed is not kept."""
-    root = Path(sys.modules["test_cli"].REPOSITORY)
-    run(capsys, "copy", "mine")
-    licence = Path("mine/LICENSE").read_text()
-    assert licence == (root / "LICENSE").read_text()
-    assert "MIT License" in licence
-    for n, text in enumerate(["# first\n", "# second\n"]):
-        Path("mine/loop.py").write_text(text)
-        Path("mine/demos/digits.py").write_text(text)
-        code, out, _ = run(capsys, "copy", "mine", "--force")
-        assert (code, line(out, "kept")) == (0, f"mine/.before_{n} has those that were other before")
-        kept = {path.relative_to(f"mine/.before_{n}").as_posix() for path in Path(f"mine/.before_{n}").rglob("*.py")}
-        assert kept == {"loop.py", "demos/digits.py"}
-    assert [Path(f"mine/.before_{n}/loop.py").read_text() for n in (0, 1)] == ["# first\n", "# second\n"]
-    assert run(capsys, "diff", "mine") == (0, "", "")
-    assert "kept" not in run(capsys, "copy", "mine", "--force")[1]
-    assert not Path("mine/.before_2").exists()
-
-
-def test_the_single_file_is_copied_compared_and_renewed(capsys):
-    file = Path("src/train_loop.py")
-    for _ in range(2):  # one that is the same may be there
-        code, out, _ = run(capsys, "copy", "--mini", file)
-        assert (code, out.splitlines()) == (
-            0,
-            [
-                "copied      MiniLoop to src/train_loop.py; it is yours now",
-                "use         from train_loop import MiniLoop",
-                "compare     fabric-template diff src/train_loop.py",
-            ],
-        )
-    original = file.read_text()
-    header, notice = original.partition("from __future__")[0], original.partition("# MIT License\n")[2]
-    assert header.startswith(
-        "# SPDX-License-Identifier: MIT\n# Copyright (c) 2026 the fabric_template authors. The licence's text"
-    )
-    package = Path(sys.modules["test_cli"].REPOSITORY, "fabric_template")
-    licence = (package / "LICENSE").read_text()
-    assert "# MIT License\n" + notice == "".join(f"# {row}".rstrip() + "\n" for row in licence.splitlines())
-    assert original.startswith((package / "mini.py").read_text())
-    assert run(capsys, "diff", file) == (0, "", "")
-    file.write_bytes(original.replace("\n", "\r\n").encode())  # as git may write it: nothing of it is changed
-    assert run(capsys, "diff", file) == (0, "", "")
-
-    for n, mark in enumerate(("# first\n", "# second\n")):
-        file.write_text(original + mark)
-        code, out, _ = run(capsys, "diff", file)
-        assert code == 1
-        assert out.startswith("--- fabric_template/mini.py\n+++ src/train_loop.py\n")
-        assert [row for row in out.splitlines(True)[2:] if row.startswith(("+", "-"))] == [f"+{mark}"]
-        assert refused(capsys, "copy", "--mini", file) == (
-            "copy --mini src/train_loop.py: a copy that differs is there, nothing was written: give another name, or type"
-            " copy --mini src/train_loop.py --force, which renews it and keeps the old one beside it;"
-            " diff src/train_loop.py shows what that one has changed"
-        )
-        assert file.read_text() == original + mark
-        code, out, _ = run(capsys, "copy", "--mini", file, "--force")
-        assert (code, line(out, "kept")) == (0, f"src/train_loop.py.before_{n} is what was there before")
-        assert (file.read_text(), Path(f"{file}.before_{n}").read_text()) == (original, original + mark)
-    assert "kept" not in run(capsys, "copy", "--mini", file, "--force")[1]
-    assert len(list(Path("src").iterdir())) == 3
-
-
-def test_what_the_copy_of_the_single_file_refuses(capsys):
-    Path("mine.py").write_text("from train_loop import MiniLoop\n")
-    Path("src").mkdir()
-    assert refused(capsys, "copy", "--mini", "mine.py", "--force") == (
-        "copy --mini mine.py: a file that is no copy of it is there, nothing was written: give another name"
-    )
-    assert refused(capsys, "copy", "--mini", "src") == (
-        "copy --mini src: this is a folder: give the file to write, such as src/train_loop.py"
-    )
-    for name in ("train-loop.py", "train_loop", "train_loop.txt"):
-        assert refused(capsys, "copy", "--mini", name) == (
-            f"copy --mini {name}: '{name}' cannot be imported: expected a name such as train_loop.py"
-        )
-    package = Path(sys.modules["test_cli"].REPOSITORY, "fabric_template")
-    assert "this is where the package itself lies" in refused(capsys, "copy", "--mini", package / "mini.py", "--force")
-    assert "mine.py/loop.py: cannot be written: " in refused(capsys, "copy", "--mini", "mine.py/loop.py")
-    assert refused(capsys, "copy", "loop.py") == (
-        "copy loop.py: the package is a folder: for the single file type copy --mini loop.py"
-    )
-    for name in ("mine.py", "none.py"):
-        assert refused(capsys, "diff", name) == (
-            f"diff {name}: there is no copy of the single file there: give the path of one"
-        )
-    assert {path.name for path in Path().iterdir()} == {"lit.py", "mine.py", "src"}

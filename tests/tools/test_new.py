@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_cli import refused, run, typed  # noqa: F401
+from upstreams import Newer, edit, tree
 
 from fabric_template import mini, read_logs
 
@@ -24,6 +25,7 @@ def project(capsys):
         f"made        my_digits: {', '.join(FILES)}",
         "train       cd my_digits && python train.py",
         "test        cd my_digits && python -m pytest",
+        "update      fabric-template update my_digits",
     ]
     return Path("my_digits")
 
@@ -53,7 +55,8 @@ def test_it_trains_and_tests_itself_without_us(project):
     assert {"name", "epoch", "step", "train_loss", "train_acc", "val_loss", "val_acc", "lr"} <= row.keys()
     assert row["name"] == "my_digits"
     assert "1 passed" in python(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    assert {path.name for path in project.iterdir()} - {"__pycache__"} == {*FILES, "logs", "checkpoints"}
+    beside = {"train_loop.fabric_template.json", "train_loop.fabric_template.tar.gz", "__pycache__"}
+    assert {path.name for path in project.iterdir()} - beside == {*FILES, "logs", "checkpoints"}
 
 
 def test_it_learns_and_its_notebook_shows_that(project):
@@ -66,13 +69,38 @@ def test_it_learns_and_its_notebook_shows_that(project):
 
 
 def test_it_is_small_and_the_single_file_is_the_packages_own(project):
-    assert (project / "train_loop.py").read_text().startswith(Path(mini.__file__).read_text())
+    own = (project / "train_loop.py").read_text().split("\n", 1)[1]  # below the line that says where it is from
+    assert own.startswith(Path(mini.__file__).read_text())
     texts = [(project / name).read_text() for name in FILES if name not in ("train_loop.py", "train.ipynb")]
     texts += [cell["source"] for cell in cells_of(project)]
     lines = [line for text in texts for line in text.splitlines()]
     assert len(lines) < 100
     assert max(map(len, lines)) <= 128
     assert not [line for line in lines if "NAME" in line]
+
+
+def test_a_new_version_comes_into_it_and_no_other_file_is_touched(capsys, project, tmp_path, monkeypatch):
+    """Also into one whose file was changed, and with the project's folder alone."""
+    edit(project / "train_loop.py", "import csv\n", "import csv  # mine\n")
+    newer = Newer(tmp_path / "upstream")
+    newer.edit("mini.py", "PLAIN = bool", "UPSTREAM = 1\nPLAIN = bool")
+    newer.install(monkeypatch)
+    before = tree(project)
+    code, out, _ = run(capsys, "update", "my_digits", "--force")
+    assert (code, out.splitlines()) == (
+        0,
+        [
+            "updated     my_digits from 0.1.0 to 0.2.0",
+            "merged      train_loop.py",
+            "backup      .train_loop.before_0 has what was there before",
+        ],
+    )
+    after = {name: data for name, data in tree(project).items() if not name.startswith(".train_loop.before_0/")}
+    beside = {"train_loop.fabric_template.json", "train_loop.fabric_template.tar.gz"}
+    assert {name for name in before if after[name] != before[name]} == {"train_loop.py", *beside}
+    assert after.keys() == before.keys()
+    assert "import csv  # mine\n" in (text := after["train_loop.py"].decode())
+    assert "UPSTREAM = 1\n" in text
 
 
 def test_nothing_is_written_where_something_is(capsys, project):
