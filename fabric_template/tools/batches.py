@@ -96,10 +96,8 @@ def _of_order(pair: Pair, mine: list[Pass], other: list[Pass], where: int) -> tu
 
 
 def _of_samples(pair: Pair, mine: list[Pass], other: list[Pass], where: int) -> tuple[str, str, str]:
-    rows = [Counter(row for one in passes[where:] for row in one.rows) for passes in (mine, other)]
-    shared, most = sum((rows[0] & rows[1]).values()), min(rows[0].total(), rows[1].total())
     what = "another batch"
-    if most > len(mine[where].rows) and shared > most // 2:
+    if _shares_samples(mine[where:], other[where:]):
         kinds = [_shuffles(recording) for recording in (pair.yours, pair.ours)]
         if kinds == [True, False]:
             return what, "the same samples in others: yours shuffles, ours does not", "shuffle=True"
@@ -116,6 +114,20 @@ def _of_samples(pair: Pair, mine: list[Pass], other: list[Pass], where: int) -> 
     if a is not None and b is not None and a.ratio(b) is not None:
         return what, f"{a.ratio(b):.4g} times that of yours: scaled otherwise", "the same transforms in both"
     return what, OTHERS, ("the same dataset, transforms and seed; numbers drawn in a step are drawn in the same order")
+
+
+def _shares_samples(mine: list[Pass], other: list[Pass]) -> bool:
+    """Whether most samples of an input are in both, beyond this batch; what is the same in all samples says nothing."""
+    for place in range(max((len(one.rows) for one in mine), default=0)):
+        a, b = (
+            Counter(row for one in passes if place < len(one.rows) for row in one.rows[place])
+            for passes in (mine, other)
+        )
+        most = min(a.total(), b.total())
+        batch_size = max((len(one.rows[place]) for one in mine if place < len(one.rows)), default=0)
+        if most > batch_size < len(a) and (a & b).total() >= 0.4 * most:
+            return True
+    return False
 
 
 def _shuffles(recording: Recording) -> bool:

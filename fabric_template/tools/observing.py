@@ -136,7 +136,7 @@ class Observer:
             return  # what another module has made of the data
         asleep = tuple(name for name, one in module.named_modules() if not one.training)
         self._next = Pass(
-            inputs=(*self._next.inputs, *map(digest, data)), sketch=sketch(data[0]), rows=rows(data[0]),
+            inputs=(*self._next.inputs, *map(digest, data)), sketch=sketch(data[0]), rows=(*self._next.rows, *map(rows, data)),
             size=data[0].shape[0] if data[0].dim() else 0, random=self._random, asleep=asleep,
             modules=sum(1 for _ in module.modules()), draws=random_states() != self._random,
         )  # fmt: skip
@@ -184,7 +184,8 @@ class Observer:
         step = Step([*self._optimizers].index(key), type(optimizer).__name__, self._passes)
         step.before = {self._number(one): digest(one) for one in _all(optimizer)}
         self._step = step
-        if kwargs.get("closure") is None and (len(args) < 2 or args[1] is None):
+        step.is_closed = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
+        if not step.is_closed:
             self._note_gradients(optimizer, step)
 
     def _note_gradients(self, optimizer: Optimizer, step: Step) -> None:

@@ -117,6 +117,17 @@ def _losses(pair: Pair, at: int) -> bool:
     return any(a.loss is not None and b.loss is not None and a.loss != b.loss for a, b in pair.passes(at))
 
 
+def is_closed(pair: Pair, at: int) -> bool:
+    """Whether the passes of a step are evaluations of a closure, each of which comes of the one before."""
+    return all(step.is_closed for step in pair.step(at))
+
+
+def begins_alike(pair: Pair, at: int) -> bool:
+    """Whether the first of several passes has the same loss."""
+    losses = [step.passes[0].loss for step in pair.step(at) if step.passes]
+    return len(losses) == 2 and losses[0] == losses[1]
+
+
 def _random(pair: Pair, at: int) -> bool:
     return bool(random_parts(pair, at))
 
@@ -153,7 +164,7 @@ PARTS: dict[str, Callable[[Pair, int], bool]] = {  # in the order in which one c
     "initial weights": lambda pair, at: at == 0 and _weights_before(pair, at),
     "weights between steps": lambda pair, at: at > 0 and _weights_before(pair, at),
     "optimizer": _optimizers,
-    "accumulation": lambda pair, at: len(pair.step(at)[0].passes) != len(pair.step(at)[1].passes),
+    "accumulation": lambda pair, at: not is_closed(pair, at) and len({len(step.passes) for step in pair.step(at)}) > 1,
     "random numbers": _random,
     "batch": _batches,
     "modes": _modes,

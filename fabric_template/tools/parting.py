@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core.errors import Misuse, MisuseOfType
 from .batches import DRAWN, batch
-from .pairing import PARTS, STATES, Pair, random_parts
+from .pairing import PARTS, STATES, Pair, begins_alike, is_closed, random_parts
 from .reasons import REASONS, other_end
 from .recording import Recording
 
@@ -101,6 +101,8 @@ def compare(yours: Recording, ours: Recording) -> Report:
 def _findings(pair: Pair, at: int, parts: list[str], seen: dict[str, int]) -> list[Finding]:
     """The cause, then its effects in the same step."""
     hard = next(part for part in parts if part not in STATES)
+    if hard == "loss" and "settings" in parts and is_closed(pair, at) and begins_alike(pair, at):
+        hard = "settings"
     causes = [part for part in parts if part in STATES and hard in STATES[part] and _is_cause(pair, at, part, hard)]
     first = min(causes, key=lambda part: part == "random numbers") if causes else hard
     begins = seen[first] if first in STATES else at

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .batches import batch
-from .pairing import IMPLEMENTATION, Pair, other_settings, random_parts, sleepers
+from .pairing import IMPLEMENTATION, Pair, begins_alike, is_closed, other_settings, random_parts, sleepers
 from .rates import learning_rate
 from .sketches import Sketch
 
@@ -207,6 +207,9 @@ def _loss(pair: Pair, at: int) -> Told:
     values = [figure(one.samples[0]) if one.samples else "none" for one in (mine, other)]
     same = "the same batch" if set(a.inputs) & set(b.inputs) else "the same weights"
     what = f"{same}, another loss: {values[0]} in yours, {values[1]} here"
+    if is_closed(pair, at) and begins_alike(pair, at):
+        why = "the closure's first evaluation is the same, then the optimizer goes another way, as of clipped gradients"
+        return what, why, "the same clipping inside the closure in both"
     if mine.is_near(other):
         return what, "by rounding: another precision, or another order of sums", "the same precision= and dtype in both"
     if (ratio := mine.ratio(other)) is not None and whole(ratio):

@@ -15,7 +15,7 @@ class Pass:
 
     inputs: tuple[str, ...] = ()  # digests of the data that entered the model
     sketch: Sketch | None = None  # of the first of them, and its samples
-    rows: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()  # the samples of each of them
     size: int = 0
     random: dict[str, str] = field(default_factory=dict)  # before the forward
     asleep: tuple[str, ...] = ()  # modules in eval mode
@@ -31,6 +31,7 @@ class Step:
     optimizer: int  # by the order in which they came
     kind: str
     passes: list[Pass] = field(default_factory=list)
+    is_closed: bool = False  # whether the optimizer itself calls for the passes, by a closure
     is_cleared: bool = True  # whether the gradients were empty before the first of them
     before: dict[int, str] = field(default_factory=dict)  # weights, by the number of the parameter
     raw: dict[int, Sketch] = field(default_factory=dict)  # gradients as backward left them

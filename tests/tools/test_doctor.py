@@ -472,6 +472,11 @@ class Clamped(Script):
             net[0].weight.clamp_(-0.1, 0.1)
 
 
+class LbfgsFaster(Lbfgs):
+    def optimizer(self, net):
+        return torch.optim.LBFGS(net.parameters(), lr=0.2, max_iter=4)
+
+
 OTHERS = [
     (ScheduledByStep, ByStepAsEpoch, "step 1: learning rate # in yours, # here: the same learning rates, changed every # step"
      " in yours, every # steps here"),
@@ -504,6 +509,7 @@ OTHERS = [
      " reduction='mean' in yours, 'sum' here"),
     (Script, HalfPrecision, "step 0: the same batch, another loss: # in yours, # here: near, as are the gradients: another"
      " precision"),
+    (Lbfgs, LbfgsFaster, "step 0: learning rate # in yours, # here: the optimizer is made with another one"),
     (Clamped, Script, "step 1: the weights are changed between two steps in yours only (0.weight): clamped, averaged (EMA),"
      " copied or loaded there"),
     (SeenInTraining, Normed, "step 5: other buffers (1.running_mean, 1.running_var, 1.num_batches_tracked): BatchNorm has seen"
