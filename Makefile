@@ -9,7 +9,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 JOBS ?= 2
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: run test lint bench soak clean
+.PHONY: run test lint docs bench soak clean
 
 run: $(VENV)/.installed
 	$(VENV)/bin/fabric-template fit
@@ -21,6 +21,9 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python benchmarks/import_time.py
@@ -45,6 +48,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(INSTALL) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.installed-soak: $(VENV)/.installed-dev

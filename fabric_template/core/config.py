@@ -104,7 +104,8 @@ class LoopConfig:
     barebones: bool = False
     """Everything off that is not the loop itself, the history of losses included: to measure its cost."""
     logger: Any = None
-    """True or None: the CSV logger. False: none. Or a logger, or a list of them (Fabric's, Lightning's or your own)."""
+    """True or None: the CSV logger. False: none. Or a logger, or a list of them (Fabric's, Lightning's or your own, an object
+    with log_metrics); True among them is the CSV logger."""
     enable_checkpointing: bool | None = None
     """False: keep no checkpoints."""
     enable_progress_bar: bool | None = None

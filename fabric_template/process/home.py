@@ -57,11 +57,12 @@ def make_loggers(config: Settings, loggers: Any, fabric: Fabric) -> tuple[list[A
         from lightning.pytorch.loggers.logger import DummyLogger
 
         return [DummyLogger()], False  # code that asks self.logger for its experiment runs, and nothing is written
-    if asked is True:
-        return [CSVLogger(os.path.join(config.default_root_dir or ".", "logs"), config.name, config.version)], True
     if not asked:
         return [], False
     given = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
+    own = any(logger is True for logger in given)
+    if own:
+        given = [logger for logger in given if logger is not True]
     for logger in given:
         if isinstance(logger, type) or not callable(getattr(logger, "log_metrics", None)):
             word = repr(logger) if isinstance(logger, str | int | float) else f"a {type(logger).__name__}"
@@ -69,17 +70,21 @@ def make_loggers(config: Settings, loggers: Any, fabric: Fabric) -> tuple[list[A
                 f"logger={word}: expected True (the CSV logger), False, or an object with log_metrics, such as"
                 " logger=CSVLogger('logs'), of this package, of Fabric or of Lightning; or a list of them"
             )
-        # Fabric's lack words that Lightning's ModelCheckpoint asks every logger for; one of a user's own all but log_metrics
-        for name in ("after_save_checkpoint", "finalize", "log_hyperparams"):
-            if not hasattr(logger, name):
-                setattr(logger, name, _nothing)
-        if not hasattr(logger, "save_dir"):
-            logger.save_dir = getattr(logger, "root_dir", None)
-    return given, False
+        # which the loop and Lightning's ModelCheckpoint ask for; Fabric's lack two of them, an object of one's own may lack all
+        lacking = {"name": config.name, "version": config.version or 0, "save_dir": getattr(logger, "root_dir", None)}
+        for word, value in (lacking | dict.fromkeys(_TOLD, _nothing)).items():
+            if not hasattr(logger, word):
+                setattr(logger, word, value)
+    if own:
+        given.insert(0, CSVLogger(os.path.join(config.default_root_dir or ".", "logs"), config.name, config.version))
+    return given, own
 
 
-def _nothing(told: Any) -> None:
-    """A file was kept, the run is over, hyperparameters are known: nothing to do."""
+_TOLD = ("log_hyperparams", "finalize", "after_save_checkpoint")
+
+
+def _nothing(*told: Any) -> None:
+    """Nothing to do."""
 
 
 def choose_place(loop: TrainerFace, plan: Plan) -> None:
@@ -98,7 +103,7 @@ def choose_place(loop: TrainerFace, plan: Plan) -> None:
     csv = next((logger for logger in loop.loggers if isinstance(logger, CSVLogger)), None)
     if loop._own_logger:
         csv = CSVLogger(str(root / "logs"), name, version)
-        loop.loggers = [csv]
+        loop.loggers = [csv, *loop.loggers[1:]]
     keeps = config.enable_checkpointing and not loop.checkpoint_callbacks
     homes = [root / kind / name for kind, due in (("logs", loop._own_logger), ("checkpoints", keeps)) if due]
     if version is None and homes:

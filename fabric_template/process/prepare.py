@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning.fabric import is_wrapped
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 
@@ -70,6 +71,7 @@ def prepare(
         )
     last = loop._run if fn != "fit" else None
     owner, net = _owner_of(model, functions or {}, last)
+    optimizer = optimizer.optimizer if is_wrapped(optimizer) else optimizer
     if isinstance(owner, FunctionSteps) and are_several(optimizer):  # whoever gives several steps them
         owner.automatic_optimization = False
     given = Given(loaders, owner if datamodule is None else datamodule)
@@ -128,6 +130,8 @@ def _from_last_run(loop: TrainerFace, fn: str, model: Any, load: Any) -> tuple:
 
 def _owner_of(model: Any, functions: dict[str, Callable | None], last: Run | None) -> tuple[Any, nn.Module]:
     """The object that has the steps, and the module that has the parameters; the functions of a fit of it still count."""
+    if is_wrapped(model):  # by `setup`, of rung 1
+        model = model.module
     if hasattr(model, "_orig_mod") and isinstance(model, nn.Module):  # torch.compile'd: train what is inside
         model = model._orig_mod
     given = {name: function for name, function in functions.items() if function is not None}

@@ -345,8 +345,10 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_page_is_reached_from_the_front_door():
+    """In one step, or by way of the page that says where to begin."""
     linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", README))
-    assert linked == set(PAGES) - {"README.md"}
+    linked |= {f"docs/{name}" for name in re.findall(r"\]\(([\w-]+\.md)", PAGES["docs/index.md"])}
+    assert linked | {"docs/reference.md"} == set(PAGES) - {"README.md"}  # it is for the site
 
 
 # ---- the list of changes -----------------------------------------------------------------------------------------------
@@ -357,3 +359,12 @@ def test_the_changelog_has_a_line_for_every_file():
     latest = re.split(r"^## ", changes, flags=re.M)[-1]  # 0.1.0, in which every file is new
     named = {f"fabric_template/{name}" for name in re.findall(r"^- `([\w/]+\.py)`: ", latest, re.M)}
     assert named >= set(tree_files())
+
+
+def test_the_site_and_its_first_page_have_every_page():
+    """As `make docs` builds it."""
+    names = {path.name for path in (REPOSITORY / "docs").glob("*.md")}
+    listed = re.findall(r"^ +- (?:[\w ]+: )?([\w-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(names)
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", PAGES["docs/index.md"]))
+    assert names - linked == {"index.md", "reference.md"}

@@ -67,6 +67,23 @@ def test_clipping_is_in_the_optimizers_order():
     assert loop.fabric.clip_gradients(net, optimizer, max_norm=1e-3).equal(expected)
 
 
+def test_what_setup_gave_back_goes_into_fit():
+    """Not wrapped twice: the weights of a net that came as it was made."""
+
+    def fitted(through_setup):
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loop = FabricLoop(**quiet(precision="bf16-mixed", max_epochs=1))
+        given = loop.setup(net, optimizer) if through_setup else (net, optimizer)
+        step = lambda net, batch: net(batch).float().square().mean()  # noqa: E731
+        loop.fit(given[0], [torch.ones(3, 4), torch.zeros(3, 4)], optimizer=given[1], training_step=step)
+        return net.state_dict(), loop
+
+    (ours, loop), (plain, _) = fitted(True), fitted(False)
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    assert type(loop.optimizers[0]) is torch.optim.SGD
+
+
 def log_alone(fabric, loop):
     rank = loop.fabric.global_rank
     loop.print("once")

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Classifier, make_data, make_loader, quiet, run_trainer
 from runs import val_loader
 from torch import nn
@@ -346,6 +347,28 @@ def test_own_backward_needs_the_loop_in_several_processes(monkeypatch):
     loop = FabricLoop(**quiet(max_epochs=1, devices=2, strategy="ddp_fork"))
     with pytest.raises(Exception, match=r"write loop.backward\(loss\), which adds them over all"):
         loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gan_step(parts, optimizers))
+
+
+# ---- a logger of one's own
+
+
+@pytest.mark.parametrize("logger", [lambda mine: [mine], lambda mine: [True, mine]])
+def test_an_object_with_log_metrics_is_a_logger(logger):
+    class Lines:
+        def __init__(self):
+            self.lines = []
+
+        def log_metrics(self, metrics, step=None):
+            self.lines.append((step, sorted(metrics)))
+
+    mine, words = Lines(), {"enable_checkpointing": True, "name": "own"}
+    loop = FabricLoop(
+        **quiet(max_epochs=1, logger=logger(mine), callbacks=[ModelCheckpoint(monitor="val_loss")], **words)
+    )
+    loop.fit(Classifier(), make_loader(), val_loader())
+    assert mine.lines == [(9, ["epoch", "val_acc", "val_loss"]), (9, ["epoch", "train_acc", "train_loss_epoch"])]
+    loop.validate(Classifier(), val_loader(), verbose=False)
+    assert mine.lines[2:] == [(10, ["epoch", "val_acc", "val_loss"])]
 
 
 # ---- training mode
