@@ -114,6 +114,10 @@ def record_script(path: Path, steps: int, seed: int | None, arguments: list[str]
             with out.open("rb") as file:
                 recording = pickle.load(file)  # written by our own process, into a folder that only we can write
             assert isinstance(recording, Recording)
+            if not recording.steps:
+                raise UsageError(
+                    f"doctor {path}: it made no optimizer step: expected a script that trains, in this process (on one device)"
+                )
             return recording
         last = said.read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
     print(*(f"  {line}" for line in last), sep="\n", file=sys.stderr)

@@ -50,7 +50,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"yours       {self.yours}", f"ours        {self.ours}"]
         if self.first is None:
-            lines.append(f"same        nothing parts in {self.steps} steps")
+            lines.append(f"same        nothing parts in {self.steps} step{'s' * (self.steps != 1)}")
         else:
             lines.append(f"first       {self.first}")
             lines += [f"write       {self.first.write}"] * bool(self.first.write)

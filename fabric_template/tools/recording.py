@@ -70,5 +70,7 @@ class Recording:
             return f"{self.name}: no optimizer step"
         kinds = " and ".join(dict.fromkeys(step.kind for step in self.steps))
         losses = [one.loss.samples[0] for one in self.passes() if one.loss is not None and one.loss.samples]
-        text = f"{self.name}: {len(self.steps)} steps of {kinds}, {len(self.steps[0].trained)} parameters"
+        counts = {"step": len(self.steps), "parameter": len({*self.steps[0].trained})}
+        steps, parameters = (f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items())
+        text = f"{self.name}: {steps} of {kinds}, {parameters}"
         return f"{text}, loss {losses[0]:.4g} to {losses[-1]:.4g}" if losses else text

@@ -46,6 +46,7 @@ def typed(monkeypatch, tmp_path):
         "new.py": NEW,
         "bad.py": "raise ValueError('mine')\n",
         "data.csv": "1\n",
+        "none.py": "",
         "broken.py": "f(\n",
     }
     for name, text in texts.items():
@@ -102,6 +103,10 @@ def test_one_script_is_read(capsys, tmp_path):
         ),
         (["old.py", "."], "doctor .: expected two scripts, OLD.py NEW.py"),
         (["old.py", "new.py", "--steps", "0"], "--steps=0: expected how many steps are compared, 1 or more"),
+        (
+            ["none.py", "new.py"],
+            "doctor none.py: it made no optimizer step: expected a script that trains, in this process (on one device)",
+        ),
         (
             ["bad.py", "new.py"],
             "doctor bad.py: the script failed with exit code 1; expected one that trains; see above",
