@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .licence import body, split_header
-from .manifest import Manifest, Place, find_place, read_manifest
+from .manifest import Manifest, Place, around, find_place, read_manifest
 from .merging import lines_of
 from .swap import finish
 from .updating import moved, wanted
@@ -34,6 +34,8 @@ def diff_package(copy: str | Path, yours: bool = True, upstream: bool = True) ->
     if finish(place):
         place = find_place(target.resolve())
     known = read_manifest(place)
+    if known is None and not target.is_dir() and (whole := around(target.resolve())):
+        raise ValueError(f"diff {copy}: this is inside of a copy: give its folder, '{whole}'")
     if known is None:
         return _without_manifest(copy, target)
     root = target if target.is_dir() else target.parent

@@ -12,11 +12,14 @@ from typing import Any
 from .comparing import diff_package
 from .copying import copy_mini, copy_package, copy_parts
 from .errors import UsageError
+from .manifest import find_place, read_manifest
+from .merging import ignored
 from .new import make_project
 from .parts import PARTS, ROOMS
 from .typed import program, shown
 from .updating import Update, update_copy
 
+MEND = "all is as it was: mend it, and type it again"
 DIFF = """Lines with - are the version's that was copied, those with + yours, or a newer version's. The exit code is 1 if
 something differs. A copy without a manifest (by hand, or an old one) is compared with the installed version, in one."""
 UPDATE = """Files that you have not changed are replaced; those that both have changed are merged by git (git merge-file).
@@ -33,12 +36,12 @@ def _arguments(prog: str, line: str, argv: list[str], end: str = "", **options: 
 
 
 @contextmanager
-def _writing(said: str) -> Iterator[None]:
+def _writing(said: str, way: str = "give another place") -> Iterator[None]:
     """What the disk refuses is one line."""
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{said}: cannot be written: {error.strerror}; give another place") from error
+        raise UsageError(f"{said}: cannot be written: {error.strerror}; {way}") from error
 
 
 def new_verb(prog: str, line: str, argv: list[str]) -> tuple[str, int]:
@@ -91,9 +94,21 @@ def copy_verb(prog: str, line: str, argv: list[str]) -> tuple[str, int]:
         f"copied      {what} to {target}; {'it is' if is_file else 'they are'} yours now\n"
         f"{f'kept        {shown(kept)} {kept_as}{chr(10)}' if kept else ''}"
         f"use         {loop}\n"
-        f"{start}compare     {program()} diff {target}\n"
-        f"update      {program()} update {target}"
+        f"{start}compare     {program()} diff {shlex.quote(str(target))}\n"
+        f"update      {program()} update {shlex.quote(str(target))}{_ignored(target)}"
     ), 0
+
+
+def _ignored(target: Path) -> str:
+    """A line about what would not come into the project's repository: `data/` often stands in a .gitignore."""
+    place = find_place(target.resolve())
+    known = read_manifest(place)
+    names = [known.path(name) for name in known.files] if known else []
+    found = ignored([place.folder / name for name in (*names, place.manifest.name, place.base.name)])
+    if not found:
+        return ""
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"\nignored     {', '.join(map(shown, found[:3]))}{more}: by a .gitignore; git add -f takes them"
 
 
 def diff_verb(prog: str, line: str, argv: list[str]) -> tuple[str, int]:
@@ -105,7 +120,7 @@ def diff_verb(prog: str, line: str, argv: list[str]) -> tuple[str, int]:
         __upstream={"action": "store_true", "help": "only what the installed version has changed since"},
     )  # fmt: skip
     both = given.yours == given.upstream
-    with _writing(f"diff {given.DEST}"):
+    with _writing(f"diff {given.DEST}", MEND):
         text = diff_package(given.DEST, yours=both or given.yours, upstream=both or given.upstream)
     return text.removesuffix("\n"), 1 if text else 0
 
@@ -118,7 +133,7 @@ def update_verb(prog: str, line: str, argv: list[str]) -> tuple[str, int]:
         __dry_run={"action": "store_true", "help": "write nothing, only say what would be"},
         __force={"action": "store_true", "help": "also where git has not all of it; what changes is kept in .before_<n>"},
     )  # fmt: skip
-    with _writing(f"update {given.DEST}"):
+    with _writing(f"update {given.DEST}", MEND):
         found = update_copy(given.DEST, given.dry_run, given.force)
     return _said(given.DEST, found, given.dry_run), 0 if found.is_clean else 1
 

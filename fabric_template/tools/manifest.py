@@ -159,6 +159,11 @@ def find_place(target: Path) -> Place:
     return _place_of(left[0]) if len(left) == 1 else Place(target.parent, f"{target.stem}.")
 
 
+def around(target: Path) -> Path | None:
+    """The folder of the copy that a path is inside of."""
+    return next((folder for folder in target.parents if (folder / MANIFEST).is_file()), None)
+
+
 def _place_of(manifest: Path) -> Place:
     return Place(manifest.parent, manifest.name.removesuffix(MANIFEST))
 

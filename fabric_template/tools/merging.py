@@ -84,20 +84,34 @@ def not_committed(folder: Path, paths: list[str]) -> list[str] | None:
     if done.stdout.strip() != b"true":
         return None
     words = ("--porcelain=v1", "-z", "--no-renames", "--untracked-files=all", "--ignored=matching")
-    done = _git(folder, "status", *words, "--", *paths)
+    done = _git(folder, "--literal-pathspecs", "status", *words, "--", *paths)
     if done.returncode:
         raise ValueError(_said(done))
     return [entry for entry in done.stdout.decode(errors="replace").split("\0") if entry]
+
+
+def ignored(paths: list[Path]) -> list[Path]:
+    """Those that git passes over, by a .gitignore; none where there is no git, or no repository."""
+    if not paths:
+        return []
+    try:
+        text = b"\0".join(os.fsencode(path) for path in paths)
+        done = _git(paths[0].parent, "check-ignore", "-z", "--stdin", stdin=text)
+    except ValueError:
+        return []
+    return [Path(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name]
 
 
 def _said(done: subprocess.CompletedProcess[bytes]) -> str:
     return f"git says: {' '.join(done.stderr.decode(errors='replace').split())}"
 
 
-def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
-    environment = {**os.environ, "LC_ALL": "C", "GIT_LITERAL_PATHSPECS": "1"}
+def _git(folder: Path, *words: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "LC_ALL": "C"}
     try:
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, env=environment, check=False)
+        return subprocess.run(
+            ["git", *words], cwd=folder, input=stdin, capture_output=True, env=environment, check=False
+        )
     except FileNotFoundError as error:
         raise ValueError(
             "git is not there, which merges what you and what upstream have changed: install it (apt install git,"

@@ -38,7 +38,7 @@ def swap(place: Place, writes: Mapping[str, bytes], deletes: Iterable[str] = ())
     links = [name for name in (*writes, *deletes) if (folder / name).is_symlink()]
     if links:
         raise ValueError(f"'{folder / links[0]}' is a link: put a file in its place, nothing was written")
-    was_there, steps = folder.is_dir(), _steps(folder, writes, deletes)
+    was_there, steps = folder.is_dir(), _steps(folder, writes, deletes, has_door=not place.prefix)
     if not steps:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,8 @@ def finish(place: Place) -> bool:
             return True  # nothing had happened: what was prepared is thrown away
         known = json.loads(journal.read_text(encoding="utf-8"))
         steps = known["steps"]
-        (_undo if known["way"] == "undo" else _walk)(place.folder, staging, steps)
+        back = known["way"] == "undo" or _is_put_back(place.folder, staging, steps)
+        (_undo if back else _walk)(place.folder, staging, steps)
         _sync(place.folder, steps)
         return True
 
@@ -101,14 +102,18 @@ def _held(staging: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _steps(folder: Path, writes: Mapping[str, bytes], deletes: Iterable[str]) -> list[dict[str, Any]]:
-    """What is done, in order. Of a package that is there, the door is shut first and opened last."""
+def _steps(folder: Path, writes: Mapping[str, bytes], deletes: Iterable[str], has_door: bool) -> list[dict[str, Any]]:
+    """What is done, in order. Of a package that is there, the door is shut first and opened last.
+
+    A single file in a package of yours has no door: it takes its place at once.
+    """
     gate, wanted = folder / GATE, {**writes, **dict.fromkeys(deletes)}
     changed = [name for name, data in wanted.items() if _bytes(folder / name) != data]
     steps: list[dict[str, Any]] = [{"to": name, "new": wanted[name]} for name in changed if name != GATE]
-    if gate.is_file() and steps:
+    has_door = has_door and gate.is_file() and bool(steps)
+    if has_door:
         steps.insert(0, {"to": GATE, "new": SHUT.encode()})
-    if GATE in changed or (gate.is_file() and steps):
+    if GATE in changed or has_door:
         steps.append({"to": GATE, "new": wanted[GATE] if GATE in wanted else gate.read_bytes()})
     return steps
 
@@ -143,32 +148,52 @@ def _note(staging: Path, steps: list[dict[str, Any]]) -> None:
 def _walk(folder: Path, staging: Path, steps: list[dict[str, Any]]) -> None:
     """Each file takes its place; those that have, in a process that was killed, are passed over."""
     for number, step in enumerate(steps):
-        target, new = folder / step["to"], staging / f"new-{number}"
-        is_as_it_was = (there := _bytes(target)) is None or hashed(there) == step["was"]
+        target = folder / step["to"]
         if step["is"] is None:
-            if there is not None and is_as_it_was:
+            if _hash(target) == step["was"]:
                 os.unlink(target)
             _clear(folder, target.parent)
-        elif new.is_file():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if not is_as_it_was:  # someone has changed it since the kill
-                set_aside(target, "before")
-            os.replace(new, target)
+        elif _waits(staging, number):
+            _make_way(target, [other for other in steps if other["to"] == step["to"]])
+            os.replace(staging / f"new-{number}", target)
 
 
 def _undo(folder: Path, staging: Path, steps: list[dict[str, Any]]) -> None:
     """Each file as it was, from the last to the first; those that are, in a process that was killed, are passed over."""
     for number, step in reversed([*enumerate(steps)]):
         target, old = folder / step["to"], staging / f"old-{number}"
-        if (staging / f"new-{number}").is_file():
+        if _waits(staging, number):
             continue  # it has not taken its place
         if old.is_file():
-            target.parent.mkdir(parents=True, exist_ok=True)
+            _make_way(target, [other for other in steps if other["to"] == step["to"]])
             os.replace(old, target)
-        elif step["was"] is None and hashed(_bytes(target) or b"") == step["is"]:
+        elif step["was"] is None and _hash(target) == step["is"]:
             os.unlink(target)
             _clear(folder, target.parent)
     os.unlink(staging / "journal.json")
+
+
+def _is_put_back(folder: Path, staging: Path, steps: list[dict[str, Any]]) -> bool:
+    """Whether somebody has put back, after a kill and by git perhaps, what had changed already: then he wants the old."""
+    is_open = not _waits(staging, len(steps) - 1)  # the door is as it is to be, and may be as it was
+    done = [s for n, s in enumerate(steps) if s["is"] and s["was"] not in (None, s["is"]) and not _waits(staging, n)]
+    return any(_hash(folder / step["to"]) == step["was"] for step in done if not (step["to"] == GATE and is_open))
+
+
+def _waits(staging: Path, number: int) -> bool:
+    return (staging / f"new-{number}").is_file()
+
+
+def _make_way(target: Path, steps: list[dict[str, Any]]) -> None:
+    """What somebody has written in a file's place since a kill, which none of its steps has, is kept."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_file() and _hash(target) not in {step[when] for step in steps for when in ("was", "is")}:
+        set_aside(target, "before")
+
+
+def _hash(path: Path) -> str | None:
+    data = _bytes(path)
+    return None if data is None else hashed(data)
 
 
 def _clear(folder: Path, inner: Path) -> None:

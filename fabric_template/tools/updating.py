@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .licence import body, origin, split_header
-from .manifest import MANIFEST, Manifest, Place, find_place, read_manifest
+from .manifest import MANIFEST, Manifest, Place, around, find_place, read_manifest
 from .merging import marks, merged, not_committed, with_line_ends
 from .swap import GATE, finish, swap
 from .upstream import NAME, PACKAGE, files_of_parts, folder_files, python_files, single_file, upstream_version
@@ -63,14 +63,16 @@ def update_copy(destination: str | Path, dry_run: bool = False, force: bool = Fa
         ValueError: If there is no copy with a manifest, git is not there, or files of it are not committed.
     """
     target, said = Path(destination).resolve(), f"update {destination}"
-    if not target.exists() and not target.parent.is_dir():
-        raise ValueError(f"{said}: there is nothing: give the folder of a copy, or a copied file")
     if target == PACKAGE or PACKAGE in target.parents or target in PACKAGE.parents:
         raise ValueError(f"{said}: this is where the package itself lies: type it with the {NAME} that is installed")
     place = find_place(target)
     if finish(place):
         place = find_place(target)
     known = read_manifest(place)
+    if known is None and not target.exists():
+        raise ValueError(f"{said}: there is nothing: give the folder of a copy, or a copied file")
+    if known is None and (whole := around(target)):
+        raise ValueError(f"{said}: this is inside of a copy: give its folder, '{whole}'")
     if known is None:
         raise ValueError(
             f"{said}: there is no '{place.manifest.name}', which says what was copied: it is a copy by hand or an old one,"
@@ -86,7 +88,7 @@ def update_copy(destination: str | Path, dry_run: bool = False, force: bool = Fa
         if force:
             _back_up(place, found)
         else:
-            _check_clean(said, place, known)
+            _check_clean(said, place, known, found)
         swap(place, found.writes, found.deleted)
     return found
 
@@ -126,7 +128,7 @@ def wanted(known: Manifest) -> dict[str, bytes]:
         return folder_files()
     if known.kind == "file":
         return {key: data for name in known.files for key, data in single_file(name).items()}
-    files = files_of_parts(known.parts)
+    files = files_of_parts(known.parts, also=known.files)  # what a part no longer needs may be needed by you
     return {name: data for name, data in files.items() if name != GATE or name in known.files}  # or it is yours
 
 
@@ -188,10 +190,12 @@ def _is_inside(name: str, folders: set[str]) -> bool:
     return any(name.startswith(f"{folder}/") for folder in folders)
 
 
-def _check_clean(said: str, place: Place, known: Manifest) -> None:
+def _check_clean(said: str, place: Place, known: Manifest, found: Update) -> None:
     """Refuse where git could not give back what is there now."""
-    paths = [known.path(name) for name in known.files] + [place.manifest.name, place.base.name]
-    left = not_committed(place.folder, paths)
+    paths = {known.path(name) for name in known.files} | {place.manifest.name, place.base.name}
+    left = not_committed(
+        place.folder, sorted(paths | {path for path in found.writes if (place.folder / path).exists()})
+    )
     force = "--force, which keeps what it changes beside it, in .before_<n>"
     if left is None:
         raise ValueError(
@@ -200,6 +204,7 @@ def _check_clean(said: str, place: Place, known: Manifest) -> None:
         )
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        more += "; those with !! are ignored, git add -f takes them" if any(e.startswith("!!") for e in left) else ""
         raise ValueError(
             f"{said}: git has not all of it, nothing was written ({', '.join(left[:3])}{more}): commit first, so that git diff"
             f" shows what the update does; or type {force}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from .licence import LICENCE, header, notice, split_header
@@ -52,12 +53,17 @@ def single_file(name: str = MINI) -> dict[str, bytes]:
     return {name: alone + split_header((PACKAGE / name).read_bytes())[1] + notice()}
 
 
-def files_of_parts(parts: list[str]) -> dict[str, bytes]:
-    """What these parts are made of: their files, an `__init__.py` for each folder, and the licence."""
+def files_of_parts(parts: list[str], also: Collection[str] = ()) -> dict[str, bytes]:
+    """What these parts are made of: their files, an `__init__.py` for each folder, and the licence.
+
+    Args:
+        parts: Their names.
+        also: Other files that are in the copy; those that the package has.
+    """
     version, found = upstream_version(), sources()
-    names = part_files(parts, found)
-    folders = {name.rpartition("/")[0] for name in names}
-    names = sorted({*names, *(f"{folder}/__init__.py" for folder in folders)} & found.keys())
+    names = ({*part_files(parts, found), *also} & found.keys()) - {"__init__.py"}
+    folders = {name.rpartition("/")[0] for name in names if "/" in name}
+    names |= {f"{folder}/__init__.py" for folder in folders} & found.keys()
     first = f'"""Parts of {NAME}, by {NAME.replace("_", "-")} copy --parts."""\n\n__version__ = "{version}"\n'.encode()
-    files = {"__init__.py": first, **{name: found[name] for name in names}}
+    files = {"__init__.py": first, **{name: found[name] for name in sorted(names)}}
     return {LICENSE: LICENCE.encode(), **{name: header(version, name) + data for name, data in files.items()}}

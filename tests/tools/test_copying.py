@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from test_cli import REPOSITORY, refused, run, typed  # noqa: F401
-from upstreams import Newer, tree
+from upstreams import Newer, repository, tree
 
 from fabric_template.tools import copying
 from fabric_template.tools.licence import LICENCE
@@ -133,6 +133,19 @@ def test_what_copy_refuses(capsys):
     assert "this is where the package itself lies" in refused(capsys, "copy", REPOSITORY / "fabric_template", "--force")
     assert "there is no copy of the package there" in refused(capsys, "diff", "other")
     assert sorted(path.name for path in Path("other").iterdir()) == ["notes.txt"]
+
+
+def test_what_a_gitignore_would_leave_out_is_said(capsys):
+    Path(".gitignore").write_text("data/\n*.gz\n")
+    assert "ignored" not in run(capsys, "copy", "before")[1]  # no repository
+    repository()
+    out = run(capsys, "copy", "mine")[1]
+    count = len(list((PACKAGE / "data").glob("*.py"))) + 1
+    assert re.fullmatch(rf"mine/data/\S+, mine/data/\S+, mine/data/\S+ and {count - 3} more: by a .gitignore; git add -f takes"
+                        " them", line(out, "ignored")), out  # fmt: skip
+    assert line(run(capsys, "copy", "--mini", "train_loop.py")[1], "ignored") == (
+        "train_loop.fabric_template.tar.gz: by a .gitignore; git add -f takes them"
+    )
 
 
 # ---- the single file

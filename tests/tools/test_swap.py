@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ class Watching(Layer):
         self.seen.append((self.count, operation, Path(path).relative_to(self.root).as_posix()))
 
 
-def touches(trees):
+def touches(trees, reads=False):
     """Those of a swap that change something: a few of those that prepare it, and all from the journal on."""
     bits = fresh("watched").resolve()
     with Watching(bits) as layer:
@@ -98,17 +99,14 @@ def touches(trees):
     is_journal = [(n, what, path) for n, what, path in layer.seen if path.startswith(f"{STAGING}/.journal.json.")]
     decided = next(number for number, operation, _ in is_journal if operation == "replace")
     assert len([1 for number, *_ in layer.seen if number > decided]) > 12
-    changes = [touch for touch in layer.seen if touch[1] != "open" or touch[0] >= decided]
+    changes = [touch for touch in layer.seen if touch[1] != "open" or (reads and touch[0] >= decided)]
     return [touch for touch in changes if touch[0] < decided][::5] + [touch for touch in changes if touch[0] >= decided]
 
 
 def shut(trees):
     """The touch behind the one that shuts the door."""
-    numbers = [number for number, *_ in touches(trees)]
-    first = next(
-        number for number, operation, path in touches(trees) if (operation, path) == ("replace", f"{STAGING}/new-0")
-    )
-    return numbers[numbers.index(first) + 1]
+    changes = pairwise(touches(trees))
+    return next(after[0] for before, after in changes if before[1:] == ("replace", f"{STAGING}/new-0"))
 
 
 def test_killed_at_each_change_of_the_disk(trees):
@@ -152,7 +150,7 @@ def test_a_tree_that_is_half_new_cannot_be_imported_and_says_what_to_type(trees)
 def test_failing_at_each_change_of_the_disk(trees, kind):
     """An error, once (EIO) or from there on (a full disk, on which files can still be renamed and deleted)."""
     old, new = trees
-    for number, *_ in touches(trees)[:: 1 if kind == "EIO" else 4]:
+    for number, *_ in touches(trees, reads=True)[:: 2 if kind == "EIO" else 6]:
         bits = fresh(f"{kind}_{number}")
         try:
             with Fault(bits.resolve(), number, kind):
@@ -225,6 +223,27 @@ def test_what_was_changed_between_a_kill_and_the_end_is_kept(trees):
     assert after == trees[1]
 
 
+def test_what_was_put_back_after_a_kill_stays_put_back(trees):
+    """By `git checkout`, which is what one does: all of it, or what was changed by then; no tree of both comes of it."""
+    old, _ = trees
+    first = shut(trees)
+    for number in [number for number, *_ in touches(trees) if number >= first][::3]:
+        bits = fresh(f"put_back_{number}")
+
+        def killed(bits=bits, number=number):
+            with Fault(bits.resolve(), number, "SIGKILL"):
+                swap(Place(bits.resolve()), *update_of(trees))
+
+        in_a_child(killed)
+        half = tree(bits)
+        for name, data in old.items():  # of new files git knows nothing
+            (bits / name).parent.mkdir(exist_ok=True)
+            (bits / name).write_bytes(data)
+        diff_package(bits)
+        after = tree(bits)
+        assert after == old or (after == {**old, "files/fresh.py": half["files/fresh.py"]}), number
+
+
 def test_two_at_a_time_are_one_too_many(capsys, trees):
     """Also not one that reads: it could take a swap that goes on for one that was killed."""
     place = Place(fresh("twice").resolve())
@@ -274,3 +293,11 @@ def test_the_journal_is_what_it_is_decided_by(trees):
     assert tree(bits) == trees[0]
     assert not finish(Place(bits.resolve()))
     assert json.dumps(sorted(tree(bits))) == json.dumps(sorted(trees[0]))
+
+
+def test_a_single_file_in_a_package_of_yours_leaves_its_door_alone():
+    Path("src").mkdir()
+    Path("src/__init__.py").write_text("mine = 1\n")
+    before = os.stat("src/__init__.py")
+    copying.copy_mini("src/train_loop.py")
+    assert os.stat("src/__init__.py").st_ino == before.st_ino

@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_cli import refused, run, typed  # noqa: F401
+from test_cli import REPOSITORY, refused, run, typed  # noqa: F401
 from upstreams import Newer, commit, edit, git, repository, tree
 
 from fabric_template.tools import copying, merging
@@ -45,8 +46,8 @@ def changed(before, after):
 
 
 def test_edits_survive_a_new_version_and_one_conflict_is_marked(capsys, newer):
-    run(capsys, "copy", "src/my_loop")
-    ours = Path("src/my_loop")
+    run(capsys, "copy", "my_project/training")
+    ours = Path("my_project/training")
     edit(
         ours / "core/update.py",
         "from functools import partial\n",
@@ -67,19 +68,23 @@ def test_edits_survive_a_new_version_and_one_conflict_is_marked(capsys, newer):
 
     # as it is typed, with the new version installed
     environment = {**os.environ, "PYTHONPATH": str(newer.package.parent)}
-    command = [sys.executable, "-m", "fabric_template", "update", "src/my_loop"]
+    command = [sys.executable, "-m", "fabric_template", "update", "my_project/training"]
     dry = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, env=environment)
     assert (dry.returncode, tree(ours)) == (1, before)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.splitlines() == [
-        "updated     src/my_loop from 0.1.0 to 0.2.0",
+        "updated     my_project/training from 0.1.0 to 0.2.0",
         "replaced    __init__.py, data/tensors.py",
         "merged      core/update.py, record/bar.py",
         "conflict    core/said.py: line 6: changed by you and upstream",
         "next        choose between the lines at <<<<<<<, run your tests, commit",
     ]
-    assert dry.stdout.splitlines() == ["dry run     src/my_loop from 0.1.0 to 0.2.0", *done.stdout.splitlines()[1:-1]]
+    assert f"```text\n{done.stdout}```\n" in (REPOSITORY / "docs/copying.md").read_text()
+    assert dry.stdout.splitlines() == [
+        "dry run     my_project/training from 0.1.0 to 0.2.0",
+        *done.stdout.splitlines()[1:-1],
+    ]
 
     after = tree(ours)
     assert changed(before, after) == {
@@ -97,12 +102,15 @@ def test_edits_survive_a_new_version_and_one_conflict_is_marked(capsys, newer):
     said.write_bytes(after["core/said.py"].replace(both, b"import sys  # mine and upstream\n"))
     commit()
     again = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (again.returncode, again.stdout) == (0, "the same    src/my_loop has all of 0.2.0\n")
-    diff = subprocess.run([*command[:3], "diff", "src/my_loop"], capture_output=True, text=True, env=environment)
+    assert (again.returncode, again.stdout) == (0, "the same    my_project/training has all of 0.2.0\n")
+    diff = subprocess.run(
+        [*command[:3], "diff", "my_project/training"], capture_output=True, text=True, env=environment
+    )
     assert [row for row in diff.stdout.splitlines() if row.startswith(("+", "-", "# "))][:9] == [
-        "# core/said.py: changed by you", "--- fabric_template/core/said.py\t0.2.0", "+++ src/my_loop/core/said.py",
+        "# core/said.py: changed by you", "--- fabric_template/core/said.py\t0.2.0", "+++ my_project/training/core/said.py",
         "-import sys  # upstream", "+import sys  # mine and upstream",
-        "# core/update.py: changed by you", "--- fabric_template/core/update.py\t0.2.0", "+++ src/my_loop/core/update.py",
+        "# core/update.py: changed by you", "--- fabric_template/core/update.py\t0.2.0",
+        "+++ my_project/training/core/update.py",
         "+from math import inf  # mine",
     ]  # fmt: skip
 
@@ -317,7 +325,9 @@ def test_refused_where_git_could_not_give_it_back(capsys, newer, monkeypatch):
     Path(".gitignore").write_text("*.json\n")
     git("rm", "-q", "--cached", "bits/fabric_template.json")
     commit()
-    assert "(!! bits/fabric_template.json)" in refused(capsys, "update", "bits")
+    assert "(!! bits/fabric_template.json; those with !! are ignored, git add -f takes them)" in refused(
+        capsys, "update", "bits"
+    )
     code, out, _ = run(capsys, "update", "bits", "--force")
     assert (code, out.splitlines()[3:]) == (0, ["backup      .before_0 has what was there before"])
     kept = tree("bits/.before_0")
@@ -332,7 +342,13 @@ def test_what_update_refuses(capsys, bits, newer, monkeypatch):
         assert tree("src") == before
         return said
 
-    assert words("nowhere/at/all").startswith("update nowhere/at/all: there is nothing: give the folder of a copy")
+    for path in ("nowhere", "nowhere/at/all"):
+        assert words(path) == f"update {path}: there is nothing: give the folder of a copy, or a copied file"
+    for path in ("src/bits/data", "src/bits/data/tensors.py"):
+        assert words(path) == f"update {path}: this is inside of a copy: give its folder, '{bits.resolve()}'"
+    assert (
+        refused(capsys, "diff", path) == f"diff {path}: this is inside of a copy: give its folder, '{bits.resolve()}'"
+    )
     assert words("src").startswith("update src: there is no 'fabric_template.json', which says what was copied")
     assert "this is where the package itself lies" in words(Path(copying.PACKAGE))
     newer.edit("files/disk.py", '"""Disk', '"""The disk')
@@ -377,6 +393,52 @@ def test_what_update_refuses(capsys, bits, newer, monkeypatch):
     assert run(capsys, "update", "src/bits")[0] == 0
 
 
+def test_a_renamed_file_is_to_be_committed_like_the_others(capsys, bits, newer, monkeypatch):
+    (bits / "data/tensors.py").rename(bits / "data/mine.py")
+    git("add", "-A")
+    git("commit", "-q", "-m", "renamed")
+    with (bits / "data/mine.py").open("a") as file:
+        file.write("# mine\n")
+    newer.edit("data/tensors.py", '"""Tensors', '"""New: Tensors')
+    newer.install(monkeypatch)
+    before = tree(bits)
+    assert "nothing was written ( M src/bits/data/mine.py)" in refused(capsys, "update", "src/bits")
+    assert tree(bits) == before
+
+
+def test_what_a_part_no_longer_imports_stays_and_is_updated(capsys, bits, newer, monkeypatch):
+    """You may have come to need it."""
+    for name in ("logger", "tables"):
+        path = newer.package / f"record/{name}.py"
+        path.write_text(path.read_text().replace("from ..files.disk import", "from files.disk import"))
+    newer.edit("files/disk.py", '"""Disk', '"""The disk')
+    newer.install(monkeypatch)
+    before = tree(bits)
+    code, out, _ = run(capsys, "update", "src/bits")
+    assert (code, out.splitlines()[1]) == (
+        0,
+        "replaced    __init__.py, files/disk.py, record/logger.py, record/tables.py",
+    )
+    assert tree(bits).keys() == before.keys()
+
+
+def test_what_the_disk_refuses_is_a_line_and_all_is_as_it_was(capsys, bits, newer, monkeypatch):
+    newer.edit("files/disk.py", '"""Disk', '"""The disk')
+    newer.install(monkeypatch)
+    before, real = tree(bits), os.replace
+
+    def refuses(source, target):
+        if str(target).endswith("files/disk.py") and "new-" in str(source):
+            raise PermissionError(13, "Permission denied", str(target))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", refuses)
+    assert refused(capsys, "update", "src/bits") == (
+        "update src/bits: cannot be written: Permission denied; all is as it was: mend it, and type it again"
+    )
+    assert tree(bits) == before
+
+
 def test_without_git_it_says_so(capsys, bits, newer, monkeypatch):
     newer.edit("files/disk.py", '"""Disk', '"""The disk')
     newer.install(monkeypatch)
@@ -411,3 +473,26 @@ def test_a_copy_does_not_update_itself_but_shows_what_is_changed_in_it():
     assert (done.returncode, done.stdout.count("\n# "), done.stdout[:27]) == (1, 0, "# loop.py: changed by you\n-")
     done = subprocess.run([sys.executable, "-m", "mine", "update", "mine"], **words)
     assert (done.returncode, "type it with the fabric_template that is installed" in done.stderr) == (2, True)
+
+
+def test_the_commands_of_the_page_are_typed_one_after_the_other(capsys, newer, monkeypatch):
+    """In a project with its repository, and with a new version between copying and keeping up."""
+    page = (REPOSITORY / "docs/copying.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)
+    first, later = ([row.split("  #")[0].split()[1:] for row in block.splitlines()] for block in blocks)
+    for words in first:
+        assert run(capsys, *words)[0] == 0, words
+    repository()
+    newer.edit("data/tensors.py", '"""Tensors', '"""New: Tensors')
+    newer.install(monkeypatch)
+    codes = [(words[0], run(capsys, *words)[0]) for words in later]
+    assert codes == [("diff", 1), ("diff", 0), ("update", 0), ("update", 0)]
+    assert "New: Tensors" in Path("my_project/training/data/tensors.py").read_text()
+    said = re.search(r"`(# From .*)`; ?|`(# From .*)`", page)
+    assert Path("my_project/training/core/train.py").read_text().startswith(f"{said[1] or said[2]}\n")
+    sizes = [
+        Path("my_project", name).stat().st_size
+        for name in ("train_loop.fabric_template.tar.gz", "training/fabric_template.tar.gz")
+    ]
+    assert sizes[0] < 20_000
+    assert sizes[1] < 400_000
