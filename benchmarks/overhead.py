@@ -52,6 +52,7 @@ class Problem:
     sizes: tuple[int, ...]
     batch_size: int
     optimizer: str
+    device: str = "cpu"
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -59,6 +60,9 @@ class Problem:
         for width_in, width_out in zip(self.sizes[:-1], self.sizes[1:], strict=True):
             layers += [nn.Linear(width_in, width_out), nn.ReLU()]
         return nn.Sequential(*layers[:-1])
+
+    def model_there(self) -> nn.Module:
+        return self.model().to(self.device)
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "adam":
@@ -77,8 +81,8 @@ class Batches(Dataset):
         self.steps = steps
         self.batches = [
             (
-                torch.randn(problem.batch_size, problem.sizes[0], generator=generator),
-                torch.randint(problem.sizes[-1], (problem.batch_size,), generator=generator),
+                torch.randn(problem.batch_size, problem.sizes[0], generator=generator).to(problem.device),
+                torch.randint(problem.sizes[-1], (problem.batch_size,), generator=generator).to(problem.device),
             )
             for _ in range(16)
         ]
@@ -98,7 +102,7 @@ def as_it_is(batch):
 
 
 def plain(problem: Problem, steps: int) -> nn.Module:
-    model, loader = problem.model(), problem.loader(steps)
+    model, loader = problem.model_there(), problem.loader(steps)
     optimizer = problem.optimizer_of(model)
     model.train()
     for x, y in loader:
@@ -113,9 +117,9 @@ def plain_metrics(problem: Problem, steps: int) -> nn.Module:
     """As carefully as one writes it by hand: sums on the device, read when a row is due; bar, CSV, checkpoint."""
     from tqdm import tqdm
 
-    model, loader = problem.model(), problem.loader(steps)
+    model, loader = problem.model_there(), problem.loader(steps)
     optimizer = problem.optimizer_of(model)
-    loss_sum, acc_sum, count = torch.zeros(()), torch.zeros(()), 0
+    loss_sum, acc_sum, count = *torch.zeros(2, device=problem.device), 0
     with open("steps.csv", "w", newline="") as steps_file, open("metrics.csv", "w", newline="") as epochs_file:
         step_rows, epoch_rows = csv.writer(steps_file), csv.writer(epochs_file)
         step_rows.writerow(["step", "train_loss", "train_acc"])
@@ -145,7 +149,7 @@ def ours_bare(problem: Problem, steps: int) -> nn.Module:
     from fabric_template import FabricLoop
 
     module = lightning_module(problem, log=False)
-    FabricLoop(accelerator="cpu", devices=1, max_epochs=1, barebones=True).fit(module, problem.loader(steps))
+    FabricLoop(accelerator=problem.device, devices=1, max_epochs=1, barebones=True).fit(module, problem.loader(steps))
     return module.net
 
 
@@ -153,7 +157,7 @@ def ours_everything(problem: Problem, steps: int) -> nn.Module:
     from fabric_template import FabricLoop
 
     module = lightning_module(problem, log=True)
-    FabricLoop(accelerator="cpu", devices=1, max_epochs=1).fit(module, problem.loader(steps))
+    FabricLoop(accelerator=problem.device, devices=1, max_epochs=1).fit(module, problem.loader(steps))
     return module.net
 
 
@@ -161,7 +165,7 @@ def mini_everything(problem: Problem, steps: int) -> nn.Module:
     from fabric_template import MiniLoop
 
     module = lightning_module(problem, log=True)
-    MiniLoop(accelerator="cpu", devices=1, max_epochs=1).fit(module, problem.loader(steps))
+    MiniLoop(accelerator=problem.device, devices=1, max_epochs=1).fit(module, problem.loader(steps))
     return module.net
 
 
@@ -169,7 +173,7 @@ def plain_fabric(problem: Problem, steps: int) -> nn.Module:
     """Fabric as its tutorial has it."""
     from lightning.fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=problem.device, devices=1)
     fabric.launch()
     net = problem.model()
     model, optimizer = fabric.setup(net, problem.optimizer_of(net))
@@ -187,7 +191,7 @@ def trainer_bare(problem: Problem, steps: int) -> nn.Module:
     from lightning import Trainer
 
     module = lightning_module(problem, log=False)
-    Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True).fit(module, problem.loader(steps))
+    Trainer(accelerator=problem.device, devices=1, max_epochs=1, barebones=True).fit(module, problem.loader(steps))
     return module.net
 
 
@@ -197,7 +201,9 @@ def trainer_everything(problem: Problem, steps: int) -> nn.Module:
     from lightning.pytorch.loggers import CSVLogger
 
     module = lightning_module(problem, log=True)
-    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=CSVLogger("."), callbacks=[TQDMProgressBar()])
+    trainer = Trainer(
+        accelerator=problem.device, devices=1, max_epochs=1, logger=CSVLogger("."), callbacks=[TQDMProgressBar()]
+    )
     trainer.fit(module, problem.loader(steps))
     return module.net
 
@@ -205,7 +211,7 @@ def trainer_everything(problem: Problem, steps: int) -> nn.Module:
 def accelerate(problem: Problem, steps: int) -> nn.Module:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=problem.device == "cpu")
     net = problem.model()
     model, optimizer, loader = accelerator.prepare(net, problem.optimizer_of(net), problem.loader(steps))
     model.train()
@@ -220,8 +226,8 @@ def accelerate(problem: Problem, steps: int) -> nn.Module:
 def ignite(problem: Problem, steps: int) -> nn.Module:
     from ignite.engine import create_supervised_trainer
 
-    model = problem.model()
-    trainer = create_supervised_trainer(model, problem.optimizer_of(model), functional.cross_entropy)
+    model = problem.model_there()
+    trainer = create_supervised_trainer(model, problem.optimizer_of(model), functional.cross_entropy, problem.device)
     trainer.run(problem.loader(steps), max_epochs=1)
     return model
 
@@ -305,11 +311,19 @@ def out_of_the_way():
             os.chdir(here)
 
 
+def quieten() -> None:
+    """What the contestants would say of themselves."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric", "ignite", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def seconds(train: Callable[[Problem, int], nn.Module], problem: Problem, steps: int) -> float:
     with out_of_the_way():
         gc.collect()  # nobody pays for the garbage of the contestant before
         start = time.perf_counter()
         train(problem, steps)
+        if problem.device == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
 
@@ -327,7 +341,7 @@ def able(problem: Problem) -> list[str]:
         except Exception as error:  # one broken contestant must not cost the others their table
             print(f"left out: {name} ({type(error).__name__}: {error})")
             continue
-        if all(torch.equal(weights[key], value) for key, value in expected.items()):
+        if all(torch.equal(weights[key].cpu(), value.cpu()) for key, value in expected.items()):
             names.append(name)
         else:
             print(f"left out: {name} (it ends with other weights than the plain loop)")
@@ -368,6 +382,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="S: fits of S and of 3S steps are compared")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="adam")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where net and batches are")
     parser.add_argument("--quick", action="store_true", help="100 steps, 3 rounds: too few for a verdict")
     arguments = parser.parse_args()
     steps, rounds = (100, 3) if arguments.quick else (arguments.steps, arguments.rounds)
@@ -375,14 +390,14 @@ def main() -> None:
     torch.set_num_threads(1)  # tensors this small are slower with more
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone, installed or not
     warnings.simplefilter("ignore")
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric", "ignite", "accelerate"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quieten()
 
-    print(f"torch {torch.__version__}, CPU, 1 thread; S={steps}, {rounds} rounds, medians")
+    where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, 1 thread"
+    print(f"torch {torch.__version__}, {where}; S={steps}, {rounds} rounds, medians")
     results = {}
     for problem in (
-        Problem("tiny", (64, 32, 10), 32, arguments.optimizer),
-        Problem("tutorial", (784, 100, 10), 100, arguments.optimizer),
+        Problem("tiny", (64, 32, 10), 32, arguments.optimizer, arguments.device),
+        Problem("tutorial", (784, 100, 10), 100, arguments.optimizer, arguments.device),
     ):
         results[problem.name] = measure(problem, able(problem), steps, rounds)
         show(problem, results[problem.name])

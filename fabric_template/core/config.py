@@ -139,8 +139,9 @@ class LoopConfig:
     Make the model after the loop, as the command line does and as configure_model is called, or write seed_everything(1)
     before it: weights that are there already stay as they are.
     None: leave the random numbers as they are."""
-    compile: bool | dict[str, Any] = False
-    """torch.compile the steps (True, or its keywords)."""
+    compile: bool | str | dict[str, Any] = False
+    """torch.compile the steps: True, its mode ("reduce-overhead", "max-autotune") or its keywords. "cuda-graph": compile
+    nothing; a whole training step is recorded once per epoch and replayed, for small models on a GPU, with the same bits."""
 
     def __post_init__(self) -> None:
         wrong_type, wrong_value = [], []
@@ -319,6 +320,7 @@ _SWITCH = ((bool, None), _anything, "True, False or None")
 _YES_NO = ((bool,), _anything, "True or False")
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _SHOWN = ("enable_progress_bar", "enable_model_summary")
+COMPILE_MODES = ("cuda-graph", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "default")
 _TIME = '"DD:HH:MM:SS", a timedelta or its keywords as a dict'
 
 # field: (types, is it in range?, what was expected)
@@ -369,7 +371,11 @@ _CHECKS: dict[str, tuple] = {
         ("save_every_n_steps", "validate_every_n_steps"), ((int, None), _at_least(1), "None or an int >= 1")
     ),
     "seed": ((int, None), lambda v: v is None or 0 <= v < 2**32, "None or an int from 0 to 4294967295"),
-    "compile": ((bool, dict), _anything, "True, False or torch.compile's keywords as a dict"),
+    "compile": (
+        (bool, str, dict),
+        lambda v: not isinstance(v, str) or v in COMPILE_MODES,
+        f"True, False, one of {', '.join(COMPILE_MODES)}, or torch.compile's keywords as a dict",
+    ),
     "on_nan": (
         (int, str),
         lambda v: v in ("warn", "off") if isinstance(v, str) else v >= 1,

@@ -129,9 +129,11 @@ class StepModule(nn.Module):
 class Steps:
     """The steps of one run, each ready to be called."""
 
-    def __init__(self, fabric: Fabric, owner: Any, net: nn.Module, compile: bool | dict = False) -> None:
+    def __init__(self, fabric: Fabric, owner: Any, net: nn.Module, compile: bool | str | dict = False) -> None:
         self.fabric, self.owner, self.net = fabric, owner, net
-        self._compile = compile
+        self._compile = {"mode": compile} if isinstance(compile, str) else compile
+        if compile == "cuda-graph":  # of the loop, not of the compiler
+            self._compile = False
         self.wrapped: _FabricModule | None = None  # by the strategy (DDP); None on a single device
         self.buckets: Buckets | None = None  # of DDP
         self.precision = fabric.strategy.precision

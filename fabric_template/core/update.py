@@ -74,6 +74,12 @@ class AutomaticUpdate:
             raise MisuseOfType(
                 "AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'"
             )
+        if config.accumulate_grad_batches != 1 and config.compile in ("reduce-overhead", "max-autotune"):
+            raise Misuse(
+                f"compile={config.compile!r} with accumulate_grad_batches={config.accumulate_grad_batches}: the CUDA graphs of"
+                " torch.compile overwrite gradients that are still needed; write compile=True, or"
+                " compile='max-autotune-no-cudagraphs'"
+            )
         # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
         is_torchs = type(self.optimizer).__module__.startswith("torch.optim.") and not isinstance(self.optimizer, LBFGS)
         self.needs_closure = not is_torchs or self.scaler is not None or self.own_step is not None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric import Fabric
+from torch import Tensor
 
 
 def make_transfer(fabric: Fabric, convert: Callable | None, hooks: list[Callable | None]) -> Callable | None:
@@ -16,7 +17,11 @@ def make_transfer(fabric: Fabric, convert: Callable | None, hooks: list[Callable
     before, move, after = hooks
     device = fabric.device
 
+    moves_only = convert is None and before is None and move is None and after is None
+
     def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if moves_only and type(batch) is tuple and all(type(x) is Tensor and x.device == device for x in batch):
+            return batch  # a TensorLoader's: to look for what there is to move costs as much as a launch
         if convert is not None:
             batch = convert(batch)
         if before is not None:
@@ -24,5 +29,5 @@ def make_transfer(fabric: Fabric, convert: Callable | None, hooks: list[Callable
         batch = move(batch, device, dataloader_idx) if move is not None else fabric.to_device(batch)
         return after(batch, dataloader_idx) if after is not None else batch
 
-    needless = device.type == "cpu" and convert is None and before is None and move is None and after is None
+    needless = device.type == "cpu" and moves_only
     return None if needless else transfer

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from ..core.errors import Misuse
+from ..core.graphs import GraphedUpdate
 from ..core.overrides import is_a, overrides
 from ..core.run import Run
 from ..core.said import is_interactive
@@ -66,7 +67,9 @@ def session(loop: TrainerFace, run: Run) -> ExitStack:
         after_error(found, Modes(run.trained.net).restore)
         with ExitStack() as end:
             end.push(partial(_end, loop, run))
-            attach(run.trained.owner, loop, run.metrics, found, compiled=bool(run.config.compile))
+            attach(
+                run.trained.owner, loop, run.metrics, found, compiled=run.config.compile not in (False, "cuda-graph")
+            )
             _set_up(loop, run, found)
             found.push(end.pop_all())
         return found.pop_all()
@@ -243,7 +246,8 @@ def start_fit(run: Run) -> None:
                 logger.set_aside()  # of a run that was killed before its first checkpoint, in a version given by name
     run.metrics.name_metrics(run.trained.net)
     run.data.set_up_transfer()
-    run.update = (AutomaticUpdate if run.trained.is_automatic else ManualUpdate)(run)  # its optimizers are known
+    automatic = GraphedUpdate if run.config.compile == "cuda-graph" else AutomaticUpdate
+    run.update = (automatic if run.trained.is_automatic else ManualUpdate)(run)  # its optimizers are known
     run.trained.net.zero_grad()
 
 

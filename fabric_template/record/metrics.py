@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..core.errors import Misuse
 from .asked import REDUCTIONS, Meta, check_attribute, check_loggable, levels
 from .entries import Collection, Entry, float_type
 from .metric_states import MetricStates, is_metric
+from .recording import Recording
 
 
 class Metrics:
@@ -114,6 +116,16 @@ class Metrics:
             self.log(name, value, **arguments)
 
     # ---- what the loop calls
+
+    @contextmanager
+    def recording(self, logged: list) -> Iterator[None]:
+        """What is logged inside is noted, and counts nowhere: (name, value, the further words of log)."""
+        kept = self.active, self._last_fx, self.fx
+        self.active = Recording(self.active, logged)
+        try:
+            yield
+        finally:
+            self.active, self._last_fx, self.fx = kept
 
     def start(self, collection: Collection | None) -> None:
         """Log into this collection from now on; None: logging is refused."""

@@ -1,0 +1,517 @@
+"""What an epoch costs in each loop: the two of the tutorials, made images of MNIST's and CIFAR-10's shape.
+
+    python benchmarks/epoch.py                     # on the GPU if there is one, else on the CPU, which takes long
+    python benchmarks/epoch.py --problem mnist --device cpu --rounds 3
+    python benchmarks/epoch.py --toy               # a few images: to see that it runs
+
+How it is measured:
+
+- The contestants take turns, ratios are taken within a round, and of those the median, with the least and the most.
+- An epoch is training and validation, from one epoch's first hook to the next one's: rows, bars, checkpoints are in it. The
+  first epoch of a fit (set-up, workers, compilation, choice of kernels) is left out, and shown by itself as "first".
+- Each contestant ends with the validation accuracy that it says, after the same number of epochs.
+
+The tutorials' loops: a Dataset whose items are made one by one (bytes to floats, normalized, which is less than torchvision
+does), a shuffling DataLoader, ``loss.item()`` in each step. "Tuned" is what they tune: worker processes, pinned memory,
+a larger batch; float32, as they have it (cuDNN's own TF32 is on, PyTorch's default).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from overhead import out_of_the_way, quieten
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+HERE = Path(__file__).resolve().parent
+TUTORIAL, FABRIC, TRAINER, ACCELERATE = "the tutorial's loop", "the same on Fabric", "Trainer", "Accelerate"
+BY_HAND, GRAPH = "by hand, tensors on the device", "by hand, one CUDA graph a step"
+OURS, OURS_TENSORS, OURS_COMPILED = "ours, DataLoader", "ours, TensorLoader, fused", "ours, and compile"
+OURS_REDUCED, OURS_GRAPH = "ours, compile, reduce-overhead", "ours, cuda-graph"
+OURS_BOTH = "ours, net.compile() and cuda-graph"
+TUNED, OURS_FAST, OURS_FASTEST = "the tutorial's, tuned", "ours, TensorLoader, bf16, fused", "ours, and compile"
+
+
+class Clock:
+    """Notes when each epoch begins, the device having done what it was told."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.times, self.acc = device, list[float](), 0.0
+
+    def epoch_begins(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+    def seconds(self) -> tuple[float, float]:
+        """Of the first epoch, and of the ones behind it."""
+        each = [later - sooner for sooner, later in zip(self.times, self.times[1:], strict=False)]
+        return each[0], statistics.median(each[1:])
+
+
+@dataclass
+class Problem:
+    """Made images that can be learned: a pattern per class, and noise."""
+
+    name: str
+    shape: tuple[int, ...]
+    train: int
+    val: int
+    batch: int
+    make: Callable[[], nn.Module]
+    lr: float
+    device: str
+    workers: int = 0
+    _data: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def data(self, stage: str) -> tuple[Tensor, Tensor]:
+        if not self._data:
+            generator = torch.Generator().manual_seed(1)
+            patterns = torch.rand(10, *self.shape, generator=generator)
+            for name, number in (("train", self.train), ("val", self.val)):
+                y = torch.randint(10, (number,), generator=generator)
+                x = torch.empty(number, *self.shape, dtype=torch.uint8)
+                for cut in range(0, number, 10_000):
+                    noise = torch.rand(len(y[cut : cut + 10_000]), *self.shape, generator=generator)
+                    x[cut : cut + 10_000] = (96 * patterns[y[cut : cut + 10_000]] + 159 * noise).byte()
+                self._data[name] = x, y
+        return self._data[stage]
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make()
+
+    def loader(self, stage: str, tuned: bool = False) -> DataLoader:
+        words = {
+            "num_workers": self.workers,
+            "pin_memory": self.device == "cuda",
+            "persistent_workers": self.workers > 0,
+        }
+        return DataLoader(
+            Images(*self.data(stage)), self.batch, shuffle=stage == "train", **(words if tuned else {"num_workers": 0})
+        )
+
+    def tensors(self, stage: str, channels_last: bool = False) -> tuple[Tensor, Tensor]:
+        """On the device, as floats."""
+        x, y = (part.to(self.device) for part in self.data(stage))
+        x = x.float().div_(255).sub_(0.5).div_(0.25)
+        return (x.to(memory_format=torch.channels_last) if channels_last else x), y
+
+
+class Images(Dataset):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index].float().div_(255).sub_(0.5).div_(0.25), int(self.y[index])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+class Block(nn.Module):
+    def __init__(self, width_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(width_in, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.second, self.norm2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.short: nn.Module = nn.Identity()
+        if stride > 1 or width_in != width:
+            self.short = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm2(self.second(self.norm(self.first(x)).relu()))
+        return (out + self.short(x)).relu()
+
+
+class Resnet18(nn.Module):
+    """ResNet-18 for 32 x 32: a first convolution of 3 x 3, no pooling behind it. 11.2 million parameters."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        blocks, before = list[nn.Module](), width
+        for number in range(4):
+            now = width * 2**number
+            blocks += [Block(before, now, 1 if number == 0 else 2), Block(now, now, 1)]
+            before = now
+        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(before, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.first(x)).mean((2, 3)))
+
+
+def acc_of(logits: Tensor, y: Tensor) -> Tensor:
+    return (logits.argmax(1) == y).float().mean()
+
+
+# ---- the contestants: so many epochs, each of which is told to the clock ---------------------------------------------
+
+
+def tutorial(
+    problem: Problem, epochs: int, clock: Clock, tuned: bool = False, fabric: Any = None, prepare: Any = None
+) -> None:
+    """As tutorials write it; the same on Fabric, and with Accelerate."""
+    net, train, val = problem.model(), problem.loader("train", tuned), problem.loader("val", tuned)
+    optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr)
+    moves = fabric is None and prepare is None
+    if fabric is not None:
+        net, optimizer = fabric.setup(net, optimizer)
+        train, val = fabric.setup_dataloaders(train, val)
+    elif prepare is not None:
+        net, optimizer, train, val = prepare.prepare(net, optimizer, train, val)
+    else:
+        net = net.to(problem.device)
+    backward = fabric.backward if fabric is not None else prepare.backward if prepare is not None else Tensor.backward
+    for _ in range(epochs):
+        clock.epoch_begins()
+        net.train()
+        running_loss = correct = 0.0
+        for x, y in train:
+            if moves:
+                x, y = x.to(problem.device), y.to(problem.device)
+            optimizer.zero_grad()
+            logits = net(x)
+            loss = cross_entropy(logits, y)
+            backward(loss)
+            optimizer.step()
+            running_loss += loss.item()
+            correct += (logits.argmax(1) == y).sum().item()
+        net.eval()
+        right = 0.0
+        with torch.no_grad():
+            for x, y in val:
+                if moves:
+                    x, y = x.to(problem.device), y.to(problem.device)
+                right += (net(x).argmax(1) == y).sum().item()
+        clock.acc = right / problem.val
+
+
+def on_fabric(problem: Problem, epochs: int, clock: Clock) -> None:
+    from lightning.fabric import Fabric
+
+    tutorial(problem, epochs, clock, fabric=Fabric(accelerator=problem.device, devices=1))
+
+
+def accelerate(problem: Problem, epochs: int, clock: Clock) -> None:
+    from accelerate import Accelerator
+
+    tutorial(problem, epochs, clock, prepare=Accelerator(cpu=problem.device == "cpu"))
+
+
+def tuned(problem: Problem, epochs: int, clock: Clock) -> None:
+    tutorial(problem, epochs, clock, tuned=True)
+
+
+def by_hand(problem: Problem, epochs: int, clock: Clock) -> None:
+    """Over the tensors, with the metrics of ours: sums on the device, read when the epoch ends."""
+    net, batch = problem.model().to(problem.device), problem.batch
+    optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr, fused=True)
+    (x, y), (x_val, y_val) = problem.tensors("train"), problem.tensors("val")
+    for _ in range(epochs):
+        clock.epoch_begins()
+        sums, right = torch.zeros(2, device=problem.device), torch.zeros((), device=problem.device)
+        order = torch.randperm(len(x), device=problem.device)
+        net.train()
+        for cut in range(0, len(x), batch):
+            rows = order[cut : cut + batch]
+            target = y[rows]
+            logits = net(x[rows])
+            loss = cross_entropy(logits, target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            sums += torch.stack([loss.detach(), acc_of(logits, target)]) * len(rows)
+        net.eval()
+        with torch.no_grad():
+            for cut in range(0, len(x_val), batch):
+                right += (net(x_val[cut : cut + batch]).argmax(1) == y_val[cut : cut + batch]).sum()
+        _, clock.acc = (sums / len(x)).tolist(), right.item() / problem.val
+
+
+def by_graph(problem: Problem, epochs: int, clock: Clock) -> None:
+    """The same with a whole step in one CUDA graph, and a batch of validation in another: what is possible at best."""
+    net, batch = problem.model().to(problem.device), problem.batch
+    optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr, fused=True, capturable=True)
+    (x, y), (x_val, y_val) = problem.tensors("train"), problem.tensors("val")
+    rows, sums = torch.zeros(batch, dtype=torch.long, device="cuda"), torch.zeros(3, device="cuda")
+
+    def step() -> None:
+        target = y[rows]
+        logits = net(x[rows])
+        loss = cross_entropy(logits, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sums[0] += loss.detach() * batch
+        sums[1] += acc_of(logits, target) * batch
+
+    @torch.no_grad()
+    def look() -> None:
+        sums[2] += (net(x_val[rows]).argmax(1) == y_val[rows]).sum()
+
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    graphs = [captured(part) for part in (step, look)]
+    net.load_state_dict(before)
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+    in_order = torch.arange(len(x_val), device="cuda")
+    for _ in range(epochs):
+        clock.epoch_begins()
+        sums.zero_()
+        order = torch.randperm(len(x), device="cuda")
+        for graph, indices in zip(graphs, (order, in_order), strict=True):
+            for some in indices.split(batch):
+                rows.copy_(some)
+                graph.replay()
+        *_, right = sums.tolist()
+        clock.acc = right / problem.val
+
+
+def captured(part: Callable[[], None]) -> Any:
+    graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            part()
+    torch.cuda.current_stream().wait_stream(beside)
+    with torch.cuda.graph(graph):
+        part()
+    return graph
+
+
+def lightning_module(problem: Problem, clock: Clock) -> Any:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = problem.model()
+
+        def on_train_epoch_start(self) -> None:
+            clock.epoch_begins()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.measure(batch, "train")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.measure(batch, "val")
+
+        def measure(self, batch: Any, stage: str) -> Tensor:
+            logits = self.net(batch[0])
+            loss = cross_entropy(logits, batch[1])
+            self.log(f"{stage}_loss", loss, on_step=False, on_epoch=True, prog_bar=True)
+            self.log(f"{stage}_acc", acc_of(logits, batch[1]), on_step=False, on_epoch=True, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=problem.lr)
+
+    return Module()
+
+
+def fitted(problem: Problem, epochs: int, clock: Clock, kind: Any = None, **words: Any) -> None:
+    """Trainer, and ours as it comes: bar, CSV and a checkpoint each epoch."""
+    from fabric_template import FabricLoop
+
+    loop = (kind or FabricLoop)(accelerator=problem.device, devices=1, max_epochs=epochs, **words)
+    loop.fit(lightning_module(problem, clock), problem.loader("train"), problem.loader("val"))
+    clock.acc = float(loop.callback_metrics["val_acc"])
+
+
+def trainer(problem: Problem, epochs: int, clock: Clock) -> None:
+    from lightning import Trainer
+    from lightning.pytorch.callbacks import TQDMProgressBar
+    from lightning.pytorch.loggers import CSVLogger
+
+    words = {"logger": CSVLogger("."), "callbacks": [TQDMProgressBar()], "num_sanity_val_steps": 0}
+    fitted(problem, epochs, clock, Trainer, **words)
+
+
+class Returning(nn.Module):
+    """The same as step methods that return what they measure: nothing in them stops a compiler."""
+
+    def __init__(self, problem: Problem, clock: Clock, channels_last: bool = False) -> None:
+        super().__init__()
+        self.net, self.clock, self.lr = problem.model(), clock, problem.lr
+        if channels_last:
+            self.net = self.net.to(memory_format=torch.channels_last)
+
+    def on_train_epoch_start(self) -> None:
+        self.clock.epoch_begins()
+
+    def training_step(self, batch: Any) -> tuple[Tensor, Tensor]:
+        logits = self.net(batch[0])
+        return cross_entropy(logits, batch[1]), acc_of(logits, batch[1])
+
+    def validation_step(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return self.training_step(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.lr, fused=True)
+
+
+def tensor_loop(
+    channels_last: bool = False, compiles: bool = False, **words: Any
+) -> Callable[[Problem, int, Clock], None]:
+    """Ours with the tensors on the device and a fused optimizer; with bar, CSV and checkpoints as it comes."""
+
+    def run(problem: Problem, epochs: int, clock: Clock) -> None:
+        from fabric_template import FabricLoop, TensorLoader
+
+        loaders = [
+            TensorLoader(*problem.tensors(stage, channels_last), batch_size=problem.batch, shuffle=stage == "train")
+            for stage in ("train", "val")
+        ]
+        loop = FabricLoop(accelerator=problem.device, devices=1, max_epochs=epochs, **words)
+        module = Returning(problem, clock, channels_last)
+        if compiles:
+            module.net.compile()
+        history = loop.fit(module, *loaders)
+        clock.acc = float(history["val_acc"].iloc[-1])
+
+    return run
+
+
+Contestant = tuple[str, Callable[[Problem, int, Clock], None]]
+MNIST: dict[str, Contestant] = {  # name: (needs this package, function)
+    TUTORIAL: ("torch", tutorial),
+    FABRIC: ("lightning", on_fabric),
+    TRAINER: ("lightning", trainer),
+    ACCELERATE: ("accelerate", accelerate),
+    BY_HAND: ("torch", by_hand),
+    GRAPH: ("torch", by_graph),
+    OURS: ("fabric_template", fitted),
+    OURS_TENSORS: ("fabric_template", tensor_loop()),
+    OURS_COMPILED: ("fabric_template", tensor_loop(compile=True)),
+    OURS_REDUCED: ("fabric_template", tensor_loop(compile="reduce-overhead")),
+    OURS_GRAPH: ("fabric_template", tensor_loop(compile="cuda-graph")),
+}
+CIFAR: dict[str, Contestant] = {
+    TUTORIAL: ("torch", tutorial),
+    TUNED: ("torch", tuned),
+    OURS: ("fabric_template", fitted),
+    OURS_FAST: ("fabric_template", tensor_loop(channels_last=True, precision="bf16-mixed", benchmark=True)),
+    OURS_FASTEST: (
+        "fabric_template",
+        tensor_loop(channels_last=True, precision="bf16-mixed", benchmark=True, compile=True),
+    ),
+    OURS_BOTH: (
+        "fabric_template",
+        tensor_loop(channels_last=True, compiles=True, precision="bf16-mixed", benchmark=True, compile="cuda-graph"),
+    ),
+}
+GOALS = {  # problem: (contestant, against, at most)
+    "mnist": [
+        ((OURS_TENSORS, OURS_COMPILED, OURS_REDUCED, OURS_GRAPH), FABRIC, 1 / 15),
+        ((OURS_TENSORS, OURS_COMPILED, OURS_REDUCED, OURS_GRAPH), GRAPH, 1.2),
+        ((OURS_TENSORS,), BY_HAND, 1 / 0.97),
+        ((OURS_TENSORS,), TUTORIAL, 1 / 1.3),
+    ],
+    "cifar": [((OURS_FAST, OURS_FASTEST, OURS_BOTH), TUNED, 1 / 5)],
+}
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def measure(problem: Problem, contestants: dict[str, Contestant], epochs: int, rounds: int) -> dict[str, list]:
+    """Per contestant and round: seconds of the first epoch, of the later ones, and the accuracy at the end."""
+    measured: dict[str, list] = {}
+    for number in range(rounds):
+        for name, (package, run) in contestants.items():
+            if (number and name not in measured) or importlib.util.find_spec(package) is None:
+                continue
+            clock = Clock(problem.device)
+            try:
+                with out_of_the_way():
+                    torch._dynamo.reset()
+                    run(problem, epochs + 2, clock)
+            except Exception as error:  # one broken contestant must not cost the others their table
+                print(f"left out: {name} ({type(error).__name__}: {error})")
+                measured.pop(name, None)
+                continue
+            measured.setdefault(name, []).append((*clock.seconds(), clock.acc))
+            print(f"  round {number + 1}, {name}: {measured[name][-1]}", file=sys.stderr, flush=True)
+    return measured
+
+
+def ratios(measured: dict[str, list], name: str, base: str) -> list[float]:
+    return [mine[1] / theirs[1] for mine, theirs in zip(measured[name], measured[base], strict=True)]
+
+
+def show(problem: Problem, measured: dict[str, list], base: str) -> None:
+    print(
+        f"\n{problem.name}: {problem.train:,} + {problem.val:,} images, batch {problem.batch}, workers {problem.workers}"
+    )
+    print(f"{'':36}{'ms an epoch':>12}{'faster than ' + base:>34}{'first, s':>10}{'val_acc':>9}")
+    for name, rows in measured.items():
+        first, epoch, acc = (statistics.median(column) for column in zip(*rows, strict=True))
+        faster = [1 / ratio for ratio in ratios(measured, name, base)]
+        spread = f"{statistics.median(faster):.2f} ({min(faster):.2f} to {max(faster):.2f})"
+        print(f"{name:36}{1e3 * epoch:12.1f}{spread:>34}{first:10.2f}{acc:9.3f}")
+    for names, against, most in GOALS[problem.name]:
+        names = [name for name in names if name in measured]
+        if not names or against not in measured:
+            print(f"goal, against {against}: not measured")
+            continue
+        best = min(names, key=lambda name: statistics.median(ratios(measured, name, against)))
+        ratio = statistics.median(ratios(measured, best, against))
+        verdict = "met" if ratio <= most else "missed"
+        print(f"goal: {best}: at most {most:.3f} of {against}: {ratio:.3f}  {verdict}")
+
+
+def problems(arguments: argparse.Namespace) -> list[tuple[Problem, dict[str, Contestant], str]]:
+    device, toy = arguments.device, arguments.toy
+    train, val = (400, 100) if toy else (60_000, 10_000)
+    mnist = Problem("mnist", (1, 28, 28), train, val, 100, mlp, 1e-3, device)
+    train, val, batch = (64, 32, 16) if toy else (50_000, 10_000, 512)
+    make = (lambda: Resnet18(4)) if toy else Resnet18
+    cifar = Problem("cifar", (3, 32, 32), train, val, batch, make, 1e-3, device, workers=arguments.workers)
+    chosen = [(mnist, MNIST, FABRIC), (cifar, CIFAR, TUNED)]
+    chosen = [one for one in chosen if arguments.problem in (one[0].name, "all")]
+    left_out = {GRAPH, OURS_REDUCED, OURS_GRAPH, OURS_BOTH} if device == "cpu" else set()
+    if toy:
+        left_out |= {OURS_COMPILED, OURS_FASTEST, OURS_REDUCED}
+    left_out |= set(arguments.without)
+    return [(one, {k: v for k, v in them.items() if k not in left_out}, base) for one, them, base in chosen]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problem", choices=["mnist", "cifar", "all"], default="all")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--epochs", type=int, default=3, help="that are measured in each round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=8, help="of the tuned DataLoader")
+    parser.add_argument("--without", nargs="*", default=[], metavar="CONTESTANT", help="by the names of the table")
+    parser.add_argument("--toy", action="store_true", help="a few images, no compilation: to see that it runs")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(HERE.parent))  # works in a clone, installed or not
+    warnings.simplefilter("ignore")
+    quieten()
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, 1 thread"
+    print(f"torch {torch.__version__}, {name}; {arguments.rounds} rounds of {arguments.epochs} epochs, medians")
+    for problem, contestants, base in problems(arguments):
+        show(problem, measure(problem, contestants, arguments.epochs, arguments.rounds), base)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The benchmarks of whole epochs run at a toy's size: every contestant that is installed is in its table."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+ROWS = {
+    "epoch": ["the same on Fabric", "Trainer", "by hand, tensors on the device", "ours, TensorLoader, fused"],
+    "transformer": ["bare loop", "ours, as it comes"],
+}
+TOY = {
+    "epoch": ["--toy", "--rounds", "1", "--epochs", "1", "--workers", "0"],
+    "transformer": ["--toy", "--rounds", "1", "--steps", "3"],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_it_runs(name, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", [name, "--device", "cpu", *TOY[name]])
+    script = __import__(name)
+    script.main()
+    lines = capsys.readouterr().out.splitlines()
+    for row in ROWS[name]:
+        assert [line for line in lines if line.startswith(f"{row} ")], row
+    assert not [line for line in lines if line.startswith("left out") and "not installed" not in line]
