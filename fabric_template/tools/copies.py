@@ -81,8 +81,9 @@ def copy_verb(prog: str, line: str, argv: list[str]) -> tuple[str, int]:
         elif given.parts is not None:
             files, kept = copy_parts([part for part in given.parts.split(",") if part], target, given.force)
             modules = [file for file in files if file.endswith(".py") and not file.endswith("__init__.py")]
+            first = [PARTS[part][1] for part in given.parts.split(",") if part in PARTS] + modules
             what = f"{len(files)} files" if len(modules) > 8 else ", ".join(modules) or "nothing new"
-            inner = "" if is_file or not modules else f".{modules[0].removesuffix('.py').replace('/', '.')}"
+            inner = "" if is_file or not first else f".{first[0].removesuffix('.py').replace('/', '.')}"
             loop = f"import {name}{inner}"
         else:
             files, kept = copy_package(target, given.force)
@@ -144,12 +145,12 @@ def _said(copy: str, found: Update, dry_run: bool) -> str:
         return f"the same    {copy} has all of {found.new}"
     rows = [
         ("dry run" if dry_run else "updated", f"{copy} from {found.old} to {found.new}"),
-        ("replaced", ", ".join(found.replaced)),
-        ("merged", ", ".join(found.merged)),
-        ("added", ", ".join(found.added)),
-        ("deleted", ", ".join(found.deleted)),
+        ("replaced", _named(found.replaced)),
+        ("merged", _named(found.merged)),
+        ("added", _named(found.added)),
+        ("deleted", _named(found.deleted)),
         ("renamed", ", ".join(f"{name} is {path} here" for name, path in found.renamed.items())),
-        ("stays away", ", ".join(found.away)),
+        ("stays away", _named(found.away)),
         ("backup", found.backed_up and f"{found.backed_up} has what was there before"),
         *(("kept", f"{path}: gone from {found.new}, but you have changed it: it is yours") for path in found.kept),
         *(
@@ -162,6 +163,10 @@ def _said(copy: str, found: Update, dry_run: bool) -> str:
         ),
     ]
     return "\n".join(f"{word:12}{text}" for word, text in rows if text)
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
 def _lines(lines: list[int]) -> str:

@@ -168,6 +168,11 @@ def _place_of(manifest: Path) -> Place:
     return Place(manifest.parent, manifest.name.removesuffix(MANIFEST))
 
 
+def copied_alone(folder: Path) -> set[str]:
+    """The names of the single files in a folder that a manifest is about."""
+    return {name for path in folder.glob(f"*.{MANIFEST}") for name in _places(path).values()}
+
+
 def _places(manifest: Path) -> dict[str, str]:
     """The single file that a manifest is about, by its name in the package; nothing of one that cannot be read."""
     try:

@@ -33,8 +33,13 @@ def part_files(parts: list[str], sources: Mapping[str, bytes]) -> list[str]:
         >>> part_files(["tensors", "core"], sources)
         ['core/a.py', 'core/b.py', 'data/tensors.py']
     """
+    return needed([name for part in parts for name in _roots(part, sources)], sources)
+
+
+def needed(names: list[str], sources: Mapping[str, bytes]) -> list[str]:
+    """These files and all that they import, and so on."""
     found: set[str] = set()
-    waiting = [name for part in parts for name in _roots(part, sources)]
+    waiting = list(names)
     while waiting:
         name = waiting.pop()
         if name not in found:

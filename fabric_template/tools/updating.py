@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .licence import body, origin, split_header
-from .manifest import MANIFEST, Manifest, Place, around, find_place, read_manifest
+from .manifest import MANIFEST, Manifest, Place, around, copied_alone, find_place, read_manifest
 from .merging import marks, merged, not_committed, with_line_ends
 from .swap import GATE, finish, swap
 from .upstream import NAME, PACKAGE, files_of_parts, folder_files, python_files, single_file, upstream_version
@@ -168,7 +168,7 @@ def moved(place: Place, known: Manifest) -> dict[str, str]:
     missing = {name for name in known.files if place.read(known.path(name)) is None}
     if not missing:
         return {}
-    taken = {known.path(name) for name in known.files}
+    taken = {known.path(name) for name in known.files} | copied_alone(place.folder)
     seen: dict[str, list[str]] = {}
     paths = place.folder.glob("*.py") if known.kind == "file" else python_files(place.folder).values()
     for path in paths:

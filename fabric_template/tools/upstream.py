@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from .licence import LICENCE, header, notice, split_header
-from .parts import MINI, part_files
+from .parts import MINI, needed, part_files
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "fabric_template"  # also where this is a copy under another name
@@ -24,8 +24,13 @@ def upstream_version() -> str:
 
 
 def python_files(folder: Path) -> dict[str, Path]:
-    """A folder's Python files by their paths inside it; what Python, editors and we leave behind is none of them."""
+    """A folder's Python files by their paths inside it.
+
+    What editors and we leave behind (.before_0) is none of them, nor what is in another copy inside of this one.
+    """
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    others = {f"{path.parent.relative_to(folder).as_posix()}/" for path in folder.rglob(f"*/{NAME}.json")}
+    found = {name: path for name, path in found.items() if not name.startswith(tuple(others))}
     return {name: path for name, path in found.items() if not any(part.startswith(".") for part in name.split("/"))}
 
 
@@ -45,12 +50,16 @@ def single_file(name: str = MINI) -> dict[str, bytes]:
     """One file that goes on alone: the licence is its end.
 
     Raises:
-        ValueError: If the package no longer has it.
+        ValueError: If the package no longer has it, or no longer as one file.
     """
-    if not (PACKAGE / name).is_file():
-        raise ValueError(f"{NAME} {upstream_version()} has no {name}: what you have of it goes on as it is")
-    alone = header(upstream_version(), name, "the end of this file")
-    return {name: alone + split_header((PACKAGE / name).read_bytes())[1] + notice()}
+    version, found = upstream_version(), sources()
+    if name not in found:
+        raise ValueError(f"{NAME} {version} has no {name}: what you have of it goes on as it is")
+    if len(names := needed([name], found)) > 1:
+        raise ValueError(
+            f"{name} of {NAME} {version} needs others ({', '.join(names)}): take it as a folder, copy --parts"
+        )
+    return {name: header(version, name, "the end of this file") + found[name] + notice()}
 
 
 def files_of_parts(parts: list[str], also: Collection[str] = ()) -> dict[str, bytes]:

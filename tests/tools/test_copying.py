@@ -231,7 +231,7 @@ def test_a_part_is_its_file_and_what_that_imports(capsys):
         0,
         [
             "copied      files/disk.py, record/logger.py, record/tables.py to src/bits; they are yours now",
-            "use         import bits.files.disk",
+            "use         import bits.record.logger",
             "compare     fabric-template diff src/bits",
             "update      fabric-template update src/bits",
         ],

@@ -267,6 +267,42 @@ def test_the_single_file_also_under_a_new_name(capsys, newer, monkeypatch):
     ))  # fmt: skip
 
 
+def test_another_copy_beside_or_inside_is_another_copy(capsys, newer, monkeypatch):
+    """It is not taken for a file of this one under a new name, nor for one that you have added."""
+    run(capsys, "copy", "--parts", "csv", "app")
+    run(capsys, "copy", "app/training")
+    for name in ("one", "two"):
+        run(capsys, "copy", "--mini", f"app/{name}.py")
+    assert run(capsys, "diff", "app/training") == (0, "", "")
+    Path("app/files/disk.py").unlink()
+    Path("app/one.py").unlink()
+    repository()
+    newer.edit("files/disk.py", '"""Disk', '"""The disk')
+    newer.edit("mini.py", "PLAIN = bool", "UPSTREAM = 1\nPLAIN = bool")
+    newer.install(monkeypatch)
+    before = tree("app")
+    assert run(capsys, "update", "app")[1].splitlines()[1:] == ["replaced    __init__.py", "stays away  files/disk.py"]
+    assert run(capsys, "update", "app/one.py")[1].splitlines()[1:] == ["stays away  one.py"]
+    left = changed(before, tree("app"))
+    assert left == {"__init__.py", *MANIFEST, *(f"one.{name}" for name in MANIFEST)}
+
+
+def test_a_part_that_is_one_file_no_longer(capsys, newer, monkeypatch):
+    run(capsys, "copy", "--parts", "tensors", "my_tensors.py")
+    repository()
+    path = newer.package / "data/tensors.py"
+    path.write_text(path.read_text() + "\nfrom ..core.errors import Misuse\n")
+    newer.install(monkeypatch)
+    assert refused(capsys, "update", "my_tensors.py") == (
+        "data/tensors.py of fabric_template 0.2.0 needs others (core/errors.py, data/tensors.py): take it as a folder, copy"
+        " --parts"
+    )
+    path.unlink()
+    assert refused(capsys, "update", "my_tensors.py") == (
+        "fabric_template 0.2.0 has no data/tensors.py: what you have of it goes on as it is"
+    )
+
+
 def test_line_ends_stay_as_they_are(capsys, bits, newer, monkeypatch):
     """All of another system's, or some; also of what is replaced."""
     disk, tensors = bits / "files/disk.py", bits / "data/tensors.py"
