@@ -74,7 +74,12 @@ class AutomaticUpdate:
             raise MisuseOfType(
                 "AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'"
             )
-        if config.accumulate_grad_batches != 1 and config.compile in ("reduce-overhead", "max-autotune"):
+        mode = config.compile.get("mode") if isinstance(config.compile, dict) else config.compile
+        if (
+            fabric.device.type == "cuda"
+            and mode in ("reduce-overhead", "max-autotune")
+            and config.accumulate_grad_batches != 1
+        ):
             raise Misuse(
                 f"compile={config.compile!r} with accumulate_grad_batches={config.accumulate_grad_batches}: the CUDA graphs of"
                 " torch.compile overwrite gradients that are still needed; write compile=True, or"

@@ -204,6 +204,15 @@ def test_compiled(tmp_path, compile, precision):
     assert list(file["state_dict"]) == list(modules[0].state_dict())
 
 
+@pytest.mark.parametrize("compile", ["reduce-overhead", {"mode": "max-autotune"}], ids=str)
+def test_graphs_of_the_compiler_and_accumulation(compile):
+    words = {**quiet(), **ON, "max_epochs": 1, "accumulate_grad_batches": 2, "compile": compile}
+    with pytest.raises(
+        ValueError, match=r"accumulate_grad_batches=2: the CUDA graphs of torch.compile overwrite gradients"
+    ):
+        FabricLoop(**words).fit(Classifier(), make_loader())
+
+
 def test_auto_takes_the_device():
     loop, _ = run_loop(Classifier, make_loader, accelerator="auto", max_epochs=1)
     assert loop.fabric.device.type == DEVICE
