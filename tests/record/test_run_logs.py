@@ -346,3 +346,25 @@ def test_a_logger_of_ones_own_needs_log_metrics_alone():
         (3, {"epoch": 0, "val_loss": 10.0}),
         (3, {"epoch": 0, "loss_of_batch_epoch": 1.5, "epoch_only": 3.0}),
     ]
+
+
+def test_true_among_the_loggers_is_the_csv_of_the_run():
+    """It goes on in the run's own version, as it does alone; the other gets what it gets."""
+
+    class Lines:
+        def __init__(self):
+            self.steps = []
+
+        def log_metrics(self, metrics, step):
+            self.steps.append(step)
+
+    for loggers, epochs, resume in ((True, 3, None), ([Lines(), True], 2, None), ([Lines(), True], 3, "last")):
+        name = "alone" if loggers is True else "among"
+        words = quiet(max_epochs=epochs, logger=loggers, name=name, log_every_n_steps=0, enable_checkpointing=True)
+        loop = FabricLoop(**words)
+        loop.fit(Known(), four(), four(), resume=resume)
+    assert [type(logger).__name__ for logger in loop.loggers] == ["CSVLogger", "Lines"]
+    assert loop.loggers[1].steps == [11, 11]
+    assert [path.name for path in Path("logs/among").iterdir()] == ["version_0"]
+    alone, among = (without_time(Path("logs", name, "version_0", "metrics.csv")) for name in ("alone", "among"))
+    assert alone == among
