@@ -15,12 +15,26 @@ def step_schedulers(run: Run, interval: str, plateau: bool) -> None:
 
     In manual optimization the module steps its schedulers.
     """
-    if not run.optimizing.schedulers or not run.trained.is_automatic:
+    if not run.optimizing.schedulers:
+        return
+    if not run.trained.is_automatic:
+        if interval == "epoch" and not plateau:
+            _say_idle(run)
         return
     count = run.at.batches_done if interval == "step" else run.at.current_epoch + 1
     for config in run.optimizing.schedulers:  # or Lightning's class with the same words, which a callback has put there
         if config.reduce_on_plateau == plateau and config.interval == interval and count % config.frequency == 0:
             _step_one(run, config)
+
+
+def _say_idle(run: Run) -> None:
+    """Say of schedulers that nobody has stepped in two epochs: in the first, a callback may do so after this."""
+    for config in run.optimizing.schedulers:
+        if run.at.current_epoch == 1 and not run.trained.is_lightning and config.scheduler.last_epoch == 0:
+            run.said.warn(
+                f"{type(config.scheduler).__name__} has not been stepped in two epochs: training_step steps its optimizers"
+                " itself here, and so their schedulers, too; write scheduler.step() in it"
+            )
 
 
 def _step_one(run: Run, config: SchedulerConfig) -> None:
