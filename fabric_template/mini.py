@@ -439,8 +439,9 @@ class MiniLoop:
     def _step(self, name: str) -> Callable:
         """A step through one door for precision and DDP: plain Fabric runs it around its own precision."""
         method, wrapped, context = self._hooks[name], self._wrapped, self.strategy.precision.forward_context
-        words = inspect.signature(method).parameters.values()
-        takes = 2 if any(word.kind is word.VAR_POSITIONAL for word in words) else len(words)
+        words, is_method = inspect.signature(method).parameters.values(), not isinstance(method, partial)
+        given = [w for w in words if is_method or w.default is w.empty or w.name == "batch_idx"]  # not a function's own
+        takes = 2 if any(word.kind is word.VAR_POSITIONAL for word in given) else len(given)
         if self.precision.endswith("-mixed"):  # Trainer's own setting: weights used twice are cast twice
             dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
             context = partial(torch.autocast, self.device.type, dtype=dtype, cache_enabled=False)
@@ -449,8 +450,7 @@ class MiniLoop:
 
         def step(*args: Any) -> Any:
             with context():
-                call = partial(method, *args[:takes])
-                return call() if wrapped is None else wrapped(call)
+                return method(*args[:takes]) if wrapped is None else wrapped(partial(method, *args[:takes]))
 
         return step
 

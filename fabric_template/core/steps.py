@@ -89,8 +89,20 @@ def net_of(owner: Any) -> nn.Module:
 
 
 def takes_batch_idx(step: Callable) -> bool:
-    """Whether a step takes ``(batch, batch_idx)`` or only ``(batch)``."""
-    return takes(step, "batch_idx") or len(inspect.signature(step).parameters.keys() - {"dataloader_idx"}) >= 2
+    """Whether a step takes ``(batch, batch_idx)`` or only ``(batch)``; a method as under Trainer, by how many it takes.
+
+    Of a function what has a default, or can be given by name only, is its own: a factor, say, or an optimizer.
+
+    Example:
+        >>> takes_batch_idx(partial(lambda model, batch, factor=0.5: ..., None))
+        False
+    """
+    if takes(step, "batch_idx"):
+        return True
+    words = [word for word in inspect.signature(step).parameters.values() if word.name != "dataloader_idx"]
+    if isinstance(step, partial):
+        words = [word for word in words if word.default is word.empty and word.kind < word.KEYWORD_ONLY]
+    return len(words) >= 2
 
 
 def takes(step: Callable, name: str) -> bool:

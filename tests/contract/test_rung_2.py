@@ -2,6 +2,7 @@
 
 import csv
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from runs import val_loader
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from fabric_template import FabricLoop
+from fabric_template import FabricLoop, MiniLoop
 from fabric_template.core.errors import Misuse
 
 
@@ -328,6 +329,30 @@ def test_a_net_may_say_that_the_function_steps_its_one_optimizer():
     assert loop.global_step == 20
 
 
+def test_a_scheduler_of_such_an_optimizer_is_the_functions_own(recwarn):
+    """Nobody steps it: that is said. The function does: nothing is."""
+    for is_stepped in (False, True):
+        net = make_net()
+        net.automatic_optimization, optimizer = False, sgd(net)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        def step(net, batch, optimizer=optimizer, schedule=schedule, is_stepped=is_stepped):
+            optimizer.zero_grad()
+            training_step(net, batch).backward()
+            optimizer.step()
+            if is_stepped:
+                schedule.step()
+
+        FabricLoop(**quiet(max_epochs=3)).fit(
+            net, make_loader(), optimizer=optimizer, scheduler=schedule, training_step=step
+        )
+        said = [str(warning.message) for warning in recwarn if "has not been stepped" in str(warning.message)]
+        assert said == [
+            "ExponentialLR has not been stepped in two epochs: training_step steps its optimizers itself here, and so their"
+            " schedulers, too; write scheduler.step() in it"
+        ]
+
+
 def test_several_optimizers_that_nobody_steps():
     """A usual step, which leaves that to the loop: nothing would be trained, and nobody told."""
     parts, optimizers = make_gan()
@@ -387,3 +412,30 @@ def test_a_net_in_eval_mode_is_put_into_training_mode(recwarn):
     loop.fit(net, make_loader(), optimizer=sgd(net), training_step=training_step)
     assert net.training
     assert not net[0].training
+
+
+# ---- what a function is called with
+
+
+@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+def test_what_has_a_default_is_the_functions_own(loop_class):
+    """No index of a batch comes there: a factor of 0, 1, 2 ... would train, and nobody would know."""
+    seen = []
+
+    def scaled(net, batch, factor=0.5):
+        seen.append(factor)
+        return training_step(net, batch) * factor
+
+    def by_name(net, batch, *, factor):
+        return scaled(net, batch, factor)
+
+    def indexed(net, batch, number, factor=0.5):
+        return scaled(net, batch, factor + number)
+
+    expected = {scaled: 0.5, partial(by_name, factor=0.25): 0.25, partial(scaled, factor=0.75): 0.75}
+    words = quiet() if loop_class is FabricLoop else {"accelerator": "cpu"}
+    for step, factor in [*expected.items(), (indexed, None)]:
+        seen.clear()
+        net = make_net()
+        loop_class(max_epochs=1, **words).fit(net, make_loader(), optimizer=sgd(net), training_step=step)
+        assert seen == ([factor] * 10 if factor else [0.5 + number for number in range(10)])
