@@ -80,11 +80,8 @@ def copy_verb(prog: str, line: str, argv: list[str]) -> tuple[str, int]:
             what, loop, kept = "MiniLoop", f"from {name} import MiniLoop", copy_mini(target, given.force)
         elif given.parts is not None:
             files, kept = copy_parts([part for part in given.parts.split(",") if part], target, given.force)
-            modules = [file for file in files if file.endswith(".py") and not file.endswith("__init__.py")]
-            first = [PARTS[part][1] for part in given.parts.split(",") if part in PARTS] + modules
-            what = f"{len(files)} files" if len(modules) > 8 else ", ".join(modules) or "nothing new"
-            inner = "" if is_file or not first else f".{first[0].removesuffix('.py').replace('/', '.')}"
-            loop = f"import {name}{inner}"
+            what, inner = _parts_said(given.parts.split(","), files)
+            loop = f"import {name}{'' if is_file else inner}"
         else:
             files, kept = copy_package(target, given.force)
             what, loop = f"{len(files)} files", f"from {name} import FabricLoop"
@@ -98,6 +95,14 @@ def copy_verb(prog: str, line: str, argv: list[str]) -> tuple[str, int]:
         f"{start}compare     {program()} diff {shlex.quote(str(target))}\n"
         f"update      {program()} update {shlex.quote(str(target))}{_ignored(target)}"
     ), 0
+
+
+def _parts_said(parts: list[str], files: list[str]) -> tuple[str, str]:
+    """What was copied, and the module that is imported first."""
+    modules = [file for file in files if file.endswith(".py") and not file.endswith("__init__.py")]
+    first = [PARTS[part][1] for part in parts if part in PARTS] + modules
+    what = f"{len(files)} files" if len(modules) > 8 else ", ".join(modules) or "nothing new"
+    return what, "".join(f".{name.removesuffix('.py').replace('/', '.')}" for name in first[:1])
 
 
 def _ignored(target: Path) -> str:

@@ -10,6 +10,7 @@ from .licence import body, origin
 from .manifest import Manifest, Place, find_place, read_manifest
 from .parts import MINI, PARTS, ROOMS, part_files
 from .swap import GATE, finish, swap
+from .updating import moved
 from .upstream import PACKAGE, files_of_parts, folder_files, single_file, sources, upstream_version
 
 
@@ -59,27 +60,35 @@ def copy_parts(parts: list[str], destination: str | Path, force: bool = False) -
             )
         return names, _copy_file(names[0], destination, said, force)
     _check_folder(said, target)
-    finish(Place(target))
     known = _known(Place(target), force)
     if known is not None and known.kind != "parts":
         raise ValueError(f"{said}: a copy of the whole folder is there: it has them already")
-    parts = sorted({*parts, *known.parts}) if known else parts
-    after = Manifest(upstream_version(), "parts", parts, files_of_parts(parts))
-    if _is_yours(target / GATE) if known is None else GATE not in known.files:
-        del after.files[GATE]
-    mine = known.files if known else {}
-    in_the_way = [name for name in after.files if name not in mine and _differs(target / name, after.files[name])]
+    after, leave = _with_parts(Place(target), known, parts, names, force)
+    new = {name: data for name, data in after.files.items() if known is None or name not in known.files}
+    in_the_way = [name for name, data in new.items() if _differs(target / name, data)]
     if in_the_way and not force:
         raise ValueError(
             f"{said}: {', '.join(in_the_way)}: there already, nothing was written: give a folder of its own, such as"
             f" {Path(destination, 'parts')}; --force keeps what is there beside it, in .before_<n>"
         )
     if known is not None and not force:
-        _check_same_version(said, destination, known, after)
-    # what you have changed in the parts that are there stays as it is
-    leave = set() if force else {name for name in mine if (target / name).is_file()}
-    after.files |= {name: mine[name] for name in leave}
+        _check_same_version(said, destination, known, files_of_parts(known.parts))
     return [name for name in after.files if name not in leave], _write(Place(target), after, leave)
+
+
+def _with_parts(
+    place: Place, known: Manifest | None, parts: list[str], names: list[str], force: bool
+) -> tuple[Manifest, set[str]]:
+    """What a folder is to have with these parts, and which of its files are left: as you have changed or deleted them."""
+    mine, places = (known.files, known.places | moved(place, known)) if known else ({}, {})
+    parts = sorted({*parts, *known.parts}) if known else parts
+    after = Manifest(upstream_version(), "parts", parts, files_of_parts(parts, also=mine), places)
+    if _is_yours(place.folder / GATE) if known is None else GATE not in mine:
+        del after.files[GATE]
+    leave = {name for name in mine if name not in names or place.read(after.path(name)) is not None}
+    leave = set() if force else leave
+    after.files |= {name: mine[name] for name in leave}
+    return after, leave
 
 
 def copy_mini(destination: str | Path, force: bool = False) -> Path | None:
@@ -127,11 +136,11 @@ def _check_folder(said: str, target: Path) -> None:
     finish(Place(target))
 
 
-def _check_same_version(said: str, destination: str | Path, known: Manifest, after: Manifest) -> None:
+def _check_same_version(said: str, destination: str | Path, known: Manifest, today: dict[str, bytes]) -> None:
     """Files of two versions do not go together."""
-    if any(body(known.files[name]) != body(after.files[name]) for name in known.files.keys() & after.files):
+    if any(body(known.files[name]) != body(today[name]) for name in known.files.keys() & today):
         raise ValueError(
-            f"{said}: the parts that are there are of {known.version}, these are of {after.version}, nothing was written:"
+            f"{said}: the parts that are there are of {known.version}, these are of {upstream_version()}, nothing was written:"
             f" type update {destination} first"
         )
 

@@ -267,6 +267,21 @@ def test_more_parts_come_to_those_that_are_there_and_what_you_changed_stays(caps
     assert run(capsys, "diff", "bits") == (0, "", "")
 
 
+def test_more_parts_bring_nothing_back_that_you_have_deleted_or_renamed(capsys):
+    run(capsys, "copy", "--parts", "csv,locks", "bits")
+    Path("bits/files/locks.py").unlink()
+    Path("bits/record/tables.py").rename("bits/record/my_tables.py")
+    out = run(capsys, "copy", "--parts", "tensors", "bits")[1]
+    assert line(out, "copied") == "data/tensors.py to bits; they are yours now"
+    assert [row for row in run(capsys, "diff", "bits")[1].splitlines() if row.startswith("# ")] == [
+        "# files/locks.py: deleted by you"
+    ]
+    out = run(capsys, "copy", "--parts", "locks", "bits")[1]  # but where you ask for it
+    assert line(out, "copied") == "files/locks.py to bits; they are yours now"
+    assert run(capsys, "diff", "bits") == (0, "", "")
+    assert not Path("bits/record/tables.py").exists()
+
+
 def test_parts_go_into_a_package_of_yours_where_no_file_is_in_their_way(capsys):
     Path("src/data").mkdir(parents=True)
     Path("src/__init__.py").write_text("mine = True\n")
