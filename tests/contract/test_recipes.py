@@ -10,6 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
+from fabric_template import doctor
+
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "recipes"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md")) if path.stem != "README"}
 INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
@@ -110,6 +112,20 @@ def test_before_and_after_are_the_same(page, tmp_path, monkeypatch):
     net = NETS.get(page, "net")
     assert same(before[net], after[net])
     assert CHECKS[page](before, after)
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.filterwarnings("ignore:Model came in eval mode")
+def test_the_doctor_has_nothing_to_say(page, tmp_path, monkeypatch):
+    recordings = []
+    for name, source in zip(("before", "after"), blocks(page), strict=False):
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        assert doctor.read_source(tmp_path / f"{name}.py") == []
+        with doctor.record(name) as recording:
+            run(source, page, tmp_path / name, monkeypatch)
+        recordings.append(recording)
+    report = doctor.compare(*recordings)
+    assert not report.findings, report
 
 
 def test_with_the_library(tmp_path, monkeypatch):
