@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten  # torch has no public name for it
 
 from .errors import Misuse
 from .run import Run

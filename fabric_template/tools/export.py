@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ..core.errors import Misuse
 from ..core.steps import net_of
@@ -203,7 +203,7 @@ def _inputs(model: Any, net: nn.Module, part: nn.Module, submodule: str | None, 
 
 def _moved(values: Any, beside: Tensor | None) -> Any:
     """The same on the device of the model."""
-    return values if beside is None else tree_map_only(Tensor, lambda one: one.to(beside.device), values)
+    return values if beside is None else move_data_to_device(values, beside.device)
 
 
 def _program(part: nn.Module, inputs: Inputs, name: str, kind: Format, of: str) -> tuple[bytes, str, float]:

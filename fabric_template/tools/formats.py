@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves  # torch has no public name for it
 
 from ..core.errors import Misuse
 from ..core.trained import is_lightning

@@ -19,6 +19,7 @@ from modules import assert_same_weights, make_data
 from runs import loud, same
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
 
 from fabric_template import FabricLoop, TensorLoader
 
@@ -168,10 +169,10 @@ def test_rung_2_a_net_with_steps_of_its_own_keeps_those_without_a_function():
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ({"optimizer": [make_optimizer(make_net())] * 2}, "take one optimizer: give it all parameters, in groups."),
+        ({"scheduler": StepLR, "optimizer": []}, "shapes hold their schedulers themselves, as configure_optimizers returns them"),
         ({"train_dataloaders": None}, "fit has no train loader; give it as fit(model, loader) or as datamodule="),
     ],
-    ids=["two optimizers", "no loader"],
+    ids=["scheduler beside a list", "no loader"],
 )  # fmt: skip
 def test_messages_at_rung_2_advise_what_functions_have(words, advice):
     net, (train, _) = make_net(), make_loaders()
