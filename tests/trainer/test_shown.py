@@ -169,7 +169,7 @@ def test_rung_2_a_net_with_steps_of_its_own_keeps_those_without_a_function():
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ({"scheduler": StepLR, "optimizer": []}, "shapes hold their schedulers themselves, as configure_optimizers returns them"),
+        ({"scheduler": StepLR, "optimizer": []}, "hold their schedulers themselves, as configure_optimizers returns them"),
         ({"train_dataloaders": None}, "fit has no train loader; give it as fit(model, loader) or as datamodule="),
     ],
     ids=["scheduler beside a list", "no loader"],
