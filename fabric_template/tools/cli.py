@@ -1,4 +1,4 @@
-"""The command line: fit, validate, test, predict, plot, runs, doctor, export, new, copy, diff, update, verify.
+"""The command line: fit, validate, test, predict, plot, runs, doctor, tune, export, new, copy, diff, update, verify.
 
 Nothing heavy is imported before a verb needs it: a word of help must not wait for torch.
 """
@@ -24,6 +24,7 @@ VERBS = {
     "plot": "draw the logs of one run or several",
     "runs": "list runs and how they stand; compare two, find the best, write a page to look at",
     "doctor": "what is wrong with a training: two scripts beside each other, a script's source, a finished run",
+    "tune": "find what makes a training faster on this machine, or with --lr a learning rate for it",
     "export": "write a model as a file that others load: safetensors, torch.export, onnx, torchscript",
     "new": "make a small project that trains at once",
     "copy": "copy this package, its single file, or parts of it, into a project of yours",
@@ -147,6 +148,12 @@ def _export(verb: str, argv: list[str]) -> None:
     run_export(argv, VERBS[verb])
 
 
+def _tune(verb: str, argv: list[str]) -> None:
+    from .trying import run_tune
+
+    run_tune(argv, VERBS[verb])
+
+
 def _copies(verb: str, argv: list[str]) -> int:
     from .copies import COPIES
 
@@ -178,7 +185,7 @@ def _verify(verb: str, argv: list[str]) -> int:
     return code
 
 
-OTHERS = {"plot": _plot, "runs": _runs, "doctor": _doctor, "export": _export, "verify": _verify}
+OTHERS = {"plot": _plot, "runs": _runs, "doctor": _doctor, "tune": _tune, "export": _export, "verify": _verify}
 OTHERS |= dict.fromkeys(("new", "copy", "diff", "update"), _copies)
 
 if __name__ == "__main__":

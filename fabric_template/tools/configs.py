@@ -11,6 +11,7 @@ from .errors import UsageError
 from .typed import shown
 
 PARTS = ("model", "data")
+TRAINING = ("fit", "tune")  # verbs that need to know how a run was trained
 MOST = 10_000_000  # characters in a config file, as its aliases stand for them
 
 
@@ -47,7 +48,7 @@ def file_of_run(run: str) -> Path:
 def _place(verb: str, typed: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Name, version and root of --run's folder, for a verb that works in that run; for a new fit, the weights of it."""
     folder = file_of_run(typed["run"]).parent.absolute()
-    begins_anew = verb == "fit" and "resume" not in typed
+    begins_anew = verb in TRAINING and "resume" not in typed
     asked = next((word for word in ("resume", "load") if typed.get(word) in ("last", "best", "auto")), None)
     if folder.parents[1].name != "logs":
         if asked is None:
@@ -155,7 +156,7 @@ def check_known(
         is_typeable = part in PARTS or part in ("callbacks", "logger", "accelerator", "profiler", "strategy", "compile")
         if word in typed or (part in typed and not dot) or (not is_typeable and "model" in typed):
             continue
-        if (verb != "fit" and part not in needed) or (dot and part in unknown and part not in typed):
+        if (verb not in TRAINING and part not in needed) or (dot and part in unknown and part not in typed):
             continue
         if word in defaults:
             assumed.append(f"--{word}")

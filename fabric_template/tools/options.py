@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.config import _CHECKS, LoopConfig
 from ..core.elsewhere import FABRIC_WORDS, TRAINER_ONLY
 from .classes import PLACES, find, full_name, names_in, show_help, type_of, with_full_names
-from .configs import PARTS, check_known, class_of, file_of_run, read_configs
+from .configs import PARTS, TRAINING, check_known, class_of, file_of_run, read_configs
 from .demos import DEFAULT, DEMOS, demo_of, full_path, words_of
 from .errors import UsageError
 
@@ -109,7 +109,7 @@ def read_options(verb: str, argv: list[str], program: str, description: str) -> 
     if assumed := check_known(verb, about, typed, _defaults_of(factories)):
         print(f"{program}: not known of that run, and taken as by default: {', '.join(assumed)}", file=sys.stderr)
     settings = _parse(parser, _tokens(named, config, factories), factories)
-    if verb == "fit" and "run" in typed and "resume" not in typed:  # a new run; what goes on from it is not that one
+    if verb in TRAINING and "run" in typed and "resume" not in typed:  # a new run; what goes on from it is not that one
         typed = {"config": [str(file_of_run(typed.pop("run"))), *typed.pop("config", ())], **typed}
     return Options(typed, settings, factories, parser)
 
@@ -251,7 +251,7 @@ def fabric_options(
 
 
 OWN = {"fit": ("run", "resume", "load"), **dict.fromkeys(("validate", "test"), ("run", "load")),
-       "predict": ("run", "load", "out"), "export": ("run",)}  # fmt: skip
+       "predict": ("run", "load", "out"), "export": ("run",), "tune": ("run",)}  # fmt: skip
 OWN_HELP = {
     "run": "A run's folder, logs/<name>/version_<n>: its model and data and all its words, from the config.yaml there.",
     "resume": 'Go on exactly from "last", "best", "auto" (last, if there is one) or a path.',

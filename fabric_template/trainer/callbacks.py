@@ -12,8 +12,8 @@ from ..core.inputs import check_object
 from ..core.overrides import HOOKS, is_a, keyword_names, overrides
 
 _REFUSED = {
-    "BatchSizeFinder": "it trains by Trainer's tuner: find the size with lightning.Trainer and give it to your loader",
-    "LearningRateFinder": "it trains by Trainer's tuner: find the rate with lightning.Trainer and give it to your optimizer",
+    "BatchSizeFinder": "it trains by Trainer's tuner: `fabric-template tune` finds the size, for your loader",
+    "LearningRateFinder": "it trains by Trainer's tuner: `fabric-template tune --lr` finds the rate, for your optimizer",
 }
 
 

@@ -24,8 +24,8 @@ ARROWS = {  # a room, and those that it may import beside itself; a file at the 
     "process": BELOW_PROCESS,
     # composes, and may name what is below process, too
     "loop": {"process"} | BELOW_PROCESS,
-    # the loop, and what a command prints: the configuration's words, logs and checkpoints
-    "tools": {"loop", "core", "record", "files"},
+    # the loop, what a command prints (the configuration's words, logs and checkpoints), and TensorLoader, which tune tries
+    "tools": {"loop", "core", "record", "files", "data"},
     # what a user would write
     "demos": set(),
     "mini": set(),

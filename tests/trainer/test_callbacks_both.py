@@ -560,8 +560,8 @@ class Keyed(pl.Callback):
 @pytest.mark.parametrize(
     ("callbacks", "words", "text"),
     [
-        (cb.BatchSizeFinder(), {}, "BatchSizeFinder cannot work here: it trains by Trainer's tuner: find the size with"),
-        (cb.LearningRateFinder(), {}, "LearningRateFinder cannot work here: it trains by Trainer's tuner: find the rate"),
+        (cb.BatchSizeFinder(), {}, "cannot work here: it trains by Trainer's tuner: `fabric-template tune` finds the size"),
+        (cb.LearningRateFinder(), {}, "here: it trains by Trainer's tuner: `fabric-template tune --lr` finds the rate"),
         ([cb.TQDMProgressBar(), cb.RichProgressBar()], {}, "You added multiple progress bar callbacks, TQDMProgressBar"),
         (cb.TQDMProgressBar(), {"enable_progress_bar": False}, "`enable_progress_bar=False` but found `TQDMProgressBar`"),
         (cb.ModelCheckpoint(), {"enable_checkpointing": False}, "`enable_checkpointing=False` but found `ModelCheckpoint`"),
