@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from externally import externally
 
 from fabric_template import FabricLoop, LoopConfig
 
@@ -36,11 +37,19 @@ def test_help_shows_them():
 
 
 def test_a_notebook_completes_them():
-    core = pytest.importorskip("IPython.core.interactiveshell")
-    shell = core.InteractiveShell()
+    """In a process of its own: a shell leaves its prompts, by which one knows an interactive session."""
+    pytest.importorskip("IPython.core.interactiveshell")
+    codes, said = externally(complete, ranks=1, is_launched=False)
+    assert codes == [0], said
+
+
+def complete(rank):
+    from IPython.core.completer import provisionalcompleter
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
     shell.user_ns["FabricLoop"] = FabricLoop
-    completer = pytest.importorskip("IPython.core.completer")
-    with completer.provisionalcompleter():
+    with provisionalcompleter():
         found = {one.text for one in shell.Completer.completions("FabricLoop(save_", len("FabricLoop(save_"))}
     assert {"save_top_k=", "save_last=", "save_every_n_steps="} <= found
 
