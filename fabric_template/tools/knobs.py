@@ -65,6 +65,11 @@ def _matmul(facts: Facts, chosen: Mapping[str, Any]) -> Iterable[str]:
 
 SAID_LR = "the steps are fewer and larger: the learning rate is to be found again (--lr)"
 KNOBS = (
+    # first: on a busy machine more threads than one are what makes all other measurements waver
+    Knob(
+        "threads", "threads", "", _threads,
+        lambda v: f"torch.set_num_threads({v}), or OMP_NUM_THREADS={v} before the command: sums may end in another last bit",
+    ),
     Knob(
         "workers", "workers", "", _workers,
         lambda v: f"DataLoader(..., num_workers={v}{', persistent_workers=True' * bool(v)})",
@@ -80,10 +85,6 @@ KNOBS = (
         lambda f, c: [True] if f.has_tensors else (),
         lambda v: "TensorLoader(x, y, batch_size=...) in the place of DataLoader(TensorDataset(x, y), ...): the same samples;"
         " where they are shuffled, in another order",
-    ),
-    Knob(
-        "threads", "threads", "", _threads,
-        lambda v: f"torch.set_num_threads({v}), or OMP_NUM_THREADS={v} before the command: sums may end in another last bit",
     ),
     Knob(
         "matmul_precision", "matmul precision", "products of matrices are rounded more coarsely", _matmul,
@@ -102,7 +103,7 @@ KNOBS = (
     Knob(
         "fused", "fused optimizer", "the optimizer rounds in other places: other last digits",
         lambda f, c: [True] if f.is_fused is False else (),
-        lambda v: "torch.optim.Adam(..., fused=True): where the optimizer is made", arguments=("fused",),
+        lambda v: "fused=True where the optimizer is made, torch.optim.Adam(..., fused=True)", arguments=("fused",),
     ),
     Knob(
         "compile", "compile", "operations are put together: other last digits",

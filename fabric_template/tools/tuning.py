@@ -199,6 +199,8 @@ class Tuner:
         if kept is None:
             return
         again, _ = self.trial(f"{label(self.tuned.choice)}, again", self.tuned.choice)
+        if not self.tuned.choice and again.speed is not None and again.speed.pays(self.best):
+            self.base = again.speed  # it was slow by accident: gains are over this one
         if again.speed is None or best.pays(again.speed):  # or the machine was slow for a while, and now is not
             self.tuned.choice, self.best, kept.is_kept = kept.choice, best, True
             self.show(f"kept        {kept.name}")
@@ -237,7 +239,7 @@ def chosen_knobs(only: Iterable[str] | None, same_numbers: bool) -> list[Knob]:
 
     Example:
         >>> [knob.name for knob in chosen_knobs(None, same_numbers=True)]
-        ['workers', 'pin_memory', 'tensors', 'threads']
+        ['threads', 'workers', 'pin_memory', 'tensors']
     """
     asked = None if only is None else [only] if isinstance(only, str) else list(only)
     if unknown := [name for name in asked or () if name not in BY_NAME]:

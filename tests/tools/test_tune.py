@@ -196,7 +196,7 @@ def test_a_training_that_fails_as_it_is():
 
 
 def test_names_that_are_none():
-    with pytest.raises(Misuse, match="tune: there is no 'warp' to try: expected some of workers, pin_memory"):
+    with pytest.raises(Misuse, match="tune: there is no 'warp' to try: expected some of threads, workers, pin_memory"):
         chosen_knobs(["warp"], same_numbers=False)
     with pytest.raises(Misuse, match="tune: precision changes the numbers: leave it out, or same_numbers"):
         chosen_knobs(["precision", "workers"], same_numbers=True)

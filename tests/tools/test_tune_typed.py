@@ -156,7 +156,7 @@ def test_a_job_that_travels_is_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--only", "warp"], "tune: there is no 'warp' to try: expected some of workers, pin_memory, tensors"),
+        (["--only", "warp"], "tune: there is no 'warp' to try: expected some of threads, workers, pin_memory"),
         (["--only", "precision", "--same_numbers"], "tune: precision changes the numbers: leave it out, or"),
         (["--seconds", "0"], "--seconds 0: expected a number above 0"),
         (["--max_batch_size", "many"], "tune: argument --max_batch_size: invalid int value: 'many'"),
