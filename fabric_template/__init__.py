@@ -16,6 +16,7 @@ if _TYPE_CHECKING:
     from .tools import doctor as doctor
     from .tools.live import LivePlot as LivePlot
     from .tools.plots import plot_logs as plot_logs
+    from .tools.profiling import profile as profile
     from .tools.runs import list_runs as list_runs
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ _HOMES = {
     "doctor": "tools.doctor",
     "list_runs": "tools.runs",
     "plot_logs": "tools.plots",
+    "profile": "tools.profiling",
     "read_logs": "record.logger",
 }
 __all__ = list(_HOMES)

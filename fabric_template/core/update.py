@@ -67,6 +67,8 @@ class AutomaticUpdate:
         self.keeps = not config.barebones or self.hooks.heard("on_train_batch_end")
         backward = Tensor.backward if self.is_plain else fabric.backward
         self._backward = self.hooks.timed(backward, f"[Strategy]{strategy}.backward")
+        if self.own_backward is not None:
+            self.own_backward = self.hooks.timed(self.own_backward, f"[Strategy]{strategy}.backward")
         self.heard = any(self.hooks.heard(name) for name in UPDATE_HOOKS)
         self.before_step = tuple(self.preparations())
         self.lenient = run.trained.is_lightning

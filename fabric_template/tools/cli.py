@@ -1,4 +1,4 @@
-"""The command line: fit, validate, test, predict, plot, runs, doctor, tune, export, new, copy, diff, update, verify.
+"""The command line: fit, validate, test, predict, plot, runs, profile, doctor, tune, export, new, copy, diff, update, verify.
 
 Nothing heavy is imported before a verb needs it: a word of help must not wait for torch.
 """
@@ -23,6 +23,7 @@ VERBS = {
     "predict": "run a model's predict_step over its data",
     "plot": "draw the logs of one run or several",
     "runs": "list runs and how they stand; compare two, find the best, write a page to look at",
+    "profile": "where a training step goes: a table, a picture, and what to do about it",
     "doctor": "what is wrong with a training: two scripts beside each other, a script's source, a finished run",
     "tune": "find what makes a training faster on this machine, or with --lr a learning rate for it",
     "export": "write a model as a file that others load: safetensors, torch.export, onnx, torchscript",
@@ -91,7 +92,7 @@ def _is_for_users(error: Exception) -> bool:
     return isinstance(error, ValueError | TypeError) and modules[-1] == "ours" and {*modules} <= {"ours", *between}
 
 
-# ---- plot, runs, doctor, export, verify; new, copy, diff, update
+# ---- plot, runs, profile, doctor, export, verify; new, copy, diff, update
 
 
 def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argparse.Namespace:
@@ -133,6 +134,13 @@ def _doctor(verb: str, argv: list[str]) -> int:
     text, code = doctor_verb(f"{program()} {verb}", VERBS[verb], argv)
     _print(text)
     return code
+
+
+def _profile(verb: str, argv: list[str]) -> None:
+    from .profile_typed import run_profile
+
+    if (text := run_profile(argv, VERBS[verb])) is not None:
+        _print(text)
 
 
 def _print(text: str) -> None:
@@ -185,7 +193,8 @@ def _verify(verb: str, argv: list[str]) -> int:
     return code
 
 
-OTHERS = {"plot": _plot, "runs": _runs, "doctor": _doctor, "tune": _tune, "export": _export, "verify": _verify}
+OTHERS = {"plot": _plot, "runs": _runs, "profile": _profile, "doctor": _doctor, "tune": _tune}
+OTHERS |= {"export": _export, "verify": _verify}
 OTHERS |= dict.fromkeys(("new", "copy", "diff", "update"), _copies)
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from .errors import UsageError
 from .typed import shown
 
 PARTS = ("model", "data")
-TRAINING = ("fit", "tune")  # verbs that need to know how a run was trained
+TRAINING = ("fit", "tune", "profile")  # verbs that need to know how a run was trained
 MOST = 10_000_000  # characters in a config file, as its aliases stand for them
 
 
@@ -143,7 +143,7 @@ def check_known(
 ) -> list[str]:
     """Refuse a run of which too little is known; returns the arguments that are taken to be as their class has them.
 
-    Only a fit needs to know how the run was trained. Who gives another model gives its steps and optimizers with it.
+    Only what trains needs to know how the run was trained. Who gives another model gives its steps and optimizers with it.
     """
     step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}.get(verb)
     needed = ("model",) if verb == "export" else (*PARTS, step)

@@ -251,7 +251,7 @@ def fabric_options(
 
 
 OWN = {"fit": ("run", "resume", "load"), **dict.fromkeys(("validate", "test"), ("run", "load")),
-       "predict": ("run", "load", "out"), "export": ("run",), "tune": ("run",)}  # fmt: skip
+       "predict": ("run", "load", "out"), "export": ("run",), "tune": ("run",), "profile": ("run",)}  # fmt: skip
 OWN_HELP = {
     "run": "A run's folder, logs/<name>/version_<n>: its model and data and all its words, from the config.yaml there.",
     "resume": 'Go on exactly from "last", "best", "auto" (last, if there is one) or a path.',

@@ -33,6 +33,8 @@ def begin(profiler: Any, run: Run, log_dir: str | None) -> None:
         if hasattr(profiler, "_lightning_module"):  # PyTorchProfiler names its modules; Trainer sets it, too
             profiler._lightning_module = run.trained.model
         setup(stage=run.fn, local_rank=rank, log_dir=log_dir)
+    if callable(watch := getattr(profiler, "watch", None)):  # one of ours, for what Lightning has no name for
+        watch(run)
 
 
 def end(profiler: Any) -> None:

@@ -51,6 +51,14 @@ def _shared():
     return Fabric(accelerator="cpu", devices=1).setup_dataloaders(DataLoader(range(2)), move_to_device=False)
 
 
+def _stepped():
+    """What a scheduler notes on its optimizer."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    return dir(optimizer) + dir(optimizer.step)
+
+
 NEEDED = [  # name, who has it, and what we need it for
     ("_hparams_name", lambda: Configured({"a": 1}), "checkpoint.py", "hyperparameters that load_from_checkpoint gives back"),
     ("_last_global_step_saved", ModelCheckpoint, "fitting.py", "a step that is saved already, after a resume as before"),
@@ -70,7 +78,7 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_orig_mod", _compiled, "export.py", "a model that torch.compile has wrapped"),
     ("_num_iter_calls", _shared, "mini.py", "epochs that a loader of Fabric's shuffles by: a resumed run has not made them"),
     ("_mode", lambda: CombinedLoader([]), "loaders.py", "to tell loaders that go together from those that follow each other"),
-    ("_lightning_module", PyTorchProfiler, "profiling.py", "to name the module's parts in the trace"),
+    ("_lightning_module", PyTorchProfiler, "trainer/profiling.py", "to name the module's parts in the trace"),
     ("_dataloader_init_kwargs_resolve_sampler", "lightning.fabric.utilities.data", "sharing.py", "batch samplers of one's own"),
     ("_FabricModule", "lightning.fabric.wrappers", "steps.py", "the type of what a strategy wraps, for the type checker"),
     ("_MultiProcessingLauncher", "lightning.fabric.strategies.launchers", "signals.py", "to know that ranks are spawned"),
@@ -86,6 +94,8 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_send_idx", _workers, "source.py", "to know which batches workers have begun"),
     ("_orig_mod", lambda: torch.compile(torch.nn.Linear(1, 1), backend="eager"), "prepare.py", "to train what was compiled"),
     ("_step_supports_amp_scaling", lambda: torch.optim.SGD([torch.ones(1)], fused=True), "update.py", "fused under 16-mixed"),
+    ("_wrapped_by_lr_sched", _stepped, "aside.py", "a copied optimizer, which its scheduler knows for one that steps"),
+    ("_opt_called", _stepped, "aside.py", "the same: that it has stepped"),
     ("_option_string_actions", argparse.ArgumentParser, "options.py", "a help that shows what is typed"),
 ]  # fmt: skip
 

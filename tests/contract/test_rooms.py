@@ -24,8 +24,9 @@ ARROWS = {  # a room, and those that it may import beside itself; a file at the 
     "process": BELOW_PROCESS,
     # composes, and may name what is below process, too
     "loop": {"process"} | BELOW_PROCESS,
-    # the loop, what a command prints (the configuration's words, logs and checkpoints), and TensorLoader, which tune tries
-    "tools": {"loop", "core", "record", "files", "data"},
+    # the loop, what a command prints (the configuration's words, logs and checkpoints), and what a trial changes: loaders,
+    # random numbers
+    "tools": {"loop", "core", "record", "files", "data", "exact"},
     # what a user would write
     "demos": set(),
     "mini": set(),
