@@ -41,7 +41,7 @@ class Profile:
 
     Example:
         >>> profile = Profile([{"data": 0.006, "forward": 0.002}] * 10, [0.008] * 10, device="cpu", samples=32)
-        >>> [(row.part, row.share, row.median) for row in profile.rows]
+        >>> [(row.part, round(row.share, 3), row.median) for row in profile.rows]
         [('data', 0.75, 6.0), ('forward', 0.25, 2.0)]
     """
 
