@@ -11,11 +11,11 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, TensorDataset
-from torch.utils.data.dataloader import default_collate
+from torch.utils.data import DataLoader, SequentialSampler
 
 from ..data.tensors import TensorLoader
 from .profiled import Advice, Profile, _ms
+from .rebuilt import has_tensors, rebuilt
 
 MUCH = 0.2  # of a step, from which on a part is worth a word,
 SOME = 0.1  # for those that should cost nothing
@@ -44,10 +44,11 @@ def _data(profile: Profile, share: float, loader: Any, attempt: Attempt) -> Iter
     if share < MUCH:
         return
     what = f"{share:.0%} of a step waits for data"
-    if as_tensors(loader) is not None:
+    if has_tensors(loader):
+        shuffled = ", shuffle=True" * (type(loader.sampler) is not SequentialSampler)
         yield _tried(profile, attempt, f"{what}: it lies in memory, and TensorLoader cuts whole batches of it", (
-            f"TensorLoader(x, y, batch_size={loader.batch_size}{', shuffle=True' * _is_shuffled(loader)})"
-        ), change=as_tensors)  # fmt: skip
+            f"TensorLoader(x, y, batch_size={loader.batch_size}{shuffled})"
+        ), change=partial(rebuilt, choice={"tensors": True}))  # fmt: skip
         return
     if not isinstance(loader, DataLoader):
         yield Advice(f"{what}, from a {type(loader).__name__}", (
@@ -61,11 +62,11 @@ def _data(profile: Profile, share: float, loader: Any, attempt: Attempt) -> Iter
         yield Advice(f"{what}, with {loader.num_workers} workers on {_cores()} processors", (
             LESS
         ))  # fmt: skip
-    elif not _can_be_made_again(loader):
+    elif type(loader) is not DataLoader:
         kind = f"this {type(loader).__name__} is not torch's own"
         yield Advice(f"{what}: {workers} {how} could fetch it meanwhile; not tried, as {kind}", write)
     else:
-        change = partial(made_again, num_workers=workers, persistent_workers=True)
+        change = partial(rebuilt, choice={"workers": workers})
         what = f"{what}: {workers} {how} fetch it meanwhile"
         yield _tried(profile, attempt, what, write, LESS, fmean, change=change, steps=4 * workers)
 
@@ -74,8 +75,10 @@ def _device(profile: Profile, share: float, loader: Any, attempt: Attempt) -> It
     what, write = f"{share:.0%} of a step brings batches to the device", "DataLoader(..., pin_memory=True)"
     if isinstance(loader, TensorLoader) and profile.device != "cpu":
         yield Advice(f"{what}: the tensors can lie there", "TensorLoader(..., device='cuda')")
-    elif profile.device != "cpu" and isinstance(loader, DataLoader) and not loader.pin_memory:
-        yield _tried(profile, attempt, f"{what}: pinned memory", write, change=partial(made_again, pin_memory=True))
+    elif profile.device != "cpu" and type(loader) is DataLoader and not loader.pin_memory:
+        yield _tried(
+            profile, attempt, f"{what}: pinned memory", write, change=partial(rebuilt, choice={"pin_memory": True})
+        )
 
 
 def _step(profile: Profile, share: float, loader: Any, attempt: Attempt) -> Iterator[Advice]:
@@ -178,65 +181,6 @@ class Fuse:
                 self.names.append(next(kind.__name__ for kind in type(optimizer).__mro__ if kind in FUSED))
                 for group in optimizer.param_groups:
                     group |= {"fused": True, "foreach": False}
-
-
-# ---- loaders made again
-
-
-def _can_be_made_again(loader: DataLoader) -> bool:
-    return type(loader) is DataLoader
-
-
-def made_again(loader: Any, **words: Any) -> Any:
-    """A DataLoader of the same batches in other words; any other loader as it is.
-
-    Example:
-        >>> loader = made_again(DataLoader(range(8), batch_size=2), num_workers=2)
-        >>> loader.num_workers, loader.batch_size, len(loader)
-        (2, None, 4)
-    """
-    if not isinstance(loader, DataLoader) or not _can_be_made_again(loader):
-        return loader
-    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
-             "persistent_workers")  # fmt: skip
-    same = {name: getattr(loader, name) for name in names}
-    if isinstance(loader.dataset, IterableDataset):
-        same |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    elif loader.batch_sampler is not None:
-        same["batch_sampler"] = loader.batch_sampler
-    else:
-        same |= {"batch_size": None, "sampler": loader.sampler}
-    return DataLoader(loader.dataset, **{**same, **words})
-
-
-def as_tensors(loader: Any) -> TensorLoader | None:
-    """A TensorLoader of the same batches, for a DataLoader that only collates what lies in tensors; None for any other.
-
-    Example:
-        >>> loader = as_tensors(DataLoader(TensorDataset(torch.arange(5)), batch_size=2))
-        >>> [batch[0].tolist() for batch in loader]
-        [[0, 1], [2, 3], [4]]
-    """
-    if not isinstance(loader, DataLoader) or not loader.batch_size or loader.collate_fn is not default_collate:
-        return None
-    dataset: Any = loader.dataset
-    indices = None
-    if type(dataset) is Subset:
-        dataset, indices = dataset.dataset, list(dataset.indices)
-    of_samples = type(loader.sampler) is SequentialSampler or _is_shuffled(loader)
-    if type(dataset) is not TensorDataset or not of_samples:
-        return None
-    tensors = dataset.tensors if indices is None else [tensor[indices] for tensor in dataset.tensors]
-    return TensorLoader(
-        *tensors, batch_size=loader.batch_size, shuffle=_is_shuffled(loader), drop_last=loader.drop_last
-    )
-
-
-def _is_shuffled(loader: DataLoader) -> bool:
-    sampler = loader.sampler
-    return (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    )
 
 
 def _cores() -> int:

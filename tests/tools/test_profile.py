@@ -14,23 +14,18 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from modules import Classifier, by_step, make_data, make_loader, quiet
+from modules import Classifier, by_step, make_loader, quiet
 from runs import same, tree
 from test_cli import refused, run
 from torch import nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
-    RandomSampler,
-    Subset,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from fabric_template import FabricLoop, TensorLoader, profile
 from fabric_template.core.errors import Misuse, MisuseOfType
-from fabric_template.tools.advising import as_tensors, made_again
 from fabric_template.tools.profiled import Advice, Profile
 
 LONG = 0.005  # seconds; what else is in these steps takes a tenth of it
@@ -257,38 +252,6 @@ def test_what_cannot_be_tried_is_said():
     assert small(train=Mine(Slow(), 4)).advice[0].what.endswith("; not tried, as this Mine is not torch's own")
     advice = small(train=DataLoader(Unopened(), 4)).advice[0]
     assert "; not measured, it failed with AssertionError: " in advice.what
-
-
-def test_loaders_made_again_give_the_same():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(7))
-
-    for loader in (
-        DataLoader(range(7), 2, drop_last=True),
-        DataLoader(range(7), batch_size=None),
-        DataLoader(Stream(), 2),
-        DataLoader(range(7), batch_sampler=[[0, 6], [3]]),
-    ):
-        again = made_again(loader, num_workers=1)
-        assert again.num_workers == 1
-        assert same(list(again), list(loader))
-
-
-def test_what_lies_in_tensors_is_known():
-    data = make_data()
-    assert same(
-        [list(b) for b in as_tensors(DataLoader(Subset(data, [3, 1]), 1))],
-        [list(b) for b in DataLoader(Subset(data, [3, 1]), 1)],
-    )
-    for loader in (
-        DataLoader(Slow(), 2),
-        DataLoader(data, 2, collate_fn=list),
-        DataLoader(data, 2, sampler=WeightedRandomSampler([1.0] * 40, 40)),
-        DataLoader(data, 2, sampler=RandomSampler(data, num_samples=5)),
-        DataLoader(data, batch_size=None),
-    ):
-        assert as_tensors(loader) is None
 
 
 # ---- all is as it was
