@@ -278,6 +278,7 @@ class Data(pl.LightningDataModule):
 
     def setup(self, stage):
         self.setups += 1
+        torch.randperm(9, generator=self.generator)  # as random_split does
 
     def train_dataloader(self):
         return DataLoader(self.data, 4, shuffle=True, generator=self.generator)
