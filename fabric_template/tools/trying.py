@@ -181,26 +181,20 @@ class Written:
         return {self._of[word] for word in self.words}
 
     def text(self) -> str:
-        """The file: what keeps the numbers first."""
+        """The file; behind each word whether the numbers stay."""
         import yaml
 
         self.was_written = True
-        parts: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+        lines, parts = ["# written by fabric-template tune, for fit --config"], dict[str, list[str]]()
         for word, value in self.words.items():
-            part, dot, name = word.partition(".")
-            where = parts[not BY_NAME[self._of[word]].numbers]
-            (where.setdefault(part, {}) if dot else where)[name or part] = value
-        shared = {part for part in parts[True] if part in parts[False]}  # a word stands once in a file
-        for part in shared:
-            parts[False][part] = {**parts[True].pop(part), **parts[False][part]}
-        lines = ["# written by fabric-template tune: for fit --config\n"]
-        for keeps, said in ((True, "# the numbers stay as they are\n"), (False, "# this changes the numbers\n")):
-            for part, inner in parts[keeps].items():
-                if isinstance(inner, dict):
-                    parts[keeps][part] = {"class": self._class(part), **inner}
-            if parts[keeps]:
-                lines += [said, yaml.safe_dump(parts[keeps], sort_keys=False)]
-        return "".join(lines)
+            numbers = BY_NAME[self._of[word]].numbers
+            part, dot, name = word.rpartition(".")
+            said = f"  # other numbers: {numbers}" if numbers else "  # the same numbers"
+            text = f"{name}: {yaml.safe_dump(value).splitlines()[0]}{said}"
+            (parts.setdefault(part, []) if dot else lines).append(text)
+        for part, inside in parts.items():
+            lines += [f"{part}:", *(f"  {line}" for line in [f"class: {self._class(part)}", *inside])]
+        return "\n".join([*lines, ""])
 
     def _class(self, part: str) -> str:
         settings = self.job.options.settings  # type: ignore[union-attr]

@@ -52,7 +52,7 @@ class Tuned:
 
     trials: list[Trial] = field(default_factory=list)
     choice: dict[str, Any] = field(default_factory=dict)  # what pays, by the name of its knob
-    gain: float = 1.0  # of all that together, measured again beside the training as it is
+    gain: float = 1.0  # of all that together over the training as it is, measured twice: the smaller one
     notes: list[str] = field(default_factory=list)  # of what does not fit, or was not tried
 
     @property
@@ -209,6 +209,8 @@ class Tuner:
 
     def check_again(self) -> None:
         """Measure both ends once more, one after the other: a machine may be faster now than it was at the beginning."""
+        assert self.best is not None
+        assert self.base is not None
         while self.tuned.choice:
             ends = [
                 self.trial(f"{name}, again", choice)[0]
@@ -216,7 +218,8 @@ class Tuner:
             ]
             before, after = (one.speed for one in ends)
             if before is not None and after is not None:
-                self.tuned.gain = after.rate / before.rate
+                # the smaller of two measurements, each beside its neighbour in time
+                self.tuned.gain = min(after.rate / before.rate, self.best.rate / self.base.rate)
                 if not after.pays(before):
                     self.tuned.notes.append(f"{label(self.tuned.choice)}: measured again, it does not pay")
                     self.tuned.choice = {}

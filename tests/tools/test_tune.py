@@ -109,7 +109,7 @@ def test_without_fork_it_is_a_new_interpreter_and_takes_what_can_be_pickled(monk
 
 
 def test_workers_win_where_samples_take_long():
-    tuned = tuned_with(DataLoader(Samples(600, sleeps=0.01), batch_size=4), lambda n, b: n(b).mean(), only=["workers"])
+    tuned = tuned_with(DataLoader(Samples(600, sleeps=0.005), batch_size=2), lambda n, b: n(b).mean(), only=["workers"])
     assert tuned.choice == {"workers": 2}
     assert tuned.gain > 1.3
     names = [trial.name for trial in tuned.trials]
@@ -132,7 +132,7 @@ def test_a_batch_that_does_not_fit_is_named_and_nothing_here_has_changed(tmp_pat
     loader, shown = DataLoader(Samples(), batch_size=16, collate_fn=collate, shuffle=True), []
     tuned = tune(
         FabricLoop(accelerator="cpu"), net, loader, optimizer=optimizer, training_step=slow_step, only=["batch_size"],
-        seconds=0.3, show=shown.append,
+        seconds=0.15, show=shown.append,
     )  # fmt: skip
     assert tuned.choice == {"batch_size": 64}
     assert tuned.words == {}

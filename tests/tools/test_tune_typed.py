@@ -8,7 +8,7 @@ import yaml
 
 from fabric_template.tools import cli
 from fabric_template.tools import typed as typed_commands
-from fabric_template.tools.trying import TypedJob
+from fabric_template.tools.trying import TypedJob, Written
 
 MODULE = """
 import time
@@ -68,7 +68,7 @@ def nothing():
     raise ValueError("inside the constructor")
 """
 WHAT = ["--model", "mine_to_tune:Lit", "--accelerator", "cpu"]
-QUICK = ["--seconds", "0.2", "--only", "batch_size", "--max_batch_size", "32"]
+QUICK = ["--seconds", "0.1", "--only", "batch_size", "--max_batch_size", "32"]
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +126,29 @@ def test_an_argument_that_is_not_heeded_is_a_line_instead(tmp_path, capsys):
     assert "write       DataLoader(..., batch_size=32); the steps are fewer and larger" in out
     assert "config" not in out
     assert not (tmp_path / "other.yaml").exists()
+
+
+def test_the_words_of_a_file_and_what_was_typed_in_their_place(tmp_path):
+    job = TypedJob([*WHAT, "--data", "mine_to_tune:Data", "--precision", "32-true", "--max_epochs", "3"], "")
+    written = Written(
+        job, {"threads": 1, "tensors": True, "precision": "bf16-mixed", "compile": True, "batch_size": 64}
+    )
+    assert written.names == {"precision", "compile", "batch_size"}
+    assert written.text().splitlines() == [
+        "# written by fabric-template tune, for fit --config",
+        "precision: bf16-mixed  # other numbers: layers compute in bfloat16, of which three digits are right",
+        "compile: true  # other numbers: operations are put together: other last digits",
+        "data:",
+        "  class: mine_to_tune:Data",
+        "  batch_size: 64  # other numbers: the steps are fewer and larger: the learning rate is to be found again (--lr)",
+    ]
+    typed = f"{' '.join(WHAT)} --data mine_to_tune:Data --max_epochs 3 --config tuned.yaml"
+    assert written.command("tuned.yaml") == f"fabric-template fit {typed}"
+    (tmp_path / "tuned.yaml").write_text(written.text())
+    read = TypedJob(typed.split(), "")
+    words = read.words(str(tmp_path))
+    assert (words["precision"], words["compile"]) == ("bf16-mixed", True)
+    assert read.parts()[1]["train_dataloaders"].batch_size == 64
 
 
 def test_a_learning_rate(tmp_path, capsys):
