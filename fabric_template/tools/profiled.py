@@ -132,7 +132,7 @@ class Profile:
             drawn, [f"{row.share:.0%}  {_ms(mean)}" for row, mean in zip(rows, means, strict=True)], padding=4
         )
         bars.invert_yaxis()
-        bars.set_xlim(0, max(means) * 1.45)
+        bars.set_xlim(0, max(means) * 1.6)
         bars.set_xlabel("ms of a step, mean")
         bars.set_title(f"a step: {_ms(sum(means))}", loc="left")
         bottom = [0.0] * len(self.steps)
@@ -141,6 +141,7 @@ class Profile:
             course.bar(range(len(heights)), heights, 1.0, bottom, color=colors[name], label=name)
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         course.set_xlim(-0.5, len(self.steps) - 0.5)
+        course.xaxis.get_major_locator().set_params(integer=True)
         course.set_xlabel("step")
         course.set_ylabel("ms")
         course.set_title(f"{len(self.steps)} steps", loc="left")
