@@ -177,6 +177,8 @@ def run_test(job: Job, low: float, high: float, steps: int, time_limit: float) -
         raise Misuse(f"lr_steps={steps}: expected 10 or more, a hundred for a curve that one can read")
     answer = ask(partial(_train, job, low, high, steps), time_limit)
     if answer.result is None:
+        if answer.failure.startswith("Misuse: "):  # our own words need no more
+            raise Misuse(f"tune: {answer.failure.partition(': ')[2]}")
         raise Misuse(
             f"tune: the test of learning rates fails ({answer.failure}); expected a training that runs: try it with fit first"
             + f". It said: {' / '.join(answer.said.splitlines())}" * bool(answer.said)

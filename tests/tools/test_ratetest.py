@@ -74,6 +74,8 @@ def test_curves_that_suggest_nothing_and_ways_to_suggest():
 
 
 class TwoOptimizers(nn.Linear):
+    automatic_optimization = False
+
     def __init__(self):
         super().__init__(1, 1)
 
@@ -91,5 +93,12 @@ def test_what_is_refused():
         find_lr(loop, net, loader, optimizer=optimizer, training_step=quadratic, low=1, high=0.1)
     with pytest.raises(Misuse, match="lr_steps=3: expected 10 or more"):
         find_lr(loop, net, loader, optimizer=optimizer, training_step=quadratic, steps=3)
-    with pytest.raises(Misuse, match="the test of learning rates fails .*expected a training that runs"):
+    with pytest.raises(
+        Misuse,
+        match="^tune: a test of learning rates needs one optimizer, stepped by the loop: for several, find each by hand$",
+    ):
         find_lr(loop, TwoOptimizers(), loader)
+    with pytest.raises(
+        Misuse, match=r"the test of learning rates fails \(KeyError: 7\); expected a training that runs"
+    ):
+        find_lr(loop, net, loader, optimizer=optimizer, training_step=lambda net, batch: {}[7])
