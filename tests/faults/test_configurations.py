@@ -15,7 +15,7 @@ def run(*words):
 
 
 @pytest.mark.timeout(900)  # a minute where nobody else is at work
-@pytest.mark.parametrize(("ranks", "count"), [(1, 30), (2, 3)])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 20), (2, 3)])
 def test_ended_and_resumed(ranks, count):
     """At counted points, not at a clock's instants: the same runs each time."""
     done = run("--steady", "--seed", "0", "--ranks", str(ranks), "--count", str(count))
