@@ -157,7 +157,7 @@ class FabricLoop(Parts):
             datamodule: in the loaders' place.
             resume: a checkpoint to go on from, exactly: a path, "last", "best", or "auto" (the newest good one, if any).
             load: a checkpoint to take the weights from.
-            optimizer: whatever configure_optimizers may return, for modules that have none.
+            optimizer: whatever configure_optimizers may return, for modules that have none; several are a function's to step.
             training_step: ``fn(model, batch)`` or ``fn(model, batch, batch_idx)``, returns the loss.
             validation_step: the same; returns a loss, a pair (loss, acc) or a dict.
             epoch_end: ``fn(model, outputs)`` of all that validation_step returned, by batch; returns a dict of metrics.

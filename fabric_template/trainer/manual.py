@@ -26,9 +26,8 @@ class ManualUpdate(AutomaticUpdate):
         self._used: set[int] = set()  # the optimizers that have stepped in this batch, after the last backward
         self._has_begun = False
         self._counted: list[Any] = []  # hooks of optimizers that functions step as they are
-        self._is_ready = self._ddp is None or not isinstance(
-            run.trained.owner, FunctionSteps
-        )  # gradients are added over the ranks in the backward that comes
+        # whether gradients are added over the ranks; of a step function not before it has called loop.backward
+        self._is_ready = self._ddp is None or not isinstance(run.trained.owner, FunctionSteps)
         super().__init__(run)
 
     def set_up(self) -> None:
@@ -63,17 +62,17 @@ class ManualUpdate(AutomaticUpdate):
                 f" {type(output).__name__}"
             )
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output} if output is not None else {}
-        if isinstance(outputs.get("loss"), Tensor):
-            outputs["loss"] = outputs["loss"].detach()
+        if isinstance(loss := outputs.get("loss"), Tensor):
+            if not self._has_begun and loss.requires_grad:
+                self._check_function()
+            outputs["loss"] = loss.detach()
             self.run.log.note_returned(output, outputs["loss"])
-        if not self._has_begun:
-            self._has_begun = True
-            self._check_function()
+        self._has_begun = True
         self.run.at.stepped_by_hand(0)
         return outputs
 
     def _check_function(self) -> None:
-        """A step function that leaves its optimizers to the loop trains nothing: that shows behind its first batch."""
+        """A step function that returns its loss for the loop to minimize trains nothing: that shows behind its first batch."""
         is_left = not self._used and all(parameter.grad is None for parameter in self.run.trained.net.parameters())
         if isinstance(self.owner, FunctionSteps) and is_left:
             raise Misuse(

@@ -366,6 +366,20 @@ def test_several_optimizers_that_nobody_steps():
     )
 
 
+def test_a_step_that_only_gathers_at_first_is_none_of_these():
+    """As with a replay buffer: nothing is stepped in the first batches, and no loss returned."""
+    parts, optimizers = make_gan()
+    step, seen = gan_step(parts, optimizers), []
+
+    def gather(net, batch):
+        seen.append(batch)
+        return step(net, batch) if len(seen) > 3 else None
+
+    loop = FabricLoop(**quiet(max_epochs=1))
+    loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gather)
+    assert loop.global_step == 2 * 7
+
+
 def test_own_backward_needs_the_loop_in_several_processes(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     parts, optimizers = make_gan()
