@@ -12,12 +12,13 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from .epoch_end import EpochEnd
+from .functions import FunctionSteps, takes, takes_batch_idx, takes_iterator
 from .inputs import check_names
+from .net import Modes
 from .overrides import is_a, overrides
 from .passes import INFINITE, Handed, Turn
 from .returned import name_outputs
 from .run import Run
-from .steps import FunctionSteps, Modes, takes, takes_batch_idx, takes_iterator
 from .timing import timed_batches
 
 

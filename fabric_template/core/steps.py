@@ -1,4 +1,4 @@
-"""Steps: functions, methods and objects as steps; StepModule, the one door for precision, DDP and compile.
+"""Steps: StepModule, the one door for precision, DDP and compile.
 
 Plain Fabric runs ``model.training_step`` on one device around its own precision: ``bf16-mixed`` silently trains in
 float32. Here every step of every kind goes through the same door.
@@ -6,11 +6,9 @@ float32. Here every step of every kind goes through the same door.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,106 +18,12 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .buckets import Buckets
-from .errors import MisuseOfType
+from .net import Modes, with_a_note
 
 if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricModule
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-class FunctionSteps:
-    """Step functions ``fn(model, batch)`` or ``fn(model, batch, batch_idx)`` as an object with step methods.
-
-    For what there is no function, the net's own method stands in; for a test, then, the function that validates.
-
-    Example:
-        >>> net = nn.Linear(2, 1)
-        >>> steps = FunctionSteps(net, training_step=lambda model, batch: model(batch).sum())
-        >>> steps.training_step(torch.zeros(3, 2)).shape
-        torch.Size([])
-    """
-
-    automatic_optimization: bool
-
-    def __init__(self, net: nn.Module, **functions: Callable | None) -> None:
-        self.net = net
-        for name, function in functions.items():
-            if function is not None:
-                setattr(self, name, partial(function, net))
-        self.functions = {name: function for name, function in functions.items() if function is not None}
-
-    def __getattr__(self, name: str) -> Any:
-        if name in (*STEPS, "forward", "configure_optimizers", "automatic_optimization"):
-            if hasattr(self.net, name):
-                return getattr(self.net, name)
-            if name == "test_step" and "validation_step" in vars(self):
-                return self.validation_step
-        raise AttributeError(f"{type(self.__dict__.get('net')).__name__} has no {name}")
-
-
-def net_of(owner: Any) -> nn.Module:
-    """The nn.Module that holds an owner's parameters: itself, or all modules and parameters among its attributes.
-
-    Example:
-        >>> class Plain:
-        ...     def __init__(self): self.net = nn.Linear(2, 1)
-        >>> list(net_of(Plain()).state_dict())
-        ['net.weight', 'net.bias']
-    """
-    if isinstance(owner, nn.Module):
-        return owner
-    net = nn.Module()
-    for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
-        if isinstance(value, nn.Module):
-            net.add_module(name, value)
-        elif isinstance(value, nn.Parameter):
-            net.register_parameter(name, value)
-        elif isinstance(value, list | tuple) and value and all(isinstance(part, nn.Module) for part in value):
-            net.add_module(name, nn.ModuleList(value))
-        elif isinstance(value, dict) and value and all(isinstance(part, nn.Module) for part in value.values()):
-            net.add_module(name, nn.ModuleDict(value))
-    if not list(net.children()) and not list(net.parameters()):
-        raise MisuseOfType(
-            f"{type(owner).__name__} holds no torch.nn.Module: expected an nn.Module, or an object with modules among its "
-            "attributes; write self.net = ... in its __init__"
-        )
-    return net
-
-
-def takes_batch_idx(step: Callable) -> bool:
-    """Whether a step takes ``(batch, batch_idx)`` or only ``(batch)``; a method as under Trainer, by how many it takes.
-
-    Of a function what has a default, or can be given by name only, is its own: a factor, say, or an optimizer.
-
-    Example:
-        >>> takes_batch_idx(partial(lambda model, batch, factor=0.5: ..., None))
-        False
-    """
-    if takes(step, "batch_idx"):
-        return True
-    words = [word for word in inspect.signature(step).parameters.values() if word.name != "dataloader_idx"]
-    if isinstance(step, partial):
-        words = [word for word in words if word.default is word.empty and word.kind < word.KEYWORD_ONLY]
-    return len(words) >= 2
-
-
-def takes(step: Callable, name: str) -> bool:
-    """Whether a step has an argument of this name, or takes whatever it is given."""
-    try:
-        parameters = inspect.signature(step).parameters
-    except (TypeError, ValueError):
-        return True
-    return name in parameters or inspect.Parameter.VAR_POSITIONAL in {p.kind for p in parameters.values()}
-
-
-def takes_iterator(step: Callable | None) -> bool:
-    """Whether a step takes its batches itself, from an argument ``dataloader_iter``."""
-    try:
-        return step is not None and "dataloader_iter" in inspect.signature(step).parameters
-    except (TypeError, ValueError):
-        return False
+    from .buckets import Buckets
 
 
 class StepModule(nn.Module):
@@ -161,6 +65,8 @@ class Steps:
         if training and any(p.requires_grad for p in self.net.parameters()):
             wrapped = self.fabric.setup(StepModule(self.net))
             if not isinstance(self.fabric.strategy, SingleDeviceStrategy):
+                from .buckets import Buckets
+
                 self.wrapped, self.buckets = wrapped, Buckets(wrapped, self.fabric.world_size)
         else:
             self.fabric.to_device(self.precision.convert_module(self.net))
@@ -249,45 +155,3 @@ def _inside(context: Callable[[], Any], method: Callable) -> Callable:
             return method(*args)
 
     return step
-
-
-def device_of(net: nn.Module) -> torch.device:
-    """Where a net is, by its first parameter or buffer; one that has none yet is on the CPU.
-
-    Example:
-        >>> device_of(nn.Linear(1, 1))
-        device(type='cpu')
-    """
-    first = next(chain(net.parameters(), net.buffers()), None)
-    return torch.device("cpu") if first is None or first.is_meta else first.device
-
-
-def with_a_note(net: nn.Module) -> Iterator[nn.Module]:
-    """The net, and those of its parts that keep their own note of device and dtype: LightningModules and metrics."""
-    return (part for part in net.modules() if part is net or type(part).to is not nn.Module.to)
-
-
-class Modes:
-    """Remembers which modules were in training mode, to put each back as it was.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(1, 1), nn.Dropout()); _ = net[1].eval()
-        >>> modes = Modes(net); _ = net.eval(); modes.of(net[0])
-        True
-        >>> modes.restore(); [part.training for part in net]
-        [True, False]
-    """
-
-    def __init__(self, net: nn.Module) -> None:
-        # by id: the hash of a torchmetrics metric changes with what it has measured
-        self._modes = {id(module): (module, module.training) for module in net.modules()}
-
-    def of(self, module: nn.Module) -> bool:
-        """The mode that this module was in; of one that was not there, the one that it is in."""
-        _, training = self._modes.get(id(module), (module, module.training))
-        return training
-
-    def restore(self) -> None:
-        """Put every module back into the mode that it was in."""
-        for module, training in self._modes.values():
-            module.training = training

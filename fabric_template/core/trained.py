@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .steps import FunctionSteps, takes_iterator
+from .functions import FunctionSteps, takes_iterator
 
 
 def is_lightning(owner: Any) -> bool:

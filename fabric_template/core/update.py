@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from .errors import Misuse, MisuseOfType
+from .functions import takes_batch_idx
 from .optimizers import NoOptimizer
 from .overrides import is_a, overrides
 from .run import Run
-from .steps import takes_batch_idx
 from .weights import Weights
 
 OWN = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")  # a module's own parts

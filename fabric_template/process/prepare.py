@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from ..core.epoch_end import check_epoch_end
 from ..core.errors import MissingLoader, Misuse, MisuseOfType
+from ..core.functions import FunctionSteps, takes_batch_idx
 from ..core.inputs import check_names, check_object, check_parameters, check_path, check_signature
+from ..core.net import net_of
 from ..core.optimizers import are_several, parse_optimizers
 from ..core.origin import Origin
 from ..core.overrides import overrides
 from ..core.passes import INFINITE, length_of
 from ..core.run import Run
-from ..core.steps import FunctionSteps, net_of, takes_batch_idx
 from ..core.stop import is_endless
 from ..core.trained import Trained
 from ..data.feed import Given, loader_argument

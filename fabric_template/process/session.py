@@ -15,11 +15,12 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from ..core.errors import Misuse
+from ..core.functions import FunctionSteps
 from ..core.graphs import GraphedUpdate
+from ..core.net import Modes, device_of, with_a_note
 from ..core.overrides import is_a, overrides
 from ..core.run import Run
 from ..core.said import is_interactive
-from ..core.steps import FunctionSteps, Modes, device_of, with_a_note
 from ..core.update import AutomaticUpdate
 from ..files import checkpoint as ckpt
 from ..files.disk import clear_stale

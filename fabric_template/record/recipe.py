@@ -19,8 +19,8 @@ import lightning
 import torch
 
 from .. import __version__
+from ..core.functions import FunctionSteps
 from ..core.run import Run
-from ..core.steps import FunctionSteps
 from ..files.disk import replace_file
 from ..files.opening import cause_of
 from .logger import CSVLogger, plain

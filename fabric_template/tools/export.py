@@ -15,7 +15,7 @@ from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor, nn
 
 from ..core.errors import Misuse
-from ..core.steps import net_of
+from ..core.net import net_of
 from ..files.disk import make_folder, replace_file
 from ..files.opening import CheckpointError, cause_of, local_path
 from ..files.plain import brought_back

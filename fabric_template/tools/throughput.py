@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.steps import net_of
+from ..core.net import net_of
 from ..loop import FabricLoop
 from ..record.entries import batch_size_of
 from .jobs import Job

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import Misuse, MisuseOfType
+from ..core.functions import FunctionSteps
 from ..core.run import Run
-from ..core.steps import FunctionSteps
 from ..core.update import AutomaticUpdate
 from .views import shows
 

@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 import fabric_template.core.train
 import fabric_template.process.launch
 from fabric_template.core.hooks import Hooks
+from fabric_template.core.net import Modes
 from fabric_template.core.optimizing import Optimizing
-from fabric_template.core.steps import Modes
 from fabric_template.core.update import AutomaticUpdate
 from fabric_template.data.feed import Feed
 from fabric_template.record.entries import Entry
