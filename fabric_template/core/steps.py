@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricModule
 
     from .buckets import Buckets
+    from .compiling import Compiling
 
 
 class StepModule(nn.Module):
@@ -45,11 +46,8 @@ class StepModule(nn.Module):
 class Steps:
     """The steps of one run, each ready to be called."""
 
-    def __init__(self, fabric: Fabric, owner: Any, net: nn.Module, compile: bool | str | dict = False) -> None:
-        self.fabric, self.owner, self.net = fabric, owner, net
-        self._compile = {"mode": compile} if isinstance(compile, str) else compile
-        if compile == "cuda-graph":  # of the loop, not of the compiler
-            self._compile = False
+    def __init__(self, fabric: Fabric, owner: Any, net: nn.Module, compiling: Compiling | None = None) -> None:
+        self.fabric, self.owner, self.net, self.compiling = fabric, owner, net, compiling
         self.wrapped: _FabricModule | None = None  # by the strategy (DDP); None on a single device
         self.buckets: Buckets | None = None  # of DDP
         self.precision = fabric.strategy.precision
@@ -98,8 +96,8 @@ class Steps:
     def get(self, name: str) -> Callable:
         """The step of this name with precision, strategy and compilation around it."""
         method = getattr(self.owner, name)
-        if self._compile:
-            method = torch.compile(method, **(self._compile if isinstance(self._compile, dict) else {}))
+        if self.compiling is not None:
+            method = self.compiling.step(name, method)
         if self.wrapped is not None:
             by_hand = name == "training_step" and not getattr(self.owner, "automatic_optimization", True)
             through = partial(_by_hand, self.ddp) if by_hand and self.ddp is not None else _through

@@ -81,7 +81,7 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
         history=History(),
         predicted=Predicted(),
         hooks=hooks,
-        steps=Steps(fabric, trained.owner, trained.net, config.compile),
+        steps=Steps(fabric, trained.owner, trained.net, _compiling(plan, fabric)),
         optimizing=Optimizing(plan.optimizer, lambda optimizer: LoopOptimizer(optimizer, run)),
         metrics=metrics,
         keeper=plan.keeper or KeepsNothing() if plan.home.folder is None else Keeper(plan.home.folder, config),
@@ -95,3 +95,12 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
     run.validation = Validation(run)
     run.bookmark = Bookmark(run)
     return run
+
+
+def _compiling(plan: Plan, fabric: Fabric) -> Any:
+    """What compiles the steps, if anything does."""
+    if plan.config.compile in (False, "cuda-graph"):  # the latter is the loop's own
+        return None
+    from ..core.compiling import Compiling
+
+    return Compiling(plan.config.compile, plan.said if fabric.is_global_zero else None)

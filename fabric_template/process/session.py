@@ -68,9 +68,9 @@ def session(loop: TrainerFace, run: Run) -> ExitStack:
         after_error(found, Modes(run.trained.net).restore)
         with ExitStack() as end:
             end.push(partial(_end, loop, run))
-            attach(
-                run.trained.owner, loop, run.metrics, found, compiled=run.config.compile not in (False, "cuda-graph")
-            )
+            if run.steps.compiling is not None:
+                found.enter_context(run.steps.compiling)
+            attach(run.trained.owner, loop, run.metrics, found, run.steps.compiling)
             _set_up(loop, run, found)
             found.push(end.pop_all())
         return found.pop_all()

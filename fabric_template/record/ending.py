@@ -14,12 +14,13 @@ from .lines import cell, duration
 
 def ending(run: Run, checkpoints: Iterable[Path]) -> dict[str, list[str]]:
     """The lines by the word that each begins with; checkpoints are those to name."""
-    config, rows, trained = run.config, run.history.rows, run.trained
+    config, rows, trained, compiling = run.config, run.history.rows, run.trained, run.steps.compiling
     data = f" on {type(trained.datamodule).__name__}" if trained.datamodule is not None else ""
     seconds = sum(row.get("time") or 0.0 for row in rows)
     done = f"{count(run.at.epochs_done, 'epoch')}, {count(run.at.global_step, 'step')}, {duration(seconds)}"
     told: dict[str, list[str]] = {
         "trained": [f"{type(trained.model).__name__}{data}: {done}"],
+        "compiled": [f"{duration(compiling.seconds)} of that"] if compiling is not None and compiling.seconds else [],
         "ended": [run.stop.why()],
     }
     values: dict[str, str] = {}

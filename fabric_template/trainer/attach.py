@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..record.metrics import Metrics
@@ -19,7 +18,7 @@ _LOGS = ("log", "log_dict")
 _LIGHTNING = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
 
 
-def attach(owner: Any, loop: Any, metrics: Metrics, found: ExitStack, compiled: bool = False) -> None:
+def attach(owner: Any, loop: Any, metrics: Metrics, found: ExitStack, compiling: Any = None) -> None:
     """Give the module its log and its trainer, which stays after a run that went well so that its results can be read."""
     if isinstance(getattr(type(owner), "trainer", None), property):
         # its setter gives it to modules inside, too
@@ -27,7 +26,7 @@ def attach(owner: Any, loop: Any, metrics: Metrics, found: ExitStack, compiled: 
             if hasattr(part, "_trainer"):
                 after_error(found, setattr, part, "_trainer", part._trainer)
         owner.trainer = loop
-    attach_log(owner, metrics, found, compiled)
+    attach_log(owner, metrics, found, compiling)
 
 
 def after_error(found: ExitStack, give_back: Callable, *args: Any) -> None:
@@ -35,7 +34,7 @@ def after_error(found: ExitStack, give_back: Callable, *args: Any) -> None:
     found.push(lambda kind, *_: give_back(*args) if kind is not None else None)
 
 
-def attach_log(part: Any, metrics: Metrics, found: ExitStack, compiled: bool = False) -> None:
+def attach_log(part: Any, metrics: Metrics, found: ExitStack, compiling: Any = None) -> None:
     """Give a module or callback its log, until what was found is given back.
 
     ``log`` and ``log_dict`` stand in the object's own ``__dict__``, before Lightning's methods, which are many times
@@ -49,8 +48,7 @@ def attach_log(part: Any, metrics: Metrics, found: ExitStack, compiled: bool = F
         has_own = name in vars(part) and not _is_ours(vars(part)[name])  # a plain object's
         if not has_own and (own is None or (_is_lightnings(own) and not is_overridden)):
             call = getattr(metrics, name)
-            # logging is Python's business, not the graph's
-            vars(part)[name] = torch.compiler.disable(call) if compiled else call
+            vars(part)[name] = call if compiling is None else compiling.left_alone(call)
     if is_overridden and any(_is_lightnings(vars(base).get("log")) for base in type(part).__mro__):
         vars(part)["log"] = partial(_overridden_log, part, metrics)
 

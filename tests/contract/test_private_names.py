@@ -96,6 +96,11 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_step_supports_amp_scaling", lambda: torch.optim.SGD([torch.ones(1)], fused=True), "update.py", "fused under 16-mixed"),
     ("_wrapped_by_lr_sched", _stepped, "aside.py", "a copied optimizer, which its scheduler knows for one that steps"),
     ("_opt_called", _stepped, "aside.py", "the same: that it has stepped"),
+    ("_dynamo", "torch", "compiling.py", "the compiler's own lists and callbacks, which torch.compiler has no names for:"),
+    *[(name, "torch._dynamo", "compiling.py", why) for name, why in (
+        ("graph_break_reasons", "where a step leaves its graph"), ("guard_failures", "why it is compiled once more"),
+        ("callback_handler", "how long compilation takes"),
+    )],
     ("_option_string_actions", argparse.ArgumentParser, "options.py", "a help that shows what is typed"),
 ]  # fmt: skip
 
