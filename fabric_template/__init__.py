@@ -18,6 +18,7 @@ if _TYPE_CHECKING:
     from .tools.plots import plot_logs as plot_logs
     from .tools.profiling import profile as profile
     from .tools.runs import list_runs as list_runs
+    from .tools.tuning import tune as tune
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ _HOMES = {
     "plot_logs": "tools.plots",
     "profile": "tools.profiling",
     "read_logs": "record.logger",
+    "tune": "tools.tuning",
 }
 __all__ = list(_HOMES)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,6 +215,18 @@ class FabricLoop(Parts):
             print_results(results, plan.fn)
         return results
 
+    # ---- what stands in tools/: the loop imports nothing of it, and asks the package for it by its public name
+
+    def profile(self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **words: Any) -> Any:
+        """Where a training step goes; ``fabric_template.profile`` with this loop, which says what else it takes."""
+        return _public("profile")(self, model, train_dataloaders, datamodule, **words)
+
+    def tune(self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **words: Any) -> Any:
+        """What makes this training faster here; ``fabric_template.tune`` with this loop, which says what else it takes."""
+        return _public("tune")(self, model, train_dataloaders, datamodule=datamodule, **words)
+
+    # ---- what it says of itself
+
     def ending(self) -> dict[str, list[str]]:
         """What came out of the last fit, why it ended, where its files are: lines by the word that they begin with."""
         run, paths = self._fitted, (self.checkpoint_path("best"), self.checkpoint_path("last"))
@@ -237,3 +250,13 @@ class FabricLoop(Parts):
         """The "last" or "best" checkpoint that this loop, or a ModelCheckpoint among its callbacks, has saved."""
         path = getattr(self.checkpoint_callback, f"{word}_model_path", "")
         return Path(path) if path and is_file(path) else None
+
+
+def _public(name: str) -> Any:
+    package = sys.modules[__package__ or ""]
+    try:
+        return getattr(package, name)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith(f"{__package__}.tools"):
+            raise
+        raise Misuse(f"loop.{name} needs the folder tools/, which this copy of the loop lacks: copy it, too") from error

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import sys
 import tempfile
 import time
 import warnings
@@ -24,6 +25,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+import fabric_template
 from fabric_template import FabricLoop, TensorLoader, profile
 from fabric_template.core.errors import Misuse, MisuseOfType
 from fabric_template.tools.profiled import Advice, Profile
@@ -89,6 +91,33 @@ def small(train=None, step=loss_of, optimizer=torch.optim.SGD, steps=6, words=No
 
 def largest(found):
     return max(found.rows, key=lambda row: row.share).part
+
+
+# ---- as methods of the loop
+
+
+def test_the_loops_own_profile_and_tune_are_the_packages_functions():
+    net, loader = nn.Linear(2, 1), TensorLoader(torch.ones(64, 2), batch_size=8)
+    given = {
+        "optimizer": torch.optim.SGD(net.parameters(), 0.1),
+        "training_step": lambda net, batch: net(batch[0]).mean(),
+    }
+    loop = FabricLoop(accelerator="cpu")
+    found = loop.profile(net, loader, steps=5, tries=False, **given)
+    assert isinstance(found, Profile)
+    assert (len(found.steps), found.samples) == (5, 8)
+    tuned = loop.tune(net, loader, only=["fused"], seconds=0.05, show=None, **given)
+    assert [trial.name for trial in tuned.trials][:2] == ["as it is", "fused optimizer"]
+
+
+def test_a_copy_without_tools_says_what_it_lacks(monkeypatch):
+    """A folder that is not there is one that cannot be imported."""
+    monkeypatch.delitem(vars(fabric_template), "profile", raising=False)
+    monkeypatch.setitem(sys.modules, "fabric_template.tools.profiling", None)
+    with pytest.raises(
+        Misuse, match=r"^loop\.profile needs the folder tools/, which this copy of the loop lacks: copy it, too$"
+    ):
+        FabricLoop(accelerator="cpu").profile(nn.Linear(1, 1))
 
 
 # ---- the table
