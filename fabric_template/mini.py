@@ -535,8 +535,8 @@ class MiniLoop:
         if isinstance(loader, DataLoader):
             shared = self.fabric.setup_dataloaders(loader, move_to_device=False)  # seeds its workers, too
             return shared if self.world_size > 1 else loader
-        several = isinstance(loader, Mapping | list | tuple) and any(isinstance(part, DataLoader) for part in loader)
-        if self.world_size > 1 or several or not hasattr(loader, "__iter__"):
+        several = isinstance(loader, list | tuple) and any(isinstance(part, DataLoader) for part in loader)
+        if self.world_size > 1 or several or isinstance(loader, Mapping | Tensor) or not hasattr(loader, "__iter__"):
             raise TypeError(f"MiniLoop got a {type(loader).__name__} as its {stage} loader: expected one iterable of batches,"
                             " in several processes a torch DataLoader; FabricLoop takes others")  # fmt: skip
         return loader

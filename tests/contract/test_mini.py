@@ -601,6 +601,10 @@ REFUSED = {
     "several": (lambda: MiniLoop(accelerator="cpu").fit(Classifier(), [make_loader(), make_loader()]), TypeError, "MiniLoop"
                 " got a list as its train loader: expected one iterable of batches, in several processes a torch DataLoader;"
                 " FabricLoop takes others"),
+    "by name": (lambda: MiniLoop(accelerator="cpu").fit(Classifier(), make_loader(), {"a": make_loader()}), TypeError,
+                "MiniLoop got a dict as its val loader: expected one iterable of batches"),
+    "a tensor": (lambda: MiniLoop(accelerator="cpu").fit(Classifier(), torch.ones(4, 2)), TypeError, "MiniLoop"
+                 " got a Tensor as its train loader: expected one iterable of batches"),
     "mode": (lambda: MiniLoop(mode="best"), ValueError, "expected mode 'min' or 'max', accumulate_grad_batches >= 1, a"
              " folder as name"),
     "resume": (lambda: MiniLoop(accelerator="cpu").fit(Classifier(), make_loader(), resume="last"), ValueError, "resume='last':"
