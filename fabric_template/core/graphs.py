@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten  # torch has no public name for it
 
 from .errors import Misuse
+from .loss import loss_in
 from .run import Run
 from .update import AutomaticUpdate
 
@@ -107,7 +108,7 @@ class GraphedUpdate(AutomaticUpdate):
             self._log_again(recorded.logged)
         output = recorded.output
         if self.keeps:
-            loss = output if isinstance(output, Tensor) else self._loss_in(output)
+            loss = output if isinstance(output, Tensor) else loss_in(output, self.run)
             assert loss is not None
             self._keep(output, loss)
             if self._is_kept:
@@ -181,7 +182,7 @@ class GraphedUpdate(AutomaticUpdate):
 
     def _whole_step(self) -> Any:
         output = self.step(*self._batch)
-        loss = output if isinstance(output, Tensor) else self._loss_in(output)
+        loss = output if isinstance(output, Tensor) else loss_in(output, self.run)
         if loss is None:
             raise RuntimeError("the step left this batch out")
         self.optimizer.zero_grad()

@@ -141,6 +141,11 @@ def are_several(optimizer: Any) -> bool:
     return isinstance(optimizer, list | tuple) and sum(map(_steps, optimizer)) > 1
 
 
+def unscales_itself(optimizer: Optimizer) -> bool:
+    """Whether this is one of torch's fused optimizers, to which a GradScaler leaves its scale."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
 class NoOptimizer(Optimizer):
     """Stands where ``configure_optimizers`` returned None: the loop runs, nothing is updated."""
 

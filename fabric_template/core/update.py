@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from .errors import Misuse, MisuseOfType
+from .errors import Misuse
 from .functions import takes_batch_idx
-from .optimizers import NoOptimizer
-from .overrides import is_a, overrides
+from .loss import loss_in, refuse_without_gradient
+from .optimizers import NoOptimizer, unscales_itself
+from .overrides import overrides
 from .run import Run
-from .weights import Weights
+
+if TYPE_CHECKING:
+    from .closed import ClosedStep
+    from .weights import Weights
 
 OWN = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")  # a module's own parts
 UPDATE_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -39,66 +43,48 @@ class AutomaticUpdate:
         self._batch: tuple = ()
         self._batch_idx = 0
         self._outputs: dict[str, Any] = {}
-        self._called = False  # the closure, by a step that gets it
-        self.weights: Any = None
+        self.weights: Weights | None = None
         if (of_batch := run.config.accumulate_weights) is not None:
-            self.weights = Weights(self._samples if of_batch == "samples" else of_batch, run.fabric)
-        self.set_up()
+            from .weights import Weights
 
-    def _samples(self, batch: Any) -> int:
-        return self.run.metrics.train.size_of_batch()
+            size: Callable[[Any], int] = lambda batch: run.metrics.train.size_of_batch()  # noqa: E731
+            self.weights = Weights(size if of_batch == "samples" else of_batch, run.fabric)
+        self.set_up()
 
     def set_up(self) -> None:
         """Know what there is to call; once more where a callback brings other optimizers."""
-        run, named = self.run, self.hooks.named
-        config, owner, fabric = run.config, run.trained.owner, run.fabric
-        self.fabric, self.owner = fabric, owner
-        step, strategy = run.steps.get("training_step"), type(fabric.strategy).__name__
-        self.step = named("training_step", self.hooks.timed(step, f"[Strategy]{strategy}.training_step"))
-        self.takes_idx = takes_batch_idx(owner.training_step)
+        run, hooks, timed = self.run, self.hooks, self.hooks.timed
+        self.fabric, self.owner, self.is_plain = run.fabric, run.trained.owner, run.steps.is_plain
+        _check_compile(run)
+        strategy = f"[Strategy]{type(self.fabric.strategy).__name__}"  # so profilers call these parts
+        self.named = f"[LightningModule]{type(self.owner).__name__}"
+        self.step = hooks.named("training_step", timed(run.steps.get("training_step"), f"{strategy}.training_step"))
+        self.takes_idx = takes_batch_idx(self.owner.training_step)
         # none: manual, with one of its own
         self.optimizer: Any = run.optimizing.optimizers[0] if run.optimizing.optimizers else NoOptimizer()
-        self.scaler: Any = getattr(fabric.strategy.precision, "scaler", None)
-        own = {name: named(name, method) for name in OWN if (method := overrides(owner, name)) is not None}
-        self.own_step, self.own_zero = own.get("optimizer_step"), own.get("optimizer_zero_grad")
-        self.own_backward, self.own_clip = own.get("backward"), own.get("configure_gradient_clipping")
-        self.wrapped_optimizers = run.optimizing.wrapped
-        self.is_plain = run.steps.is_plain
-        self.keeps = not config.barebones or self.hooks.heard("on_train_batch_end")
-        backward = Tensor.backward if self.is_plain else fabric.backward
-        self._backward = self.hooks.timed(backward, f"[Strategy]{strategy}.backward")
+        self.scaler: Any = getattr(self.fabric.strategy.precision, "scaler", None)
+        self.keeps = not run.config.barebones or hooks.heard("on_train_batch_end")
+        self.heard = any(map(hooks.heard, UPDATE_HOOKS))
+        parts = {name: overrides(self.owner, name) for name in OWN}
+        own = {name: None if part is None else hooks.named(name, part) for name, part in parts.items()}
+        self.own_step, self.own_zero, self.own_backward, self.own_clip = (own[name] for name in OWN)
+        self._backward = timed(Tensor.backward if self.is_plain else self.fabric.backward, f"{strategy}.backward")
         if self.own_backward is not None:
-            self.own_backward = self.hooks.timed(self.own_backward, f"[Strategy]{strategy}.backward")
-        self.heard = any(self.hooks.heard(name) for name in UPDATE_HOOKS)
+            self.own_backward = timed(self.own_backward, f"{strategy}.backward")
+        if hooks.profiler is not None:
+            zero_grad = self.own_zero or (lambda epoch, batch_idx, optimizer: optimizer.zero_grad())
+            self.own_zero = timed(zero_grad, f"{self.named}.optimizer_zero_grad")
         self.before_step = tuple(self.preparations())
-        self.lenient = run.trained.is_lightning
-        if self.scaler is not None and isinstance(self.optimizer, LBFGS):
-            raise MisuseOfType(
-                "AMP and the LBFGS optimizer are not compatible: expected precision='bf16-mixed' or '32-true'"
-            )
-        mode = config.compile.get("mode") if isinstance(config.compile, dict) else config.compile
-        if (
-            fabric.device.type == "cuda"
-            and mode in ("reduce-overhead", "max-autotune")
-            and config.accumulate_grad_batches != 1
-        ):
-            raise Misuse(
-                f"compile={config.compile!r} with accumulate_grad_batches={config.accumulate_grad_batches}: the CUDA graphs of"
-                " torch.compile overwrite gradients that are still needed; write compile=True, or"
-                " compile='max-autotune-no-cudagraphs'"
-            )
         # torch's own optimizers but LBFGS run a closure first and once: the same bits without it, for less
         is_torchs = type(self.optimizer).__module__.startswith("torch.optim.") and not isinstance(self.optimizer, LBFGS)
         self.needs_closure = not is_torchs or self.scaler is not None or self.own_step is not None
-        name, way = (
-            f"[LightningModule]{type(owner).__name__}",
-            self.closed_step if self.needs_closure else self.plain_step,
+        vars(self).pop("closed", None)
+        if self.needs_closure:
+            self.closed.check(self.optimizer)
+        self.optimizer_step = timed(
+            self.closed_step if self.needs_closure else self.plain_step, f"{self.named}.optimizer_step"
         )
-        self.optimizer_step = self.hooks.timed(way, f"{name}.optimizer_step")
-        if self.hooks.profiler is not None:  # which sees these parts by Trainer's names
-            zero_grad = self.own_zero or (lambda epoch, batch_idx, optimizer: optimizer.zero_grad())
-            self.own_zero = self.hooks.timed(zero_grad, f"{name}.optimizer_zero_grad")
-        self.train = self.hooks.timed(self, "run_training_batch")
+        self.train = timed(self, "run_training_batch")
         if run.trained.hands_iterator:
             self.train = run.data.handing_over(self.train)
 
@@ -110,7 +96,7 @@ class AutomaticUpdate:
             yield partial(self.hooks.call, "on_before_optimizer_step")
         value, algorithm = self.run.config.gradient_clip_val, self.run.config.gradient_clip_algorithm
         if self.own_clip is not None:
-            own = self.hooks.timed(self.own_clip, f"[LightningModule]{type(self.owner).__name__}.{OWN[-1]}")
+            own = self.hooks.timed(self.own_clip, f"{self.named}.configure_gradient_clipping")
             yield partial(own, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
         elif value:
             yield partial(clip_gradients, self.fabric.strategy.precision, value=value, algorithm=algorithm)
@@ -134,19 +120,15 @@ class AutomaticUpdate:
         """The step and backward; returns the loss as the optimizer wants it."""
         output = self.step(*self._batch)
         window = self.run.at.window
-        loss = output if isinstance(output, Tensor) else self._loss_in(output)
+        loss = output if isinstance(output, Tensor) else loss_in(output, self.run)
         if loss is not None:
             if not loss.requires_grad:
-                raise Misuse(
-                    f"training_step returned a loss without gradient at batch {self._batch_idx}: expected a tensor computed"
-                    " from the model's parameters; is it detached, computed under torch.no_grad, or is everything frozen?"
-                )
+                refuse_without_gradient(self._batch_idx)
             if self.keeps:
                 self._keep(output, loss)
-            if window > 1 and self.weights is None:
-                loss = loss / window
-            elif window > 1:
-                loss = self.weights(loss, self._batch[0], begins=self._batch_idx % window == 0)
+            if window > 1:
+                is_first = self._batch_idx % window == 0
+                loss = loss / window if self.weights is None else self.weights(loss, self._batch[0], is_first)
         if self._batch_idx % window == 0:
             if self.heard:
                 self.hooks.call("on_before_zero_grad", self.optimizer)
@@ -172,7 +154,7 @@ class AutomaticUpdate:
 
     def _forward_only(self) -> Tensor | None:
         output = self.step(*self._batch)
-        loss = output if isinstance(output, Tensor) else self._loss_in(output)
+        loss = output if isinstance(output, Tensor) else loss_in(output, self.run)
         if loss is not None and self.keeps:
             self._keep(output, loss)
         return loss
@@ -188,35 +170,6 @@ class AutomaticUpdate:
             self.own_backward(scaled, *args, **kwargs)
         if self.heard:
             self.hooks.call("on_after_backward")
-
-    def _loss_in(self, output: Any) -> Tensor | None:
-        """The loss in what a step returned when that is no tensor; None to skip the batch."""
-        if output is None:
-            if not self.lenient:
-                raise Misuse("training_step returned None: expected the loss, a tensor; write return loss at its end")
-            if self.run.fabric.world_size > 1:
-                raise RuntimeError(
-                    "Skipping the `training_step` by returning None in distributed training is not supported. It is"
-                    " recommended that you rewrite your training logic to avoid having to skip the step in the first place."
-                )
-            self.run.said.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
-            return None
-        loss = output
-        if isinstance(output, Mapping):
-            loss = output.get("loss")
-            if loss is None:
-                raise Misuse(
-                    "In automatic optimization, when `training_step` returns a dict, the 'loss' key needs to be present;"
-                    f" found the keys {sorted(map(str, output))}: write return {{'loss': loss, ...}}"
-                )
-        elif isinstance(output, tuple) and len(output) == 2 and not self.lenient:
-            loss = output[0]
-        if not isinstance(loss, Tensor):
-            raise MisuseOfType(
-                "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step will be"
-                f" skipped); it returned a {type(loss).__name__}: write return loss"
-            )
-        return loss
 
     def _keep(self, output: Any, loss: Tensor) -> None:
         """Keep the loss, and what was returned with it, for hooks and history; hooks get it divided by the window."""
@@ -241,51 +194,22 @@ class AutomaticUpdate:
 
     def closed_step(self) -> None:
         """The optimizer, or the module's own ``optimizer_step``, calls the closure."""
-        self._called = False
-        closure = torch.enable_grad()(self._noted_closure)
-        if self.own_step is None:
-            self.step_with(self.optimizer, closure)
-        else:
-            self.own_step(self.run.at.current_epoch, self._batch_idx, self.wrapped_optimizers[0], closure)
-        if not self._called:  # nothing was trained on
-            raise Misuse(
-                "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your `optimizer_step` hook? It"
-                " could also happen because the `optimizer.step(optimizer_closure)` call did not execute it internally: write"
-                " optimizer.step(closure=optimizer_closure), and loss = closure() in an optimizer of your own"
-            )
-
-    def _noted_closure(self) -> Tensor | None:
-        self._called = True
-        return self.closure()
+        step = partial(self.step_with, self.optimizer)
+        if self.own_step is not None:
+            optimizer = self.run.optimizing.wrapped[0]
+            step = partial(self.own_step, self.run.at.current_epoch, self._batch_idx, optimizer)
+        self.closed.train(step, self.closure)
 
     def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
-        """What ``optimizer.step(closure)`` does when a module calls it from its own ``optimizer_step``."""
-        closure = closure or (lambda: None)
-        if self.scaler is not None:
-            return self.scaled_step(optimizer, closure, **arguments)
+        """What ``optimizer.step(closure)`` does when a module calls it, from its own ``optimizer_step`` or by hand."""
+        return self.closed(optimizer, closure, **arguments)
 
-        def closure_and_clip() -> Any:
-            result = closure()
-            for prepare in self.before_step:
-                prepare(optimizer)
-            return result
+    @cached_property
+    def closed(self) -> ClosedStep:
+        """The step around a closure, which the usual ones do without."""
+        from .closed import ClosedStep
 
-        return self.fabric.strategy.optimizer_step(optimizer, closure=closure_and_clip, **arguments)
-
-    def scaled_step(self, optimizer: Optimizer, closure: Callable, **arguments: Any) -> Any:
-        """With a GradScaler: torch takes no closure here, and gradients are unscaled before anyone looks at them."""
-        result = closure()
-        skipped = result is None and self.run.trained.is_automatic
-        handles_unscaling = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's fused optimizers
-        if not skipped and not handles_unscaling:
-            self.scaler.unscale_(optimizer)
-        for prepare in self.before_step:
-            prepare(optimizer)
-        if skipped:
-            return result
-        output = self.scaler.step(optimizer, **arguments)  # skips the step where gradients are not finite
-        self.scaler.update()
-        return output
+        return ClosedStep(self.run, self.scaler, self.before_step)
 
     def waiting(self) -> list[Optimizer]:
         """The optimizers whose gradients wait for another batch, where a checkpoint is saved: in the middle of a window.
@@ -293,21 +217,30 @@ class AutomaticUpdate:
         After an error the run goes on behind the last whole one.
         """
         run, at = self.run, self.run.at
-        epoch = at.epochs_done - at.between_epochs  # that ends here, or has just ended
-        # behind it Lightning's StochasticWeightAveraging goes forward only, to renew BatchNorm's statistics, and then steps
-        is_left = (at.between_epochs or at.is_last_of_epoch) and any(
-            callback.swa_end == epoch and callback.pl_module_contains_batch_norm(run.trained.net)
-            for callback in self.hooks.callbacks
-            if is_a(callback, "StochasticWeightAveraging")
+        return run.optimizing.optimizers if at.accumulates and not run.failure.has_come else []
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+def _check_compile(run: Run) -> None:
+    """Refuse graphs of the compiler's where gradients wait for another batch."""
+    config = run.config
+    mode = config.compile.get("mode") if isinstance(config.compile, dict) else config.compile
+    has_graphs = run.fabric.device.type == "cuda" and mode in ("reduce-overhead", "max-autotune")
+    if has_graphs and config.accumulate_grad_batches != 1:
+        raise Misuse(
+            f"compile={config.compile!r} with accumulate_grad_batches={config.accumulate_grad_batches}: the CUDA graphs of"
+            " torch.compile overwrite gradients that are still needed; write compile=True, or"
+            " compile='max-autotune-no-cudagraphs'"
         )
-        return run.optimizing.optimizers if (at.accumulates or is_left) and not run.failure.has_come else []
 
 
 def clip_gradients(precision: Precision, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
     """Limit the gradients of an optimizer's parameters: all together ("norm", the default) or each ("value")."""
     if not value or value <= 0:
         return
-    if isinstance(precision, MixedPrecision) and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if isinstance(precision, MixedPrecision) and unscales_itself(optimizer):
         raise RuntimeError(
             f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient clipping because it"
             " performs unscaling of gradients internally. HINT: Are you using a 'fused' optimizer?"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.overrides import is_a
 from ..core.run import Run
 from .randomness import PLAIN, find, generator_state, is_generator, set_generator_state
 
@@ -59,12 +60,29 @@ class Held:
             "weights": run.update.weights.total if run.update is not None and run.update.weights is not None else None,
             "gradients": {
                 names[id(parameter)]: parameter.grad
-                for optimizer in (run.update.waiting() if run.update is not None else ())
+                for optimizer in self._waiting()
                 for group in optimizer.param_groups
                 for parameter in group["params"]
                 if parameter.grad is not None and id(parameter) in names
             },
         }
+
+    def _waiting(self) -> list[Any]:
+        """The optimizers whose gradients wait for another batch."""
+        run, at = self.run, self.run.at
+        if run.update is None:
+            return []
+        epoch = at.epochs_done - at.between_epochs  # that ends here, or has just ended
+        may_average = (
+            run.trained.is_automatic and not run.failure.has_come and (at.between_epochs or at.is_last_of_epoch)
+        )
+        # behind it Lightning's StochasticWeightAveraging goes forward only, to renew BatchNorm's statistics, and then steps
+        is_averaged = any(
+            callback.swa_end == epoch and callback.pl_module_contains_batch_norm(run.trained.net)
+            for callback in run.hooks.callbacks
+            if may_average and is_a(callback, "StochasticWeightAveraging")
+        )
+        return run.optimizing.optimizers if is_averaged else run.update.waiting()
 
     def put_back_groups(self, groups: Sequence[Any]) -> None:
         """Let optimizers train the parameters that they trained, before their state is loaded."""

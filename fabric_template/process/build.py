@@ -29,8 +29,7 @@ from ..record.bar import Bar
 from ..record.log import Log
 from ..record.metrics import Metrics
 from ..trainer.attributes import TrainerFace
-from ..trainer.manual import LoopOptimizer
-from ..trainer.shown import shown_to
+from ..trainer.shown import LoopOptimizer, shown_to
 from .bookmark import Bookmark
 from .signals import Signals
 

@@ -16,7 +16,6 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from ..core.errors import Misuse
 from ..core.functions import FunctionSteps
-from ..core.graphs import GraphedUpdate
 from ..core.net import Modes, device_of, with_a_note
 from ..core.overrides import is_a, overrides
 from ..core.run import Run
@@ -39,7 +38,6 @@ from ..trainer import profiling
 from ..trainer.attach import after_error, attach, attach_log
 from ..trainer.attributes import TrainerFace
 from ..trainer.callbacks import add_callbacks_of
-from ..trainer.manual import ManualUpdate
 from .choose import folders_of_callbacks, load_file
 from .signals import ending, requeue, starts_processes
 
@@ -105,8 +103,8 @@ def _rest(run: Run, home: torch.device, kind: type | None, *_: Any) -> None:
     """
     run.hooks.enter(None)
     run.at.enter(None)
-    if isinstance(run.update, ManualUpdate):
-        run.update.stop_counting()
+    if run.update is not None:
+        run.update.close()
     run.keeper.begin_epoch()
     run.metrics.start(None)
     with nullcontext() if kind is None else suppress(RuntimeError):
@@ -247,9 +245,21 @@ def start_fit(run: Run) -> None:
                 logger.set_aside()  # of a run that was killed before its first checkpoint, in a version given by name
     run.metrics.name_metrics(run.trained.net)
     run.data.set_up_transfer()
-    automatic = GraphedUpdate if run.config.compile == "cuda-graph" else AutomaticUpdate
-    run.update = (automatic if run.trained.is_automatic else ManualUpdate)(run)  # its optimizers are known
+    run.update = _update_of(run)  # its optimizers are known
     run.trained.net.zero_grad()
+
+
+def _update_of(run: Run) -> AutomaticUpdate:
+    """How a batch trains: what is rare is imported where it is chosen."""
+    if not run.trained.is_automatic:
+        from ..trainer.manual import ManualUpdate
+
+        return ManualUpdate(run)
+    if run.config.compile == "cuda-graph":
+        from ..core.graphs import GraphedUpdate
+
+        return GraphedUpdate(run)
+    return AutomaticUpdate(run)
 
 
 def _tell_finished(run: Run) -> None:

@@ -21,7 +21,6 @@ from ..core.errors import Misuse
 from .asked import REDUCTIONS, Meta, check_attribute, check_loggable, levels
 from .entries import Collection, Entry, float_type
 from .metric_states import MetricStates, is_metric
-from .recording import Recording
 
 
 class Metrics:
@@ -120,6 +119,8 @@ class Metrics:
     @contextmanager
     def recording(self, logged: list) -> Iterator[None]:
         """What is logged inside is noted, and counts nowhere: (name, value, the further words of log)."""
+        from .recording import Recording
+
         kept = self.active, self._last_fx, self.fx
         self.active = Recording(self.active, logged)
         try:

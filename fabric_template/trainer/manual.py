@@ -1,10 +1,8 @@
-"""Manual optimization: the module's own steps, and an optimizer as a module sees it."""
+"""Manual optimization: the module's own steps."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +13,6 @@ from ..core.errors import Misuse, MisuseOfType
 from ..core.functions import FunctionSteps
 from ..core.run import Run
 from ..core.update import AutomaticUpdate
-from .views import shows
 
 
 class ManualUpdate(AutomaticUpdate):
@@ -33,12 +30,12 @@ class ManualUpdate(AutomaticUpdate):
     def set_up(self) -> None:
         """Know what there is to call, and count the steps of optimizers that step functions have at hand themselves."""
         super().set_up()
-        self.stop_counting()
+        self.close()
         if isinstance(self.owner, FunctionSteps):
             own = [one for one in self.run.optimizing.optimizers if isinstance(one, Optimizer)]
             self._counted = [one.register_step_post_hook(self._stepped) for one in own]
 
-    def stop_counting(self) -> None:
+    def close(self) -> None:
         """The run is over: the optimizers are their owner's alone again."""
         while self._counted:
             self._counted.pop().remove()
@@ -104,44 +101,3 @@ class ManualUpdate(AutomaticUpdate):
     def preparations(self) -> Iterator[Callable[[Optimizer], Any]]:
         """Only the hook: in manual optimization the module clips."""
         yield partial(self.hooks.call, "on_before_optimizer_step")
-
-
-class LoopOptimizer:
-    """An optimizer as a module sees it: itself, but ``step`` goes through the run's precision, hooks and counter.
-
-    It passes ``isinstance`` checks for the optimizer's own class, and for Lightning's class of wrapped optimizers.
-    """
-
-    def __init__(self, optimizer: Optimizer, run: Run) -> None:
-        self._optimizer, self._run = optimizer, run
-        rooms = [sys.modules.get(f"{package}.core.optimizer") for package in ("lightning.pytorch", "pytorch_lightning")]
-        wrappers = [room.LightningOptimizer for room in rooms if room is not None]
-        bases = (LoopOptimizer, type(optimizer), *dict.fromkeys(wrappers))
-        self.__class__ = type(f"Lightning{type(optimizer).__name__}", bases, {})
-
-    optimizer = shows("_optimizer", "The optimizer itself.")
-    state_dict = shows("_optimizer.state_dict", "The optimizer's own.")
-    load_state_dict = shows("_optimizer.load_state_dict", "The optimizer's own.")
-    zero_grad = shows("_optimizer.zero_grad", "The optimizer's own.")
-
-    def step(self, closure: Callable | None = None, **arguments: Any) -> Any:
-        """Step the optimizer, with a closure or without."""
-        if closure is not None and not callable(closure):
-            raise MisuseOfType("When `optimizer.step(closure)` is called, the closure should be callable")
-        return self._run.update.step_with(self._optimizer, closure, **arguments)
-
-    @contextmanager
-    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Only this optimizer's parameters require gradients inside; see LightningOptimizer.toggle_model."""
-        module, run = self._run.trained.owner, self._run
-        alone = not sync_grad and run.steps.wrapped is not None
-        with run.steps.no_sync() if alone else nullcontext():
-            module.toggle_optimizer(self)
-            yield
-            module.untoggle_optimizer(self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_optimizer"], name)
-
-    def __repr__(self) -> str:
-        return f"Lightning{self._optimizer!r}"

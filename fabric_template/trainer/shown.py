@@ -1,14 +1,20 @@
-"""Faces: a plain module or object as Lightning's own callbacks expect it: a LightningModule that shares all it has."""
+"""Shown: a plain module or object as Lightning's own callbacks expect it; an optimizer as a module sees it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from ..core.errors import MisuseOfType
+from ..core.run import Run
 from ..core.trained import Trained
+from .views import shows
 
 # What a user's own functions or hooks are called through: they are given what `fit` was given.
 _OF_USERS = ("callbacks.callback", "callbacks.lambda_function")
@@ -65,3 +71,44 @@ class _Unheard:
 
     def __init_subclass__(cls, **words: Any) -> None:
         pass
+
+
+class LoopOptimizer:
+    """An optimizer as a module sees it: itself, but ``step`` goes through the run's precision, hooks and counter.
+
+    It passes ``isinstance`` checks for the optimizer's own class, and for Lightning's class of wrapped optimizers.
+    """
+
+    def __init__(self, optimizer: Optimizer, run: Run) -> None:
+        self._optimizer, self._run = optimizer, run
+        rooms = [sys.modules.get(f"{package}.core.optimizer") for package in ("lightning.pytorch", "pytorch_lightning")]
+        wrappers = [room.LightningOptimizer for room in rooms if room is not None]
+        bases = (LoopOptimizer, type(optimizer), *dict.fromkeys(wrappers))
+        self.__class__ = type(f"Lightning{type(optimizer).__name__}", bases, {})
+
+    optimizer = shows("_optimizer", "The optimizer itself.")
+    state_dict = shows("_optimizer.state_dict", "The optimizer's own.")
+    load_state_dict = shows("_optimizer.load_state_dict", "The optimizer's own.")
+    zero_grad = shows("_optimizer.zero_grad", "The optimizer's own.")
+
+    def step(self, closure: Callable | None = None, **arguments: Any) -> Any:
+        """Step the optimizer, with a closure or without."""
+        if closure is not None and not callable(closure):
+            raise MisuseOfType("When `optimizer.step(closure)` is called, the closure should be callable")
+        return self._run.update.step_with(self._optimizer, closure, **arguments)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Only this optimizer's parameters require gradients inside; see LightningOptimizer.toggle_model."""
+        module, run = self._run.trained.owner, self._run
+        alone = not sync_grad and run.steps.wrapped is not None
+        with run.steps.no_sync() if alone else nullcontext():
+            module.toggle_optimizer(self)
+            yield
+            module.untoggle_optimizer(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_optimizer"], name)
+
+    def __repr__(self) -> str:
+        return f"Lightning{self._optimizer!r}"

@@ -93,7 +93,7 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_non_persistent_buffers_set", lambda: torch.nn.Linear(1, 1), "held.py", "the buffers that no state_dict has"),
     ("_send_idx", _workers, "source.py", "to know which batches workers have begun"),
     ("_orig_mod", lambda: torch.compile(torch.nn.Linear(1, 1), backend="eager"), "prepare.py", "to train what was compiled"),
-    ("_step_supports_amp_scaling", lambda: torch.optim.SGD([torch.ones(1)], fused=True), "update.py", "fused under 16-mixed"),
+    ("_step_supports_amp_scaling", lambda: torch.optim.SGD([torch.ones(1)], fused=True), "optimizers.py", "fused in 16-mixed"),
     ("_wrapped_by_lr_sched", _stepped, "aside.py", "a copied optimizer, which its scheduler knows for one that steps"),
     ("_opt_called", _stepped, "aside.py", "the same: that it has stepped"),
     ("_dynamo", "torch", "compiling.py", "the compiler's own lists and callbacks, which torch.compiler has no names for:"),

@@ -1,0 +1,54 @@
+"""Loss: what a training step returned, as the loss that is minimized; what is none is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .errors import Misuse, MisuseOfType
+from .run import Run
+
+
+def loss_in(output: Any, run: Run) -> Tensor | None:
+    """The loss in what a step returned when that is no tensor; None to skip the batch."""
+    if output is None:
+        _check_skip(run)
+        run.said.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+        return None
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+        if loss is None:
+            raise Misuse(
+                "In automatic optimization, when `training_step` returns a dict, the 'loss' key needs to be present;"
+                f" found the keys {sorted(map(str, output))}: write return {{'loss': loss, ...}}"
+            )
+    elif isinstance(output, tuple) and len(output) == 2 and not run.trained.is_lightning:
+        loss = output[0]
+    if not isinstance(loss, Tensor):
+        raise MisuseOfType(
+            "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step will be"
+            f" skipped); it returned a {type(loss).__name__}: write return loss"
+        )
+    return loss
+
+
+def _check_skip(run: Run) -> None:
+    """Only a LightningModule may leave a batch out, and only where no other rank waits for its gradients."""
+    if not run.trained.is_lightning:
+        raise Misuse("training_step returned None: expected the loss, a tensor; write return loss at its end")
+    if run.fabric.world_size > 1:
+        raise RuntimeError(
+            "Skipping the `training_step` by returning None in distributed training is not supported. It is"
+            " recommended that you rewrite your training logic to avoid having to skip the step in the first place."
+        )
+
+
+def refuse_without_gradient(batch_idx: int) -> None:
+    """Say what a loss lacks that comes of no parameter."""
+    raise Misuse(
+        f"training_step returned a loss without gradient at batch {batch_idx}: expected a tensor computed"
+        " from the model's parameters; is it detached, computed under torch.no_grad, or is everything frozen?"
+    )
