@@ -139,6 +139,8 @@ class LoopConfig:
     Make the model after the loop, as the command line does and as configure_model is called, or write seed_everything(1)
     before it: weights that are there already stay as they are.
     None: leave the random numbers as they are."""
+    prefetch: bool = False
+    """On a GPU: the next training batch is brought there from pinned memory while a step computes, with the same numbers."""
     compile: bool | str | dict[str, Any] = False
     """torch.compile the steps: True, its mode ("reduce-overhead", "max-autotune") or its keywords. "cuda-graph": compile
     nothing; a whole training step is recorded once per epoch and replayed, for small models on a GPU, with the same bits."""
@@ -351,7 +353,7 @@ _CHECKS: dict[str, tuple] = {
     "gradient_clip_algorithm": ((str, None), lambda v: v in (None, "norm", "value"), 'None, "norm" or "value"'),
     "deterministic": ((bool, str, None), lambda v: v in (None, True, False, "warn"), 'None, True, False or "warn"'),
     **dict.fromkeys(("benchmark", "enable_checkpointing", *_SHOWN), _SWITCH),
-    **dict.fromkeys(("inference_mode", "detect_anomaly", "barebones", "save_last", "trusted"), _YES_NO),
+    **dict.fromkeys(("inference_mode", "detect_anomaly", "barebones", "save_last", "trusted", "prefetch"), _YES_NO),
     "reload_dataloaders_every_n_epochs": ((int,), _at_least(0), "an int >= 0 (0: never)"),
     "name": ((str,), is_name, "a folder's name"),
     "version": (

@@ -104,7 +104,7 @@ class Loaders:
             for part in told_the_epoch(loader):
                 part.set_epoch(epoch)
 
-    def start(self, done: int = 0, is_over: bool = False) -> Pass:
+    def start(self, done: int = 0, is_over: bool = False, make: Callable[..., Pass] = Pass) -> Pass:
         """Begin a training pass, of which so many batches, or all, count as done: after `resume` they are not loaded.
 
         This draws the pass's random numbers, so it is called where Trainer calls it.
@@ -120,7 +120,7 @@ class Loaders:
             for _ in range(taken):  # the loaders stand behind these, and give nothing for them
                 next(iterator)
         self._never_taken = done - taken  # that count as done all the same, by another trainer's file
-        return Pass(iterator, done if is_over else self.num_batches, done, self.sources.note)
+        return make(iterator, done if is_over else self.num_batches, done, self.sources.note)
 
     def start_evaluation(self, most: int | float = INFINITE) -> Iterator[Turn]:
         """Begin an evaluation pass of (batch, batch_idx, dataloader_idx, is_last), at most so many batches of each."""

@@ -81,6 +81,11 @@ KNOBS = (
         lambda v: "DataLoader(..., pin_memory=True)", arguments=("pin_memory",),
     ),
     Knob(
+        "prefetch", "prefetch", "",
+        lambda f, c: [True] if f.device == "cuda" and not f.is_prefetched else (),
+        lambda v: "FabricLoop(prefetch=True)", word="prefetch",
+    ),
+    Knob(
         "tensors", "TensorLoader", "",
         lambda f, c: [True] if f.has_tensors else (),
         lambda v: "TensorLoader(x, y, batch_size=...) in the place of DataLoader(TensorDataset(x, y), ...): the same samples;"

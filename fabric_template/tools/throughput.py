@@ -38,6 +38,7 @@ class Facts:
     has_convolutions: bool = False
     precision: str = "32-true"
     is_compiled: bool = False
+    is_prefetched: bool = False
     matmul_precision: str = "highest"
     is_fused: bool | None = None  # None: an optimizer that has no such way
 
@@ -155,6 +156,7 @@ def facts_of(loop: Any) -> Facts:
         has_convolutions=any(isinstance(part, nn.Conv2d) for part in run.trained.net.modules()),
         precision=str(loop.fabric.strategy.precision.precision),
         is_compiled=bool(run.config.compile),
+        is_prefetched=run.config.prefetch,
         matmul_precision=torch.get_float32_matmul_precision(),
         is_fused=all(fused) if fused and all(type(one) in FUSED for one in optimizers) else None,
     )
@@ -167,7 +169,7 @@ def measure(job: Job, choice: Mapping[str, Any], seconds: float, time_limit: flo
     if choice.get("matmul_precision"):
         torch.set_float32_matmul_precision(choice["matmul_precision"])
     meter = Meter(seconds, time_limit, choice.get("fused"))
-    words = {word: choice[word] for word in ("precision", "compile") if choice.get(word) is not None}
+    words = {word: choice[word] for word in ("precision", "prefetch", "compile") if choice.get(word) is not None}
     loop = FabricLoop(**job.words(folder, callbacks=[meter], **words))
     model, given = job.parts()
     if choice.get("channels_last"):

@@ -217,7 +217,7 @@ class Written:
         if one.speed is None:
             return
         facts = one.speed.facts
-        found = {"compile": facts.is_compiled, "fused": facts.is_fused}
+        found = {"compile": facts.is_compiled, "prefetch": facts.is_prefetched, "fused": facts.is_fused}
         for word, name in list(self._of.items()):
             value = found.get(name, getattr(facts, name, self.choice[name]))
             if value != self.choice[name] and word in self.words:

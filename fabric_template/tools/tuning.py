@@ -242,7 +242,7 @@ def chosen_knobs(only: Iterable[str] | None, same_numbers: bool) -> list[Knob]:
 
     Example:
         >>> [knob.name for knob in chosen_knobs(None, same_numbers=True)]
-        ['threads', 'workers', 'pin_memory', 'tensors']
+        ['threads', 'workers', 'pin_memory', 'prefetch', 'tensors']
     """
     asked = None if only is None else [only] if isinstance(only, str) else list(only)
     if unknown := [name for name in asked or () if name not in BY_NAME]:

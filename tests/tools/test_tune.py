@@ -218,12 +218,15 @@ def test_what_applies_to_what():
     )
     tried = {knob.name: list(knob.values(facts, {})) for knob in KNOBS}
     assert tried == {
-        "workers": [1, 2, 4, 8], "pin_memory": [], "tensors": [True], "threads": [1, 2, 4], "matmul_precision": ["medium"],
+        "workers": [1, 2, 4, 8], "pin_memory": [], "prefetch": [], "tensors": [True],
+        "threads": [1, 2, 4], "matmul_precision": ["medium"],
         "precision": ["bf16-mixed"], "channels_last": [True], "fused": [True], "compile": [True], "batch_size": [200],
     }  # fmt: skip
     on_gpu = Facts(device="cuda", cores=2, workers=1, precision="bf16-mixed", is_compiled=True)
     tried = {knob.name: list(knob.values(on_gpu, {})) for knob in KNOBS}
-    assert {name: values for name, values in tried.items() if values} == {"workers": [0, 2], "pin_memory": [True]}
+    assert {name: values for name, values in tried.items() if values} == {
+        "workers": [0, 2], "pin_memory": [True], "prefetch": [True],
+    }  # fmt: skip
     assert list(BY_NAME["batch_size"].values(facts, {"max_batch_size": 150})) == []
 
 
