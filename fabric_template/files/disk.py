@@ -29,6 +29,8 @@ def _call_of_os(name: str) -> Callable[..., Any]:
 _NAMES = ("open", "write", "fsync", "close", "replace", "unlink", "mkdir")
 fs = types.SimpleNamespace(**{name: _call_of_os(name) for name in _NAMES})
 
+NEWEST = 64  # versions into which a new run of the name looks for what killed ones have left
+
 # flags that not every system has
 BINARY, NOT_A_LINK = getattr(os, "O_BINARY", 0), getattr(os, "O_NOFOLLOW", 0)
 
@@ -121,6 +123,19 @@ def clear_stale(folder: str | Path, target: str | None = None) -> None:
                         fs.unlink(path)
                 finally:
                     os.close(fd)
+
+
+def newest_in(home: Path) -> list[Path]:
+    """The newest versions of a name: of thousands, to look into each would take longer than all else before a run.
+
+    Example:
+        >>> _ = [claim_version(Path("many")) for _ in range(11)]
+        >>> newest_in(Path("many"))[-1].name
+        'version_10'
+    """
+    with contextlib.suppress(OSError):  # only to tidy them
+        return [home / name for name in sorted(os.listdir(home), key=lambda name: (len(name), name))[-NEWEST:]]
+    return []
 
 
 def try_lock(fd: int) -> bool | None:

@@ -38,6 +38,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.in_run = in_run  # then whoever saves says what `odd` holds
         self.trusted = trusted  # then what is no plain value is pickled as it is
         self.odd: list[tuple[str, Any]] = []  # what the last file holds that only trusted=True reads, and where
+        self._tidied: set[Path] = set()  # folders in which nothing of killed processes is left
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write beside the target, fsync, rename. What fails leaves the old file and nothing else."""
@@ -76,7 +77,11 @@ class AtomicCheckpointIO(CheckpointIO):
                 f"saved '{target}', but its folder could not be synced: {cause_of(error)}; "
                 "the file may not survive a power cut. Save again, or to another disk."
             ) from error
-        clear_stale(target.parent, target.name)
+        if not self.in_run:
+            clear_stale(target.parent, target.name)
+        elif target.parent not in self._tidied:  # once, else each save is dearer than the one before where all are kept
+            self._tidied.add(target.parent)
+            clear_stale(target.parent)
 
     def complaint(self, path: str | Path, reads: bool = False) -> str | None:
         """What the last file holds that only trusted=True reads back, and what to save in its place."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from ..core.run import Run
 from ..core.said import is_interactive
 from ..core.update import AutomaticUpdate
 from ..files import checkpoint as ckpt
-from ..files.disk import clear_stale
+from ..files.disk import clear_stale, newest_in
 from ..files.keeper import KeepsNothing
 from ..files.locks import one_writer
 from ..files.opening import cause_of
@@ -52,13 +51,10 @@ def session(loop: TrainerFace, run: Run) -> ExitStack:
     with ExitStack() as found:
         folders = _written(run)
         run.home.note = found.enter_context(one_writer(folders))
-        # what killed runs of this name have left unfinished, in any version
-        stale = folders_of_callbacks(loop) if folders else []
-        for home in {Path(folder).parent for folder in folders if folder}:
-            with suppress(OSError):  # tidying fails no run
-                stale += [home / version for version in os.listdir(home)]
-        for folder in stale:
-            clear_stale(folder)
+        mine = [Path(folder) for folder in folders if folder is not None]
+        theirs = [one for home in {folder.parent for folder in mine} for one in newest_in(home)]
+        for folder in [*mine, *theirs, *(folders_of_callbacks(loop) if folders else ())]:
+            clear_stale(folder)  # what killed runs of this name have left unfinished
         found.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         _set_switches(run, found)
         found.push(partial(_rest, run, device_of(run.trained.net)))

@@ -5,7 +5,7 @@ import errno
 import io
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ..files.disk import BINARY, NOT_A_LINK, clear_stale, fs, replace_file, writ
 FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # the last four: full-width ones
 
 _END = "\0end"  # read behind the last row; no cell of ours, and not seen if a quote was left open
+_CELLS = bytes(sorted({*range(256)} - {*b",\n"}))  # all bytes but those between cells
 
 
 class LogsError(ValueError):
@@ -102,11 +103,14 @@ class Table:
             stamp = self._stamp_now()
             if not self._is_sure or (stamp is not None and stamp == self._stamp):
                 return
-            columns, rows, is_whole = read_table(self.path)
-            content = to_table(columns, rows)
-            one_line_each = content.count(b"\n") == len(rows) + 1
-            self._is_ours = one_line_each and Path(self.path).read_bytes() == content
-            self._know(columns, len(rows), is_whole)
+            if (plain := _plain_table(self.path)) is not None:
+                self._is_ours, is_whole = True, True
+                columns, _, number = plain
+            else:
+                columns, rows, is_whole = read_table(self.path)
+                content, number = to_table(columns, rows), len(rows)
+                self._is_ours = content.count(b"\n") == number + 1 and _bytes_of(self.path) == content
+            self._know(columns, number, is_whole)
             self._stamp = stamp
 
     def _know(self, columns: list[str], rows: int, is_whole: bool = True) -> None:
@@ -118,11 +122,10 @@ class Table:
     ) -> None:
         """Back to what `position` gave: drop what was written since, write what waited then."""
         clear_stale(os.path.dirname(self.path) or ".", os.path.basename(self.path))  # what a kill left of a rewrite
-        with writing(self.path):
-            old, found, whole = read_table(self.path)
-        if len(found) < rows:
+        old, number, whole, cut = self._found(rows)
+        if number < rows:
             warnings.warn(
-                f"{self.path} has {len(found)} rows, the checkpoint was saved after {rows}: "
+                f"{self.path} has {number} rows, the checkpoint was saved after {rows}: "
                 "the earlier rows are gone, the log goes on without them",
                 stacklevel=4,
             )
@@ -130,12 +133,27 @@ class Table:
         if not kept:
             with writing(self.path), suppress(FileNotFoundError):
                 fs.unlink(self.path)
-        elif kept != old or len(found) > rows or not whole:
-            self._replace(kept, to_table(kept, found[:rows]))
-        self._know(kept, min(rows, len(found)) if kept else 0)
+        elif kept != old or number > rows or not whole:
+            self._replace(kept, cut(kept))
+        self._know(kept, min(rows, number) if kept else 0)
         # made safe again: they come from a file
         self.waiting = [{cell_of(name): cell_of(cell) for name, cell in row.items()} for row in waiting or []]
         self.flush()
+
+    def _found(self, most: int) -> tuple[list[str], int, bool, Callable[[list[str]], bytes]]:
+        """The columns and rows that are there, whether that is all, and what makes a table of the first rows."""
+        with writing(self.path):
+            plain = _plain_table(self.path)
+            if plain is None:
+                old, rows, whole = read_table(self.path)
+                return old, len(rows), whole, lambda columns: to_table(columns, rows[:most])
+        columns, data, number = plain
+
+        def cut(kept: list[str]) -> bytes:
+            first = data.rsplit(b"\n", max(number - most, 0) + 1)[0] + b"\n"
+            return first if kept == columns else to_table(kept, _parsed(first)[1])
+
+        return columns, number, True, cut
 
     def sync(self) -> None:
         """Write what waits, and make the rows survive a power cut."""
@@ -177,13 +195,36 @@ class Table:
 
 def read_table(path: str | os.PathLike) -> tuple[list[str], list[dict[str, str]], bool]:
     """The header, the whole rows, and whether that was everything: a line counts once its newline is there."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-            if len(data) < os.fstat(file.fileno()).st_size:
-                raise OSError(errno.EIO, "the file ended before its size")
-    except FileNotFoundError:
-        return [], [], True
+    return _parsed(_bytes_of(path))
+
+
+def _bytes_of(path: str | os.PathLike) -> bytes:
+    """A whole file; of one that is not there nothing."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        data = file.read()
+        if len(data) < os.fstat(file.fileno()).st_size:
+            raise OSError(errno.EIO, "the file ended before its size")
+        return data
+    return b""
+
+
+def _plain_table(path: str) -> tuple[list[str], bytes, int] | None:
+    """Columns, bytes and number of rows of a file with the bytes that we write, a row in each line; no cell is taken apart.
+
+    None: it has to be looked at cell by cell, for its quotes or another number of cells.
+    """
+    data = _bytes_of(path)
+    head, end, _ = data.partition(b"\n")
+    columns = head.decode("utf-8", "surrogateescape").split(",")
+    odd = any(mark in data for mark in (b'"', b"\r", b"\0", "\ufeff".encode()))
+    if odd or not data.endswith(b"\n") or not 1 < len(columns) == len(set(columns)):
+        return None
+    line, marks, lines = b"," * (len(columns) - 1) + b"\n", data.translate(None, _CELLS), data.count(b"\n")
+    is_plain = len(marks) == len(line) * lines and marks == line * lines  # else that may be any amount of memory
+    return (columns, data, lines - 1) if is_plain else None
+
+
+def _parsed(data: bytes) -> tuple[list[str], list[dict[str, str]], bool]:
     whole = data[: data.rfind(b"\n") + 1]
     text = io.TextIOWrapper(io.BytesIO(whole + _END.encode()), "utf-8-sig", "surrogateescape", newline="")
     limit = csv.field_size_limit(len(data) + len(_END))  # a long text was logged: no reason not to read it

@@ -165,6 +165,22 @@ def test_the_next_run_of_a_name_clears_what_no_living_one_holds(tmp_path):
     assert [path for path in living if path.exists()] == [path for path in living if "other" in path.parts]
 
 
+def test_tidying_grows_neither_with_the_versions_nor_with_the_saves(tmp_path, monkeypatch):
+    """It looks into the newest ones, when a run begins."""
+    for number in range(3 * disk.NEWEST):
+        (tmp_path / "logs/run" / f"version_{number}").mkdir(parents=True)
+    listed, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path=".": listed.append(Path(path)) or listdir(path))
+    counts = []
+    for epochs in (1, 9):
+        listed.clear()
+        fit(tmp_path, max_epochs=epochs)
+        counts.append(len([path for path in listed if tmp_path in path.parents]))
+    newest = tmp_path / "logs/run" / f"version_{3 * disk.NEWEST - 1}"
+    assert newest in listed
+    assert counts[0] + 1 == counts[1] < disk.NEWEST + 15  # one more: the version before has a folder of checkpoints
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize(
     ("place", "mine", "logger"),

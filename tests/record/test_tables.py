@@ -1,5 +1,7 @@
 """A table with ever more columns: each new one costs a pass over the file's bytes, and no cell of it is taken apart."""
 
+import itertools
+
 import pandas as pd
 import pytest
 
@@ -92,3 +94,31 @@ def test_a_hand_between_two_rows_is_noticed(tmp_path):
     path.write_bytes(b'epoch,a,b\n0,"x\ny",5\n1,,1\n')
     table.append({"epoch": 2, "c": 1})
     assert path.read_bytes() == b'epoch,a,b,c\n0,"x\ny",5,\n1,,1,\n2,,,1\n'
+
+
+def test_a_file_of_ours_is_opened_and_cut_back_without_a_row_taken_apart(tmp_path, monkeypatch):
+    """A million rows are opened as quickly as they are read from the disk."""
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"epoch,step,loss\n" + b"".join(b"%d,%d,0.5\n" % (i, 10 * i) for i in range(1000)))
+    rows = count_rows_read(monkeypatch)
+    table = Table(str(path), FIRST)
+    assert table.position() == {"rows": 1000, "columns": ["epoch", "step", "loss"]}
+    for kept in (1000, 998, 3, 0):
+        table.rewind(kept, ["epoch", "step", "loss"])
+        assert path.read_bytes().count(b"\n") == kept + 1
+    table.append({"epoch": 0, "step": 0, "loss": 0.5})
+    assert (rows, path.read_bytes()) == ([], b"epoch,step,loss\n0,0,0.5\n")
+
+
+def test_what_is_not_taken_apart_would_be_the_same(tmp_path):
+    """All short files of these bytes: either looked at cell by cell, or found to be what that would find."""
+    path, plain = tmp_path / "metrics.csv", 0
+    for marks in itertools.product(b'a,\n\r"', repeat=4):
+        path.write_bytes(b"a,b\n" + bytes(marks))
+        if (found := tables._plain_table(str(path))) is not None:
+            columns, data, number = found
+            again = read_table(path)
+            assert (columns, number, True) == (again[0], len(again[1]), again[2])
+            assert tables.to_table(columns, again[1]) == data == path.read_bytes()
+            plain += 1
+    assert plain == 4

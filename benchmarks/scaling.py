@@ -1,0 +1,429 @@
+"""What grows with a run, and what does not: logged metrics, steps, rows, checkpoints, versions, batches behind a resume.
+
+    python benchmarks/scaling.py                   # some ten minutes
+    python benchmarks/scaling.py --only metrics rows
+    python benchmarks/scaling.py --toy             # a thousandth of it: to see that it runs
+
+How it is measured:
+
+- metrics: a step that logs 0, 1, 4, 16, 64 values (per step and per epoch, with a CSV), beside a loop by hand that does the
+  same arithmetic with tensors (detach, clone, a sum scaled by the batch's size) and nothing else. CPU time of long fits less
+  that of short ones, in turn; a metric costs what a step costs more than one without metrics, ours less by hand.
+- steps: one fit in a process of its own, an epoch every 1,000 steps, with all that is on by default. Memory is what the
+  system says this process holds (RSS), handles are its open files.
+- rows: a CSV of many rows is opened again as a resumed run does, and goes on. A row is the median of blocks.
+- checkpoints: each epoch is one step and keeps its checkpoint (save_top_k=-1); then the run is resumed, and nothing is left
+  to train. CPU time.
+- versions: a run's folder copied many times; then a new run, a resume, and the list of runs. CPU time.
+- resume: a checkpoint of batch 7 is made one of batch 1,000,000; from the call of fit to the first batch in the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone, installed or not
+
+import torch
+from overhead import NoTerminal, out_of_the_way, quieten
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset
+
+from fabric_template import CSVLogger, FabricLoop, TensorLoader
+from fabric_template.tools.runs import list_runs
+
+SILENT = {"enable_progress_bar": False, "enable_model_summary": False}
+BATCH = 32
+DONE = 7  # the batch whose checkpoint becomes one of a batch far behind it
+
+
+class Net(nn.Module):
+    """A net that is next to nothing; it logs what it is told to."""
+
+    log: Any
+
+    def __init__(self, names: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.layer, self.names, self.values = nn.Linear(4, 1), names, made_values(len(names))
+
+    def training_step(self, batch: tuple[Tensor, ...]) -> Tensor:
+        x, y = batch
+        for name, value in zip(self.names, self.values, strict=True):
+            self.log(name, value, on_epoch=True)
+        return mse_loss(self.layer(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Repeated:
+    """So many batches, all of them the same tensors: nothing of a step's time goes into its data."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.batch = number, made_batch()
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        batch = self.batch
+        return (batch for _ in range(self.number))
+
+
+def made_values(number: int) -> list[Tensor]:
+    return [torch.tensor(float(index)) for index in range(number)]
+
+
+def made_batch() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return torch.randn(BATCH, 4), torch.randn(BATCH, 1)
+
+
+# ---- metrics
+
+
+def by_hand(number: int, steps: int) -> None:
+    net, batches, values = Net(), Repeated(steps), made_values(number)
+    optimizer = net.configure_optimizers()
+    last: list[Any] = [None] * number
+    sums: list[Any] = [torch.zeros(()) for _ in values]
+    net.train()
+    for x, y in batches:
+        for index, value in enumerate(values):
+            value = value.detach()
+            last[index] = value.clone()
+            sums[index] = torch.add(sums[index], value, alpha=BATCH)
+        loss = mse_loss(net.layer(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def ours(number: int, steps: int) -> None:
+    names = tuple(f"metric_{index}" for index in range(number))
+    FabricLoop(accelerator="cpu", devices=1, max_epochs=1, **SILENT).fit(Net(names), Repeated(steps))
+
+
+def cpu_seconds(train: Callable[[int, int], None], number: int, steps: int) -> float:
+    began = time.process_time()
+    train(number, steps)
+    return time.process_time() - began
+
+
+def per_step(train: Callable[[int, int], None], number: int, steps: int) -> float:
+    """Microseconds of CPU time."""
+    with out_of_the_way():
+        short, long = cpu_seconds(train, number, steps), cpu_seconds(train, number, 3 * steps)
+    return 1e6 * (long - short) / (2 * steps)
+
+
+def metrics(size: float) -> Iterator[str]:
+    steps, rounds, numbers = max(int(500 * size), 4), max(int(7 * size), 1), (0, 1, 4, 16, 64)
+    with out_of_the_way():
+        ours(1, 10)
+    found: dict[tuple[str, int], list[float]] = {}
+    for _ in range(rounds):
+        for number in numbers:
+            for name, train in (("by hand", by_hand), ("ours", ours)):
+                found.setdefault((name, number), []).append(per_step(train, number, steps))
+    yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}"
+    for number in numbers:
+        hand, own = found["by hand", number], found["ours", number]
+        nothing = zip(found["by hand", 0], found["ours", 0], strict=True)
+        more = [o - h - (o0 - h0) for o, h, (h0, o0) in zip(own, hand, nothing, strict=True)]
+        beyond = f"{statistics.median(more) / number:22.2f}" if number else ""
+        yield f"{number:<24}{statistics.median(hand):20.1f}{statistics.median(own):10.1f}{beyond}"
+
+
+# ---- steps
+
+
+def resident() -> float:
+    """Megabytes of memory that the system has given this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+class Watching:
+    """A callback that looks at memory and handles as an epoch begins."""
+
+    def __init__(self, at: list[int]) -> None:
+        self.at, self.seen, self.began = set(at), list[tuple[int, float, int, float]](), time.perf_counter()
+
+    def look(self, trainer: Any) -> None:
+        if trainer.global_step in self.at:
+            handles, now = len(os.listdir("/proc/self/fd")), time.perf_counter() - self.began
+            self.seen.append((trainer.global_step, resident(), handles, now))
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.look(trainer)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.look(trainer)
+
+
+def child(each: int, epochs: int) -> list[tuple[int, float, int, float]]:
+    torch.set_num_threads(1)
+    watching = Watching([each * epoch for epoch in (1, epochs // 100, epochs // 10, epochs)])
+    x = torch.randn(4 * each, 4)
+    data = TensorLoader(x, x.sum(1, keepdim=True), batch_size=4, shuffle=True)
+    loop = FabricLoop(accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[watching], monitor="metric")
+    with out_of_the_way():
+        loop.fit(Net(("metric",)), data)
+    return watching.seen
+
+
+def steps(size: float) -> Iterator[str]:
+    if size == 1:
+        command = [sys.executable, __file__, "--child", "1000", "1000"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        seen = json.loads(done.stdout.splitlines()[-1])
+    else:
+        seen = child(2, 100)
+    yield f"{'steps':24}{'RSS, MB':>12}{'handles':>10}{'us a step so far':>20}"
+    for number, memory, handles, seconds in seen:
+        yield f"{number:<24,}{memory:12.1f}{handles:10}{1e6 * seconds / number:20.0f}"
+    yield f"{'grown':24}{seen[-1][1] - seen[0][1]:12.1f}{seen[-1][2] - seen[0][2]:10}"
+
+
+# ---- rows
+
+
+def filled(name: str, rows: int) -> CSVLogger:
+    """A logger whose file has so many rows, as its own rows are."""
+    logger = CSVLogger("logs", version=rows)
+    append = appending(logger, name)
+    append(0)
+    path = Path(logger.log_dir, name)
+    head, row, _ = path.read_text().split("\n")
+    path.write_text("\n".join([head, *[row] * rows, ""]))
+    return CSVLogger("logs", version=rows)
+
+
+def appending(logger: CSVLogger, name: str) -> Callable[[int], None]:
+    values = {"train_loss": 0.12345678912345, "val_loss": 0.23456789123456, "val_acc": 0.98765, "lr": 1e-3}
+    if name == "steps.csv":
+        return lambda number: logger.log_metrics(values, step=number)
+    return lambda number: logger.log_epoch({"epoch": number, "step": 100 * number, **values})
+
+
+def rows(size: float) -> Iterator[str]:
+    few, many, block = 1000, max(int(1_000_000 * size), 2000), 100
+    yield f"{'rows':24}{'opened, ms':>12}{'cut back, ms':>14}{'us a row':>10}"
+    with out_of_the_way():
+        for name in ("metrics.csv", "steps.csv"):
+            for number in (few, many):
+                logger = filled(name, number)
+                began = time.perf_counter()
+                place = logger.position()
+                opened = 1e3 * (time.perf_counter() - began)
+                append, each = appending(logger, name), list[float]()
+                for _ in range(11):
+                    start = time.perf_counter()
+                    for index in range(block):
+                        append(index)
+                    each.append(1e6 * (time.perf_counter() - start) / block)
+                again = CSVLogger("logs", version=number)
+                start = time.perf_counter()
+                again.rewind(place)
+                back = 1e3 * (time.perf_counter() - start)
+                assert again.position() == place, "the rows are not those that were there"
+                what = f"{name}, {number:,}"
+                yield f"{what:24}{opened:12.1f}{back:14.1f}{statistics.median(each):10.1f}"
+
+
+# ---- checkpoints
+
+
+class Stopwatch:
+    """A callback that notes when each epoch begins: what lies between are a step, a row, a checkpoint."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.times.append(time.process_time())
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """Of CPU time."""
+    began = time.process_time()
+    with redirect_stdout(NoTerminal()), redirect_stderr(NoTerminal()):
+        call()
+    return 1e3 * (time.process_time() - began)
+
+
+class Better(Net):
+    """One whose metric falls with each step."""
+
+    def training_step(self, batch: tuple[Tensor, ...]) -> Tensor:
+        self.values[0] = self.values[0] - 1
+        return super().training_step(batch)
+
+
+def saving(epochs: int, **words: Any) -> FabricLoop:
+    words = {"monitor": "metric", "save_top_k": -1, **SILENT, **words}
+    return FabricLoop(accelerator="cpu", devices=1, max_epochs=epochs, **words)
+
+
+def checkpoints(size: float) -> Iterator[str]:
+    number, names = max(int(1000 * size), 22), ("metric",)
+    with out_of_the_way():
+        watch = Stopwatch()
+        saving(number, callbacks=[watch]).fit(Better(names), Repeated(1))
+        saving(1, name="few").fit(Better(names), Repeated(1))
+        times = [1e3 * (then - now) for now, then in zip(watch.times, watch.times[1:], strict=False)]
+        part = min(50, len(times) // 2)
+        kept = len(list(Path("checkpoints/run/version_0").glob("*.ckpt")))
+        first, last = statistics.median(times[1 : part + 1]), statistics.median(times[-part:])
+        yield f"{'checkpoints kept':24}{'ms an epoch':>12}"
+        yield f"{f'the first {part}':24}{first:12.2f}"
+        yield f"{f'the last of {kept}':24}{last:12.2f}"
+        yield f"{'resumed, nothing to do':24}{'auto, ms':>12}{'best, ms':>12}"
+        for name, epochs in (("few", 1), ("run", number)):
+            found = {
+                word: statistics.median(
+                    milliseconds(
+                        lambda n=name, e=epochs, w=word: saving(e, name=n).fit(Better(names), Repeated(1), resume=w)
+                    )
+                    for _ in range(5)
+                )
+                for word in ("auto", "best")
+            }
+            among = f"among {kept if name == 'run' else 2}"
+            yield f"{among:24}{found['auto']:12.1f}{found['best']:12.1f}"
+
+
+# ---- versions
+
+
+def versions(size: float) -> Iterator[str]:
+    number = max(int(5000 * size), 20)
+    yield f"{'versions in a folder':24}{'new run, ms':>14}{'auto, ms':>12}{'listed, ms a run':>18}"
+    with out_of_the_way():
+        for name, many in (("few", 10), ("run", number)):
+            saving(1, name=name).fit(Better(("metric",)), Repeated(1))
+            for kind in ("logs", "checkpoints"):
+                for index in range(1, many):
+                    shutil.copytree(Path(kind, name, "version_0"), Path(kind, name, f"version_{index}"))
+            new = [
+                milliseconds(lambda n=name: saving(1, name=n).fit(Better(("metric",)), Repeated(1))) for _ in range(7)
+            ]
+            auto = [
+                milliseconds(lambda n=name: saving(1, name=n).fit(Better(("metric",)), Repeated(1), resume="auto"))
+                for _ in range(7)
+            ]
+            listed = milliseconds(lambda n=name: list_runs(Path("logs", n))) / many
+            yield f"{many:<24,}{statistics.median(new):14.1f}{statistics.median(auto):12.1f}{listed:18.2f}"
+
+
+# ---- a resume far into an epoch
+
+
+class Items(Dataset):
+    """So many samples, made when they are asked for; counts them."""
+
+    loaded = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        Items.loaded += 1
+        return torch.full((4,), float(index)), torch.ones(1)
+
+
+class There(Exception):
+    """The first batch has reached the step."""
+
+
+def moved(item: Any, to: int) -> Any:
+    """The same nest, with another number wherever it says DONE."""
+    if isinstance(item, dict):
+        return {key: None if key == "ahead" else moved(part, to) for key, part in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)(moved(part, to) for part in item)
+    return to if type(item) is int and item == DONE else item
+
+
+def resumed(number: int, **loader: Any) -> tuple[float, int]:
+    """Seconds from fit to the first batch, and the items that this process had loaded by then."""
+    data = DataLoader(Items(number + 100), batch_size=1, **loader)
+    words: dict[str, Any] = {"enable_checkpointing": True, "save_every_n_steps": DONE, "logger": False, **SILENT}
+    name = "-".join(map(str, loader.values()))
+    FabricLoop(accelerator="cpu", devices=1, name=name, max_steps=DONE, seed=1, **words).fit(Net(), data)
+    path = Path("checkpoints", name, "version_0", "last.ckpt")
+    state = torch.load(path, weights_only=True)
+    torch.save({key: moved(part, number) if key in ("loops", "fabric_template", "global_step") else part
+                for key, part in state.items()}, path)  # fmt: skip
+    Items.loaded, then = 0, 0.0
+
+    class Here(Net):
+        def training_step(self, batch: tuple[Tensor, ...]) -> Tensor:
+            nonlocal then
+            then = time.perf_counter()
+            raise There
+
+    loop = FabricLoop(accelerator="cpu", devices=1, name=name, max_epochs=1, **words)
+    began = time.perf_counter()
+    try:
+        loop.fit(Here(), data, resume=path)
+    except There:
+        assert loop.global_step == number, loop.global_step
+    return then - began, Items.loaded
+
+
+def resume(size: float) -> Iterator[str]:
+    number = max(int(1_000_000 * size), 1000)
+    yield f"{f'resume at batch {number:,}':34}{'seconds':>10}{'items loaded':>14}"
+    with out_of_the_way():
+        for name, loader in (
+            ("in order", {"shuffle": False}),
+            ("shuffled", {"shuffle": True}),
+            ("shuffled, 2 workers", {"shuffle": True, "num_workers": 2}),
+        ):
+            seconds, loaded = resumed(number, **loader)
+            told = "by workers" if loader.get("num_workers") else str(loaded)
+            yield f"{name:34}{seconds:10.2f}{told:>14}"
+
+
+SECTIONS = {"metrics": metrics, "steps": steps, "rows": rows, "checkpoints": checkpoints, "versions": versions,
+            "resume": resume}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--toy", action="store_true", help="a hundredth of it or less: to see that it runs")
+    parser.add_argument("--child", nargs=2, type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    quieten()
+    if arguments.child:
+        print(json.dumps(child(*arguments.child)))
+        return
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {platform.system()}, {os.cpu_count()} cores, CPU, 1 thread", flush=True)
+    for name in arguments.only:
+        lines = list(SECTIONS[name](0.005 if arguments.toy else 1))  # to its end: inside nothing reaches the screen
+        print("", *lines, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
