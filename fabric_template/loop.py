@@ -112,6 +112,7 @@ class FabricLoop(Parts):
             defaults = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": 1}
             if both := [word for word, value in words.items() if value != defaults.get(word)]:
                 raise Misuse(f"FabricLoop got a ready fabric and {', '.join(both)}: give these to Fabric itself")
+            as_fabrics(fabric.strategy)  # refuses what cannot run here
         if loggers is not None and given.logger is not None:
             raise Misuse("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
         self.fabric = with_safe_files(fabric if fabric is not None else Fabric(**words), self.config.trusted)

@@ -116,6 +116,16 @@ def parse_optimizers(
     return optimizers, configs
 
 
+def is_maker(given: Any) -> bool:
+    """Whether this is a function of the model that returns its optimizers, in their place.
+
+    Example:
+        >>> is_maker(lambda model: torch.optim.SGD(model.parameters(), lr=0.1)), is_maker(torch.optim.SGD)
+        (True, False)
+    """
+    return callable(given) and not isinstance(given, type) and not _steps(given)
+
+
 def with_scheduler(optimizer: Any, scheduler: Any) -> Any:
     """An optimizer and what ``scheduler=`` gave beside it: a scheduler, its dict, or a list of them."""
     if scheduler is None:

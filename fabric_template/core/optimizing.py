@@ -9,7 +9,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from .inputs import check_parameters
-from .optimizers import SchedulerConfig, parse_optimizers
+from .optimizers import SchedulerConfig, is_maker, parse_optimizers
 from .overrides import overrides
 from .trained import Trained
 
@@ -25,7 +25,7 @@ class Optimizing:
 
     def set_up(self, trained: Trained, configure: Callable[[], Any] | None) -> None:
         """Ask the module for its optimizers and schedulers, or take the ones that fit was given."""
-        returned = self.given
+        returned = self.given(trained.model) if is_maker(self.given) else self.given
         if returned is None and configure is not None:
             returned = configure()
         custom = overrides(trained.owner, "lr_scheduler_step") is not None

@@ -17,6 +17,14 @@ def is_joined() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def share_of(fabric: Fabric) -> tuple[int, int]:
+    """Into how many parts the samples are shared, and which part is this rank's; under tensor parallelism several have one."""
+    if fabric.world_size == 1:
+        return 1, 0
+    words = fabric.strategy.distributed_sampler_kwargs  # type: ignore[attr-defined]
+    return words["num_replicas"], words["rank"]
+
+
 def gather(fabric: Fabric, value: Any) -> list[Any]:
     """One value of each rank, on all ranks."""
     if fabric.world_size == 1:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
-from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from .buckets import Buckets
     from .compiling import Compiling
+    from .sharded import Sharded
 
 
 class StepModule(nn.Module):
@@ -50,6 +51,8 @@ class Steps:
         self.fabric, self.owner, self.net, self.compiling = fabric, owner, net, compiling
         self.wrapped: _FabricModule | None = None  # by the strategy (DDP); None on a single device
         self.buckets: Buckets | None = None  # of DDP
+        self.sharded: Sharded | None = None  # a net whose weights lie in parts
+        self.syncs = False  # whether a backward sums gradients over the ranks
         self.precision = fabric.strategy.precision
         self.modes: Modes | None = None  # in which an evaluation that is on has found the modules
 
@@ -59,8 +62,13 @@ class Steps:
             self.precision.convert_module(self.net)
 
     def setup(self, training: bool) -> None:
-        """Move the net to its device; wrap it for the strategy when it is going to be trained."""
-        if training and any(p.requires_grad for p in self.net.parameters()):
+        """Move the net to its device; wrap it for the strategy when it is going to be trained, or share it out."""
+        if is_shared_out(self.fabric):
+            from .sharded import Sharded
+
+            self.sharded = Sharded(self.fabric, self.net, type(self.owner).__name__)
+            self.sharded.set_up()
+        elif training and any(p.requires_grad for p in self.net.parameters()):
             wrapped = self.fabric.setup(StepModule(self.net))
             if not isinstance(self.fabric.strategy, SingleDeviceStrategy):
                 from .buckets import Buckets
@@ -68,6 +76,7 @@ class Steps:
                 self.wrapped, self.buckets = wrapped, Buckets(wrapped, self.fabric.world_size)
         else:
             self.fabric.to_device(self.precision.convert_module(self.net))
+        self.syncs = self.wrapped is not None or self.sharded is not None
         for part in with_a_note(self.net):
             part.to(self.fabric.device)
             if self._is_true_precision:
@@ -85,8 +94,8 @@ class Steps:
 
     @property
     def talks(self) -> bool:
-        """Whether each step, in a validation too, waits for the other ranks: DDP gives them rank zero's buffers."""
-        return self.ddp is not None and self.ddp.will_sync_module_buffers()
+        """Whether each step, in a validation too, waits for the other ranks: for weights, or rank zero's buffers in DDP."""
+        return self.sharded is not None or (self.ddp is not None and self.ddp.will_sync_module_buffers())
 
     @property
     def is_plain(self) -> bool:
@@ -102,6 +111,8 @@ class Steps:
             by_hand = name == "training_step" and not getattr(self.owner, "automatic_optimization", True)
             through = partial(_by_hand, self.ddp) if by_hand and self.ddp is not None else _through
             method = partial(through, self.wrapped, method)
+        elif self.sharded is not None and self.sharded.through is not None:
+            method = partial(_through, self.sharded.through, method)
         context = self.context()
         return method if context is None else _inside(context, method)
 
@@ -120,7 +131,14 @@ class Steps:
 
     def no_sync(self) -> Any:
         """A context in which gradients are not averaged over the ranks: all but the last batch of a window."""
+        if self.sharded is not None:
+            return self.sharded.no_sync()
         return nullcontext() if self.wrapped is None else self.fabric.no_backward_sync(self.wrapped)
+
+
+def is_shared_out(fabric: Fabric) -> bool:
+    """Whether the strategy gives each rank its part of the weights."""
+    return isinstance(fabric.strategy, ModelParallelStrategy)
 
 
 def is_plain(fabric: Fabric) -> bool:
@@ -128,7 +146,7 @@ def is_plain(fabric: Fabric) -> bool:
     return type(fabric.strategy) is SingleDeviceStrategy and type(fabric.strategy.precision) is Precision
 
 
-def _through(wrapped: nn.Module, method: Callable, *args: Any) -> Any:
+def _through(wrapped: Callable, method: Callable, *args: Any) -> Any:
     """The call with its arguments, opaque to wrappers that would convert or scatter them."""
     return wrapped(partial(method, *args))
 

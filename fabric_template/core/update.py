@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins.precision import MixedPrecision, Precision
+from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -99,7 +99,7 @@ class AutomaticUpdate:
             own = self.hooks.timed(self.own_clip, f"{self.named}.configure_gradient_clipping")
             yield partial(own, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
         elif value:
-            yield partial(clip_gradients, self.fabric.strategy.precision, value=value, algorithm=algorithm)
+            yield partial(clip_gradients, self.run, value=value, algorithm=algorithm)
 
     def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
         """Train on one batch; returns what ``on_train_batch_end`` gets as outputs."""
@@ -108,7 +108,7 @@ class AutomaticUpdate:
         if last_of_window:
             self.optimizer_step()
             self.run.at.stepped()
-        elif self.run.steps.wrapped is None:
+        elif not self.run.steps.syncs:
             self.closure()
         else:
             with self.run.steps.no_sync():
@@ -236,10 +236,11 @@ def _check_compile(run: Run) -> None:
         )
 
 
-def clip_gradients(precision: Precision, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
+def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
     """Limit the gradients of an optimizer's parameters: all together ("norm", the default) or each ("value")."""
     if not value or value <= 0:
         return
+    precision = run.fabric.strategy.precision
     if isinstance(precision, MixedPrecision) and unscales_itself(optimizer):
         raise RuntimeError(
             f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient clipping because it"
@@ -248,5 +249,9 @@ def clip_gradients(precision: Precision, optimizer: Optimizer, value: float | No
     parameters = precision.main_params(optimizer)
     if algorithm == "value":
         torch.nn.utils.clip_grad_value_(parameters, value)
+    elif run.steps.sharded is not None:
+        from .sharded import clip_norm
+
+        clip_norm(parameters, value)
     else:
         torch.nn.utils.clip_grad_norm_(parameters, value)

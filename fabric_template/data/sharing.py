@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 
 from ..core.passes import INFINITE, length_of
+from ..core.ranks import share_of
 from .tensors import count_cuts, cuts, global_seed, longest_share, without_repeats
 
 
@@ -45,10 +46,11 @@ def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be
         TypeError: for a batch sampler that cannot be made again around another sampler.
         RuntimeError: for a loader that is empty on this rank only.
     """
-    several = fabric.world_size > 1
+    parts, part = share_of(fabric)
+    several = parts > 1
     if several and hasattr(loader, "distribute"):
         shuffled, loader = loader.shuffle and not overfit, copy.copy(loader)  # it may be given for another stage, too
-        loader.distribute(fabric.world_size, fabric.global_rank, shuffled, repeat=stage == "train")
+        loader.distribute(parts, part, shuffled, repeat=stage == "train")
     if isinstance(loader, DataLoader):
         shuffled = is_shuffled(loader)
         if stage != "train" and shuffled and not overfit:
@@ -200,7 +202,8 @@ class _DrawnOnce(DistributedSamplerWrapper):
 
 
 def _share(loader: DataLoader, fabric: Fabric, stage: str, shuffle: bool) -> DataLoader:
-    words: dict[str, Any] = {"num_replicas": fabric.world_size, "rank": fabric.global_rank}
+    parts, part = share_of(fabric)
+    words: dict[str, Any] = {"num_replicas": parts, "rank": part}
     words |= {"shuffle": shuffle, "seed": global_seed()}
     if isinstance(loader.sampler, RandomSampler | SequentialSampler):
         sampler: Any = DistributedSampler(loader.dataset, **words)

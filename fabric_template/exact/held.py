@@ -53,13 +53,13 @@ class Held:
         ]
         return {
             "generators": {path: generator_state(generator) for path, generator in self._generators().items()},
-            "buffers": _temporary_buffers(run.trained.net),
+            "buffers": _buffers_of(run.trained.net, all_of_them=run.steps.sharded is not None),
             "settings": changed,
             "groups": groups,
-            "tensors": self._tensors(),
+            "tensors": {path: part_of(tensor) for path, tensor in self._tensors().items()},
             "weights": run.update.weights.total if run.update is not None and run.update.weights is not None else None,
             "gradients": {
-                names[id(parameter)]: parameter.grad
+                names[id(parameter)]: part_of(parameter.grad)
                 for optimizer in self._waiting()
                 for group in optimizer.param_groups
                 for parameter in group["params"]
@@ -119,14 +119,17 @@ class Held:
                     _put(modules[owner], key, value.to(device, copy=True))
             tensors = self._tensors()
             for path, value in state["tensors"].items():
-                if path in tensors and tensors[path].shape == value.shape:
-                    tensors[path].copy_(value)
+                if path in tensors and part_of(tensors[path]).shape == value.shape:
+                    part_of(tensors[path]).copy_(value)
         if state.get("weights") is not None and self.run.update is not None and self.run.update.weights is not None:
             total = state["weights"]
             self.run.update.weights.total = total.to(device) if isinstance(total, Tensor) else total
         for name, gradient in state["gradients"].items():
-            if name in parameters and parameters[name].shape == gradient.shape:
-                parameters[name].grad = gradient.to(device, copy=True)
+            if name in parameters and part_of(parameters[name]).shape == gradient.shape:
+                whole = part_of(parameters[name]) is parameters[name]
+                parameters[name].grad = gradient.to(device, copy=True) if whole else torch.zeros_like(parameters[name])
+                if not whole:
+                    part_of(parameters[name].grad).copy_(gradient)
         generators = self._generators()
         for path, part in state["generators"].items():
             if path in generators:
@@ -174,16 +177,21 @@ def settings_of(net: nn.Module, modes: Any = None) -> dict[str, dict[str, Any]]:
     return found
 
 
+def part_of(tensor: Any) -> Tensor:
+    """This rank's part of a tensor; of one that is whole, itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def _sizes(optimizer: Any) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
 
 
-def _temporary_buffers(net: nn.Module) -> dict[str, Tensor]:
-    """The buffers that no state_dict has."""
+def _buffers_of(net: nn.Module, all_of_them: bool) -> dict[str, Tensor]:
+    """The buffers that no state_dict has; all, where the state_dict has the first rank's and each has its own."""
     return {
         f"{name}.{key}": module._buffers[key]
         for name, module in net.named_modules()
-        for key in sorted(module._non_persistent_buffers_set)
+        for key in sorted(module._buffers if all_of_them else module._non_persistent_buffers_set)
         if module._buffers.get(key) is not None
     }
 

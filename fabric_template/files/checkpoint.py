@@ -23,7 +23,7 @@ from ..exact.randomness import rng_state, rng_state_of_another
 from .fingerprint import check_loaded, check_optimizers
 from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_scheduler
 from .opening import CheckpointError
-from .plain import without_odd
+from .plain import SHARDS, without_odd
 from .reading import explain_mismatch, find_weights
 
 OURS = "fabric_template"
@@ -109,7 +109,8 @@ def point_of(run: Run) -> Point:
     at = run.at
     done, total, is_last = at.batches_done, at.total_batches, at.is_last_batch
     if not run.failure.has_come or at.between_epochs:
-        return Point(done, total, is_last, run.metrics.fx)
+        # in the middle of a window a model in parts has gradients that nobody can be asked for
+        return Point(done, total, is_last, run.metrics.fx, run.steps.sharded is None or not at.accumulates)
     windows = at.batches_that_stepped - at.stepped_before
     if at.steps_in_epoch > windows:
         return Point(done, total, is_last, "on_train_batch_end", is_exact=False)
@@ -247,8 +248,16 @@ def check_trained(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 def load_weights(run: Run, checkpoint: dict[str, Any], path: str | Path) -> None:
     """Put a checkpoint's weights into the module, by its own hooks."""
+    if run.steps.sharded is not None and SHARDS in checkpoint:
+        from .pieces import bring
+
+        bring(run, checkpoint, path, "state_dict")
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     weights = find_weights(checkpoint, run.trained.net.state_dict())
+    if run.steps.sharded is not None and SHARDS not in checkpoint:
+        from .pieces import bring
+
+        bring(run, {"state_dict": weights}, path, "state_dict")
     strict = getattr(run.trained.owner, "strict_loading", True)
     with given_to(run.trained.net, path):
         run.trained.net.load_state_dict(weights, strict=strict if isinstance(strict, bool) else True)
@@ -270,6 +279,10 @@ def load_training_state(run: Run, checkpoint: dict[str, Any], path: str | Path) 
     mine = of_this_rank(run, ours) if ours is not None else {}
     check_optimizers(run, (ours or {}).get("fingerprint"))
     run.bookmark.held.put_back_groups(mine.get("held", {}).get("groups", ()))
+    if run.steps.sharded is not None:
+        from .pieces import bring
+
+        bring(run, checkpoint, path, "optimizer_states")
     for optimizer, state in zip(run.optimizing.optimizers, checkpoint["optimizer_states"], strict=True):
         put_into_optimizer(optimizer, state, path)
         check_loaded(run, optimizer)

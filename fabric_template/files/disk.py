@@ -26,7 +26,7 @@ def _call_of_os(name: str) -> Callable[..., Any]:
 
 
 # Checkpoints, logs and hparams.yaml write through nothing else: a test replaces these one by one to make the disk fail.
-_NAMES = ("open", "write", "fsync", "close", "replace", "unlink", "mkdir")
+_NAMES = ("open", "write", "fsync", "close", "replace", "unlink", "mkdir", "rmdir")
 fs = types.SimpleNamespace(**{name: _call_of_os(name) for name in _NAMES})
 
 NEWEST = 64  # versions into which a new run of the name looks for what killed ones have left

@@ -15,7 +15,7 @@ from .checkpoint import OURS, point_of, state_of
 from .names import ONE, name_of
 from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file
 from .reading import read_checkpoint
-from .storage import AtomicCheckpointIO, UnsyncedError, inside
+from .storage import AtomicCheckpointIO, UnsyncedError, door, inside
 
 
 class Keeper:
@@ -42,6 +42,10 @@ class Keeper:
         self.dirpath = str(folder)
         self.best: dict[str, float] = {}  # path -> score
         self.last_model_path = ""
+        self._made: tuple[Any, dict[str, Any]] = (
+            None,
+            {},
+        )  # of a model in parts: weights, and what the file holds of them
         self._failures: dict[str, str] = {}  # "last" or "best" -> why its newest save failed
         self._stepped: int | None = None  # optimizer steps after the batch before
         self._judged: int | None = None  # the epoch whose newest validation was judged when it was over
@@ -186,10 +190,12 @@ class Keeper:
             return False
         run.log.sync()  # what a checkpoint says of the logs must be on disk before it
         failure = None
-        if run.fabric.is_global_zero:
+        if run.steps.sharded is not None:
+            state, failure = self._in_parts(run, path, state)
+        if run.fabric.is_global_zero and failure is None:
             try:
                 inside(self.folder, path)  # not through a symbolic link to somewhere else
-                run.hooks.timed(run.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")(state, path)
+                run.hooks.timed(door(run.fabric).save_checkpoint, "save_checkpoint")(state, path)
             except UnsyncedError as error:  # it is there, and what we know of it must be of this file
                 warnings.warn(str(error), stacklevel=2)
             except CheckpointError as error:
@@ -197,6 +203,10 @@ class Keeper:
             except Exception as error:  # a plugin's own
                 failure = f"could not save '{path}': {cause_of(error)}."
         failure = run.fabric.broadcast(failure)
+        if run.steps.sharded is not None and run.fabric.is_global_zero:
+            from .shards import clear_unnamed
+
+            clear_unnamed(self.folder)
         if failure is None:
             self._failures.pop(kind, None)
             return True
@@ -206,6 +216,19 @@ class Keeper:
                 f"{failure}{'' if run.failure.has_come else ' Training goes on without this checkpoint.'}", stacklevel=2
             )
         return False
+
+    def _in_parts(self, run: Run, path: Path, state: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+        """What the file holds of a model in parts, or why it cannot; two files of one state name the same pieces."""
+        from .pieces import for_file
+
+        before, made = self._made
+        if before is not state.get("state_dict"):
+            try:
+                made = for_file(run, path, state)
+            except CheckpointError as error:
+                return state, str(error)
+            self._made = state.get("state_dict"), made
+        return {**made, OURS: state[OURS]}, None
 
     def _path_for(self, place: str, score: float) -> Path | None:
         """The file for this score, None if it is not among the best."""
@@ -227,7 +250,7 @@ class Keeper:
             del self.best[worst]
             if worst != newest and run.fabric.is_global_zero:
                 try:
-                    run.fabric.strategy.checkpoint_io.remove_checkpoint(worst)
+                    door(run.fabric).remove_checkpoint(worst)
                 except Exception as error:
                     warnings.warn(
                         f"could not remove '{worst}', which is no longer among the best: {error}", stacklevel=2
@@ -287,7 +310,7 @@ def prove(run: Run, path: str | Path) -> None:
     Raises:
         Misuse: names the values, and what to write instead. The file stays: with trusted=True it can be read.
     """
-    io = run.fabric.strategy.checkpoint_io
+    io = door(run.fabric)
     if type(io) is not AtomicCheckpointIO or io.trusted:
         return
     problem, is_first, io.is_proved = None, not io.is_proved, True

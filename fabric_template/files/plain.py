@@ -31,6 +31,7 @@ import torch
 from .opening import CheckpointError
 
 NOTES = "fabric_template_kinds"
+SHARDS = "fabric_template.shards"  # where tensors lie that are not in the file
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, torch.layout})
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
 _DTYPE = re.compile(r"[<>|=]([biufc]\d\d?|[mM]8(\[\d*\w+\])?)")

@@ -5,6 +5,7 @@ Needs `opening.py`, torch and the standard library: the two can be copied alone.
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -126,6 +127,25 @@ def load_header(path: str | Path) -> dict[str, Any]:
     if reason is not None:
         raise CheckpointError(_needs_trust(path, reason))
     return content if isinstance(content, dict) else {}
+
+
+def load_tensor(data: bytes, path: Path) -> torch.Tensor:
+    """A tensor as torch.save has written it, alone; nothing that it names is imported or called.
+
+    Example:
+        >>> torch.save(torch.ones(2), file := io.BytesIO())
+        >>> load_tensor(file.getvalue(), Path("demo"))
+        tensor([1., 1.])
+    """
+    tensor, reason = None, None
+    damage = _zip_damage(io.BytesIO(data), len(data))
+    if damage is None:
+        tensor, reason = _load_plain(io.BytesIO(data), "cpu", len(data))
+    if reason is not None:
+        raise CheckpointError(_needs_trust(path, reason))
+    if not isinstance(tensor, torch.Tensor):
+        raise DamagedError(f"'{path}' is damaged: {damage or 'it holds no tensor there'}; use another checkpoint.")
+    return tensor
 
 
 def find_weights(checkpoint: dict[str, Any], expected: Iterable[str] = ()) -> dict[str, Any]:
@@ -321,7 +341,7 @@ def _declared(content: Any) -> int:
     return sum(views.values())
 
 
-def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
+def _load_plain(file: IO[bytes], map_location: Any, size: int | None = None) -> tuple[Any, str | None]:
     """Return the content, or the reason why it takes more than plain values to load it."""
     with zipfile.ZipFile(file) as archive:
         data = archive.read(_pickle_in(archive.namelist()))
@@ -337,7 +357,7 @@ def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
         with torch.serialization.safe_globals(mine), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch warns of here (a newer pickle protocol) ends as our complaint
             content = torch.load(file, map_location=map_location, weights_only=True)
-        declared, size = _declared(content), os.fstat(file.fileno()).st_size
+        declared, size = _declared(content), os.fstat(file.fileno()).st_size if size is None else size
         if declared <= 2 * size + 2**26:
             return content, None
         much = f"{declared / 1e6:.0f} MB in {size / 1e6:.1f} MB"

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies import ModelParallelStrategy
 
 from .disk import clear_stale, fsync_folder, make_folder, replacing, write_all
 from .disk import fs as _fs
@@ -57,7 +59,7 @@ class AtomicCheckpointIO(CheckpointIO):
         try:
             make_folder(target.parent)
             with replacing(target) as fd:
-                stream = _Stream(fd)
+                stream = Stream(fd)
                 # straight to the file: no second copy of the model in memory; torch asks for no more than write and flush
                 torch.save(checkpoint, stream)  # type: ignore[arg-type]
                 stream.flush()
@@ -137,7 +139,15 @@ def inside(folder: str | Path, path: str | Path) -> Path:
     return resolved
 
 
-class _Stream:
+def door(fabric: Fabric) -> CheckpointIO:
+    """What checkpoint files are written and read by: the strategy's; of one that has none, ours beside it."""
+    strategy: Any = fabric.strategy
+    if isinstance(strategy, ModelParallelStrategy):
+        return vars(strategy).setdefault("own_checkpoint_io", AtomicCheckpointIO(in_run=True))
+    return strategy.checkpoint_io
+
+
+class Stream:
     """What torch.save writes to: small pieces together, large ones straight to the file.
 
     It never raises: torch's C++ writer would replace the disk's error with its own.
@@ -149,6 +159,7 @@ class _Stream:
         self.error: BaseException | None = None
 
     def write(self, data: memoryview) -> int:
+        """Take this; it may reach the file later."""
         if len(self.waiting) + len(data) > BUFFER:
             self.flush()
         if len(data) < BUFFER:
@@ -158,6 +169,7 @@ class _Stream:
         return len(data)
 
     def flush(self) -> None:
+        """What waits goes to the file."""
         self._write(self.waiting)
         self.waiting = bytearray()
 

@@ -15,14 +15,15 @@ from torch import nn
 
 from ..core.overrides import overrides
 from ..core.passes import INFINITE
+from ..core.steps import is_shared_out
 from ..files.checkpoint import OURS, check_fits, check_format, check_trained
 from ..files.disk import set_aside
 from ..files.found import find_checkpoint, folders_of
 from ..files.opening import CheckpointError, DamagedError, UnreadableError, cause_of, names_in
-from ..files.plain import brought_back
+from ..files.plain import SHARDS, brought_back
 from ..files.reading import load_header, read_checkpoint
 from ..files.schema import check_resumable
-from ..files.storage import AtomicCheckpointIO, inside
+from ..files.storage import AtomicCheckpointIO, door, inside
 from ..trainer.attributes import TrainerFace
 from .agreement import agree_on_file, check_number, come_by_themselves, from_rank_zero
 from .build import Plan
@@ -75,11 +76,19 @@ def _find(loop: TrainerFace, plan: Plan, resume: Any, load: Any) -> str | Path |
     return plan.origin.path
 
 
-def load_file(fabric: Fabric, path: str | Path, trusted: bool) -> dict[str, Any]:
-    """Read a checkpoint, by the user's own CheckpointIO where that brings a way to read, otherwise by ours."""
-    io = fabric.strategy.checkpoint_io
+def load_file(fabric: Fabric, path: str | Path, trusted: bool, to_compare: bool = False) -> dict[str, Any]:
+    """Read a checkpoint, by the user's own CheckpointIO where that brings a way to read, otherwise by ours.
+
+    What lies in pieces is read, too, but by a run that takes its own part of it later; ``to_compare``: the shapes will do.
+    """
+    io = door(fabric)
     if type(io).load_checkpoint in (AtomicCheckpointIO.load_checkpoint, TorchCheckpointIO.load_checkpoint):
-        return brought_back(read_checkpoint(path, trusted=trusted))
+        checkpoint = brought_back(read_checkpoint(path, trusted=trusted))
+        if SHARDS in checkpoint and (to_compare or not is_shared_out(fabric)):
+            from ..files.shards import whole, with_shapes
+
+            return (with_shapes if to_compare else whole)(checkpoint, path)
+        return checkpoint
     takes_it = "weights_only" in inspect.signature(io.load_checkpoint).parameters
     return io.load_checkpoint(path, **({"weights_only": not trusted} if takes_it else {}))
 
@@ -153,7 +162,7 @@ def _check(plan: Plan, fabric: Fabric) -> None:
     if path is None:
         return
     try:
-        checkpoint = load_file(fabric, path, plan.origin.trusted)
+        checkpoint = load_file(fabric, path, plan.origin.trusted, to_compare=True)
     except DamagedError as error:
         if plan.origin.resume_path is None:
             raise
@@ -189,7 +198,10 @@ def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
         for path in by_progress(folder):
             try:
                 inside(folder, path.name)
-                read_checkpoint(path, trusted=trusted)
+                if SHARDS in read_checkpoint(path, trusted=trusted):
+                    from ..files.shards import check_file
+
+                    check_file(path)
             except DamagedError as error:
                 try:
                     aside.append(f"{error} It is set aside as '{set_aside(path, 'damaged')}'.")

@@ -13,9 +13,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from ..core.config import Settings
 from ..core.errors import MisuseOfType
 from ..core.ranks import is_joined
+from ..core.steps import is_shared_out
 from ..files.disk import claim_version
 from ..files.opening import CheckpointError, cause_of
-from ..files.storage import AtomicCheckpointIO
+from ..files.storage import AtomicCheckpointIO, door
 from ..record.logger import CSVLogger
 from ..trainer.attributes import TrainerFace
 from .build import Plan
@@ -23,9 +24,11 @@ from .build import Plan
 
 def with_safe_files(fabric: Fabric, trusted: bool = False) -> Fabric:
     """The Fabric with checkpoints that are written whole; a CheckpointIO plugin of the user's own keeps its place."""
-    io = fabric.strategy.checkpoint_io
+    io: Any = door(fabric)
     if type(io) is TorchCheckpointIO:
         fabric.strategy.checkpoint_io = AtomicCheckpointIO(trusted, in_run=True)
+    elif is_shared_out(fabric):
+        io.trusted = trusted
     while (inner := getattr(io, "checkpoint_io", None)) is not None:
         io = inner
     # AsyncCheckpointIO() and its kin write through another, which Trainer fills in, too
@@ -37,7 +40,7 @@ def with_safe_files(fabric: Fabric, trusted: bool = False) -> Fabric:
 def settle_files(fabric: Fabric, kind: type | None, error: BaseException | None, *_: Any) -> None:
     """On the way out of training: what a CheckpointIO writes in the background is on disk, or the error of that is raised."""
     try:
-        getattr(fabric.strategy.checkpoint_io, "teardown", lambda: None)()
+        getattr(door(fabric), "teardown", lambda: None)()
     except Exception as another:
         if error is None:  # else that is the one to be told
             raise not_all(cause_of(another)) from another

@@ -62,7 +62,7 @@ class Outcome:
                 "rows": run.history.rows,
                 "views": {name: getattr(run.metrics, name) for name in ("callback", "logged", "progress")},
                 # None: it was stopped in its set-up, layers may be missing
-                "weights": None if was_stopped and not run.at.total_batches else run.trained.net.state_dict(),
+                "weights": None if was_stopped and not run.at.total_batches else _whole_weights(run),
                 "callbacks": states,
                 "kept": {"last_model_path": keeper.last_model_path, "best": keeper.best} if keeper.keeps else {},
             }
@@ -103,6 +103,15 @@ class Outcome:
                 name, why = type(callback).__name__, f"its load_state_dict failed with {error!r}"
                 warnings.warn(f"{name} stays as it was before the run: {why}", stacklevel=2)
         run.keeper.know(**learned["kept"])
+
+
+def _whole_weights(run: Run) -> dict[str, Any]:
+    weights = run.trained.net.state_dict()
+    if run.steps.sharded is None:
+        return weights
+    from ..core.sharded import whole
+
+    return {name: whole(value) for name, value in weights.items()}
 
 
 @contextmanager

@@ -14,9 +14,10 @@ import torch
 
 from ..core.errors import Misuse, MisuseOfType
 from ..core.optimizers import states_as_saved
+from ..core.ranks import share_of
 from ..core.steps import is_plain
 from ..data.tensors import TensorLoader
-from ..files.storage import AtomicCheckpointIO
+from ..files.storage import AtomicCheckpointIO, door
 from ..record.tables import number_of
 from ..trainer.attributes import TrainerFace
 
@@ -56,8 +57,9 @@ class Parts(TrainerFace):
                 loader = self.fabric.setup_dataloaders(loader)
             elif isinstance(loader, TensorLoader):
                 loader = loader.to(self.fabric.device)
-                if self.fabric.world_size > 1:
-                    loader.distribute(self.fabric.world_size, self.fabric.global_rank, shuffle=loader.shuffle)
+                ways, mine = share_of(self.fabric)
+                if ways > 1:
+                    loader.distribute(ways, mine, shuffle=loader.shuffle)
             parts.append(loader)
         return parts[0] if len(parts) == 1 else tuple(parts)
 
@@ -112,7 +114,7 @@ class Parts(TrainerFace):
         _check("save", path, str | os.PathLike, "a path and a dict: loop.save('mine.ckpt', {'net': net})")
         self._launch_parts()
         self.fabric.save(path, state)
-        io = self.fabric.strategy.checkpoint_io
+        io = door(self.fabric)
         if isinstance(io, AtomicCheckpointIO) and self.fabric.is_global_zero and (problem := io.complaint(path)):
             raise Misuse(problem)
 

@@ -16,18 +16,21 @@ from ..core.errors import MissingLoader, Misuse, MisuseOfType
 from ..core.functions import FunctionSteps, takes_batch_idx
 from ..core.inputs import check_names, check_object, check_parameters, check_path, check_signature
 from ..core.net import net_of
-from ..core.optimizers import are_several, parse_optimizers
+from ..core.optimizers import are_several, is_maker, parse_optimizers
 from ..core.origin import Origin
 from ..core.overrides import overrides
 from ..core.passes import INFINITE, length_of
 from ..core.run import Run
+from ..core.steps import is_shared_out
 from ..core.stop import is_endless
 from ..core.trained import Trained
 from ..data.feed import Given, loader_argument
 from ..data.loaders import check_iterable, loaders_in, names_of, no_fraction
 from ..files.checkpoint import hyperparameters_of
 from ..trainer.attributes import TrainerFace
+from ..trainer.strategies import check_window
 from ..trainer.views import Word
+from .agreement import come_by_themselves
 from .build import Plan
 from .choose import choose_checkpoint
 from .home import choose_place
@@ -90,8 +93,13 @@ def prepare(
         plan.again = loop._runs[fn].at if fn in loop._runs else None
     _check_steps(plan, fn)
     _check_loaders(plan, fn)
+    if is_shared_out(loop.fabric):
+        from .sharding import check_sharded
+
+        check_sharded(loop, plan)
     if fn == "fit":
         _check_optimizer(plan)
+        check_window(loop.fabric.strategy, loop.callbacks, plan.config.accumulate_grad_batches)
         if loop.loggers:
             _check_hyperparameters(plan)
         if plan.config.enable_checkpointing or loop.checkpoint_callbacks:
@@ -104,7 +112,8 @@ def prepare(
             )
     # find and check the checkpoint, choose the version, prove that logs can be written
     choose_checkpoint(loop, plan, resume, load)
-    if loop.fabric.strategy.launcher is None or starts_processes(loop.fabric):
+    alone = loop.fabric.strategy.launcher is None and not come_by_themselves(loop.fabric)
+    if alone or starts_processes(loop.fabric):
         choose_place(loop, plan)  # elsewhere all ranks run this already, and have to agree first
     return plan
 
@@ -241,7 +250,7 @@ def _check_optimizer(plan: Plan) -> None:
             f"No `configure_optimizers()` method defined in {plan.trained.name}, and fit got no optimizer: write"
             " fit(..., optimizer=torch.optim.Adam(model.parameters())) or a method configure_optimizers"
         )
-    if plan.optimizer is not None:
+    if plan.optimizer is not None and not is_maker(plan.optimizer):
         optimizers, _ = parse_optimizers(plan.optimizer, automatic=plan.trained.is_automatic)
         if overrides(plan.trained.owner, "configure_model") is None:  # which may make the parameters
             check_parameters(optimizers, plan.trained.net, plan.trained.name)

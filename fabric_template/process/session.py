@@ -19,6 +19,7 @@ from ..core.net import Modes, device_of, with_a_note
 from ..core.overrides import is_a, overrides
 from ..core.run import Run
 from ..core.said import is_interactive
+from ..core.steps import is_shared_out
 from ..core.update import AutomaticUpdate
 from ..files import checkpoint as ckpt
 from ..files.disk import clear_stale, newest_in
@@ -105,7 +106,7 @@ def _rest(run: Run, home: torch.device, kind: type | None, *_: Any) -> None:
     run.metrics.start(None)
     with nullcontext() if kind is None else suppress(RuntimeError):
         run.metrics.to_cpu()
-        if run.fabric.device != home:
+        if run.fabric.device != home and run.steps.sharded is None:
             for part in with_a_note(run.trained.net):
                 part.to(home)
             run.optimizing.follow()
@@ -172,9 +173,13 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     if (hook := run.hooks.own(datamodule, "setup")) is not None:
         hook(stage=run.fn)
     run.hooks.call("setup", run.fn)
+    if is_shared_out(fabric) and hasattr(owner, "_device_mesh"):
+        owner._device_mesh = fabric.strategy.device_mesh  # type: ignore[attr-defined]  # which it shards itself by
     if (hook := run.hooks.own(owner, "configure_model")) is not None:
         hook()
     heed_signals(run)
+    if is_shared_out(fabric):
+        run.steps.setup(training=run.fn == "fit")
     if (path := run.origin.path) is not None:
         run.origin.checkpoint = load_file(fabric, path, run.origin.trusted)
         if run.origin.resume_path is not None:  # once more: the file may be another one by now
@@ -186,7 +191,8 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
             run.origin.pending = ours
         if run.origin.resume_path is not None or run.fn != "fit":  # a fit that takes the weights only is a new one
             ckpt.load_callbacks(run, run.origin.checkpoint, path)
-    run.steps.setup(training=run.fn == "fit")
+    if not is_shared_out(fabric):
+        run.steps.setup(training=run.fn == "fit")
 
 
 def start_fit(run: Run) -> None:

@@ -174,6 +174,7 @@ def _copies(verb: str, argv: list[str]) -> int:
 def _verify(verb: str, argv: list[str]) -> int:
     from ..files.opening import SUFFIXES, CheckpointError, UnreadableError
     from ..files.reading import verify_checkpoint
+    from ..files.shards import check_file
 
     given = _arguments(verb, argv, PATH={"help": "a checkpoint, or a folder of them; exit code 1 if one is not whole"})
     path, code = Path(given.PATH), 0
@@ -183,6 +184,8 @@ def _verify(verb: str, argv: list[str]) -> int:
     for file in files:
         try:
             verify_checkpoint(file)
+            if file.suffix == ".ckpt":
+                check_file(file)
             print(f"whole       {file}")
         except UnreadableError as error:
             code = code or 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -310,6 +311,7 @@ class TrainerFace:
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
         """Write a checkpoint of the run as it stands now; after a test of what was trained, of its training."""
         from ..files.keeper import prove, state_of
+        from ..files.storage import door
 
         if self._run is None:
             raise AttributeError(
@@ -326,9 +328,17 @@ class TrainerFace:
             )
         state = state_of(run, weights_only=bool(weights_only))
         run.log.sync()  # what it says of the logs is on disk before it
+        if run.steps.sharded is not None:
+            from ..files.pieces import for_file
+
+            state = for_file(run, Path(filepath), state)
         if self.fabric.is_global_zero:
-            save = run.hooks.timed(self.fabric.strategy.checkpoint_io.save_checkpoint, "save_checkpoint")
+            save = run.hooks.timed(door(self.fabric).save_checkpoint, "save_checkpoint")
             save(state, filepath, storage_options=storage_options)
+            if run.steps.sharded is not None:
+                from ..files.shards import clear_unnamed
+
+                clear_unnamed(Path(filepath).parent)
         prove(run, filepath)
         self.fabric.barrier("save_checkpoint")
 

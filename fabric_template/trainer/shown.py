@@ -101,7 +101,7 @@ class LoopOptimizer:
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
         """Only this optimizer's parameters require gradients inside; see LightningOptimizer.toggle_model."""
         module, run = self._run.trained.owner, self._run
-        alone = not sync_grad and run.steps.wrapped is not None
+        alone = not sync_grad and run.steps.syncs
         with run.steps.no_sync() if alone else nullcontext():
             module.toggle_optimizer(self)
             yield

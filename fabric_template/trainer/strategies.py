@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from ..core.errors import Misuse
+from ..core.overrides import is_a
 
 _Start = Literal["popen", "spawn", "fork"]
 _STARTS: dict[str, _Start] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _TRAINERS = ("lightning.pytorch.strategies.", "pytorch_lightning.strategies.")
 # by Trainer's own names for them, of which the public ones are arguments only
 _ELSEWHERE = {"_accelerator": "accelerator", "_precision_plugin": "precision", "_checkpoint_io": "plugins"}
+_SHARDS = (
+    "write strategy=ModelParallelStrategy(parallelize_fn, data_parallel_size=...) of lightning.fabric.strategies, with"
+    " fully_shard(model, mesh=mesh['data_parallel']) in parallelize_fn(model, mesh), or strategy='ddp'"
+)
+_SIZES = ("_data_parallel_size", "_tensor_parallel_size", "_save_distributed_checkpoint", "_process_group_backend")
 _TRAINERS_ONLY = {"_ddp_comm_hook": "ddp_comm_hook", "_model_averaging_period": "model_averaging_period"}
 
 
@@ -27,6 +33,11 @@ def as_fabrics(strategy: Any) -> Any:
         >>> type(as_fabrics("ddp_fork_find_unused_parameters_false")).__name__
         'DDPStrategy'
     """
+    names = [strategy] if isinstance(strategy, str) else [base.__name__ for base in type(strategy).__mro__]
+    if any(name.lower().startswith(("deepspeed", "fsdp")) for name in names):
+        is_fsdp = any("fsdp" in name.lower() for name in names)
+        why = "is FSDP's first form, which torch replaces by fully_shard" if is_fsdp else "is not run here"
+        raise Misuse(f"strategy={names[0]}: it {why}: {_SHARDS}")
     if isinstance(strategy, str):
         found = re.fullmatch("ddp(|_spawn|_fork|_notebook)_find_unused_parameters_(true|false)", strategy.lower())
         if found is None:
@@ -36,10 +47,10 @@ def as_fabrics(strategy: Any) -> Any:
         return strategy
     name = type(strategy).__name__
     is_own = not f"{type(strategy).__module__}.".startswith(_TRAINERS)  # what a class of one's own does would be lost
-    if is_own or name not in ("DDPStrategy", "SingleDeviceStrategy"):
+    if is_own or name not in ("DDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"):
         raise Misuse(
             f"strategy={name}(...) is made for Trainer: expected one of lightning.fabric.strategies"
-            f"{'' if is_own else f', such as its {name}'}, or a name (ddp, ddp_spawn, fsdp, deepspeed, ...)"
+            f"{'' if is_own else f', such as its {name}'}, or a name (ddp, ddp_spawn, ddp_notebook, ...)"
         )
     if lost := [word for key, word in _TRAINERS_ONLY.items() if getattr(strategy, key, None) is not None]:
         raise Misuse(f"strategy={name}({lost[0]}=...): Fabric has no such word, leave it out")
@@ -47,6 +58,26 @@ def as_fabrics(strategy: Any) -> Any:
         raise Misuse(f"strategy={name}(...) brings what is said here by {given[0]}=: write FabricLoop({given[0]}=...)")
     if name == "SingleDeviceStrategy":
         return SingleDeviceStrategy(strategy.root_device)
+    if name == "ModelParallelStrategy":
+        sizes = {word[1:]: getattr(strategy, word) for word in _SIZES}
+        made = ModelParallelStrategy(_as_it_is, timeout=strategy._timeout, **sizes)
+        made.parallel_devices, made.cluster_environment = strategy.parallel_devices, strategy.cluster_environment
+        return made
     same = ("parallel_devices", "cluster_environment", "process_group_backend")
     words = {name: getattr(strategy, name) for name in same}
     return DDPStrategy(timeout=strategy._timeout, start_method=strategy._start_method, **words, **strategy._ddp_kwargs)
+
+
+def check_window(strategy: Any, callbacks: list[Any], window: int) -> None:
+    """Refuse accumulation where DDP was told that every backward is alike: it ends in an error that says nothing."""
+    several = window != 1 or any(is_a(callback, "GradientAccumulationScheduler") for callback in callbacks)
+    if several and getattr(strategy, "_ddp_kwargs", {}).get("static_graph"):
+        raise Misuse(
+            f"strategy=DDPStrategy(static_graph=True) with accumulate_grad_batches={window}: gradients are not summed in every"
+            " backward then; leave static_graph out"
+        )
+
+
+def _as_it_is(model: Any, mesh: Any) -> Any:
+    """Trainer's modules are sharded in their ``configure_model``, by ``self.device_mesh``."""
+    return model

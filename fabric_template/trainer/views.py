@@ -20,6 +20,7 @@ import torch
 from ..core.overrides import overrides
 from ..core.run import Run
 from ..core.update import clip_gradients
+from ..files.storage import door
 
 
 def shows(path: str, doc: str, otherwise: Any = None) -> property:
@@ -223,14 +224,13 @@ class StrategyFace:
     @property
     def precision_plugin(self) -> Any:
         """Fabric's precision, which clips beside, for LightningModule.clip_gradients."""
-        precision = self._loop.fabric.strategy.precision
 
         def clip(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:
             # Lightning's enum, or its word
             algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
-            clip_gradients(precision, optimizer, clip_val, algorithm)
+            clip_gradients(self._loop._required("clip_gradients"), optimizer, clip_val, algorithm)
 
-        face = copy(precision)
+        face = copy(self._loop.fabric.strategy.precision)
         face.clip_gradients = clip
         return face
 
@@ -250,7 +250,7 @@ class StrategyFace:
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint file, on rank zero."""
         if self._loop.fabric.is_global_zero:
-            self._loop.fabric.strategy.checkpoint_io.remove_checkpoint(filepath)
+            door(self._loop.fabric).remove_checkpoint(filepath)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_loop" not in vars(self):  # asked while it is unpickled

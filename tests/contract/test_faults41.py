@@ -725,7 +725,9 @@ def test_fault_38_refused_before_anything_is_launched(case, tmp_path):
 
 def test_fault_38_fsdp_where_it_cannot_be_is_refused_at_once():
     """... as soon as the loop is made."""
-    with pytest.raises(ValueError, match="FSDP is only available on GPU"):
+    with pytest.raises(
+        ValueError, match="strategy=fsdp: it is FSDP's first form, .* write strategy=ModelParallelStrategy"
+    ):
         FabricLoop(strategy="fsdp", accelerator="cpu", devices=2)
 
 

@@ -14,9 +14,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as Sharding
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
 from torch.utils.data import DataLoader
@@ -70,6 +71,11 @@ NEEDED = [  # name, who has it, and what we need it for
         "_accelerator", "_precision_plugin", "_checkpoint_io", "_ddp_comm_hook", "_model_averaging_period", "_timeout",
         "_start_method", "_ddp_kwargs",
     )],
+    *[(name, ModelParallelStrategy, "trainer/strategies.py", "to make Fabric's strategy of Trainer's") for name in (
+        "_data_parallel_size", "_tensor_parallel_size", "_save_distributed_checkpoint", "_process_group_backend",
+    )],
+    ("_save_distributed_checkpoint", Sharding, "pieces.py", "whether a sharded model's checkpoint is one file"),
+    ("_device_mesh", pl.LightningModule, "session.py", "the mesh by which a module shards itself in configure_model"),
     ("_trainer", pl.LightningModule, "attach.py", "to give back, after an error, the trainer that a module had"),
     ("_current_fx_name", pl.LightningModule, "attach.py", "a module's own log, which ends in Lightning's"),
     ("_trainer", pl.LightningModule, "shown.py", "a plain module as Lightning's callbacks expect it: its trainer"),

@@ -75,11 +75,12 @@ class Mine(trainers.DDPStrategy):
     ("strategy", "words"),
     [
         (trainers.FSDPStrategy(),
-         "strategy=FSDPStrategy(...) is made for Trainer: expected one of lightning.fabric.strategies, such as its"
-         " FSDPStrategy, or a name (ddp, ddp_spawn, fsdp, deepspeed, ...)"),
+         "strategy=FSDPStrategy: it is FSDP's first form, which torch replaces by fully_shard: write"
+         " strategy=ModelParallelStrategy(parallelize_fn, data_parallel_size=...) of lightning.fabric.strategies, with"
+         " fully_shard(model, mesh=mesh['data_parallel']) in parallelize_fn(model, mesh), or strategy='ddp'"),
         (Mine(),
-         "strategy=Mine(...) is made for Trainer: expected one of lightning.fabric.strategies, or a name (ddp, ddp_spawn, fsdp,"
-         " deepspeed, ...)"),
+         "strategy=Mine(...) is made for Trainer: expected one of lightning.fabric.strategies, or a name (ddp, ddp_spawn,"
+         " ddp_notebook, ...)"),
         (trainers.DDPStrategy(ddp_comm_hook=print),
          "strategy=DDPStrategy(ddp_comm_hook=...): Fabric has no such word, leave it out"),
         (trainers.DDPStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu")),

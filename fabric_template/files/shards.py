@@ -1,0 +1,193 @@
+"""Shards: a checkpoint whose tensors lie in pieces, one per rank, in a folder beside a small file that names them.
+
+The small file is written last, whole, by one rename: that is the commit. It holds everything plain, and of each piece its
+size and checksum, of each tensor where its parts lie. A folder that a file names is never written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .disk import fs, make_folder
+from .opening import CheckpointError, DamagedError, MissingCheckpoint, cause_of, names_in, opened
+from .plain import SHARDS
+from .reading import load_header, load_tensor
+from .schema import MOST, check, count, text
+
+SUFFIX = ".shards"
+ELSEWHERE = "in the pieces beside this file; one file of all: fabric-template convert"
+BLOCK = 2**22
+
+_INDEX = {
+    "folder": text, "pieces": {text: (count, count)},
+    "tensors": [{"at": [lambda key: count if isinstance(key, int) else text], "dtype": text, "size": [count],
+                 "chunks": [(text, count, count, [count], [count])]}],
+}  # fmt: skip
+
+
+def index_of(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, Any] | None:
+    """What a file says of its pieces, checked before anything of it is used; None: it holds its tensors itself."""
+    if (index := checkpoint.get(SHARDS)) is None:
+        return None
+    try:
+        check(_INDEX, index, "its list of pieces")
+        names = [index["folder"].removesuffix(SUFFIX), *index["pieces"]]
+        if index["folder"] == names[0] or not all(re.fullmatch(r"[\w=-]+(\.distcp)?", name) for name in names):
+            raise CheckpointError("its list of pieces has a name that none of ours has")
+        for tensor in index["tensors"]:
+            _check_tensor(tensor, index["pieces"])
+            if not _stands_at(checkpoint, tensor["at"]):
+                raise CheckpointError("its list of pieces has a tensor that it has not")
+    except (CheckpointError, LookupError, TypeError) as error:
+        raise CheckpointError(f"'{path}' cannot be used: {cause_of(error)}; it was altered: use another file") from None
+    return index
+
+
+def _check_tensor(tensor: dict[str, Any], pieces: dict[str, Any]) -> None:
+    """Refuse parts that lie outside of their tensor or their piece, or are not all of it."""
+    size, dtype, held = tensor["size"], getattr(torch, tensor["dtype"], None), 0
+    for piece, offset, length, offsets, sizes in tensor["chunks"]:
+        numel, fits = math.prod(sizes), len(offsets) == len(sizes) == len(size)
+        inside = fits and all(a + b <= c for a, b, c in zip(offsets, sizes, size, strict=True))
+        is_dtype = isinstance(dtype, torch.dtype) and numel * dtype.itemsize <= length
+        if not (inside and is_dtype and piece in pieces and offset + length <= pieces[piece][0]):
+            raise CheckpointError("a part of a tensor is not where it should be")
+        held += numel
+    if held != math.prod(size) or held > MOST:
+        raise CheckpointError("the parts of a tensor are not the whole")
+
+
+def put(nest: Any, way: list[Any], value: Any) -> None:
+    """Put a value where this way through dicts and lists ends."""
+    for key in way[:-1]:
+        nest = nest[key]
+    nest[way[-1]] = value
+
+
+def _stands_at(nest: Any, way: list[Any]) -> bool:
+    for key in way:
+        nest = nest[key]
+    return nest == ELSEWHERE
+
+
+def with_shapes(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """The checkpoint with empty tensors on the meta device where its pieces have them: to compare, not to go on from."""
+    if (index := index_of(checkpoint, path)) is not None:
+        check_pieces(index, Path(path).parent / index["folder"], read=False)
+        for tensor in index["tensors"]:
+            put(checkpoint, tensor["at"], empty(tensor, "meta"))
+    return checkpoint
+
+
+def whole(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """The checkpoint as one, every tensor read from its pieces, on the CPU."""
+    if (index := index_of(checkpoint, path)) is None:
+        return checkpoint
+    folder = Path(path).parent / index["folder"]
+    check_pieces(index, folder)
+    for tensor in index["tensors"]:
+        put(checkpoint, tensor["at"], value := empty(tensor))
+        for piece, offset, length, offsets, sizes in tensor["chunks"]:
+            into = value
+            for dim, (begin, size) in enumerate(zip(offsets, sizes, strict=True)):
+                into = into.narrow(dim, begin, size)
+            into.copy_(read_part(folder / piece, offset, length, sizes, value.dtype))
+    del checkpoint[SHARDS]
+    return checkpoint
+
+
+def empty(tensor: dict[str, Any], device: str = "cpu") -> Tensor:
+    """A tensor of this entry's kind, whatever is in it."""
+    return torch.empty(tensor["size"], dtype=getattr(torch, tensor["dtype"]), device=device)
+
+
+def read_part(path: Path, offset: int, length: int, sizes: list[int], dtype: torch.dtype) -> Tensor:
+    """One tensor of a piece."""
+    with opened(path) as file:
+        file.seek(offset)
+        part = load_tensor(file.read(length), path)
+    if list(part.shape) != list(sizes) or part.dtype != dtype:
+        raise DamagedError(f"'{path}' has another tensor than its file says: use another checkpoint")
+    return part
+
+
+def check_pieces(index: dict[str, Any], folder: Path, only: Any = None, read: bool = True) -> None:
+    """Refuse pieces that are missing, cut off or altered; ``read``: from end to end, for their checksums.
+
+    Raises:
+        DamagedError: names the piece.
+    """
+    for name, (size, checksum) in index["pieces"].items():
+        if only is not None and name not in only:
+            continue
+        path, crc = folder / name, 0
+        try:
+            with opened(path) as file:
+                found = os.fstat(file.fileno()).st_size
+                while found == size and read and (block := file.read(BLOCK)):
+                    crc = zlib.crc32(block, crc)
+        except MissingCheckpoint:
+            raise DamagedError(f"'{path}' is missing, a piece of a checkpoint: use another checkpoint.") from None
+        if found != size or (read and crc != checksum):
+            what = f"{found:,} bytes, not {size:,}" if found != size else "another checksum than when it was written"
+            raise DamagedError(f"'{path}' is damaged: it has {what}; use another checkpoint.")
+
+
+def check_file(path: str | Path, read: bool = True) -> None:
+    """The pieces that a checkpoint file names, if it names any."""
+    header: dict[str, Any] = {}
+    with contextlib.suppress(CheckpointError):  # whoever reads it says so
+        header = load_header(path)
+    if (index := index_of(header, path)) is not None:
+        check_pieces(index, Path(path).parent / index["folder"], read=read)
+
+
+# ---- folders of pieces
+
+
+def make_fresh(beside: Path, step: int) -> Path:
+    """A new folder for the pieces of a file in this folder; what killed runs have left of that name is removed before."""
+    make_folder(beside)
+    clear_unnamed(beside)
+    number = 0
+    while True:
+        folder = beside / f"step={step}{f'-{number}' if number else ''}{SUFFIX}"
+        try:
+            make_folder(folder, is_new=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def clear_unnamed(folder: str | Path) -> None:
+    """Remove the folders of pieces that no checkpoint file in this folder names; none while one cannot be asked."""
+    with contextlib.suppress(CheckpointError):
+        names = names_in(folder)
+        found = {name for name in names if name.endswith(SUFFIX)}
+        for name in names if found else ():
+            if name.endswith(".ckpt"):
+                found.discard((load_header(Path(folder, name)).get(SHARDS) or {}).get("folder"))
+            elif ".ckpt." in name:  # set aside: what it names stays as long as it can be read
+                with contextlib.suppress(CheckpointError):
+                    found.discard((load_header(Path(folder, name)).get(SHARDS) or {}).get("folder"))
+        for name in found:
+            remove(Path(folder, name))
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of pieces; what cannot be removed is left for the next time."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            fs.unlink(folder / name)
+        fs.rmdir(folder)
