@@ -74,7 +74,7 @@ NEEDED = [  # name, who has it, and what we need it for
     *[(name, ModelParallelStrategy, "trainer/strategies.py", "to make Fabric's strategy of Trainer's") for name in (
         "_data_parallel_size", "_tensor_parallel_size", "_save_distributed_checkpoint", "_process_group_backend",
     )],
-    ("_save_distributed_checkpoint", Sharding, "pieces.py", "whether a sharded model's checkpoint is one file"),
+    ("_save_distributed_checkpoint", lambda: Sharding(print), "pieces.py", "whether a sharded model's checkpoint is one file"),
     ("_device_mesh", pl.LightningModule, "session.py", "the mesh by which a module shards itself in configure_model"),
     ("_trainer", pl.LightningModule, "attach.py", "to give back, after an error, the trainer that a module had"),
     ("_current_fx_name", pl.LightningModule, "attach.py", "a module's own log, which ends in Lightning's"),

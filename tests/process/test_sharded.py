@@ -3,17 +3,27 @@
 The ranks come by themselves, as under torchrun; each writes what it has found, and it is read here.
 """
 
+import shutil
+from pathlib import Path
+
+import lightning.fabric.strategies as fabrics
 import lightning.pytorch as pl
 import pytest
 import torch
 from externally import externally
-from lightning.fabric.strategies import ModelParallelStrategy
-from modules import Classifier, Gan, by_epoch, make_loader, quiet, sgd
-from runs import loud
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from modules import Classifier, by_epoch, make_loader, quiet, sgd
+from runs import Snapshots, loud, same, tree
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fabric_template import FabricLoop
+from fabric_template.core.errors import Misuse
+from fabric_template.files.opening import CheckpointError, DamagedError
+from fabric_template.files.reading import read_checkpoint
+from fabric_template.files.shards import index_of, whole
+from fabric_template.process.choose import newest_good
+from fabric_template.tools.cli import main
 
 TWO = {"accelerator": "cpu", "devices": 2}
 
@@ -82,6 +92,23 @@ class Adam(Classifier):
         super().__init__(by_epoch)
 
 
+class ByHand(Adam):
+    """Steps every second batch, with its own clipping."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = cross_entropy(self(batch[0]), batch[1])
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            optimizer = self.optimizers()
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class Meta(Classifier):
     """Makes its layers where they take no memory; each rank gets its part of them only."""
 
@@ -131,20 +158,22 @@ CASES = {
     "clip_norm": (Adam, {"gradient_clip_val": 0.1}),
     "bf16_mixed": (Adam, {"precision": "bf16-mixed"}),
     "bf16_true": (Adam, {"precision": "bf16-true"}),
-    "by_hand": (Gan, {}),
+    "by_hand": (ByHand, {}),
     "object": (Object, {"validates": False}),
 }
 
 
+def counting(done):
+    """Let each sum of gradients over the ranks be noted, by whichever name torch calls it."""
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
+        if (real := getattr(torch.distributed, name, None)) is not None:
+            setattr(
+                torch.distributed, name, lambda *args, real=real, **words: (done.append(1), real(*args, **words))[1]
+            )
+
+
 def against_ddp(rank):
-    reduced = []
-    real = torch.distributed.reduce_scatter_tensor
-
-    def counted(*args, **words):
-        reduced.append(1)
-        return real(*args, **words)
-
-    torch.distributed.reduce_scatter_tensor = counted
+    counting(reduced := [])
     found = {}
     for name, (make, words) in CASES.items():
         weights, states, metrics, *_ = trained("ddp", make, **words)
@@ -180,3 +209,197 @@ def test_fsdp2_has_the_weights_of_ddp():
         assert (found["plain"][2], found["accumulate"][2]) == (20, 8)
         assert (found["again"], found["more"], found["functions"], found["predicted"]) == (True, 5, "DTensor", 3)
         assert found["trainers"]
+
+
+# ---- tensor parallelism
+
+
+def in_tensor_parallel(rank):
+    seen = []
+
+    class Seeing(Classifier):
+        def __init__(self):
+            super().__init__(sgd, dropout=0.0)
+
+        def training_step(self, batch, batch_idx):
+            seen.append(batch[0].sum().item())
+            return super().training_step(batch, batch_idx)
+
+    found = {}
+    for name, words in {"plain": {}, "clip": {"gradient_clip_val": 0.1}}.items():
+        alone, *_ = trained("auto", Seeing, devices=1, **words)
+        del seen[:]
+        ours, _, _, _, model = trained(ModelParallelStrategy(split, 1, 2), Seeing, seed=1 + rank, **words)
+        found[name] = furthest(alone, ours)
+    found["seen"], found["kinds"] = seen, [type(value).__name__ for value in model.state_dict().values()]
+    torch.save(found, f"found{rank}.pt")
+
+
+def test_tensor_parallelism():
+    """Two ranks that train one model: the samples and, to the last bits, the weights of one."""
+    codes, errors = externally(in_tensor_parallel)
+    assert codes == [0, 0], errors
+    one, other = (torch.load(f"found{rank}.pt", weights_only=True) for rank in range(2))
+    assert one == other
+    assert max(one["plain"], one["clip"]) < 1e-6
+    assert one["kinds"] == ["DTensor"] * 4
+    assert len(one["seen"]) == 20
+
+
+# ---- what cannot be
+
+
+def alone(model, mesh):
+    """Shards one layer and forgets the other."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.net[0], mesh=mesh["data_parallel"])
+    return model
+
+
+def refused(rank):
+    found = []
+    for parallelize in (alone, lambda model, mesh: model, lambda model, mesh: nn.Linear(1, 1)):
+        loop = FabricLoop(strategy=ModelParallelStrategy(parallelize, 2, 1), **quiet(devices=2, max_epochs=1))
+        with pytest.raises(Misuse) as caught:
+            loop.fit(Classifier(), train())
+        found.append(str(caught.value))
+    torch.save(found, f"found{rank}.pt")
+
+
+def test_what_would_be_trained_apart_is_refused():
+    codes, errors = externally(refused)
+    assert codes == [0, 0], errors
+    left, nothing, other = torch.load("found1.pt", weights_only=True)
+    assert left == (
+        "parallelize_fn left 'net.3.weight' of Classifier whole in each of the 2 data-parallel groups, which would train it"
+        " apart: write fully_shard(model, mesh=mesh['data_parallel']) with the whole model as its last line"
+    )
+    assert nothing.startswith("parallelize_fn has sharded nothing of Classifier: write fully_shard(model, ")
+    assert other.startswith(
+        "parallelize_fn returned another object than Classifier, a Linear: expected the model that it"
+    )
+
+
+def test_refused_before_the_launch(tmp_path):
+    net = nn.Linear(8, 3)
+    given = {"training_step": lambda net, batch: net(batch[0]).sum(), "optimizer": torch.optim.SGD(net.parameters())}
+    with pytest.raises(
+        Misuse, match=r"^fit got optimizer= and strategy=ModelParallelStrategy.* write optimizer=lambda model"
+    ):
+        FabricLoop(strategy=fsdp(), **TWO).fit(net, train(), **given)
+    with pytest.raises(Misuse, match=r"^compile='cuda-graph' with strategy=ModelParallelStrategy.* write compile=True"):
+        FabricLoop(strategy=fsdp(), compile="cuda-graph", **TWO).fit(Classifier(), train())
+    averaging = pl.callbacks.StochasticWeightAveraging(0.1)
+    with pytest.raises(Misuse, match=r"^StochasticWeightAveraging with strategy=ModelParallelStrategy.* leave it out"):
+        FabricLoop(strategy=fsdp(), callbacks=averaging, **TWO).fit(Classifier(), train())
+    with pytest.raises(
+        Misuse, match=r"^strategy=DDPStrategy\(static_graph=True\) with accumulate_grad_batches=2: .* leave"
+    ):
+        FabricLoop(strategy=DDPStrategy(static_graph=True), accumulate_grad_batches=2, **TWO).fit(Classifier(), train())
+    for strategy in ("deepspeed", "deepspeed_stage_2", fabrics.FSDPStrategy()):
+        with pytest.raises(Misuse, match="write strategy=ModelParallelStrategy"):
+            FabricLoop(strategy=strategy, **TWO)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- checkpoints in pieces
+
+
+def copied(rank, source, target):
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.copytree(source, target)
+    torch.distributed.barrier()
+    return target
+
+
+def resumed(rank):
+    words = {"max_epochs": 3, "monitor": "val_loss", "save_every_n_steps": 2}
+    strategies = {"fsdp": fsdp, "ddp": lambda: "ddp", "whole": lambda: fsdp(save_distributed_checkpoint=False)}
+    full = trained(fsdp(), Adam, root="full", callbacks=[Snapshots("full", "snaps")], **words)
+    found = {}
+    for batches in (5, 9):  # the end of an epoch, the middle of the next
+        root = copied(rank, f"snaps/{batches}", f"from{batches}")
+        again = trained(fsdp(), Adam, seed=5, root=root, resume="auto", **words)
+        found[f"{batches}"] = same(again[:3], full[:3]), again[3].global_step
+    first = None
+    for name, make in strategies.items():  # the same ranks, otherwise shared out, and on from there
+        root = copied(rank, "full", f"to_{name}")
+        now = trained(make(), Adam, seed=5, root=root, resume="last", **{**words, "max_epochs": 4})
+        first = first or now
+        found[name] = same(now[:3], first[:3]), now[3].global_step
+    torch.save(found, f"found{rank}.pt")
+
+
+def test_checkpoints_in_pieces(capsys):
+    """A small file that names them; exact resume, also in an epoch's middle; read by DDP, and by one process alone."""
+    codes, errors = externally(resumed)
+    assert codes == [0, 0], errors
+    home = "checkpoints/run/version_0"
+    for rank in range(2):
+        found = torch.load(f"found{rank}.pt", weights_only=True)
+        assert {found[name] for name in ("5", "9")} == {(True, 15)}
+        assert {found[name] for name in ("fsdp", "ddp", "whole")} == {(True, 20)}
+    # two files of one state name the same pieces, which are there; no others are
+    assert [name for name in tree(f"full/{home}") if "shards" in name][-2:] == [
+        "step=15.shards/__0_0.distcp", "step=15.shards/__1_0.distcp",
+    ]  # fmt: skip
+    assert {name.split("/")[0] for name in tree(f"full/{home}")} <= {
+        "best.ckpt", "last.ckpt", "step=15.shards", *{f"step={step}.shards" for step in (5, 10)},
+    }  # fmt: skip
+    for name in ("5", "9"):  # byte for byte those of the run that nobody has interrupted
+        for piece in ("__0_0.distcp", "__1_0.distcp"):
+            read = [Path(f"{root}/{home}/step=15.shards/{piece}").read_bytes() for root in ("full", f"from{name}")]
+            assert read[0] == read[1]
+    last = f"full/{home}/last.ckpt"
+    small, weights = read_checkpoint(last), whole(read_checkpoint(last), last)
+    assert set(small["state_dict"].values()) == {
+        "in the pieces beside this file; one file of all: fabric-template convert"
+    }
+    assert {name: tuple(value.shape) for name, value in weights["state_dict"].items()} == {
+        "net.0.weight": (16, 8), "net.0.bias": (16,), "net.3.weight": (3, 16), "net.3.bias": (3,),
+    }  # fmt: skip
+    model = Adam()
+    (alone,) = FabricLoop(**loud("full")).validate(model, val(), load="last", verbose=False)
+    assert same(dict(model.state_dict()), weights["state_dict"])
+    assert alone["val_loss"] > 0
+
+    # verify, and "auto", know them
+    assert main(["verify", "full"]) == 0
+    piece = f"full/{home}/step=15.shards/__1_0.distcp"
+    data = bytearray(Path(piece).read_bytes())
+    data[len(data) // 2] ^= 1
+    Path(piece).write_bytes(data)
+    assert main(["verify", last]) == 1
+    assert "__1_0.distcp' is damaged: it has another checksum" in capsys.readouterr().out
+    with pytest.raises(DamagedError):
+        FabricLoop(**loud("full")).validate(Adam(), val(), load="last", verbose=False)
+    with pytest.warns(UserWarning, match=r"another checksum.* It is set aside as .*last.ckpt.damaged'"):
+        assert newest_good([Path(f"full/{home}")]).name == "best.ckpt"
+
+
+ALTERED = {
+    "folder": lambda index: index.update(folder="../other.shards"),
+    "piece": lambda index: index["pieces"].update({"../x": [1, 1]}),
+    "way": lambda index: index["tensors"][0].update(at=["state_dict", "nowhere"]),
+    "other": lambda index: index["tensors"][0].update(at=["epoch"]),
+    "size": lambda index: index["tensors"][0].update(size=[2**40, 8]),
+    "dtype": lambda index: index["tensors"][0].update(dtype="load"),
+    "part": lambda index: index["tensors"][0]["chunks"].pop(),
+    "offset": lambda index: index["tensors"][0]["chunks"][0].__setitem__(1, 2**20),
+    "kind": lambda index: index.update(tensors=3),
+}
+
+
+@pytest.mark.parametrize("name", ALTERED)
+def test_an_altered_list_of_pieces_is_refused(name):
+    index = {"folder": "step=1.shards", "pieces": {"__0_0.distcp": [2000, 1]}, "tensors": [
+        {"at": ["state_dict", "w"], "dtype": "float32", "size": [4, 8], "chunks": [["__0_0.distcp", 0, 1500, [0, 0], [4, 8]]]}
+    ]}  # fmt: skip
+    checkpoint = {"epoch": 1, "fabric_template.shards": index, "state_dict": {
+        "w": "in the pieces beside this file; one file of all: fabric-template convert"}}  # fmt: skip
+    assert index_of(checkpoint, "last.ckpt") is index
+    ALTERED[name](index)
+    with pytest.raises(CheckpointError, match=r"^'last.ckpt' cannot be used: .*; it was altered: use another file$"):
+        index_of(checkpoint, "last.ckpt")
