@@ -29,6 +29,8 @@ DEMOS = {
     "digits": Demo("digits:DigitsClassifier", "digits:DigitsData", _words(10, "val_acc")),
     "tabular": Demo("tabular:TabularNet", "tabular:TabularData", _words(20, "val_r2")),
     "mnist": Demo("mnist:MNISTNet", "mnist:MNISTData", _words(5, "val_acc")),
+    "images": Demo("images:ImageClassifier", "images:ImagesData", _words(10, "val_acc")),
+    "cifar10": Demo("cifar10:CIFAR10Net", "cifar10:CIFAR10Data", _words(10, "val_acc")),
     "language_model": Demo("language_model:GPT", "language_model:TextData", _words(5, "val_loss", "min")),
     "autoencoder": Demo("autoencoder:Autoencoder", "digits:DigitsData", _words(40, "val_loss", "min")),
     "gan": Demo("gan:GAN", "gan:RingData", _words(20, "val_good")),
