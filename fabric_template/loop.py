@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import ClusterEnvironment
 
 from .core.config import LoopConfig, parse_config
 from .core.errors import Misuse, MisuseOfType
 from .core.evaluate import print_results
 from .core.optimizers import with_scheduler
 from .files.opening import is_file
+from .process.agreement import as_launched, check_launched
 from .process.build import Plan
 from .process.home import make_loggers, with_safe_files
 from .process.launch import launch
@@ -100,6 +102,8 @@ class FabricLoop(Parts):
         more = {"plugins": plugins, "callbacks": callbacks or None, "logger": loggers}
         # what rebuilds it, see record/recipe.py; the command line puts its own here
         self.recipe = {**vars(given), **where, **{word: value for word, value in more.items() if value is not None}}
+        if fabric is None and not isinstance(plugins, ClusterEnvironment):
+            devices, num_nodes = as_launched(devices, num_nodes)
         words = {"accelerator": accelerator, "strategy": as_fabrics(strategy), "devices": devices, "num_nodes": num_nodes,
                  "precision": precision, "plugins": plugins}  # fmt: skip
         if fabric is not None:
@@ -116,6 +120,7 @@ class FabricLoop(Parts):
         if loggers is not None and given.logger is not None:
             raise Misuse("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
         self.fabric = with_safe_files(fabric if fabric is not None else Fabric(**words), self.config.trusted)
+        check_launched(self.fabric)
         self.callbacks = parse_callbacks(callbacks, given)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.loggers, self._own_logger = make_loggers(self.config, loggers, self.fabric)

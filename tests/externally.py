@@ -11,16 +11,17 @@ from pathlib import Path
 import torch
 
 
-def externally(function, *args, ranks=2, is_launched=True, timeout=250):
+def externally(function, *args, ranks=2, is_launched=True, timeout=250, agent=None):
     """Call ``function(rank, *args)`` in so many processes; returns the exit code and what was written, of each.
 
     Args:
         is_launched: whether they find each other by what a launcher sets; False: plain scripts.
+        agent: the port of a store that stays, as torchrun's does when it starts the ranks again.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launched = (ranks, port) if is_launched else None
+    launched = (ranks, agent or port, agent is not None) if is_launched else None
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_rank, args=(rank, launched, function, args)) for rank in range(ranks)]
     for process in processes:
@@ -38,10 +39,11 @@ def externally(function, *args, ranks=2, is_launched=True, timeout=250):
 def _rank(rank, launched, function, args):
     atexit._clear()
     if launched:
-        ranks, port = launched
+        ranks, port, is_agents = launched
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
             "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test",
+            "TORCHELASTIC_USE_AGENT_STORE": str(is_agents),
         }  # fmt: skip
     with open(f"err{rank}", "w") as file:
         os.dup2(file.fileno(), 2)

@@ -22,7 +22,7 @@ from ..core.run import Run
 from ..core.said import is_interactive
 from ..exact.randomness import isolated_rng
 from ..trainer.attributes import TrainerFace
-from .agreement import come_by_themselves
+from .agreement import come_by_themselves, meet_anew
 from .build import Plan, build
 from .choose import agree_on_checkpoint
 from .home import choose_place, not_all, settle_files
@@ -76,12 +76,14 @@ def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
     with ExitStack() as around:
         if not is_joined():  # ranks that stay then leave not before the script's end, another run may come
             around.callback(lambda: atexit.register(leave) if is_joined() else None)
+        store = meet_anew() if come_by_themselves(fabric) and not is_joined() else None
         forward = around.enter_context(Forward(launcher)) if starts or makes_scripts else None
         around.enter_context(_kept(*["MASTER_PORT"] * starts))
         folder = around.enter_context(desk()) if starts else ""
         try:
             # with no arguments: Lightning would walk through them in spawned processes, into the plan's dataclasses, too
             outcome = fabric.launch(partial(_caught, folder, rest))
+            del store  # which had to stay until the ranks have met
         except ProcessException as error:
             if forward is not None and (number := forward.meaning(error)) is not None:
                 raise ending(number) from error

@@ -20,6 +20,7 @@ from ..data.tensors import TensorLoader
 from ..files.storage import AtomicCheckpointIO, door
 from ..record.tables import number_of
 from ..trainer.attributes import TrainerFace
+from .agreement import meet_anew
 
 
 class Parts(TrainerFace):
@@ -127,7 +128,9 @@ class Parts(TrainerFace):
     def _launch_parts(self) -> None:
         is_launched = os.environ.get("LT_CLI_USED") == "1" or torch.distributed.is_initialized()
         if self.fabric.world_size > 1 and not is_launched:
+            store = meet_anew()
             self.fabric.launch()
+            del store  # which had to stay until the ranks have met
 
 
 @cache

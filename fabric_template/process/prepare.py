@@ -30,7 +30,7 @@ from ..files.checkpoint import hyperparameters_of
 from ..trainer.attributes import TrainerFace
 from ..trainer.strategies import check_window
 from ..trainer.views import Word
-from .agreement import come_by_themselves
+from .agreement import check_launched, come_by_themselves
 from .build import Plan
 from .choose import choose_checkpoint
 from .home import choose_place
@@ -50,6 +50,8 @@ def prepare(
     Raises:
         Misuse, MisuseOfType: one line that says what is wrong, where, and what to write instead.
     """
+    if fn == "fit":
+        check_launched(loop.fabric, trains=True)
     check_path("resume", resume, ("last", "best", "auto"))
     check_path("load", load, ("last", "best"))
     check_path("ckpt_path", ckpt_path, ("last", "best"))
