@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .errors import Misuse
 from .said import Said
 
 LOGGED = "what a step logs is Python's business, not the graph's"  # why torch is told to leave our log alone
@@ -83,11 +84,17 @@ class Compiling:
     def step(self, name: str, method: Callable) -> Callable:
         """The step, compiled; what has come of that is told behind the batch in which it was compiled."""
         compiled = torch.compile(method, **self._words)
-        if self._said is None:
-            return compiled
 
         def step(*args: Any) -> Any:
-            output = compiled(*args)
+            try:
+                output = compiled(*args)
+            except Exception as error:
+                if "InvalidCxxCompiler" not in str(error):
+                    raise
+                raise Misuse(
+                    f"compile={self._given!r}: for the CPU torch needs a C++ compiler, and finds none: install g++ (or name one"
+                    " by the variable CXX), or leave out compile"
+                ) from error
             if self._is_new:
                 self._look(name)
             return output

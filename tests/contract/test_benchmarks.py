@@ -10,11 +10,13 @@ ROWS = {
     "epoch": ["the same on Fabric", "Trainer", "by hand, tensors on the device", "ours, TensorLoader, fused"],
     "transformer": ["bare loop", "ours, as it comes"],
     "scaling": ["64", "grown", "metrics.csv, 5,000", "the last of 23", "among 23", "25", "shuffled, 2 workers"],
+    "tuned": ["as it is", "threads 1, TensorLoader, fused optimizer", "tune / the best by hand"],
 }
 TOY = {
     "epoch": ["--device", "cpu", "--toy", "--rounds", "1", "--epochs", "1", "--workers", "0"],
     "transformer": ["--device", "cpu", "--toy", "--rounds", "1", "--steps", "3"],
     "scaling": ["--toy"],
+    "tuned": ["--toy", "--rounds", "1", "--seconds", "0.05"],
 }
 
 

@@ -97,3 +97,15 @@ def test_a_smaller_batch_is_named():
     assert trained(Classifier(), make_loader(38, drop_last=True), compile=EAGER)[1] == []
     torch._dynamo.reset()
     assert trained(Classifier(), make_loader(38), compile=EAGER | {"dynamic": True})[1] == []
+
+
+def test_without_a_compiler_it_is_said_what_to_install():
+    import torch._inductor.config as inductor
+
+    with (
+        inductor.patch({"cpp.cxx": (None, "/nothing/g++")}),
+        pytest.raises(
+            ValueError, match=r"^compile=True: for the CPU torch needs a C\+\+ compiler, and finds none: install g"
+        ),
+    ):
+        trained(Returns(), make_loader(), compile=True)

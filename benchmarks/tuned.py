@@ -1,0 +1,111 @@
+"""Whether `tune` finds what one would pick by hand: three demos, with a table of picked settings beside its choice.
+
+    python benchmarks/tuned.py                  # on the CPU; some ten minutes
+    python benchmarks/tuned.py --problem digits --rounds 3 --seconds 0.5
+    python benchmarks/tuned.py --toy            # to see that it runs
+
+How it is measured: `tune` runs first, on the training as it comes, with the largest batch of the table as its limit. Then all
+rows and its choice take turns, each time in a process of its own, by the loop's own clock (samples per second); ratios are
+taken within a round, and of those the median, with the least and the most. A choice that is a row of the table is that row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder's package, whichever is installed
+
+from fabric_template import FabricLoop
+from fabric_template.demos.digits import DigitsClassifier, DigitsData
+from fabric_template.demos.mnist import MNISTNet
+from fabric_template.demos.tabular import TabularData, TabularNet
+from fabric_template.tools.apart import ask
+from fabric_template.tools.jobs import ObjectJob
+from fabric_template.tools.knobs import label
+from fabric_template.tools.throughput import measure
+from fabric_template.tools.tuning import tune
+
+LARGE = 512
+ONE, FAST = {"threads": 1}, {"threads": 1, "tensors": True, "fused": True}
+BY_HAND: list[dict[str, Any]] = [
+    {}, ONE, {**ONE, "workers": 2}, {**ONE, "tensors": True}, FAST, {**FAST, "precision": "bf16-mixed"},
+    {**FAST, "compile": True}, {**ONE, "batch_size": LARGE}, {**FAST, "batch_size": LARGE},
+]  # fmt: skip
+
+
+def mnist_shaped(images: int) -> DataLoader:
+    random = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 10, (images,), generator=random)
+    pixels = torch.rand(images, 784, generator=random)
+    return DataLoader(TensorDataset(pixels, labels), batch_size=100, shuffle=True)
+
+
+def parts(problem: str, toy: bool) -> tuple[Any, dict[str, Any]]:
+    """A model, and what fit is given beside it."""
+    torch.manual_seed(0)
+    if problem == "digits":
+        return DigitsClassifier(), {"datamodule": DigitsData()}
+    if problem == "mnist":
+        return MNISTNet(), {"train_dataloaders": mnist_shaped(2000 if toy else 60_000)}
+    return TabularNet(), {"datamodule": TabularData()}
+
+
+def rates(job: ObjectJob, choices: list[dict[str, Any]], seconds: float, rounds: int) -> list[list[float]]:
+    """Samples per second of each choice, round by round."""
+    found: list[list[float]] = []
+    for _ in range(rounds):
+        answers = [ask(partial(measure, job, choice, seconds, 120.0), 120.0) for choice in choices]
+        if failed := [answer.failure for answer in answers if answer.failure]:
+            print("left out a round:", "; ".join(failed))
+            continue
+        found.append([answer.result.rate for answer in answers])
+    return found
+
+
+def run(problem: str, toy: bool, seconds: float, rounds: int) -> None:
+    model, given = parts(problem, toy)
+    loop = FabricLoop(accelerator="cpu", name=problem)
+    rows = [{}, FAST] if toy else BY_HAND
+    tuned = tune(
+        loop, model, **given, seconds=seconds, max_batch_size=LARGE, show=lambda line: None,
+        only=["tensors"] if toy else None,
+    )  # fmt: skip
+    choices = rows if tuned.choice in rows else [*rows, tuned.choice]
+    place = choices.index(tuned.choice)
+    found = rates(ObjectJob(loop, model, given), choices, seconds, rounds)
+    print(f"\n{problem}\n{'':48}{'samples/s':>12}{'/ as it is':>12}")
+    medians = [statistics.median(column) for column in zip(*found, strict=True)]
+    for number, choice in enumerate(choices):
+        of_base = statistics.median(each[number] / each[0] for each in found)
+        print(f"{label(choice) + ' (tune)' * (number == place):48}{medians[number]:12,.0f}{of_base:12.2f}")
+    best = medians.index(max(medians[: len(rows)]))
+    ratios = [each[place] / each[best] for each in found]
+    print(
+        f"tune / the best by hand ({label(choices[best])}): {statistics.median(ratios):.2f}"
+        f" ({min(ratios):.2f} to {max(ratios):.2f})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problem", choices=["digits", "mnist", "tabular"], action="append")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--toy", action="store_true", help="one problem, few settings, a moment each")
+    asked = parser.parse_args()
+    print(f"torch {torch.__version__}, CPU, {torch.get_num_threads()} threads as it is; {asked.rounds} rounds, medians")
+    for problem in asked.problem or (["mnist"] if asked.toy else ["digits", "mnist", "tabular"]):
+        run(problem, asked.toy, asked.seconds, asked.rounds)
+
+
+if __name__ == "__main__":
+    main()
