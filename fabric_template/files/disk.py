@@ -42,8 +42,10 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
         rest = rest[fs.write(fd, rest) :]
 
 
-def replace_file(path: str | Path, data: bytes) -> None:
+def replace_file(path: str | Path, data: bytes, is_needed: bool = True) -> None:
     """Put a whole file in place of the old one: a reader sees either, never half of one.
+
+    After a power cut it is there, or (``is_needed=False``, for what a resume writes again) whole if it is there.
 
     Example:
         >>> replace_file("demo.yaml", b"lr: 0.1")
@@ -52,8 +54,9 @@ def replace_file(path: str | Path, data: bytes) -> None:
     """
     with replacing(Path(path)) as fd:
         write_all(fd, data)
-    with contextlib.suppress(OSError):  # the new name is safe once the folder is; not every system can open one
-        fsync_folder(Path(path).parent)
+    if is_needed:
+        with contextlib.suppress(OSError):  # the new name is safe once the folder is; not every system can open one
+            fsync_folder(Path(path).parent)
 
 
 @contextlib.contextmanager

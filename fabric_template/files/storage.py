@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from .disk import clear_stale, fsync_folder, make_folder, replacing, write_all
 from .disk import fs as _fs
 from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, local_path
-from .plain import NOTES, brought_back, describe, store
+from .plain import NOTES, brought_back, describe, is_surely_read, store
 from .reading import load_header, read_checkpoint
 
 BUFFER = 2**20  # bytes: torch writes a small file in hundreds of pieces
@@ -37,6 +38,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def __init__(self, trusted: bool = False, in_run: bool = False) -> None:
         self.is_proved = False  # what this run has saved is known to be readable
+        self._is_sure = False  # so is the last file, by the kinds of its values
         self.in_run = in_run  # then whoever saves says what `odd` holds
         self.trusted = trusted  # then what is no plain value is pickled as it is
         self.odd: list[tuple[str, Any]] = []  # what the last file holds that only trusted=True reads, and where
@@ -52,6 +54,7 @@ class AtomicCheckpointIO(CheckpointIO):
             plain, notes, self.odd = store(checkpoint)
             if self.in_run or not self.odd:
                 checkpoint = {**plain, NOTES: notes} if notes else plain
+        self._is_sure = not self.is_proved and is_surely_read(checkpoint)
         target = local_path(path)
         if os.path.exists(target) and not os.path.isfile(target):  # a rename would take the place of a device, too
             what = "a folder has this name" if os.path.isdir(target) else "it is no regular file"
@@ -95,7 +98,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 f"{where} is {describe(value)}{more}: save plain values in its place, or write"
                 " torch.serialization.add_safe_globals([...]) with its class where the program begins, also before resuming"
             )
-        elif reads:
+        elif reads and not (self._is_sure and zipfile.is_zipfile(path)):
             try:
                 load_header(path)
             except (DamagedError, UnreadableError):

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, add
 
 from ..core.errors import Misuse
 from .asked import Meta
 
 POWERS_OF_TWO = frozenset(2**power for power in range(24))  # the batch sizes by which a float is multiplied exactly
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": add, "max": torch.maximum, "min": torch.minimum}
 
 
 class Entry:
@@ -27,6 +27,7 @@ class Entry:
         self.meta, self.args, self._all_reduce = meta, args, all_reduce
         self._on_step, self._on_epoch, self._mean = meta.on_step, meta.on_epoch, meta.reduce == "mean"
         self._synced = meta.sync_dist and not meta.rank_zero_only
+        self.needs_size = meta.on_epoch and self._mean
         self._factor_of: int | None = None
         self.metric: Any = None  # a torchmetrics.Metric, if that is what was logged
         self.step_value: Tensor | None = None
@@ -44,16 +45,17 @@ class Entry:
 
     def update(self, value: Tensor, batch_size: int) -> None:
         """Add one value (0-dim) that stands for batch_size samples."""
-        self._epoch_value, self.live = None, True
+        self._epoch_value = None
+        self.live = True
         if self._on_step:
             self.step_value = self._sync(value.clone()) if self._synced else value.clone()
             if not self._on_epoch:
                 return
         if self._mean:
             self.weight += batch_size
-            if batch_size in POWERS_OF_TWO and self.total is not None:
+            if batch_size in POWERS_OF_TWO and (total := self.total) is not None:
                 # scaled exactly, so that one operation rounds as the two below do
-                self.total = torch.add(self.total, value, alpha=batch_size)
+                self.total = add(total, value, alpha=batch_size)
                 return
             if batch_size != self._factor_of:  # a factor on the device costs half of a number from Python
                 self._factor_of = batch_size

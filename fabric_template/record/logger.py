@@ -143,8 +143,6 @@ class CSVLogger(FabricCSVLogger):
             >>> from tempfile import mkdtemp
             >>> CSVLogger(mkdtemp()).log_hyperparams({"lr": 0.1}, {"max_epochs": 3})
         """
-        import yaml
-
         for given in (params or {}, *extra):
             words = plain(given)
             if not isinstance(words, dict):
@@ -153,11 +151,11 @@ class CSVLogger(FabricCSVLogger):
                     f"give it a name, e.g. log_hyperparams({{'value': {given!r}}})"
                 )
             self._hparams.update(words)
-        text = yaml.safe_dump(self._hparams, sort_keys=False, allow_unicode=True)
+        text = yaml_of(self._hparams)
         self.claim()
         path = os.path.join(self.log_dir, "hparams.yaml")
         with writing(path):
-            replace_file(path, text.encode("utf-8", "backslashreplace"))
+            replace_file(path, text.encode("utf-8", "backslashreplace"), is_needed=False)
 
     def position(self) -> dict[str, dict[str, Any]]:
         """Where each file stands now, as plain values for a checkpoint; for an example see `rewind`."""
@@ -321,6 +319,14 @@ def _join(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def _text(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # an address is another one in each run
+
+
+def yaml_of(words: dict[str, Any], width: int | None = None) -> str:
+    """The text of plain values; with libyaml ten times as fast."""
+    import yaml
+
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return yaml.dump(words, Dumper=dumper, sort_keys=False, allow_unicode=True, width=width)
 
 
 def plain(value: Any, other: Callable[[Any], Any] = _text) -> Any:

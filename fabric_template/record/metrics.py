@@ -22,6 +22,8 @@ from .asked import REDUCTIONS, Meta, check_attribute, check_loggable, levels
 from .entries import Collection, Entry, float_type
 from .metric_states import MetricStates, is_metric
 
+_EXACT = frozenset({torch.float32, torch.float64})
+
 
 class Metrics:
     """All that a run has logged, and the three views of it that Trainer offers.
@@ -66,23 +68,23 @@ class Metrics:
         metric_attribute: str | None = None, rank_zero_only: bool = False,
     ) -> None:  # fmt: skip
         """Log a number, a tensor of one element or a torchmetrics object under a name; see LightningModule.log."""
-        collection = self.active
+        collection, fx = self.active, self.fx
         if collection is self._closed or not self.enabled:
             self._refuse(name)
             return
         args = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
                 add_dataloader_idx, metric_attribute, rank_zero_only)  # fmt: skip
         index = collection.dataloader_idx if add_dataloader_idx else None
-        entry = collection.get((self.fx, name, index))
+        entry = collection.get((fx, name, index))
         if entry is None or entry.args != args:
             entry = self._register(collection, entry, name, value, args, index)
 
-        if self._last_fx != self.fx:
+        if self._last_fx != fx:
             if self._in_batches is not False:  # a new epoch begins for this hook
-                collection.reset(fx=self.fx, tensors_only=True)
-            self._last_fx = self.fx
+                collection.reset(fx=fx, tensors_only=True)
+            self._last_fx = fx
         if isinstance(value, Tensor):
-            if not enable_graph:
+            if value.requires_grad and not enable_graph:
                 value = value.detach()
         elif isinstance(value, numbers.Number):
             value = torch.tensor(value, dtype=float_type())
@@ -97,11 +99,10 @@ class Metrics:
                     f" You can try doing `self.log({name}, {value}.mean())`"
                 )
             value = value.squeeze()
-        if value.dtype is not torch.float32 and value.dtype is not torch.float64:
+        if value.dtype not in _EXACT:
             value = self._as_float(entry, value)
         if batch_size is None:
-            needed = entry.meta.on_epoch and entry.meta.reduce == "mean"
-            batch_size = (collection.batch_size or collection.size_of_batch()) if needed else 1
+            batch_size = (collection.batch_size or collection.size_of_batch()) if entry.needs_size else 1
         else:
             collection.said_size = batch_size
         entry.update(value, batch_size)

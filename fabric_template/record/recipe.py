@@ -23,7 +23,7 @@ from ..core.functions import FunctionSteps
 from ..core.run import Run
 from ..files.disk import replace_file
 from ..files.opening import cause_of
-from .logger import CSVLogger, plain
+from .logger import CSVLogger, plain, yaml_of
 
 HEAD = "# fabric-template fit --config with this file is this run again; `about` is for people, and not read\n"
 PATIENCE = 2.0  # seconds that git may take
@@ -37,18 +37,14 @@ def write_recipe(run: Run) -> None:
         path = Path(logger.log_dir, "config.yaml")
         try:
             if run.origin.resume_path is None or not path.exists():
-                replace_file(path, to_yaml(recipe_of(run)))
+                replace_file(path, to_yaml(recipe_of(run)), is_needed=False)
         except Exception as error:  # an object may do anything when it is looked at
             run.said.warn(f"'{path}' is not written, training goes on without it: {cause_of(error)}")
 
 
 def to_yaml(recipe: dict[str, Any]) -> bytes:
-    """The file; with libyaml ten times as fast."""
-    import yaml
-
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    text = yaml.dump(recipe, Dumper=dumper, sort_keys=False, allow_unicode=True, width=200)
-    return (HEAD + text).encode("utf-8", "backslashreplace")
+    """The file."""
+    return (HEAD + yaml_of(recipe, width=200)).encode("utf-8", "backslashreplace")
 
 
 def recipe_of(run: Run) -> dict[str, Any]:

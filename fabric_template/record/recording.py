@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +43,7 @@ class Noted:
     def __init__(self, name: str, logged: list) -> None:
         self.name, self._logged = name, logged
         self._words: dict[str, Any] = {}
-        self.meta = SimpleNamespace(on_epoch=True, reduce="mean")
+        self.needs_size = True
 
     @property
     def args(self) -> Any:

@@ -45,6 +45,7 @@ class Table:
         self._is_sure = True  # False: a write of ours has failed, and behind our rows anything may stand
         self._is_ours = False  # whether its bytes are the ones that we write, a row in each line
         self._stamp: tuple[int, ...] | None = None
+        self._synced: tuple[int, ...] | None = None  # the stamp of what survives a power cut
 
     @property
     def num_rows(self) -> int:
@@ -158,12 +159,15 @@ class Table:
     def sync(self) -> None:
         """Write what waits, and make the rows survive a power cut."""
         self.flush()
+        if self._stamp is not None and self._stamp == self._synced:  # and what another hand does is that one's to sync
+            return
         with writing(self.path), suppress(FileNotFoundError):
             fd = fs.open(self.path, os.O_RDWR | BINARY)
             try:
                 fs.fsync(fd)
             finally:
                 fs.close(fd)
+            self._synced = self._stamp
 
     def _widened(self, known: list[str], columns: list[str]) -> bytes:
         """The file with these columns: an empty cell more in each line, where all new ones stand at the end."""
@@ -180,6 +184,7 @@ class Table:
             replace_file(self.path, content)
         self._columns, self._is_whole, self._is_ours, self._is_known = columns, True, True, True
         self._note_stamp()
+        self._synced = self._stamp
 
     def _note_stamp(self) -> None:
         self._is_sure, self._stamp = True, None

@@ -9,12 +9,16 @@ BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 ROWS = {
     "epoch": ["the same on Fabric", "Trainer", "by hand, tensors on the device", "ours, TensorLoader, fused"],
     "transformer": ["bare loop", "ours, as it comes"],
+    "loader": ["TensorLoader", "DataLoader, 0 workers"],
+    "once": ["FabricLoop: once: a fit of one step", "MiniLoop: a validation of one batch", "Trainer: a checkpoint"],
     "scaling": ["64", "grown", "metrics.csv, 5,000", "the last of 23", "among 23", "25", "shuffled, 2 workers"],
     "tuned": ["as it is", "threads 1, TensorLoader, fused optimizer", "tune / the best by hand"],
 }
 TOY = {
     "epoch": ["--device", "cpu", "--toy", "--rounds", "1", "--epochs", "1", "--workers", "0"],
     "transformer": ["--device", "cpu", "--toy", "--rounds", "1", "--steps", "3"],
+    "loader": ["--toy"],
+    "once": ["--toy"],
     "scaling": ["--toy"],
     "tuned": ["--toy", "--rounds", "1", "--seconds", "0.05"],
 }

@@ -23,9 +23,9 @@ from runs import loud
 from torch import nn
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.files import plain
+from fabric_template.files import plain, storage
 from fabric_template.files.opening import CheckpointError
-from fabric_template.files.reading import read_checkpoint
+from fabric_template.files.reading import load_header, read_checkpoint
 from fabric_template.files.storage import AtomicCheckpointIO
 
 LAST = "checkpoints/run/version_0/last.ckpt"
@@ -328,3 +328,37 @@ def test_a_note_brings_no_object_but_members_of_enums_that_are_imported():
     ):
         assert plain.restore(1, {"kind": ["enum", *names]}) == 1
     assert plain.restore(1, {"kind": ["enum", __name__, "Color", "RED"]}) is Color.RED
+
+
+def test_what_is_surely_read_is_read(tmp_path):
+    """And an ordinary state is such a thing, so that a run need not read its first file back."""
+    sure = {
+        "state": {"w": nn.Parameter(torch.ones(2, 3)), "running": torch.ones(2).to(torch.bfloat16), "seen": torch.tensor(3)},
+        "module": nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict(), "views": [torch.arange(9)[::2]] * 2,
+        "expanded": torch.ones(()).expand(1), "tuple": (1, 0.5, None, True, "text", -(2**500)),
+    }  # fmt: skip
+    unsure = {
+        "sparse": torch.ones(2).to_sparse(), "complex": torch.ones(2, dtype=torch.complex64), "bytes": b"a", "set": {1},
+        "meta": torch.ones(2, device="meta"), "large": 2**9999, "float8": torch.ones(2).to(torch.float8_e5m2),
+        "views of much": [(whole := torch.ones(2**22)), *(whole[i:] for i in range(4))],
+    }  # fmt: skip
+    for name, value in sure.items():
+        torch.save({"it": value}, tmp_path / "a.ckpt")
+        read_checkpoint(tmp_path / "a.ckpt")
+        assert plain.is_surely_read({"it": value}), name
+    assert [name for name, value in unsure.items() if plain.is_surely_read({"it": value})] == []
+    for name, value in VALUES.items():
+        stored, _, _ = plain.store({"it": value})
+        if plain.is_surely_read(stored):
+            torch.save(stored, tmp_path / "a.ckpt")
+            assert read_checkpoint(tmp_path / "a.ckpt").keys() == {"it"}, name
+
+
+@pytest.mark.parametrize(("sparse", "reads"), [(False, 0), (True, 1)])
+def test_a_first_file_is_read_back_where_its_kinds_do_not_tell(monkeypatch, sparse, reads):
+    read = []
+    monkeypatch.setattr(storage, "load_header", lambda path: read.append(path) or load_header(path))
+    module = Small()
+    module.register_buffer("mask", torch.ones(2).to_sparse() if sparse else torch.ones(2))
+    make_loop(3).fit(module)
+    assert len(read) == reads

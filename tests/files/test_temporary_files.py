@@ -181,6 +181,23 @@ def test_tidying_grows_neither_with_the_versions_nor_with_the_saves(tmp_path, mo
     assert counts[0] + 1 == counts[1] < disk.NEWEST + 15  # one more: the version before has a folder of checkpoints
 
 
+def test_what_a_run_syncs(tmp_path, monkeypatch):
+    """What has to survive a power cut, once: nothing that a small run does is dearer."""
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(disk.fs, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    each = []
+    for epochs in (1, 3):
+        synced.clear()
+        fit(tmp_path / str(epochs), max_epochs=epochs)
+        files = [Path(path).name for path in synced]
+        each.append(
+            {name: sum(name in file for file in files) for name in ("metrics.csv", "last.ckpt", "hparams", "config")}
+        )
+        each[-1]["folders"] = len(files) - sum(each[-1].values())
+    assert each[0] == {"metrics.csv": 1, "last.ckpt": 1, "hparams": 1, "config": 1, "folders": 9}
+    assert each[1] == {"metrics.csv": 3, "last.ckpt": 3, "hparams": 1, "config": 1, "folders": 11}
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize(
     ("place", "mine", "logger"),

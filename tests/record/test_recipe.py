@@ -61,7 +61,7 @@ def test_values_that_yaml_has_no_word_for_are_named(tmp_path):
 
 
 def test_a_disk_that_refuses_it_costs_a_warning(tmp_path, monkeypatch):
-    def full(path, data):
+    def full(path, data, **words):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(recipe, "replace_file", full)

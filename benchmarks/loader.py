@@ -1,0 +1,147 @@
+"""What a batch costs in memory-sized data: TensorLoader beside a DataLoader over the same tensors, and slices by hand.
+
+    python benchmarks/loader.py             # a minute or two
+    python benchmarks/loader.py --toy       # to see that it runs
+
+How it is measured:
+
+- The data are images of MNIST's shape as bytes, with their labels. All are shuffled, in batches of 100, and nothing is done
+  with a batch. With "a transform" they become normalized floats: sample by sample in a DataLoader (what torchvision's
+  transforms do), a whole batch at once elsewhere.
+- A pass over all of them, from iter() to the end, after one that is not counted. The contestants take turns; ratios are taken
+  within a round, and of those the median, with the least and the most.
+- Worker processes stay from pass to pass (persistent_workers=True): what it costs to start them is not in it.
+- Before anything is timed, each has to give every sample once, and the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone, installed or not
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from fabric_template import TensorLoader
+
+BATCH = 100
+OURS, HAND = "TensorLoader", "by hand: x[order[i:j]]"
+
+
+def normalized(x: Tensor) -> Tensor:
+    return (x.float() / 255 - 0.1307) / 0.3081
+
+
+class Transformed(Dataset):
+    """A dataset that makes each sample ready by itself, as tutorials have it."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return normalized(self.x[index]), self.y[index]
+
+
+class ByHand:
+    """As one writes it."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(self.x))
+        for start in range(0, len(order), BATCH):
+            cut = order[start : start + BATCH]
+            yield self.x[cut], self.y[cut]
+
+
+class Whole:
+    """Batches of a loader, made ready as a whole."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in self.loader:
+            yield normalized(x), y
+
+
+def contestants(x: Tensor, y: Tensor, transform: bool, workers: list[int]) -> dict[str, Any]:
+    whole: Callable[[Any], Any] = Whole if transform else lambda loader: loader
+    found = {HAND: whole(ByHand(x, y)), OURS: whole(TensorLoader(x, y, batch_size=BATCH, shuffle=True))}
+    data = Transformed(x, y) if transform else TensorDataset(x, y)
+    for number in workers:
+        words = {"num_workers": number, "persistent_workers": number > 0}
+        found[f"DataLoader, {number} workers"] = DataLoader(data, BATCH, shuffle=True, **words)
+    return found
+
+
+def check(loader: Any, x: Tensor, y: Tensor, transform: bool) -> None:
+    """Every sample once, as it should be: told by sums, which no order changes."""
+    batches = list(loader)
+    expected = normalized(x) if transform else x
+    assert sum(len(part) for part, _ in batches) == len(x)
+    assert sorted(torch.cat([part for _, part in batches]).tolist()) == sorted(y.tolist())
+    sums = torch.cat([part.double().flatten(1).sum(1) for part, _ in batches]).sort().values
+    assert torch.equal(sums, expected.double().flatten(1).sum(1).sort().values)
+
+
+def seconds(loader: Any) -> float:
+    began = time.perf_counter()
+    for _ in loader:
+        pass
+    return time.perf_counter() - began
+
+
+def measure(loaders: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in loaders}
+    for _ in range(rounds):
+        for name, loader in loaders.items():
+            found[name].append(seconds(loader))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=60_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--toy", action="store_true", help="500 samples, one round, no workers")
+    given = parser.parse_args()
+    samples, rounds, workers = (500, 1, [0]) if given.toy else (given.samples, given.rounds, given.workers)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x, y = torch.randint(256, (samples, 1, 28, 28), dtype=torch.uint8), torch.randint(10, (samples,))
+    print(f"torch {torch.__version__}, {platform.system()}, {os.cpu_count()} cores, CPU, 1 thread")
+    print(f"{samples:,} images of 28 x 28 bytes, batches of {BATCH}, shuffled; {rounds} rounds, medians")
+    for transform in (False, True):
+        loaders = contestants(x, y, transform, workers)
+        for loader in loaders.values():
+            check(loader, x, y, transform)
+        found = measure(loaders, rounds)
+        print(
+            f"\n{'with a transform' if transform else 'as they are':24}{'samples/s':>12}{'TensorLoader is faster':>26}"
+        )
+        for name, times in found.items():
+            ratios = sorted(theirs / ours for theirs, ours in zip(times, found[OURS], strict=True))
+            middle = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            print(f"{name:24}{samples / statistics.median(times):12,.0f}{middle:>26}")
+
+
+if __name__ == "__main__":
+    main()
