@@ -4,13 +4,14 @@
     python soak/run.py --part kills --kills 100      one part, smaller
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
-Parts: `kills` and `ranks` are tests/faults/kills.py with one process and with two, `configurations` is
-tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py (random configurations by
-Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each way), `reads` is
-tests/faults/reads.py (every look at it), `raised` is tests/process/test_raised_anywhere.py (an exception at every hook and
-call), `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler), `fields` is
-tests/faults/fields.py (one field of a valid checkpoint is altered), `fuzz` is soak/fuzz.py (needs atheris: the extra `soak`). A
-seed is printed, and gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
+Parts: `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
+`pieces` is tests/faults/piece_sweep.py (every operation on the disk of both ranks that save in pieces fails once),
+`configurations` is tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py
+(random configurations by Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each
+way), `reads` is tests/faults/reads.py (every look at it), `raised` is tests/process/test_raised_anywhere.py (an exception at
+every hook and call), `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler), `fields` is
+tests/faults/fields.py (one field of a valid checkpoint is altered), `fuzz` is soak/fuzz.py (needs atheris: the extra `soak`).
+A seed is printed, and gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
 """
 
 import argparse
@@ -33,6 +34,8 @@ PARTS = (
     "kills",
     "syscalls",
     "ranks",
+    "sharded",
+    "pieces",
     "reads",
     "sweep",
     "fields",
@@ -48,6 +51,8 @@ def command_of(part, words, seed):
     return {
         "kills": [*python, FAULTS / "kills.py", "--kills", words.kills, "--seed", seed],
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
+        "sharded": [*python, FAULTS / "kills.py", "--sharded", "--kills", words.rank_kills // 2, "--seed", seed],
+        "pieces": [*python, FAULTS / "piece_sweep.py"],
         "configurations": [*drawn, "--count", words.configurations],
         "configurations2": [*drawn, "--count", words.configurations // 20, "--ranks", 2],
         "beside": [*python, FAULTS / "beside.py", "--seed", seed, "--count", words.beside],
@@ -79,8 +84,8 @@ def rows_of(part, seconds, figures):
         return [(part, 0, "it broke down", seconds, "")]
     if not figures:
         return [(part, 0, 0, seconds, "skipped: no C compiler here")]
-    if part in ("kills", "ranks"):
-        what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}"
+    if part in ("kills", "ranks", "sharded"):
+        what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}{', sharded' * (part == 'sharded')}"
         remark = (
             f"{figures['rounds']} runs; {figures['left_temporary_files']} kills in mid-write, {figures['began_anew']} before "
             f"the first save; seed {figures['seed']}"
@@ -111,6 +116,18 @@ def rows_of(part, seconds, figures):
         what, lost = "random configurations, beside Trainer", len(figures["losses"])
         remark = f"the same bits; {figures['refused']} refused by both; seed {figures['seed']}"
         return [(what, figures["configurations"], lost, seconds, remark)]
+    if part == "pieces":
+        ranks = ", ".join(f"{count} of {rank}" for rank, count in figures["operations"].items())
+        remark = f"{ranks}, in each way; the new checkpoint was there {figures['made_new']} times, the old {figures['kept_old']}"
+        return [
+            (
+                "injected faults, a save in pieces",
+                sum(figures["faults"].values()),
+                len(figures["losses"]),
+                seconds,
+                remark,
+            )
+        ]
     if part == "sweep":
         kinds = ", ".join(f"{kind} {count}" for kind, count in figures["faults"].items())
         remark = f"{kinds}; {figures['operations']} operations in a run"

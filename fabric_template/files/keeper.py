@@ -14,6 +14,7 @@ from ..core.run import Run
 from .checkpoint import OURS, point_of, state_of
 from .names import ONE, name_of
 from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file
+from .plain import SHARDS
 from .reading import read_checkpoint
 from .storage import AtomicCheckpointIO, UnsyncedError, door, inside
 
@@ -206,7 +207,8 @@ class Keeper:
         if run.steps.sharded is not None and run.fabric.is_global_zero:
             from .shards import clear_unnamed
 
-            clear_unnamed(self.folder)
+            names = {path.name: state[SHARDS]["folder"]} if failure is None and SHARDS in state else None
+            clear_unnamed(self.folder, names)
         if failure is None:
             self._failures.pop(kind, None)
             return True

@@ -78,21 +78,22 @@ def apart(run: Run, path: Path, state: dict[str, Any]) -> dict[str, Any]:
         fsync_folder(folder)
         return found
 
-    return {**plain, SHARDS: _by_rank_zero(run, path, folder, index)}
+    # it grows with the ranks, and only the first one writes it
+    return {**plain, SHARDS: _by_rank_zero(run, path, folder, index, to_all=False)}
 
 
-def _by_rank_zero(run: Run, path: Path, folder: Path | None, make: Callable[[], Any]) -> Any:
-    """What rank zero makes, on all ranks; an error there is one on all."""
+def _by_rank_zero(run: Run, path: Path, folder: Path | None, make: Callable[[], Any], to_all: bool = True) -> Any:
+    """What rank zero makes, on all ranks (or there alone); an error there is one on all."""
     made = failure = None
     if run.fabric.is_global_zero:
         try:
             made = make()
         except (OSError, CheckpointError) as error:
             failure = str(error) if isinstance(error, CheckpointError) else cause_of(error)
-    made, failure = run.fabric.broadcast((made, failure))
+    told, failure = run.fabric.broadcast((made if to_all else None, failure))
     if failure is not None:
         raise _given_up(run, path, folder, failure)
-    return made
+    return told if to_all else made
 
 
 def _given_up(run: Run, path: Path, folder: Path | None, why: str) -> CheckpointError:

@@ -170,19 +170,36 @@ def make_fresh(beside: Path, step: int) -> Path:
             return folder
 
 
-def clear_unnamed(folder: str | Path) -> None:
-    """Remove the folders of pieces that no checkpoint file in this folder names; none while one cannot be asked."""
-    with contextlib.suppress(CheckpointError):
+def clear_unnamed(folder: str | Path, known: Mapping[str, str] | None = None) -> None:
+    """Remove the folders of pieces that no checkpoint file in this folder names; none while one cannot be asked.
+
+    ``known``: what files name that were just written, by the files' names.
+    """
+    with contextlib.suppress(CheckpointError, OSError):
         names = names_in(folder)
         found = {name for name in names if name.endswith(SUFFIX)}
         for name in names if found else ():
             if name.endswith(".ckpt"):
-                found.discard((load_header(Path(folder, name)).get(SHARDS) or {}).get("folder"))
+                found.discard((known or {}).get(name) or _folder_of(Path(folder, name)))
             elif ".ckpt." in name:  # set aside: what it names stays as long as it can be read
                 with contextlib.suppress(CheckpointError):
-                    found.discard((load_header(Path(folder, name)).get(SHARDS) or {}).get("folder"))
+                    found.discard(_folder_of(Path(folder, name)))
         for name in found:
             remove(Path(folder, name))
+
+
+_NAMED: dict[tuple[Any, ...], str | None] = {}  # by the file and its change: each is read once
+
+
+def _folder_of(path: Path) -> str | None:
+    """The folder of pieces that a file names."""
+    status = path.stat()
+    key = str(path), status.st_ino, status.st_size, status.st_mtime_ns
+    if key not in _NAMED:
+        if len(_NAMED) > 1000:
+            _NAMED.clear()
+        _NAMED[key] = (load_header(path).get(SHARDS) or {}).get("folder")
+    return _NAMED[key]
 
 
 def remove(folder: Path) -> None:

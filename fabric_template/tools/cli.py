@@ -31,6 +31,7 @@ VERBS = {
     "copy": "copy this package, its single file, or parts of it, into a project of yours",
     "diff": "show what you have changed in a copy, and what upstream has since",
     "update": "bring what is new upstream into a copy, beside what you have changed in it",
+    "convert": "make one file of a checkpoint that a sharded model has left in pieces",
     "verify": "read checkpoints from end to end: are they whole?",
 }
 
@@ -196,8 +197,17 @@ def _verify(verb: str, argv: list[str]) -> int:
     return code
 
 
+def _convert(verb: str, argv: list[str]) -> None:
+    from .convert import HELP, convert
+
+    out = {"help": "the file; by default CKPT's name with -whole, in this folder"}
+    trusted = {"action": "store_true", "help": "also where it holds more than plain values, which can run any program"}
+    given = _arguments(verb, argv, CKPT=HELP, __out=out, __trusted=trusted)
+    print(f"converted   {convert(Path(given.CKPT), Path(given.out) if given.out else None, given.trusted)}")
+
+
 OTHERS = {"plot": _plot, "runs": _runs, "profile": _profile, "doctor": _doctor, "tune": _tune}
-OTHERS |= {"export": _export, "verify": _verify}
+OTHERS |= {"export": _export, "convert": _convert, "verify": _verify}
 OTHERS |= dict.fromkeys(("new", "copy", "diff", "update"), _copies)
 
 if __name__ == "__main__":

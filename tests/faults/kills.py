@@ -22,7 +22,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from victim import difference, end_of, quiet, train
+from victim import difference, end_of, in_parts, quiet, train
 
 PATIENCE = 60.0  # seconds until a run that does not end counts as hanging
 
@@ -70,7 +70,7 @@ def fork(work, *args):
         os._exit(code)
 
 
-def start(root, ranks, log):
+def start(root, ranks, log, sharded=False):
     """Fork one process per rank, each typing the same command; their words go to the log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -83,7 +83,13 @@ def start(root, ranks, log):
         if ranks == 1:
             return train(root)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(number)}
-        return train(root, strategy="ddp", devices=ranks, accumulate_grad_batches=1, save_every_n_steps=3)
+        return train(
+            root,
+            strategy=in_parts() if sharded else "ddp",
+            devices=ranks,
+            accumulate_grad_batches=1,
+            save_every_n_steps=3,
+        )
 
     return [fork(rank, number) for number in range(ranks)]
 
@@ -129,21 +135,23 @@ def length_of(pids):
     return codes, had / len(pids)
 
 
-def campaign(kills, ranks, seed, report=lambda figures: None):
+def campaign(kills, ranks, seed, report=lambda figures: None, sharded=False):
     """Rounds until so many kills have hit; returns the figures."""
     figures, draw, began = Figures(seed, ranks), random.Random(seed), time.monotonic()
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     log = home / "log"
     try:
         warm_up(home / "warm")
-        codes, seconds = length_of(start(home / "whole", ranks, log))
+        if sharded:  # what the ranks import, once
+            in_parts()
+        codes, seconds = length_of(start(home / "whole", ranks, log, sharded))
         if any(codes):
             raise RuntimeError(f"the undisturbed run ended with {codes}:\n{log.read_text()}")
         whole = end_of(home / "whole")
         while figures.kills < kills:
             root = home / "run"
-            instants = [_one_round(figures, root, ranks, log, draw, seconds)]
-            codes = end(start(root, ranks, log))
+            instants = [_one_round(figures, root, ranks, log, draw, seconds, sharded)]
+            codes = end(start(root, ranks, log, sharded))
             figures.rounds += 1
             problem = f"the last run ended with {codes}" if any(codes) else _difference(whole, root)
             if problem:
@@ -161,12 +169,12 @@ def campaign(kills, ranks, seed, report=lambda figures: None):
     return figures
 
 
-def _one_round(figures, root, ranks, log, draw, seconds):
+def _one_round(figures, root, ranks, log, draw, seconds, sharded):
     """Kill the run, and sometimes those that go on with it; returns when."""
     instants = []
     for _ in range(draw.choice((1, 1, 2, 3))):
         instants.append(draw.uniform(0, seconds))
-        codes = end(start(root, ranks, log), instants[-1], skew=draw.uniform(0, 0.01))
+        codes = end(start(root, ranks, log, sharded), instants[-1], skew=draw.uniform(0, 0.01))
         if -signal.SIGKILL not in codes:
             break  # it had ended before
         figures.kills += 1
@@ -187,10 +195,13 @@ def main():
     parser.add_argument("--kills", type=int, default=30, help="how many SIGKILLs must have hit a living run")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run; more than one talk through gloo")
     parser.add_argument("--seed", type=int, default=None, help="of the instants; drawn and printed if not given")
+    parser.add_argument(
+        "--sharded", action="store_true", help="the model in parts on two ranks (FSDP2), saved in pieces"
+    )
     words = parser.parse_args()
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", file=sys.stderr)
-    figures = campaign(words.kills, words.ranks, seed)
+    figures = campaign(words.kills, 2 if words.sharded else words.ranks, seed, sharded=words.sharded)
     print(json.dumps(asdict(figures)))
     sys.exit(bool(figures.losses))
 

@@ -63,6 +63,14 @@ class Victim(nn.Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+def in_parts():
+    """The strategy under which the victim's weights lie in parts on two ranks (FSDP2)."""
+    from lightning.fabric.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    return ModelParallelStrategy(lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), 2, 1)
+
+
 def train(root, **words):
     """The command that is typed again after each kill: it starts the run, or goes on with it."""
     seed_everything(1, verbose=False)
@@ -89,6 +97,8 @@ def end_of(root, without=()):
 def _content(path, root):
     if path.suffix == ".ckpt":
         return read_checkpoint(path)
+    if path.suffix == ".distcp":
+        return path.read_bytes()
     if path.suffix == ".csv":
         columns, *rows = csv.reader(io.StringIO(path.read_text(), newline=""))
         times = [i for i, name in enumerate(columns) if name in TIMES]

@@ -3,7 +3,10 @@
 The ranks come by themselves, as under torchrun; each writes what it has found, and it is read here.
 """
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning.fabric.strategies as fabrics
@@ -365,6 +368,12 @@ def test_checkpoints_in_pieces(capsys):
     assert same(dict(model.state_dict()), weights["state_dict"])
     assert alone["val_loss"] > 0
 
+    # one file, in Lightning's layout
+    assert main(["convert", last, "--out", "one.ckpt"]) == 0
+    assert same(dict(Adam.load_from_checkpoint("one.ckpt").state_dict()), weights["state_dict"])
+    assert same(read_checkpoint("one.ckpt")["optimizer_states"], weights["optimizer_states"])
+    assert main(["convert", last, "--out", "one.ckpt"]) == main(["convert", "one.ckpt"]) == 2  # it is there; it is one
+
     # verify, and "auto", know them
     assert main(["verify", "full"]) == 0
     piece = f"full/{home}/step=15.shards/__1_0.distcp"
@@ -377,6 +386,18 @@ def test_checkpoints_in_pieces(capsys):
         FabricLoop(**loud("full")).validate(Adam(), val(), load="last", verbose=False)
     with pytest.warns(UserWarning, match=r"another checksum.* It is set aside as .*last.ckpt.damaged'"):
         assert newest_good([Path(f"full/{home}")]).name == "best.ckpt"
+
+
+def test_failing_operations_of_two_ranks():
+    """Operations of a save fail, on each of two ranks, here each fifth: the old checkpoint or the new one is whole."""
+    script = Path(__file__).parents[1] / "faults" / "piece_sweep.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--kinds", "EIO", "--every", "5"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    figures = json.loads(done.stdout)
+    assert figures["faults"]["EIO"] >= 10
+    assert figures["losses"] == []
 
 
 ALTERED = {
