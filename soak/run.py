@@ -118,7 +118,8 @@ def rows_of(part, seconds, figures):
         return [(what, figures["configurations"], lost, seconds, remark)]
     if part == "pieces":
         ranks = ", ".join(f"{count} of {rank}" for rank, count in figures["operations"].items())
-        remark = f"{ranks}, in each way; the new checkpoint was there {figures['made_new']} times, the old {figures['kept_old']}"
+        new, old = figures["made_new"], figures["kept_old"]
+        remark = f"{ranks}, in each way; the new checkpoint was there {new} times, the old one {old}"
         return [
             (
                 "injected faults, a save in pieces",
