@@ -5,6 +5,7 @@ Imported only where the strategy is a ModelParallelStrategy.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -48,8 +49,9 @@ class Sharded:
         fabric, strategy = self.fabric, self.fabric.strategy
         empty = [name for name, tensor in self._named() if tensor.is_meta]
         # on the CPU each rank draws its own part: with one seed the parts would be copies of each other
-        with torch.random.fork_rng(devices=[]) if empty else nullcontext():
+        with torch.random.fork_rng(devices=[]) if empty else nullcontext(), warnings.catch_warnings():
             if empty:
+                warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
                 torch.manual_seed(torch.initial_seed() + fabric.global_rank)
             made = strategy.setup_module(strategy.precision.convert_module(self.net))
         if made is not self.net:

@@ -8,6 +8,7 @@ processes is one rank (gloo). A round kills once, twice or three times, resumed 
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -80,6 +81,7 @@ def start(root, ranks, log, sharded=False):
         with open(log, "ab") as words:
             os.dup2(words.fileno(), 1)
             os.dup2(words.fileno(), 2)
+        faulthandler.dump_traceback_later(PATIENCE - 10)  # a rank that hangs says where
         if ranks == 1:
             return train(root)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(number)}

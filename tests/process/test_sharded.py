@@ -115,9 +115,10 @@ class ByHand(Adam):
 class Meta(Classifier):
     """Makes its layers where they take no memory; each rank gets its part of them only."""
 
+    def __init__(self):
+        super().__init__(sgd)
+
     def configure_model(self):
-        if self.net is None or not isinstance(self.net, nn.Sequential):
-            return
         with torch.device("meta"):
             self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.0), nn.Linear(16, 3))
 
@@ -196,6 +197,7 @@ def against_ddp(rank):
     found["functions"] = type(net[0].weight).__name__
     found["predicted"] = len(loop.predict(net, val(), predict_step=lambda net, batch: net(batch[0])))
     found["trainers"] = trained(pl.strategies.ModelParallelStrategy(2, 1), Trainers)[2] == trained("ddp", Classifier)[2]
+    found["meta"] = trained(fsdp(), Meta, seed=1 + rank, max_epochs=1)[0]["net.0.weight"]
     torch.save(found, f"found{rank}.pt")
 
 
@@ -212,6 +214,7 @@ def test_fsdp2_has_the_weights_of_ddp():
         assert (found["plain"][2], found["accumulate"][2]) == (20, 8)
         assert (found["again"], found["more"], found["functions"], found["predicted"]) == (True, 5, "DTensor", 3)
         assert found["trainers"]
+        assert len({tuple(row) for row in found["meta"].tolist()}) == 16  # each rank has drawn rows of its own
 
 
 # ---- tensor parallelism
