@@ -54,7 +54,7 @@ def draw_metrics(ax: Any, rows: list[tuple[str, float, float]]) -> None:
     for column, colour, label in ((1, HAND, "by hand, the same sums"), (2, OURS, "ours, self.log")):
         values = [row[column] for row in rows]
         ax.plot(numbers, values, "o-", color=colour, markersize=4)
-        ax.annotate(label, (numbers[-1], values[-1]), (-6, 6 if column == 2 else -14), textcoords="offset points",
+        ax.annotate(label, (numbers[-1], values[-1]), (-6, 6 if column == 2 else -70), textcoords="offset points",
                     ha="right", color=colour, fontsize=9)  # fmt: skip
     ax.set_title("a step of a tiny net that logs", loc="left", fontsize=10)
     ax.set_xlabel("logged metrics")

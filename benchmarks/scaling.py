@@ -7,8 +7,8 @@
 How it is measured:
 
 - metrics: a step that logs 0, 1, 4, 16, 64 values (per step and per epoch, with a CSV), beside a loop by hand that does the
-  same arithmetic with tensors (detach, clone, a sum scaled by the batch's size) and nothing else. CPU time of long fits less
-  that of short ones, in turn; a metric costs what a step costs more than one without metrics, ours less by hand.
+  same arithmetic with tensors (a clone, a sum scaled by the batch's size) and nothing else. CPU time of long fits less that of
+  short ones, the least of rounds in turn; a metric costs what a step costs more than one without metrics, ours less by hand.
 - steps: one fit in a process of its own, an epoch every 1,000 steps, with all that is on by default. Memory is what the
   system says this process holds (RSS), handles are its open files.
 - rows: a CSV of many rows is opened again as a resumed run does, and goes on. A row is the median of blocks.
@@ -32,6 +32,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,6 @@ def by_hand(number: int, steps: int) -> None:
     net.train()
     for x, y in batches:
         for index, value in enumerate(values):
-            value = value.detach()
             last[index] = value.clone()
             sums[index] = torch.add(sums[index], value, alpha=BATCH)
         loss = mse_loss(net.layer(x), y)
@@ -124,29 +124,25 @@ def cpu_seconds(train: Callable[[int, int], None], number: int, steps: int) -> f
     return time.process_time() - began
 
 
-def per_step(train: Callable[[int, int], None], number: int, steps: int) -> float:
-    """Microseconds of CPU time."""
-    with out_of_the_way():
-        short, long = cpu_seconds(train, number, steps), cpu_seconds(train, number, 3 * steps)
-    return 1e6 * (long - short) / (2 * steps)
-
-
 def metrics(size: float) -> Iterator[str]:
-    steps, rounds, numbers = max(int(500 * size), 4), max(int(7 * size), 1), (0, 1, 4, 16, 64)
+    steps, rounds, numbers = max(int(500 * size), 4), max(int(9 * size), 1), (0, 1, 4, 16, 64)
+    found: dict[tuple[str, int, int], float] = {}
     with out_of_the_way():
         ours(1, 10)
-    found: dict[tuple[str, int], list[float]] = {}
-    for _ in range(rounds):
-        for number in numbers:
-            for name, train in (("by hand", by_hand), ("ours", ours)):
-                found.setdefault((name, number), []).append(per_step(train, number, steps))
+        for _ in range(rounds):
+            for number, length in product(numbers, (steps, 3 * steps)):
+                for name, train in (("by hand", by_hand), ("ours", ours)):
+                    key = name, number, length
+                    found[key] = min(cpu_seconds(train, number, length), found.get(key, 1e9))
+    each = {
+        (name, number): 1e6 * (found[name, number, 3 * steps] - found[name, number, steps]) / (2 * steps)
+        for name, number in product(("by hand", "ours"), numbers)
+    }
     yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}"
     for number in numbers:
-        hand, own = found["by hand", number], found["ours", number]
-        nothing = zip(found["by hand", 0], found["ours", 0], strict=True)
-        more = [o - h - (o0 - h0) for o, h, (h0, o0) in zip(own, hand, nothing, strict=True)]
-        beyond = f"{statistics.median(more) / number:22.2f}" if number else ""
-        yield f"{number:<24}{statistics.median(hand):20.1f}{statistics.median(own):10.1f}{beyond}"
+        hand, own = each["by hand", number], each["ours", number]
+        beyond = f"{(own - hand - (each['ours', 0] - each['by hand', 0])) / number:22.2f}" if number else ""
+        yield f"{number:<24}{hand:20.1f}{own:10.1f}{beyond}"
 
 
 # ---- steps
