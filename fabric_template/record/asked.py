@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import Misuse
-from .metric_states import is_metric
+from .metric_states import MetricStates, is_metric
 
 # Where self.log may be called: the hooks where a value can only belong to the epoch, and those where it may be either,
 # with the default (on_step, on_epoch).
@@ -62,7 +63,48 @@ class Meta:
         return f"/dataloader_idx_{self.dataloader_idx}" if self.suffix and self.dataloader_idx is not None else ""
 
 
-def levels(fx: str, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
+def asked(
+    fx: str, name: str, value: Any, args: tuple, dataloader_idx: int | None, own: MetricStates | None, has_logger: bool
+) -> Meta:  # fmt: skip
+    """What these arguments of ``self.log`` come to in this hook; own: the module's metrics."""
+    (
+        prog_bar,
+        logger,
+        on_step,
+        on_epoch,
+        reduce_fx,
+        enable_graph,
+        sync_dist,
+        group,
+        suffix,
+        attribute,
+        rank_zero_only,
+    ) = args
+    on_step, on_epoch = _levels(fx, name, on_step, on_epoch)
+    reduce = REDUCTIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
+    if reduce is None:
+        raise Misuse(
+            f"Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported. If you need a custom reduction,"
+            f" please log a `torchmetrics.Metric` instance instead. Found: {reduce_fx}"
+        )
+    if suffix and "/dataloader_idx_" in name:
+        raise Misuse(
+            f"You called `self.log` with the key `{name}` but it should not contain information about"
+            " `dataloader_idx` when `add_dataloader_idx=True`"
+        )
+    check_loggable(name, value)
+    if is_metric(value) and attribute is None and own is not None:
+        _check_attribute(own.names(), name, value)
+    if logger and not has_logger:
+        warnings.warn(
+            f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can enable one"
+            " by doing `FabricLoop(logger=ALogger(...))`", stacklevel=5,
+        )  # fmt: skip
+    return Meta(fx, name, prog_bar, logger is not False, on_step, on_epoch, reduce, enable_graph, sync_dist, group,
+                dataloader_idx, suffix, rank_zero_only)  # fmt: skip
+
+
+def _levels(fx: str, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
     """The hook's defaults filled in; refused where the hook has no step or no epoch to log for."""
     if fx in _EPOCH_HOOKS:
         if on_step:
@@ -91,7 +133,7 @@ def check_loggable(name: str, value: Any) -> None:
         raise Misuse(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")
 
 
-def check_attribute(names: Mapping[int, str], name: str, metric: Any) -> None:
+def _check_attribute(names: Mapping[int, str], name: str, metric: Any) -> None:
     """A metric that nobody owns is refused; names: those of the module's, by their ids."""
     if id(metric) not in names:
         known = f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of {list(names.values())}"
@@ -99,3 +141,47 @@ def check_attribute(names: Mapping[int, str], name: str, metric: Any) -> None:
             "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can fix this by"
             f" {known if names else 'setting an attribute for the metric in your `LightningModule`.'}"
         )
+
+
+def of_one_element(name: str, value: Tensor) -> Tensor:
+    """A tensor of one element without its dimensions."""
+    if value.numel() != 1:
+        raise Misuse(
+            f"`self.log({name}, {value})` was called, but the tensor must have a single element."
+            f" You can try doing `self.log({name}, {value}.mean())`"
+        )
+    return value.squeeze()
+
+
+def as_float(entry: Any, value: Tensor) -> Tensor:
+    """An integer, or a narrow float, as what an entry sums it in."""
+    if not value.is_floating_point() and not entry.live:
+        warnings.warn(
+            f"You called `self.log({entry.meta.name!r}, ...)` in your `{entry.meta.fx}` but the value needs to be"
+            f" floating to be reduced. Converting it to {float_type()}. You can silence this warning by converting"
+            " the value to floating point yourself.", stacklevel=4,
+        )  # fmt: skip
+    return value.to(float_type())
+
+
+def refuse(name: str, fx: str | None, enabled: bool, predicts: bool) -> None:
+    """Say why nothing can be logged here; under barebones, once and by the way."""
+    if not enabled:
+        warnings.warn(
+            f"self.log({name!r}) does nothing: `FabricLoop(barebones=True)` is configured; leave barebones out to log",
+            stacklevel=3,
+        )
+        return
+    where = f"inside `{fx}`" if fx else "outside of the loop's hooks"
+    if predicts:
+        where = "in prediction (a result collection is not registered yet, and none will be)"
+    raise Misuse(
+        f"You can't `self.log({name!r})` {where}; log in training_step, validation_step, test_step or the hooks"
+        " around them, or write to `self.logger` directly"
+    )
+
+
+def float_type() -> torch.dtype:
+    """The default dtype, but no narrower than float32, so that long sums stay exact enough."""
+    default = torch.get_default_dtype()
+    return default if default in (torch.float32, torch.float64) else torch.float32

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, add
 
 from ..core.errors import Misuse
-from .asked import Meta
+from .asked import Meta, float_type
 
 POWERS_OF_TWO = frozenset(2**power for power in range(24))  # the batch sizes by which a float is multiplied exactly
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": add, "max": torch.maximum, "min": torch.minimum}
@@ -185,9 +185,3 @@ def _sizes(batch: Any) -> Iterator[int]:
     elif dataclasses.is_dataclass(batch):
         for field in dataclasses.fields(batch):
             yield from _sizes(getattr(batch, field.name))
-
-
-def float_type() -> torch.dtype:
-    """The default dtype, but no narrower than float32, so that long sums stay exact enough."""
-    default = torch.get_default_dtype()
-    return default if default in (torch.float32, torch.float64) else torch.float32

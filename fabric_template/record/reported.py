@@ -1,0 +1,138 @@
+"""Reported: what was logged, as others see it: callbacks, loggers, the bar, the epoch's row of the history, a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+
+from .asked import Meta
+from .entries import Collection, Entry
+from .metric_states import MetricStates
+
+
+class Reported:
+    """All that a run has logged, and the three views of it that Trainer offers.
+
+    Attributes:
+        fx: the hook that runs now; it decides whether a value belongs to the step or to the epoch.
+    """
+
+    def __init__(self, all_reduce: Callable[..., Any] | None = None) -> None:
+        self._all_reduce = all_reduce or _alone
+        self.train, self.val = Collection(training=True), Collection(training=False)
+        self._closed = Collection(training=False)  # into which nothing can be logged
+        self.active = self._closed
+        self.fx: str | None = None
+        self._last_fx: str | None = None
+        self._paused: tuple | None = None  # where training stood, while it is validated
+        self._in_batches: bool | None = None  # None: outside of the batches; True: in the first one; False: after it
+        self.callback: dict[str, Tensor] = {}
+        self.logged: dict[str, Tensor] = {}
+        self.progress: dict[str, float] = {}
+        self.row: dict[str, Tensor] = {}  # what goes into the epoch's row of the history
+        self._objects: MetricStates | None = None  # the module's torchmetrics
+
+    def merge(self) -> dict[str, Tensor]:
+        """Bring the three views up to date; returns what goes to the loggers."""
+        if not self.active:
+            return {}
+        callback, logged, bar = self.views()
+        self.callback.update(callback)
+        self.logged.update(logged)
+        self.progress.update({name: value.item() for name, value in bar.items()})  # CPU-GPU sync point
+        on_step = self._in_batches is not None
+        for entry in self.active.live():
+            meta = entry.meta
+            if not meta.logger or (on_step and meta.on_epoch):
+                continue
+            if (value := entry.value(not meta.on_epoch)) is not None:
+                self.row[meta.name + meta.idx_suffix] = value
+        return logged
+
+    def take_row(self) -> dict[str, Tensor]:
+        """What the epoch's row says, once: names without forks, with the epoch's value where there is one."""
+        row, self.row = self.row, {}
+        return row
+
+    def views(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """The values of this step, or of the epoch when its batches are over: (callback, logger, progress bar)."""
+        on_step = self._in_batches is not None
+        callback: dict[str, Tensor] = {}
+        logged: dict[str, Tensor] = {}
+        bar: dict[str, Tensor] = {}
+        for entry in self.active.live():
+            value = entry.value(on_step)
+            if value is None:
+                continue
+            meta = entry.meta
+            key = meta.key(on_step)
+            if meta.logger:
+                logged[key] = value
+            if self.active.training or not on_step:
+                callback[meta.name + meta.idx_suffix] = value
+                callback[key] = value
+            if meta.prog_bar:
+                bar[key] = value
+        return callback, logged, bar
+
+    def show(self, callback: dict, logged: dict, progress: dict) -> None:
+        """Show what was logged in another process."""
+        self.callback, self.logged, self.progress = callback, logged, progress
+
+    def to_cpu(self) -> None:
+        """Move what stays readable after the run off the device."""
+        self.callback, self.logged = move_data_to_device((self.callback, self.logged), "cpu")
+
+    def name_metrics(self, module: Any) -> None:
+        """Know the torchmetrics attributes of a module, to refuse those that belong to nobody."""
+        self._objects = MetricStates(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch's sums so far and the three views, for a checkpoint in the middle of an epoch."""
+        names = self._objects.names() if self._objects is not None else {}
+        entries = [
+            {
+                "meta": dataclasses.asdict(dataclasses.replace(entry.meta, sync_dist_group=None)),
+                "total": entry.total, "weight": entry.weight, "step_value": entry.step_value,
+                "object": names.get(id(entry.metric)),
+            }
+            for entry in self.train.values()
+            if entry.live and entry.meta.sync_dist_group is None
+        ]  # fmt: skip
+        objects = self._objects.state_dict() if self._objects is not None else {}
+        _, in_batches, last_fx = self._paused or (None, self._in_batches, self._last_fx)
+        place = {"objects": objects, "in_batches": in_batches, "last_fx": last_fx}
+        if self._paused is not None and self.fx == "on_validation_end":  # behind this hook they are reset
+            place["resets"] = [
+                names[id(one.metric)] for one in self.val.values() if one.live and id(one.metric) in names
+            ]
+        return {"train": entries, "callback": dict(self.callback), "row": dict(self.row), **place}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from a checkpoint's sums; each name is checked again when it is logged."""
+        objects = self._objects or MetricStates(None)
+        objects.load_state_dict(state["objects"], device)
+        state = move_data_to_device({**state, "objects": None}, device)
+        parts = objects.parts()
+        for name in state.get("resets", ()):
+            if name in parts:
+                parts[name].reset()
+        for part in state["train"]:
+            meta = Meta(**part["meta"])
+            entry = Entry(meta, (), self._all_reduce)
+            entry.total, entry.weight, entry.step_value = part["total"], part["weight"], part["step_value"]
+            entry.metric, entry.live = parts.get(part["object"]), True
+            self.train[(meta.fx, meta.name, meta.dataloader_idx if meta.suffix else None)] = entry
+            self.train.any_on_step |= meta.on_step
+        self.callback, self.row = dict(state["callback"]), dict(state["row"])
+        self._in_batches, self._last_fx = state["in_batches"], state["last_fx"]
+
+
+def _alone(value: Tensor, **words: Any) -> Tensor:
+    """The reduction over one process."""
+    return value
