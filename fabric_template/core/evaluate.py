@@ -15,11 +15,10 @@ from .epoch_end import EpochEnd
 from .functions import FunctionSteps, takes, takes_batch_idx, takes_iterator
 from .inputs import check_names
 from .net import Modes
+from .outputs import name_outputs
 from .overrides import is_a, overrides
-from .passes import INFINITE, Handed, Turn
-from .returned import name_outputs
+from .passes import INFINITE, Turn
 from .run import Run
-from .timing import timed_batches
 
 
 def evaluate(run: Run, stage: str, *, most: int | float = INFINITE, inference: bool = False, keep: bool = True) -> Any:
@@ -49,7 +48,10 @@ def evaluate(run: Run, stage: str, *, most: int | float = INFINITE, inference: b
     collection = kind.collection(run, kind, several, keep)
     with torch.inference_mode() if inference else torch.no_grad():
         turns = loaders.start_evaluation(most)
-        turns = timed_batches(run.hooks.profiler, turns, f"[{kind.loop}].{kind.prefix}_next", itemgetter(3))
+        if run.hooks.profiler is not None:
+            from .timing import timed_batches
+
+            turns = timed_batches(run.hooks.profiler, turns, f"[{kind.loop}].{kind.prefix}_next", itemgetter(3))
         run.steps.modes = modes = Modes(run.trained.net)
         try:
             _switch(run, f"on_{kind.word}_model_eval", run.trained.net.eval)
@@ -87,7 +89,10 @@ def _take_turns(run: Run, kind: Kind, turns: Iterator[Turn], collection: Any, se
     batch_starts, batch_ends = hooks.caller(f"on_{kind.word}_batch_start"), hooks.caller(f"on_{kind.word}_batch_end")
     handed, given = None, slice(0)  # which of (batch_idx, dataloader_idx) the step takes beside the batch
     if method is not None:
-        handed = Handed(turns, collection.batch_taken) if takes_iterator(method) else None
+        if takes_iterator(method):
+            from .handed import Handed
+
+            handed = Handed(turns, collection.batch_taken)
         given = slice(0 if takes_batch_idx(method) else 1, 2 if takes(method, "dataloader_idx") else 1)
     current = before = 0
     for batch, batch_idx, index, _ in turns if handed is None else handed.turns():

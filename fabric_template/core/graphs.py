@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten  # torch has no public name for it
 
 from .errors import Misuse
-from .loss import loss_in
+from .outputs import loss_in
 from .run import Run
 from .update import AutomaticUpdate
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from .errors import Misuse, MisuseOfType
+from .passes import INFINITE
 
 
 def check_object(argument: str, value: Any) -> None:
@@ -106,3 +107,21 @@ def check_parameters(optimizers: list[Any], net: nn.Module, name: str) -> None:
             f"the optimizer has {len(theirs)} parameters, none of which is {name}'s: nothing would be trained; write"
             " torch.optim.SGD(model.parameters(), lr=...) with the model that is trained"
         )
+
+
+def length_of(loader: Any) -> int | float:
+    """len(loader), or infinity where it has none."""
+    dataset = loader.dataset if isinstance(loader, DataLoader) else None
+    if isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
+        return INFINITE
+    if is_combined(loader):  # it knows its own length in a pass only
+        return max(map(length_of, loader.flattened), default=0)
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return INFINITE
+
+
+def is_combined(source: Any) -> bool:
+    """Whether this is Lightning's CombinedLoader, of either package."""
+    return hasattr(source, "flattened") and hasattr(source, "limits")

@@ -151,36 +151,12 @@ class Progress:
         """What has been evaluated is counted on."""
         self.evaluated_in_all = last.evaluated_in_all
 
-    def load(self, checkpoint: Mapping[str, Any], ours: Mapping[str, Any] | None) -> None:
-        """Stand where a checkpoint was saved; without our part in it, where Trainer stood."""
-        self.global_step = int(checkpoint.get("global_step", 0))
-        if ours is None:
-            self._load_trainers(checkpoint)
-            return
-        self.epochs_done, self.batches_done = ours["epoch"], ours["batch_idx"]
-        self.total_batches, self.batches_that_stepped = ours["total_batches"], ours["batches_that_stepped"]
-        self.steps_in_epoch, self.is_last_batch = ours["steps_in_epoch"], ours["is_last_batch"]
-        self.stepped_before = ours.get("stepped_before", self.batches_that_stepped - self.batches_done // self.window)
+    def load(self, global_step: int, counters: Mapping[str, Any]) -> None:
+        """Stand where a checkpoint was saved."""
+        self.global_step = global_step
+        self.epochs_done, self.batches_done = counters["epoch"], counters["batch_idx"]
+        self.total_batches, self.batches_that_stepped = counters["total_batches"], counters["batches_that_stepped"]
+        self.steps_in_epoch, self.is_last_batch = counters["steps_in_epoch"], counters["is_last_batch"]
+        before = self.batches_that_stepped - self.batches_done // self.window
+        self.stepped_before = counters.get("stepped_before", before)
         self.between_epochs = self.batches_done == 0
-
-    def _load_trainers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Where Trainer stood when it wrote this file: it saves in the middle of its own bookkeeping."""
-        fit = checkpoint.get("loops", {}).get("fit_loop", {})
-        epoch = fit.get("epoch_progress", {}).get("current", {})
-        batches = fit.get("epoch_loop.batch_progress", {})
-        self.epochs_done = epoch.get("processed", int(checkpoint.get("epoch", -1)) + 1)
-        started_and_open = epoch.get("ready", 0) > epoch.get("processed", 0)
-        if (
-            batches and not started_and_open and not batches.get("is_last_batch")
-        ):  # max_steps ended the epoch in its middle
-            self.epochs_done, started_and_open = self.epochs_done - 1, True
-        self.batches_done = batches.get("current", {}).get("processed", 0) if started_and_open else 0
-        if started_and_open and batches.get("is_last_batch"):  # saved in validation, after the last batch
-            self.epochs_done, self.batches_done = self.epochs_done + 1, 0
-        self.between_epochs = self.batches_done == 0
-        self.total_batches = batches.get("total", {}).get("processed", 0)
-        self.batches_that_stepped = fit.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", self.global_step)
-        if started_and_open and not self.accumulates:  # it counts a step after the hooks that save
-            self.batches_that_stepped += 1
-        self.steps_in_epoch = self.batches_done // self.window
-        self.stepped_before = self.batches_that_stepped - self.steps_in_epoch

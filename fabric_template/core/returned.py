@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,46 +82,3 @@ class Returned:
         self._sums = {name: total.to(device, copy=True) for name, total in state["sums"].items()}
         self._weights = dict(state["weights"])
         self._bad_step = None if state["bad_step"] is None else torch.tensor(state["bad_step"], device=device)
-
-
-class Watched(Returned):
-    """The same, of a run that ends where the loss is no number: that of each batch is read. CPU-GPU sync point."""
-
-    def __init__(self, note: Callable[[bool, int], None], all_reduce: Callable[..., Tensor] | None) -> None:
-        super().__init__()
-        self._note, self._all_reduce = note, all_reduce
-
-    def add(self, values: dict[str, Tensor], batch_size: int, step: int) -> None:
-        """Add them, and note whether the loss is finite, on all ranks."""
-        super().add(values, batch_size, step)
-        if (loss := values.get("train_loss")) is not None:
-            bad = (~torch.isfinite(loss)).float()
-            bad = bad if self._all_reduce is None else self._all_reduce(bad, reduce_op="sum")
-            self._note(not bad.any(), step)
-
-
-def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
-    """The scalars that a step returned, under the names that they get in the history.
-
-    A tensor is ``<prefix>_loss``, a dict gives ``<prefix>_<key>``, a pair is ``<prefix>_loss, <prefix>_acc``.
-
-    Example:
-        >>> name_outputs((torch.tensor(0.5), torch.tensor(1.0)), "val")
-        {'val_loss': tensor(0.5000), 'val_acc': tensor(1.)}
-    """
-    if isinstance(output, Tensor | numbers.Number):
-        named: Mapping[str, Any] = {"loss": output}
-    elif isinstance(output, Mapping):
-        named = output
-    elif isinstance(output, tuple) and len(output) == 2:
-        named = {"loss": output[0], "acc": output[1]}
-    else:
-        return {}
-    found = {}
-    for key, value in named.items():
-        name = key if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}"
-        if isinstance(value, Tensor) and value.numel() == 1:
-            found[name] = value.detach().reshape(())
-        elif isinstance(value, numbers.Number) and not isinstance(value, bool):
-            found[name] = torch.tensor(float(value))  # type: ignore[arg-type]
-    return found

@@ -7,22 +7,18 @@ from typing import Any
 
 
 def timed_batches(profiler: Any, batches: Iterator, action: str, is_last: Callable[[Any], bool]) -> Iterator:
-    """The same batches, each fetched under the profiler, if there is one."""
-
-    def timed() -> Iterator:
-        over = False
-        while not over:
-            profiler.start(action)
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                profiler.stop(action)
-            over = is_last(batch)
-            yield batch
-
-    return batches if profiler is None else timed()
+    """The same batches, each fetched under the profiler."""
+    over = False
+    while not over:
+        profiler.start(action)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            profiler.stop(action)
+        over = is_last(batch)
+        yield batch
 
 
 class TimedPass:

@@ -13,8 +13,8 @@ from torch.optim import LBFGS, Optimizer
 
 from .errors import Misuse
 from .functions import takes_batch_idx
-from .loss import loss_in, refuse_without_gradient
 from .optimizers import NoOptimizer, unscales_itself
+from .outputs import loss_in, refuse_without_gradient
 from .overrides import overrides
 from .run import Run
 
@@ -86,7 +86,9 @@ class AutomaticUpdate:
         )
         self.train = timed(self, "run_training_batch")
         if run.trained.hands_iterator:
-            self.train = run.data.handing_over(self.train)
+            from .handed import handing_over
+
+            self.train = handing_over(run, self.train)
 
     def preparations(self) -> Iterator[Callable[[Optimizer], Any]]:
         """What is done with the gradients before the optimizer steps, in this order: weights, the hook, clipping."""

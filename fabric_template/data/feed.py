@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from ..core.errors import Misuse
 from ..core.overrides import TRANSFER_HOOKS, overrides
-from ..core.passes import INFINITE, HandedPass, Pass
+from ..core.passes import INFINITE, Pass
 from ..core.ranks import check_lengths
 from ..core.run import Run
-from ..core.timing import TimedPass
 from .loaders import USED_UP, Loaders
 from .sharing import ready
 from .transfer import make_transfer
@@ -124,9 +123,13 @@ class Feed:
         self.loader_states = []
         batches: Any = loaders.start(run.at.batches_done, run.at.is_last_batch, self.make_pass())
         if run.hooks.profiler is not None:
+            from ..core.timing import TimedPass
+
             batches = TimedPass(batches, run.hooks.profiler)
         self.batches = batches
         if run.trained.hands_iterator:
+            from ..core.handed import HandedPass
+
             self.batches = HandedPass(batches, run.at.batches_done, run.metrics.batch_taken)
 
     def _first_pass(self) -> Callable[..., Pass]:
@@ -167,30 +170,11 @@ class Feed:
                 * bool(lost)
             )
 
-    def handing_over(self, train_batch: Callable) -> Callable:
-        """The update, its step given the pass; a step that asks for more than there is ends the epoch."""
-        run = self.run
-
-        def train(_: Any, batch_idx: int, last_of_window: bool) -> Any:
-            handed = self.batches.handed
-            try:
-                return train_batch(handed, batch_idx, last_of_window)
-            except StopIteration:
-                run.hooks.enter(None)
-                if not batch_idx:
-                    run.at.begin_again()
-                    self.ran_out()
-                return {}
-            finally:
-                run.at.end_pass(handed.done)
-
-        return train
-
     def fetched_after(self, done: int) -> int | None:
         """How many batches of the pass were fetched for the first so many steps; None between two passes."""
         if not self.run.at.in_pass:
             return None
-        return self.batches.fetched_after(done) if isinstance(self.batches, HandedPass) else done
+        return self.batches.fetched_after(done) if self.run.trained.hands_iterator else done
 
     def is_quiet(self) -> bool:
         """Whether a batch is fetched without random numbers of this process, as far as one can know."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..core.errors import Misuse, MisuseOfType
-from ..core.inputs import why_no_loader
-from ..core.passes import INFINITE, Pass, Turn, end_workers, is_combined, length_of
+from ..core.inputs import is_combined, length_of, why_no_loader
+from ..core.passes import INFINITE, Pass, Turn, end_workers
 from ..exact.position import Sources, told_the_epoch
 from .tensors import TensorLoader
 

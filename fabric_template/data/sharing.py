@@ -26,7 +26,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ..core.passes import INFINITE, length_of
+from ..core.inputs import length_of
+from ..core.passes import INFINITE
 from ..core.ranks import share_of
 from .tensors import count_cuts, cuts, global_seed, longest_share, without_repeats
 

@@ -288,12 +288,16 @@ def load_training_state(run: Run, checkpoint: dict[str, Any], path: str | Path) 
         check_loaded(run, optimizer)
     for config, state in zip(run.optimizing.schedulers, checkpoint["lr_schedulers"], strict=False):
         put_into_scheduler(config.scheduler, state, path)
-    run.at.load(checkpoint, ours)
+    step = int(checkpoint.get("global_step", 0))
     if mine.get("train") is None:
         fit = checkpoint.get("loops", {}).get("fit_loop", {})
         run.data.loader_states = fit.get("state_dict", {}).get("combined_loader", [])
     if ours is None:
+        from .trainers import counters_of
+
+        run.at.load(step, counters_of(checkpoint, run.at.window))
         return
+    run.at.load(step, ours)
     run.origin.saved_in = ours["saved_in"]
     run.stop.load_state_dict(ours, run.origin.is_auto)
     run.log.load_state_dict(ours, mine["metrics"])

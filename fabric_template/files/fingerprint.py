@@ -10,7 +10,8 @@ import torch
 from lightning.fabric import __version__ as lightning_version
 
 from .. import __version__
-from ..core.passes import INFINITE, length_of
+from ..core.inputs import length_of
+from ..core.passes import INFINITE
 from ..core.run import Run
 from .opening import CheckpointError
 

@@ -16,7 +16,6 @@ from ..core.optimizing import Optimizing
 from ..core.origin import Origin
 from ..core.progress import Progress
 from ..core.ranks import is_joined
-from ..core.returned import Watched
 from ..core.run import Failure, Home, Predicted, Run
 from ..core.said import Said
 from ..core.steps import Steps
@@ -89,6 +88,8 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
     run.log = Log(run)
     run.history.warns = config.on_nan == "warn"
     if isinstance(config.on_nan, int):
+        from ..core.watched import Watched
+
         run.history.train = Watched(run.stop.note_loss, run.log.all_reduce)
     run.data = Feed(run, plan.given)
     run.validation = Validation(run)

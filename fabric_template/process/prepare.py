@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from ..core.epoch_end import check_epoch_end
 from ..core.errors import MissingLoader, Misuse, MisuseOfType
 from ..core.functions import FunctionSteps, takes_batch_idx
-from ..core.inputs import check_names, check_object, check_parameters, check_path, check_signature
+from ..core.inputs import check_names, check_object, check_parameters, check_path, check_signature, length_of
 from ..core.net import net_of
 from ..core.optimizers import are_several, is_maker, parse_optimizers
 from ..core.origin import Origin
 from ..core.overrides import overrides
-from ..core.passes import INFINITE, length_of
+from ..core.passes import INFINITE
 from ..core.run import Run
 from ..core.steps import is_shared_out
 from ..core.stop import is_endless

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.returned import name_outputs
+from ..core.outputs import name_outputs
 from ..core.run import Run
 from .earlier import rows_state
 from .entries import batch_size_of

@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 
 from ..core.config import LoopConfig
 from ..core.errors import Misuse, MisuseOfType
+from ..core.inputs import is_combined
 from ..core.net import net_of
 from ..core.overrides import is_a
-from ..core.passes import end_workers, is_combined
+from ..core.passes import end_workers
 from ..data.loaders import USED_UP, loaders_in
 from ..exact.position import told_the_epoch
 from ..exact.randomness import find, find_generators, generator_state, isolated_rng, set_generator_state

@@ -12,7 +12,8 @@ from pandas import DataFrame
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.core.passes import RECENT, HandedPass, Pass
+from fabric_template.core.handed import RECENT, HandedPass
+from fabric_template.core.passes import Pass
 from fabric_template.data.sharing import NotedBatches
 
 VERBS = ("fit", "validate", "test", "predict")

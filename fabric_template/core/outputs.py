@@ -1,10 +1,12 @@
-"""Loss: what a training step returned, as the loss that is minimized; what is none is refused."""
+"""Outputs: what a step returned: the loss in it, which is minimized, and the scalars, by the names of the history."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .errors import Misuse, MisuseOfType
@@ -52,3 +54,30 @@ def refuse_without_gradient(batch_idx: int) -> None:
         f"training_step returned a loss without gradient at batch {batch_idx}: expected a tensor computed"
         " from the model's parameters; is it detached, computed under torch.no_grad, or is everything frozen?"
     )
+
+
+def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
+    """The scalars that a step returned, under the names that they get in the history.
+
+    A tensor is ``<prefix>_loss``, a dict gives ``<prefix>_<key>``, a pair is ``<prefix>_loss, <prefix>_acc``.
+
+    Example:
+        >>> name_outputs((torch.tensor(0.5), torch.tensor(1.0)), "val")
+        {'val_loss': tensor(0.5000), 'val_acc': tensor(1.)}
+    """
+    if isinstance(output, Tensor | numbers.Number):
+        named: Mapping[str, Any] = {"loss": output}
+    elif isinstance(output, Mapping):
+        named = output
+    elif isinstance(output, tuple) and len(output) == 2:
+        named = {"loss": output[0], "acc": output[1]}
+    else:
+        return {}
+    found = {}
+    for key, value in named.items():
+        name = key if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}"
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[name] = value.detach().reshape(())
+        elif isinstance(value, numbers.Number) and not isinstance(value, bool):
+            found[name] = torch.tensor(float(value))  # type: ignore[arg-type]
+    return found
