@@ -1,7 +1,6 @@
-"""Hooks: who listens to each, and the calls.
+"""Hooks: the calls of each, callbacks before the module.
 
-Callbacks are called before the module, with Trainer's arguments; the datamodule has hooks of its own. Who overrides what
-is found once, when a run starts: a hook that nobody listens to costs a look into a dictionary.
+Who overrides what is found once, when a run starts: a hook that nobody listens to costs a look into a dictionary.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from .overrides import HOOKS, LOOPS, MODULES, is_a, keyword_names, overrides
-
-_BY_KEYWORD = ("setup", "teardown")  # Trainer gives these their stage by name
+from .listeners import Listeners
+from .overrides import is_a
 
 
 class Hooks:
@@ -33,8 +31,9 @@ class Hooks:
         self, trainer: Any, callbacks: Iterable[Any], module: Any, metrics: Any = None, profiler: Any = None,
         shown: Callable[[Any, Any], Any] | None = None,
     ) -> None:  # fmt: skip
-        self._trainer, self.callbacks, self._module, self._shown = trainer, list(callbacks), module, shown
-        self._metrics, self.profiler = metrics or SimpleNamespace(fx=None), profiler
+        self.callbacks, self._metrics, self.profiler = list(callbacks), metrics or SimpleNamespace(fx=None), profiler
+        self._who = Listeners(trainer, module, profiler, shown)
+        self.timed, self.own = self._who.timed, self._who.own
         self._listeners: dict[str, tuple[list[Callable], Callable | None]] = {}
         self._unheard: set[str] = set()
 
@@ -76,8 +75,8 @@ class Hooks:
         """Call the module before the callbacks that monitor, so that they see what the module logs here."""
         monitors = [callback for callback in self.callbacks if is_a(callback, "EarlyStopping", "Checkpoint")]
         others = [callback for callback in self.callbacks if callback not in monitors]
-        first, last = ([self._of_callback(callback, name) for callback in part] for part in (others, monitors))
-        self._call(name, [*first, self._of_module(name), *last])
+        first, last = ([self._who.of_callback(callback, name) for callback in part] for part in (others, monitors))
+        self._call(name, [*first, self._who.of_module(name), *last])
 
     def call_callbacks(self, name: str, *args: Any) -> None:
         """Call the callbacks' hook only."""
@@ -86,7 +85,7 @@ class Hooks:
 
     def call_one(self, callback: Any, name: str, *args: Any) -> None:
         """Call one callback's hook only."""
-        if call := self._of_callback(callback, name):
+        if call := self._who.of_callback(callback, name):
             call(*args)
 
     def call_module(self, name: str, *args: Any) -> Any:
@@ -113,63 +112,9 @@ class Hooks:
         self._listeners.clear()
         self._unheard.clear()
 
-    def timed(self, call: Callable, action: str) -> Callable:
-        """The same call under the profiler, if there is one."""
-        if self.profiler is None:
-            return call
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.profiler.profile(action):
-                return call(*args, **kwargs)
-
-        return timed
-
-    def own(self, part: Any, name: str) -> Callable | None:
-        """The module's or a datamodule's own method of this name, timed like a hook; None if it has none."""
-        method = overrides(part, name)
-        kind = "LightningModule" if part is self._module else "LightningDataModule"
-        return method and self.timed(method, f"[{kind}]{type(part).__name__}.{name}")
-
     def _listen(self, name: str) -> tuple[list[Callable], Callable | None]:
-        callbacks = [call for callback in self.callbacks if (call := self._of_callback(callback, name))]
-        self._listeners[name] = listeners = (callbacks, self._of_module(name))
+        callbacks = [call for callback in self.callbacks if (call := self._who.of_callback(callback, name))]
+        self._listeners[name] = listeners = (callbacks, self._who.of_module(name))
         if listeners == ([], None):
             self._unheard.add(name)
         return listeners
-
-    def _of_module(self, name: str) -> Callable | None:
-        method = overrides(self._module, name)
-        if method is not None and name in _BY_KEYWORD:
-            method = _by_stage(method)
-        return method and self.timed(method, f"[LightningModule]{type(self._module).__name__}.{name}")
-
-    def _of_callback(self, callback: Any, name: str) -> Callable | None:
-        method = overrides(callback, name)
-        if method is None:
-            return None
-        key = getattr(callback, "state_key", type(callback).__name__)
-        is_lightnings = hasattr(callback, "state_key")
-        wanted = None if is_lightnings else keyword_names(method, name)
-        trainer, module = self._trainer, self._shown(callback, self._trainer) if self._shown else self._module
-        if wanted is None:  # Trainer's way: everything, by position
-            if name in _BY_KEYWORD and is_lightnings:
-                method = _by_stage(method)
-
-            def positional(*args: Any) -> Any:
-                return method(trainer, module, *args)
-
-            return self.timed(positional, f"[Callback]{key}.{name}")
-
-        def by_keyword(*args: Any) -> Any:  # Fabric's way: what the method names
-            known = dict.fromkeys(LOOPS, trainer) | dict.fromkeys(MODULES, module)
-            known |= dict(zip(HOOKS[name], args, strict=False))
-            return method(**{word: known[word] for word in wanted if word in known})
-
-        return self.timed(by_keyword, f"[Callback]{key}.{name}")
-
-
-def _by_stage(method: Callable) -> Callable:
-    def call(*args: Any) -> Any:
-        return method(*args[:-1], stage=args[-1])
-
-    return call

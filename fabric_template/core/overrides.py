@@ -1,8 +1,7 @@
-"""Overrides: the hooks by name, in the order in which they fire; who has one of its own, and how it wants to be called."""
+"""Overrides: the hooks by name, in the order in which they fire; who has one of its own."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -55,9 +54,6 @@ HOOKS: dict[str, tuple[str, ...]] = {
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
-# The names by which a callback that is no Lightning's may ask for what comes first.
-LOOPS, MODULES = ("trainer", "loop"), ("module", "model", "pl_module")
-
 # Lightning's base classes define every hook, empty; a method that comes from one of these is not somebody's own.
 _EMPTY = tuple(
     f"{package}.{room}"
@@ -88,38 +84,3 @@ def is_a(callback: Any, *kinds: str) -> bool:
     By name: Lightning's callbacks come from `lightning.pytorch` or `pytorch_lightning`, and need not be imported.
     """
     return not {base.__name__ for base in type(callback).__mro__}.isdisjoint(kinds)
-
-
-def keyword_names(method: Callable, hook: str) -> list[str] | None:
-    """The arguments a callback's method asks for by name; None if it takes Trainer's by position, whatever their names.
-
-    Raises:
-        TypeError: it can be called in neither way.
-
-    Example:
-        >>> keyword_names(lambda loop, batch_idx: ..., "on_train_batch_start")
-        ['loop', 'batch_idx']
-        >>> keyword_names(lambda loop, net, batch, i: ..., "on_train_batch_start") is None
-        True
-    """
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):
-        return None
-    kinds = inspect.Parameter
-    own = [p for p in signature.parameters.values() if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]
-    names = [parameter.name for parameter in own]
-    known = (*LOOPS, *MODULES, *HOOKS[hook])
-    is_open = any(p.kind is kinds.VAR_POSITIONAL for p in signature.parameters.values())
-    if not is_open and all(p.name in known or p.default is not kinds.empty for p in own) and names[:1] != ["trainer"]:
-        return names
-    try:
-        signature.bind(*(None,) * (2 + len(HOOKS[hook])))
-    except TypeError:
-        if all(p.name in known or p.default is not kinds.empty for p in own):
-            return names
-        raise TypeError(
-            f"a callback's {hook}{signature} cannot be called: expected"
-            f" {hook}(self, {', '.join(('trainer', 'module', *HOOKS[hook]))}) under whatever names, or only some of these names"
-        ) from None
-    return None

@@ -9,7 +9,8 @@ from typing import Any
 from ..core.config import LoopConfig
 from ..core.errors import Misuse, MisuseOfType
 from ..core.inputs import check_object
-from ..core.overrides import HOOKS, is_a, keyword_names, overrides
+from ..core.listeners import keyword_names
+from ..core.overrides import HOOKS, is_a, overrides
 
 _REFUSED = {
     "BatchSizeFinder": "it trains by Trainer's tuner: `fabric-template tune` finds the size, for your loader",

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 import fabric_template.core.train
 import fabric_template.process.launch
 from fabric_template.core.hooks import Hooks
+from fabric_template.core.listeners import Listeners
 from fabric_template.core.net import Modes
 from fabric_template.core.optimizing import Optimizing
 from fabric_template.core.update import AutomaticUpdate
@@ -78,7 +79,7 @@ def hooks_swapped(one, other):
     names = {one: other, other: one}
 
     def mutation(monkeypatch):
-        instead(monkeypatch, Hooks, "_of_module", lambda original, self, name: original(self, names.get(name, name)))
+        instead(monkeypatch, Listeners, "of_module", lambda original, self, name: original(self, names.get(name, name)))
 
     return mutation
 
