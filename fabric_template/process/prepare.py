@@ -15,6 +15,7 @@ from ..core.epoch_end import check_epoch_end
 from ..core.errors import MissingLoader, Misuse, MisuseOfType
 from ..core.functions import FunctionSteps, takes_batch_idx
 from ..core.inputs import check_names, check_object, check_parameters, check_path, check_signature, length_of
+from ..core.limits import is_endless
 from ..core.net import net_of
 from ..core.optimizers import are_several, is_maker, parse_optimizers
 from ..core.origin import Origin
@@ -22,7 +23,6 @@ from ..core.overrides import overrides
 from ..core.passes import INFINITE
 from ..core.run import Run
 from ..core.steps import is_shared_out
-from ..core.stop import is_endless
 from ..core.trained import Trained
 from ..data.feed import Given, loader_argument
 from ..data.loaders import check_iterable, loaders_in, names_of, no_fraction

@@ -17,6 +17,7 @@ from ..core.errors import Misuse
 from ..core.functions import FunctionSteps
 from ..core.net import Modes, device_of, with_a_note
 from ..core.overrides import is_a, overrides
+from ..core.reasons import ended_by, why_ended
 from ..core.run import Run
 from ..core.said import is_interactive
 from ..core.steps import is_shared_out
@@ -233,7 +234,7 @@ def start_fit(run: Run) -> None:
                 f" write max_epochs={run.at.epochs_done + 1} or more to go on"
             )
     run.origin.checkpoint = None
-    if run.fabric.is_global_zero and not (run.origin.resume_path is not None and run.stop.ended_by()):
+    if run.fabric.is_global_zero and not (run.origin.resume_path is not None and ended_by(run)):
         run.log.hyperparameters()
         if path is not None:
             run.home.note(f"resumed after step {run.at.global_step} from {path}")
@@ -270,7 +271,7 @@ def _update_of(run: Run) -> AutomaticUpdate:
 
 def _tell_finished(run: Run) -> None:
     """Say in one line that the run that is resumed is finished, if it is, and whose end may have done more to it."""
-    if not run.fabric.is_global_zero or not (why := run.stop.ended_by()):
+    if not run.fabric.is_global_zero or not (why := ended_by(run)):
         return
     parts = (*run.hooks.callbacks, run.trained.owner)
     own = [part for part in parts if not type(part).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))]
@@ -283,7 +284,7 @@ def _tell_finished(run: Run) -> None:
 
 def tell_end(run: Run) -> None:
     """Below the lines, why training has ended, where one did not see that coming; after a NaN, what is good of it."""
-    at, why = run.at, run.stop.why()
+    at, why = run.at, why_ended(run)
     if run.stop.is_nan and run.fabric.is_global_zero:
         saved, path = run.keeper.saved_step, run.keeper.last_model_path or run.keeper.best_model_path
         good = f"the last good checkpoint is '{path}'" + (f", after step {saved}" if saved is not None else "")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.history import is_better
+from ..core.reasons import why_ended
 from ..core.run import Run
 from .lines import cell, duration
 
@@ -21,7 +22,7 @@ def ending(run: Run, checkpoints: Iterable[Path]) -> dict[str, list[str]]:
     told: dict[str, list[str]] = {
         "trained": [f"{type(trained.model).__name__}{data}: {done}"],
         "compiled": [f"{duration(compiling.seconds)} of that"] if compiling is not None and compiling.seconds else [],
-        "ended": [run.stop.why()],
+        "ended": [why_ended(run)],
     }
     values: dict[str, str] = {}
     for row in rows:  # the latest of each, with its epoch where that is not the last one
