@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 
-from .config import LoopConfig, parse_duration
-from .errors import Misuse
+from .config import parse_duration
 from .evaluate import evaluate
+from .interval import val_check_batch
 from .overrides import overrides
 from .passes import INFINITE
 from .run import Run
@@ -115,34 +115,3 @@ class Validation:
         each = self.run.config.check_val_every_n_epoch is not None
         batch = self.batch
         return each and bool(batch and self.run.at.num_batches % batch == 0) and not self.is_planned()
-
-
-def val_check_batch(config: LoopConfig, num_batches: int | float, validates: bool) -> int | float | None:
-    """Validate every so many batches; None: by the clock; infinity: at the end of a pass without length.
-
-    Raises:
-        Misuse: for an interval longer than the epoch, and for a fraction of a loader without length.
-
-    Example:
-        >>> val_check_batch(LoopConfig(val_check_interval=0.25), 10, validates=True)
-        2
-    """
-    interval = config.val_check_interval
-    if not isinstance(interval, int | float):
-        return None
-    if isinstance(interval, int):
-        if interval > num_batches and config.check_val_every_n_epoch is not None and validates:
-            raise Misuse(
-                f"`val_check_interval` ({interval}) must be less than or equal to the number of the training batches"
-                f" ({num_batches}). If you want to disable validation set `limit_val_batches` to 0.0 instead. If you want"
-                " to validate based on the total training batches, set `check_val_every_n_epoch=None`."
-            )
-        return interval
-    if num_batches == INFINITE:
-        if interval == 1.0:
-            return INFINITE
-        raise Misuse(
-            f"val_check_interval={interval}: the train loader has no length, so there is no fraction of it; expected 1.0,"
-            " an int (batches) or a time"
-        )
-    return max(1, int(num_batches * interval))

@@ -189,7 +189,7 @@ class Keeper:
         """Write one file, on rank zero; every rank learns whether that went well."""
         if run.stop.bad:  # the newest loss is no number: what lies there is better
             return False
-        run.log.sync()  # what a checkpoint says of the logs must be on disk before it
+        run.log.loggers.sync()  # what a checkpoint says of the logs must be on disk before it
         failure = None
         if run.steps.sharded is not None:
             state, failure = self._in_parts(run, path, state)

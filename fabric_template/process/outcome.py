@@ -50,7 +50,7 @@ class Outcome:
     @classmethod
     def of(cls, run: Run, results: Any, elsewhere: bool) -> Outcome:
         """Pack a run's result; with all that it learned when it ran in another process than its caller's."""
-        complaints = [run.keeper.complaint() if run.fn == "fit" else None, run.log.complaint]
+        complaints = [run.keeper.complaint() if run.fn == "fit" else None, run.log.loggers.complaint]
         outcome = cls(results, " ".join(filter(None, complaints)))
         if elsewhere:
             states = [part.state_dict() if hasattr(part, "state_dict") else None for part in run.hooks.callbacks]

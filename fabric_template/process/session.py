@@ -84,7 +84,7 @@ def _end(loop: TrainerFace, run: Run, kind: type | None, error: BaseException | 
         if (hook := run.hooks.own(run.trained.datamodule, "teardown")) is not None:
             hook(stage=run.fn)
         run.hooks.call("teardown", run.fn)
-        run.log.finalize("success")
+        run.log.loggers.finalize("success")
         profiling.end(loop.own_profiler)
     except BaseException as failed:
         _tell(loop, run, failed)
@@ -134,7 +134,7 @@ def _tell(loop: TrainerFace, run: Run, error: BaseException) -> None:
         beside(f"on_exception of {type(part).__name__} failed", run.hooks.call_one, part, "on_exception", error)
     if (hook := overrides(run.trained.datamodule, "on_exception")) is not None:
         beside(f"on_exception of {type(run.trained.datamodule).__name__} failed", hook, error)
-    beside("the loggers could not be closed", run.log.finalize, "failed")
+    beside("the loggers could not be closed", run.log.loggers.finalize, "failed")
 
 
 def _leave_screen(run: Run, kind: type | None, *_: Any) -> None:
@@ -235,7 +235,7 @@ def start_fit(run: Run) -> None:
             )
     run.origin.checkpoint = None
     if run.fabric.is_global_zero and not (run.origin.resume_path is not None and ended_by(run)):
-        run.log.hyperparameters()
+        run.log.loggers.hyperparameters()
         if path is not None:
             run.home.note(f"resumed after step {run.at.global_step} from {path}")
         write_recipe(run)

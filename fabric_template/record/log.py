@@ -12,47 +12,25 @@ from ..core.outputs import name_outputs
 from ..core.run import Run
 from .earlier import rows_state
 from .entries import batch_size_of
+from .loggers import Loggers
 from .metrics import Metrics
 from .screen import Screen
-from .tables import LogsError
 
 _NONE: Mapping[str, Any] = {}
 
 
 class Log:
-    """Sends what was logged where it belongs, and knows what can be monitored.
-
-    A logger with ``log_epoch`` (our CSVLogger) gets one whole row per epoch and the values per step. Every other logger
-    gets what Trainer would give it, at the same steps.
-    """
+    """Sends what was logged where it belongs, and knows what can be monitored."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.history = run, run.history
         self.metrics: Metrics = run.metrics
         self.every = run.config.log_every_n_steps
-        self.by_row = [logger for logger in run.home.loggers if hasattr(type(logger), "log_epoch")]
-        self.by_value = [logger for logger in run.home.loggers if logger not in self.by_row]
+        self.loggers = Loggers(run)
         self.began = time.monotonic()
         self.rates: list[float] = []
-        self.complaint: str | None = None  # what could not be written to the end
         self.screen: Screen | None = None  # where the rows are seen, too
         self._seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
-
-    def hyperparameters(self) -> None:
-        """Write the module's and datamodule's hyperparameters, and for the CSV the loop's configuration."""
-        run = self.run
-        hparams: dict[str, Any] = {}
-        for owner in (run.trained.datamodule, run.trained.owner):
-            if getattr(owner, "_log_hyperparams", True):
-                hparams |= dict(getattr(owner, "hparams_initial", None) or getattr(owner, "hparams", None) or {})
-        for logger in self.by_value:
-            if hparams:
-                logger.log_hyperparams(hparams)
-            # a graph is traced from the example
-            if getattr(run.trained.owner, "example_input_array", None) is not None and hasattr(logger, "log_graph"):
-                logger.log_graph(run.trained.owner)
-        for logger in self.by_row:
-            logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
 
     # ---- a batch
 
@@ -138,7 +116,7 @@ class Log:
         Or so many steps ``behind`` that.
         """
         run = self.run
-        if not (metrics or (more and by_row)) or not (self.by_value or self.by_row):
+        if not (metrics or (more and by_row)) or not run.home.loggers:
             return
         run.metrics.logged.update(metrics)
         scalars = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
@@ -147,11 +125,7 @@ class Log:
         elif step is None:
             scalars.setdefault("epoch", run.at.current_epoch)
             step = run.at.batches_that_stepped - behind
-        for logger in (self.by_value if metrics else []) + (self.by_row if by_row else []):
-            own = {**more, **scalars} if logger in self.by_row else scalars
-            self._try(logger.log_metrics, metrics=own, step=step)
-            if callable(save := getattr(logger, "save", None)):
-                save()
+        self.loggers.values(scalars if metrics else None, {**more, **scalars} if by_row else None, step)
 
     def validation(self, metrics: Mapping[str, Any], returned: Mapping[str, Any]) -> None:
         """A validation is over; in the middle of an epoch its values, those returned, too, are a row of the steps."""
@@ -187,8 +161,7 @@ class Log:
         self.rates = []
         if self.screen is not None:
             self.screen.row(row, self._seconds_left(row))
-        for logger in self.by_row:
-            self._try(logger.log_epoch, row)
+        self.loggers.row(row)
 
     def _seconds_left(self, row: Mapping[str, Any]) -> float | None:
         """How long training is going to take, as the last epochs went; None: nobody knows."""
@@ -212,23 +185,3 @@ class Log:
         """Know again what was logged last."""
         self.rates = list(ours["rates"])
         self.metrics.callback = dict(metrics["callback"])
-
-    def sync(self) -> None:
-        """Make the rows survive a power cut, those that the disk has refused so far as well."""
-        for logger in self.by_row:
-            if callable(sync := getattr(logger, "sync", None)):
-                self._try(sync)
-
-    def finalize(self, status: str) -> None:
-        """Close the loggers."""
-        for logger in self.run.home.loggers:
-            self.complaint = self._try(logger.finalize, status) or self.complaint
-
-    def _try(self, write: Callable, *args: Any, **words: Any) -> str | None:
-        """Write to a logger. A full disk costs a warning, not the run: our CSVLogger keeps the rows for the next time."""
-        try:
-            write(*args, **words)
-        except LogsError as error:
-            self.run.said.warn(f"{error}; training goes on, the rows are kept and written as soon as that is possible")
-            return f"the logs are not complete: {error}."
-        return None

@@ -327,7 +327,7 @@ class TrainerFace:
                 " several processes none is saved then; resume='last' goes on from the one before"
             )
         state = state_of(run, weights_only=bool(weights_only))
-        run.log.sync()  # what it says of the logs is on disk before it
+        run.log.loggers.sync()  # what it says of the logs is on disk before it
         if run.steps.sharded is not None:
             from ..files.pieces import for_file
 
