@@ -26,7 +26,6 @@ from .process.parts import Parts
 from .process.prepare import prepare
 from .record.ending import as_lines, ending
 from .trainer.callbacks import parse_callbacks
-from .trainer.profiling import make_profiler
 from .trainer.strategies import as_fabrics
 from .trainer.views import StrategyFace
 
@@ -124,7 +123,11 @@ class FabricLoop(Parts):
         self.callbacks = parse_callbacks(callbacks, given)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.loggers, self._own_logger = make_loggers(self.config, loggers, self.fabric)
-        self.own_profiler = make_profiler(self.config.profiler)
+        self.own_profiler = None
+        if self.config.profiler is not None:
+            from .trainer.profiling import make_profiler
+
+            self.own_profiler = make_profiler(self.config.profiler)
         self._strategy_face = StrategyFace(self)
         self._run, self._runs = None, {}
         self._status = "initializing"

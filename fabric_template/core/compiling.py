@@ -54,6 +54,15 @@ class Compiling:
         self._breaks: list[Any] = []
         self._failures: dict[Any, list[str]] = {}
 
+    def check(self, device: torch.device, window: int) -> None:
+        """Refuse the compiler's own graphs where gradients wait for another batch."""
+        if device.type == "cuda" and self._words.get("mode") in ("reduce-overhead", "max-autotune") and window != 1:
+            raise Misuse(
+                f"compile={self._given!r} with accumulate_grad_batches={window}: the CUDA graphs of"
+                " torch.compile overwrite gradients that are still needed; write compile=True, or"
+                " compile='max-autotune-no-cudagraphs'"
+            )
+
     def __enter__(self) -> Compiling:
         dynamo = torch._dynamo
         self._breaks, self._failures = dynamo.graph_break_reasons, dynamo.guard_failures

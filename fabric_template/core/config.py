@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-
-from .elsewhere import ELSEWHERE, FABRIC_WORDS, TRAINER_ONLY
 
 Interval = int | float | str | timedelta | dict[str, int]
 
@@ -251,18 +248,10 @@ def parse_config(words: dict[str, Any]) -> LoopConfig:
         TypeError: FabricLoop has no argument max_epoch; did you mean max_epochs?
     """
     known = [field.name for field in dataclasses.fields(LoopConfig)]
-    complaints = []
-    for word in words:
-        if word in known:
-            continue
-        if instead := {**ELSEWHERE, **TRAINER_ONLY}.get(word):
-            complaints.append(f"FabricLoop has no argument {word}: {instead}")
-        else:
-            near = difflib.get_close_matches(word, [*known, *FABRIC_WORDS], n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join([*FABRIC_WORDS, *known])}"
-            complaints.append(f"FabricLoop has no argument {word}; {hint}")
-    if complaints:
-        raise TypeError("; ".join(complaints))
+    if unknown := [word for word in words if word not in known]:
+        from .elsewhere import why_unknown
+
+        raise TypeError("; ".join(why_unknown(word, known) for word in unknown))
     return LoopConfig(**words)
 
 

@@ -1,5 +1,7 @@
 """Elsewhere: words that other loops have, and Fabric, and fit; what to write for them here."""
 
+import difflib
+
 FABRIC_WORDS = (
     "fabric",
     "accelerator",
@@ -38,3 +40,12 @@ TRAINER_ONLY = {
     "ckpt_path": "give the path to fit as resume= (continue the run) or load= (weights only)",
     "weights_only": "checkpoints are read with weights_only=True, unless trusted=True; fit and the other verbs take it, too",
 }
+
+
+def why_unknown(word: str, known: list[str]) -> str:
+    """What to write for a word that is none of the loop's: what it is called here, or the nearest known one."""
+    if instead := {**ELSEWHERE, **TRAINER_ONLY}.get(word):
+        return f"FabricLoop has no argument {word}: {instead}"
+    near = difflib.get_close_matches(word, [*known, *FABRIC_WORDS], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join([*FABRIC_WORDS, *known])}"
+    return f"FabricLoop has no argument {word}; {hint}"

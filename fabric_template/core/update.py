@@ -11,7 +11,6 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from .errors import Misuse
 from .functions import takes_batch_idx
 from .optimizers import NoOptimizer, unscales_itself
 from .outputs import loss_in, refuse_without_gradient
@@ -55,7 +54,6 @@ class AutomaticUpdate:
         """Know what there is to call; once more where a callback brings other optimizers."""
         run, hooks, timed = self.run, self.hooks, self.hooks.timed
         self.fabric, self.owner, self.is_plain = run.fabric, run.trained.owner, run.steps.is_plain
-        _check_compile(run)
         strategy = f"[Strategy]{type(self.fabric.strategy).__name__}"  # so profilers call these parts
         self.named = f"[LightningModule]{type(self.owner).__name__}"
         self.step = hooks.named("training_step", timed(run.steps.get("training_step"), f"{strategy}.training_step"))
@@ -223,19 +221,6 @@ class AutomaticUpdate:
 
     def close(self) -> None:
         """The run is over."""
-
-
-def _check_compile(run: Run) -> None:
-    """Refuse graphs of the compiler's where gradients wait for another batch."""
-    config = run.config
-    mode = config.compile.get("mode") if isinstance(config.compile, dict) else config.compile
-    has_graphs = run.fabric.device.type == "cuda" and mode in ("reduce-overhead", "max-autotune")
-    if has_graphs and config.accumulate_grad_batches != 1:
-        raise Misuse(
-            f"compile={config.compile!r} with accumulate_grad_batches={config.accumulate_grad_batches}: the CUDA graphs of"
-            " torch.compile overwrite gradients that are still needed; write compile=True, or"
-            " compile='max-autotune-no-cudagraphs'"
-        )
 
 
 def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:

@@ -10,7 +10,6 @@ from ..exact.randomness import set_rng_state
 from ..files.checkpoint import of_this_rank
 from ..files.fingerprint import fingerprint, of_data, tell_differences
 from ..files.noticed import Noticed, tell_forgotten
-from ..trainer.averaging import end_again, go_on
 
 
 class Bookmark:
@@ -43,6 +42,8 @@ class Bookmark:
             return
         if run.origin.pending is not None and (held := of_this_rank(run, run.origin.pending).get("held")):
             self.held.put_back(held)
+        from ..trainer.averaging import end_again
+
         end_again(run)
 
     def go_on(self) -> None:
@@ -69,6 +70,8 @@ class Bookmark:
             run.history.train.load_state_dict(mine["returned"], run.fabric.device)
         run.metrics.load_state_dict(mine["metrics"], run.fabric.device)
         run.history.returned = dict(ours["returned"])
+        from ..trainer.averaging import go_on
+
         go_on(run)
         run.at.accumulate(ours.get("window") or run.at.window)
         for stage, state in loaders:

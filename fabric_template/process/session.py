@@ -35,7 +35,6 @@ from ..record.lines import Lines
 from ..record.logger import CSVLogger
 from ..record.recipe import write_recipe
 from ..record.screen import find_screen
-from ..trainer import profiling
 from ..trainer.attach import after_error, attach, attach_log
 from ..trainer.attributes import TrainerFace
 from ..trainer.callbacks import add_callbacks_of
@@ -85,7 +84,8 @@ def _end(loop: TrainerFace, run: Run, kind: type | None, error: BaseException | 
             hook(stage=run.fn)
         run.hooks.call("teardown", run.fn)
         run.log.loggers.finalize("success")
-        profiling.end(loop.own_profiler)
+        if callable(describe := getattr(loop.own_profiler, "describe", None)):  # its report, printed or written
+            describe()
     except BaseException as failed:
         _tell(loop, run, failed)
         run.home.note("failed")
@@ -152,7 +152,10 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     if hasattr(datamodule, "trainer"):
         after_error(found, setattr, datamodule, "trainer", datamodule.trainer)
         datamodule.trainer = loop
-    profiling.begin(loop.own_profiler, run, loop.log_dir)
+    if loop.own_profiler is not None:
+        from ..trainer.profiling import begin
+
+        begin(loop.own_profiler, run, loop.log_dir)
     loop.callbacks = add_callbacks_of(run.hooks.own(owner, "configure_callbacks"), run.hooks.callbacks)
     run.hooks.refresh(loop.callbacks)
     if loop.checkpoint_callbacks:  # the module's own, too: it takes over from the loop

@@ -12,9 +12,7 @@ _EXPECTED = ", ".join(f'"{word}"' for word in _WORDS)
 
 
 def make_profiler(asked: Any) -> Any:
-    """The profiler that was asked for, by its word or as an object; None for none."""
-    if asked is None:
-        return None
+    """The profiler that was asked for, by its word or as an object; None for one that does nothing."""
     if isinstance(asked, str):
         if asked.lower() not in _WORDS:
             raise Misuse(f"profiler={asked!r}: expected {_EXPECTED} or a Lightning profiler")
@@ -28,16 +26,10 @@ def make_profiler(asked: Any) -> Any:
 
 def begin(profiler: Any, run: Run, log_dir: str | None) -> None:
     """Tell the profiler what runs and where its files go."""
-    if profiler is not None and callable(setup := getattr(profiler, "setup", None)):
+    if callable(setup := getattr(profiler, "setup", None)):
         rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
         if hasattr(profiler, "_lightning_module"):  # PyTorchProfiler names its modules; Trainer sets it, too
             profiler._lightning_module = run.trained.model
         setup(stage=run.fn, local_rank=rank, log_dir=log_dir)
     if callable(watch := getattr(profiler, "watch", None)):  # one of ours, for what Lightning has no name for
         watch(run)
-
-
-def end(profiler: Any) -> None:
-    """Print or write the profiler's report."""
-    if profiler is not None and callable(describe := getattr(profiler, "describe", None)):
-        describe()
