@@ -27,7 +27,6 @@ from .process.prepare import prepare
 from .record.ending import as_lines, ending
 from .trainer.callbacks import parse_callbacks
 from .trainer.strategies import as_fabrics
-from .trainer.views import StrategyFace
 
 P = ParamSpec("P")
 
@@ -128,7 +127,6 @@ class FabricLoop(Parts):
             from .trainer.profiling import make_profiler
 
             self.own_profiler = make_profiler(self.config.profiler)
-        self._strategy_face = StrategyFace(self)
         self._run, self._runs = None, {}
         self._status = "initializing"
         if self.config.seed is not None:  # for a model that is made after the loop; fit seeds once more

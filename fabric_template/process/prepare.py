@@ -28,8 +28,8 @@ from ..data.feed import Given, loader_argument
 from ..data.loaders import check_iterable, loaders_in, names_of, no_fraction
 from ..files.checkpoint import hyperparameters_of
 from ..trainer.attributes import TrainerFace
+from ..trainer.shows import Word
 from ..trainer.strategies import check_window
-from ..trainer.views import Word
 from .agreement import check_launched, come_by_themselves
 from .build import Plan
 from .choose import choose_checkpoint

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,18 @@ from ..core.config import Settings
 from ..core.errors import Misuse
 from ..core.overrides import is_a
 from ..core.run import Run
-from . import views
-from .views import State, Word, shows
+from .shows import State, Word, shows
+
+
+def _view(name: str, doc: str | None = None) -> property:
+    """A property that is one of the views of this name; who never asks for one never imports them."""
+
+    def view(self: Any) -> Any:
+        from . import views
+
+        return getattr(views, name)(self)
+
+    return property(view, doc=doc)
 
 
 class TrainerFace:
@@ -34,7 +45,6 @@ class TrainerFace:
     recipe: dict[str, Any]
     _own_logger: bool  # whether the logger is the loop's own CSV
     _status: str  # Trainer's word
-    _strategy_face: Any
 
     # ---- progress
 
@@ -226,16 +236,23 @@ class TrainerFace:
 
     # ---- loops: Lightning's callbacks look into them
 
-    fit_loop = property(views.FitLoopView, doc="How far training is, in the few words that callbacks ask for.")
-    predict_loop = property(views.PredictLoopView, doc="What was predicted, and of which samples.")
-    _evaluation_loop = property(views.EvaluationLoopView)
-    _data_connector = property(views.DataView)
-    _logger_connector = property(views.LoggerView)
+    fit_loop = _view("FitLoopView", "How far training is, in the few words that callbacks ask for.")
+    predict_loop = _view("PredictLoopView", "What was predicted, and of which samples.")
+    _evaluation_loop = _view("EvaluationLoopView")
+    _data_connector = _view("DataView")
+    _logger_connector = _view("LoggerView")
 
-    _results = property(lambda self: views.ResultsView(self) if self._run and self._run.fn != "predict" else None)
+    _results_view = _view("ResultsView")
+    _results = property(lambda self: self._results_view if self._run and self._run.fn != "predict" else None)
     _accelerator_connector = property(lambda self: SimpleNamespace(is_distributed=self.world_size > 1))
 
     # ---- where it runs
+
+    @cached_property
+    def _strategy_face(self) -> Any:
+        from .views import StrategyFace
+
+        return StrategyFace(self)
 
     strategy = shows("_strategy_face", "Fabric's strategy, with the few words more that callbacks use.")
     precision = shows("fabric.strategy.precision.precision", 'Such as "32-true" or "bf16-mixed".')

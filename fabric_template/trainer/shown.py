@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..core.errors import MisuseOfType
 from ..core.run import Run
 from ..core.trained import Trained
-from .views import shows
+from .shows import shows
 
 # What a user's own functions or hooks are called through: they are given what `fit` was given.
 _OF_USERS = ("callbacks.callback", "callbacks.lambda_function")
