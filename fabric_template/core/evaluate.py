@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from .epoch_end import EpochEnd
 from .functions import FunctionSteps, takes, takes_batch_idx, takes_iterator
 from .inputs import check_names
 from .net import Modes
@@ -19,6 +18,9 @@ from .outputs import name_outputs
 from .overrides import is_a, overrides
 from .passes import INFINITE, Turn
 from .run import Run
+
+if TYPE_CHECKING:
+    from .epoch_end import EpochEnd
 
 
 def evaluate(run: Run, stage: str, *, most: int | float = INFINITE, inference: bool = False, keep: bool = True) -> Any:
@@ -150,6 +152,8 @@ class Measured:
         self._end: EpochEnd | None = None
         self._fx = f"on_{kind.word}_epoch_end"
         if isinstance(run.trained.owner, FunctionSteps) and "epoch_end" in run.trained.owner.functions:
+            from .epoch_end import EpochEnd
+
             count = len(run.data.val.loaders)
             self._end = EpochEnd(run.trained.owner.epoch_end, count, self._loaders, kind.prefix)
         run.metrics.start(run.metrics.val)

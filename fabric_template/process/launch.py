@@ -24,7 +24,6 @@ from ..exact.randomness import isolated_rng
 from ..trainer.attributes import TrainerFace
 from .agreement import come_by_themselves, meet_anew
 from .build import Plan, build
-from .choose import agree_on_checkpoint
 from .home import choose_place, not_all, settle_files
 from .outcome import Outcome, desk, first_error, leave, leave_error, leave_together, unshare
 from .prepare import LOADER_OF
@@ -131,7 +130,10 @@ def _in_process(fabric: Fabric, folder: str, loop: TrainerFace, plan: Plan, keep
         reset_seed()  # as Trainer's DDP does and Fabric's does not; its other strategies do
     run = results = None
     try:
-        agree_on_checkpoint(loop, plan)
+        if plan.origin.awaits is not None or fabric.world_size > 1:
+            from .choose import agree_on_checkpoint
+
+            agree_on_checkpoint(loop, plan)
         choose_place(loop, plan)
         loop._begin(run := build(plan, loop, fabric))
         if run.fn == "fit":

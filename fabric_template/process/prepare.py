@@ -11,7 +11,6 @@ from lightning.fabric import is_wrapped
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 
-from ..core.epoch_end import check_epoch_end
 from ..core.errors import MissingLoader, Misuse, MisuseOfType
 from ..core.functions import FunctionSteps, takes_batch_idx
 from ..core.inputs import check_names, check_object, check_parameters, check_path, check_signature, length_of
@@ -32,7 +31,6 @@ from ..trainer.shows import Word
 from ..trainer.strategies import check_window
 from .agreement import check_launched, come_by_themselves
 from .build import Plan
-from .choose import choose_checkpoint
 from .home import choose_place
 from .signals import starts_processes
 
@@ -113,7 +111,10 @@ def prepare(
                 PossibleUserWarning,
             )
     # find and check the checkpoint, choose the version, prove that logs can be written
-    choose_checkpoint(loop, plan, resume, load)
+    if resume is not None or load is not None or come_by_themselves(loop.fabric):
+        from .choose import choose_checkpoint
+
+        choose_checkpoint(loop, plan, resume, load)
     alone = loop.fabric.strategy.launcher is None and not come_by_themselves(loop.fabric)
     if alone or starts_processes(loop.fabric):
         choose_place(loop, plan)  # elsewhere all ranks run this already, and have to agree first
@@ -156,6 +157,8 @@ def _owner_of(model: Any, functions: dict[str, Callable | None], last: Run | Non
     owner = FunctionSteps(net, **given) if given else model
     for name, function in given.items():
         if name == "epoch_end":
+            from ..core.epoch_end import check_epoch_end
+
             check_epoch_end(function)
         else:
             check_signature(function, name, takes_net=True, takes_idx=takes_batch_idx(getattr(owner, name)))

@@ -27,7 +27,6 @@ from ..files.disk import clear_stale, newest_in
 from ..files.keeper import KeepsNothing
 from ..files.locks import one_writer
 from ..files.opening import cause_of
-from ..files.schema import check_resumable
 from ..record.bar import summarize
 from ..record.earlier import bring_back
 from ..record.ending import count
@@ -38,7 +37,6 @@ from ..record.screen import find_screen
 from ..trainer.attach import after_error, attach, attach_log
 from ..trainer.attributes import TrainerFace
 from ..trainer.callbacks import add_callbacks_of
-from .choose import folders_of_callbacks, load_file
 from .signals import ending, requeue, starts_processes
 
 
@@ -54,7 +52,11 @@ def session(loop: TrainerFace, run: Run) -> ExitStack:
         run.home.note = found.enter_context(one_writer(folders))
         mine = [Path(folder) for folder in folders if folder is not None]
         theirs = [one for home in {folder.parent for folder in mine} for one in newest_in(home)]
-        for folder in [*mine, *theirs, *(folders_of_callbacks(loop) if folders else ())]:
+        if mine and loop.checkpoint_callbacks:
+            from .choose import folders_of_callbacks
+
+            theirs += folders_of_callbacks(loop)
+        for folder in [*mine, *theirs]:
             clear_stale(folder)  # what killed runs of this name have left unfinished
         found.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         _set_switches(run, found)
@@ -189,6 +191,9 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     if is_shared_out(fabric):
         run.steps.setup(training=run.fn == "fit")
     if (path := run.origin.path) is not None:
+        from ..files.schema import check_resumable
+        from .choose import load_file
+
         run.origin.checkpoint = load_file(fabric, path, run.origin.trusted)
         if run.origin.resume_path is not None:  # once more: the file may be another one by now
             check_resumable(run.origin.checkpoint, path)
