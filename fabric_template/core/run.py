@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric import Fabric
 
@@ -19,6 +19,9 @@ from .said import Said
 from .steps import Steps
 from .stop import Stop
 from .trained import Trained
+
+if TYPE_CHECKING:
+    from .services import Bar, Bookmark, Data, Keeper, Log, Metrics, Update, Validation
 
 
 def _nowhere(line: str) -> None:
@@ -73,12 +76,12 @@ class Run:
     hooks: Hooks
     steps: Steps
     optimizing: Optimizing
-    metrics: Any  # record.metrics.Metrics: what is logged
-    bar: Any  # record.bar.Bar
-    keeper: Any  # files.keeper.Keeper, or one that keeps nothing
-    # these know the run
-    data: Any = None  # data.feed.Feed: the batches
-    log: Any = None  # record.log.Log: where what was logged is written
-    validation: Any = None  # core.validation.Validation
-    bookmark: Any = None  # process.bookmark.Bookmark: how it goes on from a checkpoint
-    update: Any = None  # core.update.AutomaticUpdate, or one by hand; chosen once the optimizers are known
+    metrics: Metrics
+    bar: Bar
+    keeper: Keeper
+    # these know the run, and are made after it
+    data: Data = field(init=False)
+    log: Log = field(init=False)
+    validation: Validation = field(init=False)
+    bookmark: Bookmark = field(init=False)
+    update: Update = None  # type: ignore[assignment]  # chosen once the optimizers are known

@@ -41,7 +41,7 @@ def _step_one(run: Run, config: SchedulerConfig) -> None:
     """Step one scheduler, with its monitor's value when it wants one."""
     value = None
     if config.reduce_on_plateau:
-        value = run.log.known_metrics().get(config.monitor)
+        value = run.log.known_metrics().get(config.monitor or "")
         if value is None:
             known = sorted(run.log.known_metrics())
             if config.strict:

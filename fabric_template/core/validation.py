@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
 
 from .config import parse_duration
 from .evaluate import evaluate
@@ -78,22 +77,6 @@ class Validation:
         run.keeper.save_validation(run, score)
         self.has_run = True
         self.start_clock()
-
-    def sanity_check(self, isolated: AbstractContextManager) -> None:
-        """A few batches before training; random numbers (``isolated``) and metrics are as before afterwards."""
-        run, steps = self.run, self.run.config.num_sanity_val_steps
-        if not self.validates or steps == 0 or run.origin.resume_path is not None:
-            return
-        with isolated:
-            before = run.at.enter("sanity_check")
-            run.hooks.call_callbacks("on_sanity_check_start")
-            run.data.set_up_val()
-            run.data.val.set_epoch(run.at.current_epoch)
-            evaluate(run, "sanity_check", most=steps, keep=False)
-            run.hooks.call_callbacks("on_sanity_check_end")
-            run.metrics.forget()
-            run.history.val.reset()
-            run.at.begin_evaluation(before)
 
     def is_planned(self) -> bool:
         """Whether a validation is due behind the batch at hand, in a run that nothing stops."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric import Fabric
 
@@ -32,6 +32,9 @@ from ..trainer.shown import LoopOptimizer, shown_to
 from .bookmark import Bookmark
 from .signals import Signals
 
+if TYPE_CHECKING:
+    from ..core import services
+
 
 @dataclass
 class Plan:
@@ -45,7 +48,7 @@ class Plan:
     optimizer: Any = None  # in configure_optimizers' place
     home: Home = field(default_factory=Home)
     said: Said = field(default_factory=Said)
-    keeper: Keeper | KeepsNothing | None = None  # of the run that an evaluation follows,
+    keeper: services.Keeper | None = None  # of the run that an evaluation follows,
     last: Progress | None = None  # and how far that was
     again: Progress | None = None  # how much the same evaluation has counted before
 

@@ -20,6 +20,7 @@ from ..core.evaluate import evaluate
 from ..core.ranks import is_joined
 from ..core.run import Run
 from ..core.said import is_interactive
+from ..core.sanity import check_sanity
 from ..exact.randomness import isolated_rng
 from ..trainer.attributes import TrainerFace
 from .agreement import come_by_themselves, meet_anew
@@ -162,7 +163,7 @@ def _fit(loop: TrainerFace, run: Run) -> None:
         listening.enter_context(signals)
     with listening, session(loop, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
         start_fit(run)
-        run.validation.sanity_check(isolated_rng())
+        check_sanity(run, isolated_rng())
         heed_signals(run)
         if not signals.together:
             listening.enter_context(signals)

@@ -13,7 +13,6 @@ from ..core.run import Run
 from .earlier import rows_state
 from .entries import batch_size_of
 from .loggers import Loggers
-from .metrics import Metrics
 from .screen import Screen
 
 _NONE: Mapping[str, Any] = {}
@@ -24,7 +23,7 @@ class Log:
 
     def __init__(self, run: Run) -> None:
         self.run, self.history = run, run.history
-        self.metrics: Metrics = run.metrics
+        self.metrics = run.metrics
         self.every = run.config.log_every_n_steps
         self.loggers = Loggers(run)
         self.began = time.monotonic()

@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..record.metrics import Metrics
 
+if TYPE_CHECKING:
+    from ..core import services
+
 _LOGS = ("log", "log_dict")
 _LIGHTNING = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
 
 
-def attach(owner: Any, loop: Any, metrics: Metrics, found: ExitStack, compiling: Any = None) -> None:
+def attach(owner: Any, loop: Any, metrics: services.Metrics, found: ExitStack, compiling: Any = None) -> None:
     """Give the module its log and its trainer, which stays after a run that went well so that its results can be read."""
     if isinstance(getattr(type(owner), "trainer", None), property):
         # its setter gives it to modules inside, too
@@ -34,7 +37,7 @@ def after_error(found: ExitStack, give_back: Callable, *args: Any) -> None:
     found.push(lambda kind, *_: give_back(*args) if kind is not None else None)
 
 
-def attach_log(part: Any, metrics: Metrics, found: ExitStack, compiling: Any = None) -> None:
+def attach_log(part: Any, metrics: services.Metrics, found: ExitStack, compiling: Any = None) -> None:
     """Give a module or callback its log, until what was found is given back.
 
     ``log`` and ``log_dict`` stand in the object's own ``__dict__``, before Lightning's methods, which are many times
@@ -70,7 +73,7 @@ def _is_lightnings(method: Any) -> bool:
     return getattr(method, "__module__", None) in _LIGHTNING
 
 
-def _overridden_log(owner: Any, metrics: Metrics, *args: Any, **words: Any) -> None:
+def _overridden_log(owner: Any, metrics: services.Metrics, *args: Any, **words: Any) -> None:
     """A module's own ``log``. Where it goes on to Lightning's, that one asks the module which hook runs (`ResultsView`)."""
     owner._current_fx_name = metrics.fx  # private, and the only place where Lightning looks for it
     type(owner).log(owner, *args, **words)

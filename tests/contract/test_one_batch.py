@@ -92,3 +92,6 @@ def test_a_batch_goes_through_these_files(capsys):
     assert named - files == NOT_CALLED, "they are not on the way"
     lines = sum(max(line for *_, line in code.co_lines() if line) - code.co_firstlineno + 1 for code in called)
     assert 300 < lines < 500, lines
+    assert len(files | {"core/train.py"}) <= 12
+    whole = {file: len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file in files | {"core/train.py"}}
+    assert sum(whole.values()) <= 1700, whole
