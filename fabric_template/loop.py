@@ -15,7 +15,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 from .core.config import LoopConfig, parse_config
 from .core.errors import Misuse, MisuseOfType
-from .core.evaluate import print_results
 from .core.optimizers import with_scheduler
 from .files.opening import is_file
 from .process.agreement import as_launched, check_launched
@@ -24,7 +23,6 @@ from .process.home import make_loggers, with_safe_files
 from .process.launch import launch
 from .process.parts import Parts
 from .process.prepare import prepare
-from .record.ending import as_lines, ending
 from .trainer.callbacks import parse_callbacks
 from .trainer.strategies import as_fabrics
 
@@ -219,6 +217,8 @@ class FabricLoop(Parts):
     def _evaluate(self, plan: Plan, verbose: bool) -> list:
         results = launch(self, plan).results
         if verbose and self.fabric.is_global_zero:
+            from .core.results import print_results
+
             print_results(results, plan.fn)
         return results
 
@@ -237,7 +237,11 @@ class FabricLoop(Parts):
     def ending(self) -> dict[str, list[str]]:
         """What came out of the last fit, why it ended, where its files are: lines by the word that they begin with."""
         run, paths = self._fitted, (self.checkpoint_path("best"), self.checkpoint_path("last"))
-        return {} if run is None else ending(run, filter(None, paths))
+        if run is None:
+            return {}
+        from .record.ending import ending
+
+        return ending(run, filter(None, paths))
 
     def __repr__(self) -> str:
         told = self.ending() if "_runs" in vars(self) else {}
@@ -247,6 +251,8 @@ class FabricLoop(Parts):
 
     def _repr_mimebundle_(self, **words: Any) -> dict[str, str]:
         """The same in a notebook, a line for each."""
+        from .record.ending import as_lines
+
         return {"text/plain": as_lines(self.ending()) or repr(self)}
 
     def __getstate__(self) -> dict[str, Any]:

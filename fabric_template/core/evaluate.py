@@ -1,21 +1,20 @@
-"""Evaluate: one pass of validation, test or prediction with its hooks, and what each collects; the table of results."""
+"""Evaluate: one pass of validation, test or prediction with its hooks, and what a validation or test collects."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from .functions import FunctionSteps, takes, takes_batch_idx, takes_iterator
 from .inputs import check_names
 from .net import Modes
 from .outputs import name_outputs
-from .overrides import is_a, overrides
+from .overrides import overrides
 from .passes import INFINITE, Turn
 from .run import Run
 
@@ -235,50 +234,10 @@ class Measured:
         ]
 
 
-class Predictions:
-    """What a prediction collects: what its step returns, and of which samples, for callbacks that write them."""
+def _predictions(run: Run, kind: Kind, several: bool, keep: bool) -> Any:
+    from .predicted import Predictions
 
-    looks = False
-    batch_taken = None
-
-    def __init__(self, run: Run, kind: Kind, several: bool, keep: bool) -> None:
-        self.run, self._several, self._keep = run, several, keep
-        writers = [callback.interval for callback in run.hooks.callbacks if is_a(callback, "BasePredictionWriter")]
-        self._keeps = keep or any(interval.on_epoch for interval in writers)
-        self._notes = bool(writers) and not takes_iterator(getattr(run.trained.owner, "predict_step", None))
-        run.predicted.made = [[] for _ in run.data.val.loaders]
-        run.predicted.indices = [[] for _ in run.data.val.loaders]
-
-    def batch_starts(self, batch: Any, loader: int | None) -> None:
-        """Note which samples of the dataset a batch has; none when the loader's sampler did not note them."""
-        if self._notes:
-            index = loader or 0
-            sampler = getattr(self.run.data.val.loaders[index], "batch_sampler", None)
-            seen = getattr(sampler, "seen_batch_indices", None)
-            if not seen:
-                self.run.said.warn(
-                    "Couldn't infer the batch indices fetched from your dataloader: a BasePredictionWriter gets none;"
-                    " expected a DataLoader with a batch sampler"
-                )
-            noted = self.run.predicted.indices[index]
-            noted.append(seen[len(noted)] if seen else [])
-
-    def end_batch(self, output: Any, index: int) -> None:
-        """Keep it, on the CPU."""
-        if output is None:
-            self.run.said.warn("predict returned None if it was on purpose, ignore this warning...")
-        if self._keeps:
-            self.run.predicted.made[index].append(move_data_to_device(output, "cpu"))
-
-    def end_loader(self) -> None:
-        """Nothing is summed up."""
-
-    end_pass = end_epoch = end_loader
-
-    def results(self) -> Any:
-        """What was predicted, by batch; by loader, if there are several."""
-        made = self.run.predicted.made
-        return None if not self._keep else made if self._several else made[0]
+    return Predictions(run, several, keep)
 
 
 class Kind(NamedTuple):
@@ -287,14 +246,14 @@ class Kind(NamedTuple):
     word: str  # in the names of its hooks
     step: str
     prefix: str  # of its loaders, and of what its step returns
-    collection: type[Measured | Predictions]
+    collection: Callable[[Run, Kind, bool, bool], Any]
     loop: str  # Trainer's, for its profilers
 
 
 KINDS = {
     "validate": Kind("validation", "validation_step", "val", Measured, "_EvaluationLoop"),
     "test": Kind("test", "test_step", "test", Measured, "_EvaluationLoop"),
-    "predict": Kind("predict", "predict_step", "predict", Predictions, "_PredictionLoop"),
+    "predict": Kind("predict", "predict_step", "predict", _predictions, "_PredictionLoop"),
 }
 KINDS["sanity_check"] = KINDS["validate"]
 
@@ -320,29 +279,3 @@ def check_dataloader_idx(run: Run, kind: Kind, several: bool) -> None:
                 f"You provided only a single `{loader}`, but have included `dataloader_idx` in `{name}.{hook}()`. Either"
                 " remove the argument or give it a default value i.e. `dataloader_idx=0`."
             )
-
-
-def print_results(results: list[dict[str, Any]], stage: str) -> None:
-    """Print what was logged as a table: a row for each metric, a column for each loader.
-
-    Example:
-        >>> print_results([{"val_acc": 0.5}], "validate")
-        ────────────────────────────────────────────────────
-             Validate metric            DataLoader 0
-        ────────────────────────────────────────────────────
-                 val_acc                     0.5
-        ────────────────────────────────────────────────────
-    """
-    results = [{name.split("/dataloader_idx_")[0]: value for name, value in result.items()} for result in results]
-    names = sorted({name for result in results for name in result})
-    if not names:
-        return
-    heads = [f"DataLoader {index}" for index in range(len(results))]
-    width = max(25, *(len(text) for text in [*names, *heads]))
-    rule = "─" * (width + 1) * (len(heads) + 1)
-
-    def line(cells: Iterable[Any]) -> str:
-        return " ".join(f"{cell!s:^{width}}" for cell in cells).rstrip()
-
-    rows = [line([name, *(result.get(name, "") for result in results)]) for name in names]
-    print("\n".join([rule, line([f"{stage} metric".capitalize(), *heads]), rule, *rows, rule]))

@@ -41,3 +41,8 @@ class Said:
         is_new = text not in self._texts
         self._texts.add(text)
         return is_new
+
+
+def count(number: int, word: str) -> str:
+    """A number and its word, in the plural where there are several."""
+    return f"{number} {word}{'s' * (number != 1)}"

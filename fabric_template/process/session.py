@@ -19,7 +19,7 @@ from ..core.net import Modes, device_of, with_a_note
 from ..core.overrides import is_a, overrides
 from ..core.reasons import ended_by, why_ended
 from ..core.run import Run
-from ..core.said import is_interactive
+from ..core.said import count, is_interactive
 from ..core.steps import is_shared_out
 from ..core.update import AutomaticUpdate
 from ..files import checkpoint as ckpt
@@ -29,11 +29,8 @@ from ..files.locks import one_writer
 from ..files.opening import cause_of
 from ..record.bar import summarize
 from ..record.earlier import bring_back
-from ..record.ending import count
-from ..record.lines import Lines
 from ..record.logger import CSVLogger
 from ..record.recipe import write_recipe
-from ..record.screen import find_screen
 from ..trainer.attach import after_error, attach, attach_log
 from ..trainer.attributes import TrainerFace
 from ..trainer.callbacks import add_callbacks_of
@@ -167,6 +164,9 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
             attach_log(callback, run.metrics, found)
     found.push(partial(_leave_screen, run))
     if run.config.enable_progress_bar and fabric.is_global_zero and loop.progress_bar_callback is None:
+        from ..record.lines import Lines
+        from ..record.seen import find_screen
+
         run.log.screen = screen = find_screen(Lines(run.config.monitor, run.config.mode))
         run.bar.show(screen)
     for part in (datamodule, owner):

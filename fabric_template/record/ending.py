@@ -10,6 +10,7 @@ from typing import Any
 from ..core.history import is_better
 from ..core.reasons import why_ended
 from ..core.run import Run
+from ..core.said import count
 from .lines import cell, duration
 
 
@@ -59,11 +60,6 @@ def as_lines(told: dict[str, list[str]]) -> str:
         log         logs/run/version_0/metrics.csv
     """
     return "\n".join(f"{word:<12}{text}" for word, texts in told.items() for text in texts)
-
-
-def count(number: int, word: str) -> str:
-    """A number and its word, in the plural where there are several."""
-    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def from_here(path: str | Path) -> str:

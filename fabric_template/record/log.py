@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,7 +13,9 @@ from ..core.run import Run
 from .earlier import rows_state
 from .entries import batch_size_of
 from .loggers import Loggers
-from .screen import Screen
+
+if TYPE_CHECKING:
+    from .screen import Screen
 
 _NONE: Mapping[str, Any] = {}
 

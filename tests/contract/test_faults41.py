@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset
 import fabric_template
 from fabric_template import FabricLoop, TensorLoader
 from fabric_template.files.opening import CheckpointError
-from fabric_template.record.screen import Terminal
+from fabric_template.record.terminal import Terminal
 
 # by which the net counts what was done
 pytestmark = pytest.mark.filterwarnings("ignore:resume. (on_train_epoch_start of Net|Net.trained)")
@@ -657,7 +657,7 @@ def test_fault_35_no_batch_is_fetched_past_the_limit_and_the_bar_is_closed(monke
                 raise ZeroDivisionError
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("fabric_template.process.session.find_screen", Seen)
+    monkeypatch.setattr("fabric_template.record.seen.find_screen", Seen)
     with pytest.raises(ZeroDivisionError):
         fit(Breaks(), enable_progress_bar=True)
     assert "| 2/4 [" in written[-2]
