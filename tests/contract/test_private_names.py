@@ -66,7 +66,7 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_last_checkpoint_saved", ModelCheckpoint, "fitting.py", "the same, for save_last='link'"),
     ("_get_root", lambda: pytest.importorskip("omegaconf").DictConfig, "plain.py", "the whole that a configuration is part of"),
     ("_get_full_key", lambda: pytest.importorskip("omegaconf").DictConfig, "plain.py", "where in it that part stands"),
-    ("_log_hyperparams", lambda: Configured({"a": 1}), "log.py", "to respect save_hyperparameters(logger=False)"),
+    ("_log_hyperparams", lambda: Configured({"a": 1}), "loggers.py", "to respect save_hyperparameters(logger=False)"),
     *[(name, DDPStrategy, "strategies.py", "to make Fabric's strategy of Trainer's") for name in (
         "_accelerator", "_precision_plugin", "_checkpoint_io", "_ddp_comm_hook", "_model_averaging_period", "_timeout",
         "_start_method", "_ddp_kwargs",
