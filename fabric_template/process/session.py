@@ -27,7 +27,7 @@ from ..files.disk import clear_stale, newest_in
 from ..files.keeper import KeepsNothing
 from ..files.locks import one_writer
 from ..files.opening import cause_of
-from ..record.bar import summarize
+from ..record.bar import find_screen, summarize
 from ..record.earlier import bring_back
 from ..record.logger import CSVLogger
 from ..record.recipe import write_recipe
@@ -165,7 +165,6 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     found.push(partial(_leave_screen, run))
     if run.config.enable_progress_bar and fabric.is_global_zero and loop.progress_bar_callback is None:
         from ..record.lines import Lines
-        from ..record.seen import find_screen
 
         run.log.screen = screen = find_screen(Lines(run.config.monitor, run.config.mode))
         run.bar.show(screen)

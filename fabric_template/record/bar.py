@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .screen import SECONDS_BETWEEN, Screen
+from .screen import SECONDS_BETWEEN, Screen, columns
+
+if TYPE_CHECKING:
+    from .lines import Lines
 
 
 class Bar:
@@ -94,6 +100,26 @@ class Bar:
             "postfix": ", ".join(f"{name}={value:.4g}" for name, value in self._values().items()),
         })  # fmt: skip
         self._due = time.monotonic() + self._screen.patience + SECONDS_BETWEEN
+
+
+def find_screen(lines: Lines) -> Screen:
+    """Where this process is seen. A rank that was forked off a notebook has no page of its own.
+
+    Example:
+        >>> from fabric_template.record.lines import Lines
+        >>> type(find_screen(Lines())).__name__ in ("Screen", "Terminal", "Page")
+        True
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
+        from .notebook import Page
+
+        return Page(lines)
+    if columns(sys.stderr) is None:
+        return Screen(lines)
+    from .terminal import Terminal
+
+    return Terminal(lines)
 
 
 def summarize(net: nn.Module) -> str:

@@ -657,7 +657,7 @@ def test_fault_35_no_batch_is_fetched_past_the_limit_and_the_bar_is_closed(monke
                 raise ZeroDivisionError
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("fabric_template.record.seen.find_screen", Seen)
+    monkeypatch.setattr("fabric_template.process.session.find_screen", Seen)
     with pytest.raises(ZeroDivisionError):
         fit(Breaks(), enable_progress_bar=True)
     assert "| 2/4 [" in written[-2]
