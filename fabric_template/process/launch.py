@@ -29,7 +29,7 @@ from .home import choose_place, not_all, settle_files
 from .outcome import Outcome, desk, first_error, leave, leave_error, leave_together, unshare
 from .prepare import LOADER_OF
 from .session import heed_signals, session, start_fit, stop_for, tell_end
-from .signals import Forward, ending, starts_processes
+from .signals import ending, starts_processes
 
 
 def launch(loop: TrainerFace, plan: Plan, keep: bool = True) -> Outcome:
@@ -77,7 +77,11 @@ def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
         if not is_joined():  # ranks that stay then leave not before the script's end, another run may come
             around.callback(lambda: atexit.register(leave) if is_joined() else None)
         store = meet_anew() if come_by_themselves(fabric) and not is_joined() else None
-        forward = around.enter_context(Forward(launcher)) if starts or makes_scripts else None
+        forward = None
+        if starts or makes_scripts:
+            from .forward import Forward
+
+            forward = around.enter_context(Forward(launcher))
         around.enter_context(_kept(*["MASTER_PORT"] * starts))
         folder = around.enter_context(desk()) if starts else ""
         try:

@@ -34,7 +34,7 @@ from ..record.recipe import write_recipe
 from ..trainer.attach import after_error, attach, attach_log
 from ..trainer.attributes import TrainerFace
 from ..trainer.callbacks import add_callbacks_of
-from .signals import ending, requeue, starts_processes
+from .signals import ending, starts_processes
 
 
 def session(loop: TrainerFace, run: Run) -> ExitStack:
@@ -312,6 +312,8 @@ def stop_for(run: Run, number: int | None) -> None:
         if is_interactive() or not carries:
             print(where, file=sys.stderr)
         if not run.stop.signals.was_theirs:  # whose handler may do so itself
+            from .slurm import requeue
+
             requeue(number, saved=run.keeper.keeps and run.keeper.complaint() is None)
     if is_interactive():
         return

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-import warnings
 from contextlib import suppress
-from multiprocessing.util import register_after_fork
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -30,6 +26,8 @@ class Handlers:
     called as well, in the process where it was set; one for Ctrl-C stays alone, and what is ignored stays so.
     """
 
+    passes_on = False
+
     def __init__(self) -> None:
         self._found: dict[int, Any] = {}
         self._pid = os.getpid()
@@ -40,8 +38,8 @@ class Handlers:
                 handler = signal.getsignal(number)
                 owner = getattr(handler, "__self__", None)  # a run around this one hears itself
                 is_own = callable(handler) and number != signal.SIGINT and not isinstance(owner, Signals)
-                # a Forward's is that of a script that is a rank itself
-                if is_own or isinstance(owner, Forward) or handler in (signal.default_int_handler, signal.SIG_DFL):
+                is_rank = getattr(owner, "passes_on", False)  # a script that is a rank itself
+                if is_own or is_rank or handler in (signal.default_int_handler, signal.SIG_DFL):
                     self._found[number] = handler
                     signal.signal(number, self.handle)
         return self
@@ -57,8 +55,9 @@ class Handlers:
     def theirs(self, number: int, frame: FrameType | None) -> bool:
         """Call somebody's own handler, if there is one, and say so."""
         handler = self._found.get(number)
-        if isinstance(forward := getattr(handler, "__self__", None), Forward):
-            return forward.theirs(number, frame)
+        owner: Any = getattr(handler, "__self__", None)
+        if getattr(owner, "passes_on", False):
+            return owner.theirs(number, frame)
         if is_own := callable(handler) and handler is not signal.default_int_handler:
             handler(number, frame)
         return is_own
@@ -150,51 +149,6 @@ class Signals(Handlers):
             self.at_once(number, frame)
 
 
-class Forward(Handlers):
-    """While ranks that we have started train, passes the first signal on to them, and waits: they save, and end.
-
-    A forked rank that does not listen yet ends at once, wherever it waits. So does a script that is the first rank itself,
-    once the others are gone: nobody would be left to end them.
-    """
-
-    def __init__(self, launcher: Any = None) -> None:
-        super().__init__()
-        self.launcher = launcher
-        self.received: int | None = None
-
-    def __enter__(self) -> Forward:
-        self._others = {child.pid for child in multiprocessing.active_children()}
-        register_after_fork(self, Forward._in_child)
-        super().__enter__()
-        return self
-
-    def _in_child(self) -> None:
-        """Python's own handler waits for torch to return, and torch takes a rank's KeyboardInterrupt for its good end."""
-        if os.getppid() == self._pid:  # a rank, and not one of its workers
-            for number in self._found:
-                signal.signal(number, signal.SIG_DFL)
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Pass it on."""
-        if self.received is not None:
-            self.at_once(number, frame)
-            return
-        self.received = number
-        for child in multiprocessing.active_children():
-            if child.pid is not None and child.pid not in self._others:
-                os.kill(child.pid, number)
-        if scripts := getattr(self.launcher, "procs", ()):
-            for process in scripts:
-                process.kill()
-            self.at_once(number, frame)
-        self.theirs(number, frame)
-
-    def meaning(self, error: Exception) -> int | None:
-        """The signal for which the ranks ended with this error; None for another cause."""
-        code = getattr(error, "exit_code", None) or 0
-        return next((number for number in CAUGHT if number in (self.received, -code, code - 128)), None)
-
-
 def starts_processes(fabric: Fabric) -> bool:
     """Whether the strategy forks or spawns the ranks, and this process waits for them."""
     return type(fabric.strategy.launcher).__name__ == "_MultiProcessingLauncher"
@@ -224,25 +178,3 @@ def say_heard(number: int) -> None:
     except (RuntimeError, OSError, ValueError, AttributeError):  # in the middle of somebody's print, or there is none
         with suppress(OSError):
             os.write(2, text.encode())
-
-
-def requeue(number: int, saved: bool) -> None:
-    """SLURM's SIGUSR1, sent ahead of a time limit: put the job back into the queue, if its state is saved.
-
-    Outside of SLURM's batch jobs, and for other signals, nothing is done.
-    """
-    job = os.environ.get("SLURM_JOB_ID")
-    by_hand = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    if number != getattr(signal, "SIGUSR1", None) or not job or by_hand:
-        return
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    if not saved:
-        warnings.warn(f"job {job} is not requeued: it has no checkpoint to go on from", stacklevel=2)
-        return
-    try:
-        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
-        print(f"requeued job {job}; resume='auto' goes on from here", file=sys.stderr)
-    except (OSError, subprocess.SubprocessError) as error:
-        why = (getattr(error, "stderr", None) or str(error)).strip()
-        warnings.warn(f"job {job} could not be requeued ({why}): submit it again, with resume='auto'", stacklevel=2)
