@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -19,14 +17,13 @@ from ..core.net import Modes, device_of, with_a_note
 from ..core.overrides import is_a, overrides
 from ..core.reasons import ended_by, why_ended
 from ..core.run import Run
-from ..core.said import count, is_interactive
+from ..core.said import count
 from ..core.steps import is_shared_out
 from ..core.update import AutomaticUpdate
 from ..files import checkpoint as ckpt
 from ..files.disk import clear_stale, newest_in
 from ..files.keeper import KeepsNothing
 from ..files.locks import one_writer
-from ..files.opening import cause_of
 from ..record.bar import find_screen, summarize
 from ..record.earlier import bring_back
 from ..record.logger import CSVLogger
@@ -34,7 +31,7 @@ from ..record.recipe import write_recipe
 from ..trainer.attach import after_error, attach, attach_log
 from ..trainer.attributes import TrainerFace
 from ..trainer.callbacks import add_callbacks_of
-from .signals import ending, starts_processes
+from .broken import leave_for, tell  # at once: an error may be that no file can be opened any more
 
 
 def session(loop: TrainerFace, run: Run) -> ExitStack:
@@ -73,7 +70,7 @@ def session(loop: TrainerFace, run: Run) -> ExitStack:
 def _end(loop: TrainerFace, run: Run, kind: type | None, error: BaseException | None, *_: Any) -> None:
     """The way out, while all that hooks ask for is still there."""
     if error is not None:
-        _tell(loop, run, error)
+        tell(loop, run, error)
         run.home.note("failed" if isinstance(error, Exception) else "interrupted")
         return
     try:
@@ -86,7 +83,7 @@ def _end(loop: TrainerFace, run: Run, kind: type | None, error: BaseException | 
         if callable(describe := getattr(loop.own_profiler, "describe", None)):  # its report, printed or written
             describe()
     except BaseException as failed:
-        _tell(loop, run, failed)
+        tell(loop, run, failed)
         run.home.note("failed")
         raise
     run.home.note("finished" if run.stop.signals.agreed is None else "interrupted")
@@ -110,30 +107,6 @@ def _rest(run: Run, home: torch.device, kind: type | None, *_: Any) -> None:
             for part in with_a_note(run.trained.net):
                 part.to(home)
             run.optimizing.follow()
-
-
-def _tell(loop: TrainerFace, run: Run, error: BaseException) -> None:
-    """Tell callbacks, datamodule and loggers; what fails in that is said beside the error, and does not take its place."""
-
-    def beside(what: str, call: Callable, *args: Any) -> None:
-        try:
-            call(*args)
-        except Exception as another:
-            with suppress(Warning):  # where warnings are errors
-                run.said.warn(f"after {type(error).__name__}, {what}: {cause_of(another)}")
-
-    loop._status, run.failure.hook = "interrupted", run.hooks.enter(None)
-    has_trained = run.fn == "fit" and run.at.total_batches > 0
-    is_error = has_trained and isinstance(error, Exception)
-    run.failure.has_come = is_error or (has_trained and run.stop.signals.agreed is None)  # in a step, perhaps
-    if is_error:
-        _tell_where(run, error, beside)
-    run.hooks.enter("on_exception")
-    for part in run.hooks.callbacks:
-        beside(f"on_exception of {type(part).__name__} failed", run.hooks.call_one, part, "on_exception", error)
-    if (hook := overrides(run.trained.datamodule, "on_exception")) is not None:
-        beside(f"on_exception of {type(run.trained.datamodule).__name__} failed", hook, error)
-    beside("the loggers could not be closed", run.log.loggers.finalize, "failed")
 
 
 def _leave_screen(run: Run, kind: type | None, *_: Any) -> None:
@@ -303,40 +276,10 @@ def tell_end(run: Run) -> None:
 
 
 def stop_for(run: Run, number: int | None) -> None:
-    """After a signal: requeue the job where SLURM asks for it, and end as the signal would; a notebook goes on."""
+    """Leave the run for the signal that has ended it, if one has."""
     run.stop.end_for(number)
-    if number is None:
-        return
-    where, carries = _way_on_after(run, number), number == signal.SIGINT and not starts_processes(run.fabric)
-    if run.fabric.is_global_zero:
-        if is_interactive() or not carries:
-            print(where, file=sys.stderr)
-        if not run.stop.signals.was_theirs:  # whose handler may do so itself
-            from .slurm import requeue
-
-            requeue(number, saved=run.keeper.keeps and run.keeper.complaint() is None)
-    if is_interactive():
-        return
-    environment = getattr(run.fabric.strategy, "cluster_environment", None)
-    if run.fabric.local_rank > 0 and type(environment).__name__ == "LightningEnvironment":
-        raise SystemExit(0)  # Lightning kills the first process, which may still be busy, for the exit code of another
-    if carries and run.fabric.is_global_zero:
-        raise KeyboardInterrupt(where)  # a traceback's last line
-    raise ending(number)
-
-
-def _way_on_after(run: Run, number: int) -> str:
-    """What is saved when a signal ends training, and what to type to go on."""
-    saver, what = run.keeper, "nothing was trained yet"
-    if run.at.total_batches and saver.keeps:
-        ways = "; ".join(_ways_on(run))
-        what = saver.complaint() or (f"'{saver.last_model_path}' is saved: {ways}" if saver.last_model_path else ways)
-    elif run.at.total_batches:
-        keeps = any(is_a(callback, "Checkpoint") for callback in run.hooks.callbacks)
-        nothing = "nothing is saved (enable_checkpointing=False)"
-        what = "resume='last' takes what callbacks have kept" if keeps else nothing
-    where = f"in epoch {run.at.current_epoch}, after step {run.at.global_step}"
-    return f"{signal.Signals(number).name}: training stops {where}; {what}"
+    if number is not None:
+        leave_for(run, number)
 
 
 def heed_signals(run: Run) -> None:
@@ -344,41 +287,6 @@ def heed_signals(run: Run) -> None:
     if run.fn == "fit" and run.stop.signals.together:
         run.stop.signals.check(0, now=True)
         stop_for(run, run.stop.signals.agreed)
-
-
-def _tell_where(run: Run, error: BaseException, beside: Callable) -> None:
-    """Save the state, and add to the error where it came and what goes on from where.
-
-    Between two steps the state is exact, and is ``last.ckpt``. In the middle of one it is not: dropout has drawn, BatchNorm
-    has counted, sums are begun. Then ``last.ckpt`` stays what it was, and ``exception.ckpt`` is beside it. With several
-    processes nothing is saved: the others cannot be asked.
-    """
-    run.metrics.val.reset()  # a validation that was on begins again
-    paths: list[Path | None] = []
-    if run.keeper.keeps and run.fabric.world_size == 1:
-        beside("the state could not be saved", lambda: paths.append(run.keeper.save_failed(run)))
-    if hasattr(error, "add_note"):  # Python 3.11
-        # else the next one was fetched
-        is_in_batch = run.metrics.train.batch is not None or run.failure.hook is not None or run.at.is_last_of_epoch
-        place = f"in epoch {run.at.current_epoch}, at batch {max(run.at.batches_done - is_in_batch, 0)}"
-        place = f"after epoch {run.at.epochs_done - 1}" if run.at.between_epochs else place
-        where = f"{place}, after step {run.at.global_step}"
-        error.add_note(f"fabric_template: {'; '.join([where, *_ways_on(run, *paths)])}")
-
-
-def _ways_on(run: Run, beside: Path | None = None) -> list[str]:
-    """What to type to go on after an error: from ``last.ckpt``, and from the state that lies beside it."""
-    if not run.keeper.keeps:
-        return []
-    exact = None
-    if run.keeper.saved_step is not None:
-        exact = f"resume='last' goes on after step {run.keeper.saved_step}"
-    elif run.origin.resume_path is not None:
-        exact = f"resume={str(run.origin.resume_path)!r} goes on from where this run began"
-    if beside is None:
-        return [exact or "nothing was saved before"]
-    inexact = f"resume={str(beside)!r} goes on after step {run.at.global_step}, not to the bit"
-    return [inexact] if exact is None else [f"{exact}, to the bit", inexact]
 
 
 def _written(run: Run) -> list[str | Path | None]:
