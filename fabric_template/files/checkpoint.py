@@ -1,4 +1,4 @@
-"""Checkpoint: what a run's state is, in Lightning's layout, and how it comes back.
+"""Checkpoint: what a run's state is, in Lightning's layout.
 
 Keys are Trainer's (``state_dict, optimizer_states, lr_schedulers, epoch, global_step, loops, callbacks, ...``), so that
 ``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` read our files and we read theirs. What
@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from lightning.fabric import __version__ as lightning_version
 
-from ..core.overrides import is_a, overrides
+from ..core.overrides import overrides
 from ..core.ranks import gather
 from ..core.run import Run
 from ..core.said import Said
 from ..exact.randomness import rng_state, rng_state_of_another
-from .fingerprint import check_loaded, check_optimizers
-from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_scheduler
-from .opening import CheckpointError
-from .plain import SHARDS, without_odd
-from .reading import explain_mismatch, find_weights
+from .plain import without_odd
 
 OURS = "fabric_template"
 FORMAT = 1
@@ -217,115 +211,6 @@ def loops_state(run: Run) -> dict[str, Any]:
         "test_loop": {"state_dict": {}, "batch_progress": progress(0, 0) | {"is_last_batch": False}},
         "predict_loop": {"state_dict": {}, "batch_progress": progress(0, 0)},
     }
-
-
-def check_format(checkpoint: Mapping[str, Any], path: str | Path) -> None:
-    """Refuse a checkpoint of a newer format than we know."""
-    ours = checkpoint.get(OURS)
-    if isinstance(ours, Mapping) and isinstance(number := ours.get("format", 0), int) and number > FORMAT:
-        raise CheckpointError(
-            f"'{path}' has format {number}; this version of fabric_template reads up to {FORMAT}: update it with"
-            " pip install -U, or save the checkpoint with this version"
-        )
-
-
-def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: str | Path) -> None:
-    """Refuse a checkpoint of another model, naming the first keys and shapes that differ."""
-    expected = net.state_dict()
-    difference = explain_mismatch(expected, find_weights(dict(checkpoint), expected))
-    if difference:
-        raise CheckpointError(f"'{path}' is of another model: {difference}; build the model with the same arguments")
-
-
-def check_trained(checkpoint: Mapping[str, Any], path: str | Path) -> None:
-    """Refuse a checkpoint that has no state of a training."""
-    if missing := [key for key in ("optimizer_states", "lr_schedulers") if key not in checkpoint]:
-        raise CheckpointError(
-            f"resume={str(path)!r}: the file holds weights only ({missing[0]} is missing); use load= to start a new run from"
-            " them"
-        )
-
-
-def load_weights(run: Run, checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Put a checkpoint's weights into the module, by its own hooks."""
-    if run.steps.sharded is not None and SHARDS in checkpoint:
-        from .pieces import bring
-
-        bring(run, checkpoint, path, "state_dict")
-    run.hooks.call_module("on_load_checkpoint", checkpoint)
-    weights = find_weights(checkpoint, run.trained.net.state_dict())
-    if run.steps.sharded is not None and SHARDS not in checkpoint:
-        from .pieces import bring
-
-        bring(run, {"state_dict": weights}, path, "state_dict")
-    strict = getattr(run.trained.owner, "strict_loading", True)
-    with given_to(run.trained.net, path):
-        run.trained.net.load_state_dict(weights, strict=strict if isinstance(strict, bool) else True)
-
-
-def load_training_state(run: Run, checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Optimizers, schedulers, scaler, counters: what fit needs beyond the weights, the random numbers excepted."""
-    precision = run.fabric.strategy.precision
-    if scaler := checkpoint.get(type(precision).__qualname__):
-        with given_to(precision, path):
-            precision.load_state_dict(scaler)
-    check_trained(checkpoint, path)
-    if len(checkpoint["optimizer_states"]) != len(run.optimizing.optimizers):
-        raise CheckpointError(
-            f"resume={str(path)!r}: the file holds {len(checkpoint['optimizer_states'])} optimizers, this"
-            f" run has {len(run.optimizing.optimizers)}; use load= to take the weights only"
-        )
-    ours = run.origin.pending
-    mine = of_this_rank(run, ours) if ours is not None else {}
-    check_optimizers(run, (ours or {}).get("fingerprint"))
-    run.bookmark.held.put_back_groups(mine.get("held", {}).get("groups", ()))
-    if run.steps.sharded is not None:
-        from .pieces import bring
-
-        bring(run, checkpoint, path, "optimizer_states")
-    for optimizer, state in zip(run.optimizing.optimizers, checkpoint["optimizer_states"], strict=True):
-        put_into_optimizer(optimizer, state, path)
-        check_loaded(run, optimizer)
-    for config, state in zip(run.optimizing.schedulers, checkpoint["lr_schedulers"], strict=False):
-        put_into_scheduler(config.scheduler, state, path)
-    step = int(checkpoint.get("global_step", 0))
-    if mine.get("train") is None:
-        fit = checkpoint.get("loops", {}).get("fit_loop", {})
-        run.data.loader_states = fit.get("state_dict", {}).get("combined_loader", [])
-    if ours is None:
-        from .trainers import counters_of
-
-        run.at.load(step, counters_of(checkpoint, run.at.window))
-        return
-    run.at.load(step, ours)
-    run.origin.saved_in = ours["saved_in"]
-    run.stop.load_state_dict(ours, run.origin.is_auto)
-    run.log.load_state_dict(ours, mine["metrics"])
-    run.keeper.load_state_dict(ours["kept"])
-    run.keeper.goes_on_from(run, path)
-
-
-def load_callbacks(run: Run, checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Give the datamodule and every callback their part of the checkpoint."""
-    part = checkpoint.get(type(run.trained.datamodule).__qualname__) if run.trained.datamodule is not None else None
-    if part and callable(getattr(run.trained.datamodule, "load_state_dict", None)):
-        run.trained.datamodule.load_state_dict(part)
-    if not isinstance(states := checkpoint.get("callbacks"), Mapping):
-        return
-    known = {getattr(callback, "state_key", type(callback).__qualname__) for callback in run.hooks.callbacks}
-    missing = sorted(map(str, states.keys() - known))
-    if not any(is_a(callback, "Checkpoint") for callback in run.hooks.callbacks):  # the loop keeps files itself
-        missing = [key for key in missing if not key.startswith("ModelCheckpoint")]
-    if missing:
-        run.said.warn(
-            "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided during"
-            f" `Trainer` instantiation. Please add the following callbacks: {missing}."
-        )
-    run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
-    for callback in run.hooks.callbacks:
-        state = states.get(getattr(callback, "state_key", type(callback).__qualname__))
-        if callable(getattr(callback, "load_state_dict", None)):
-            put_into_callback(callback, state, path, checkpoint.get("global_step", 0))
 
 
 def canonical(item: Any, words: dict[str, str] | None = None, depth: int = 20) -> Any:

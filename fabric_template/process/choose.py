@@ -16,12 +16,13 @@ from torch import nn
 from ..core.overrides import overrides
 from ..core.passes import INFINITE
 from ..core.steps import is_shared_out
-from ..files.checkpoint import OURS, check_fits, check_format, check_trained
+from ..files.checkpoint import OURS
 from ..files.disk import set_aside
 from ..files.found import find_checkpoint, folders_of
 from ..files.opening import CheckpointError, DamagedError, UnreadableError, cause_of, names_in
 from ..files.plain import SHARDS, brought_back
 from ..files.reading import load_header, read_checkpoint
+from ..files.restoring import check_fits, check_format, check_trained
 from ..files.schema import check_resumable
 from ..files.storage import AtomicCheckpointIO, door, inside
 from ..trainer.attributes import TrainerFace

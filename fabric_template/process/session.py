@@ -20,12 +20,11 @@ from ..core.run import Run
 from ..core.said import count
 from ..core.steps import is_shared_out
 from ..core.update import AutomaticUpdate
-from ..files import checkpoint as ckpt
+from ..files.checkpoint import OURS
 from ..files.disk import clear_stale, newest_in
 from ..files.keeper import KeepsNothing
 from ..files.locks import one_writer
 from ..record.bar import find_screen, summarize
-from ..record.earlier import bring_back
 from ..record.logger import CSVLogger
 from ..record.recipe import write_recipe
 from ..trainer.attach import after_error, attach, attach_log
@@ -163,19 +162,20 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     if is_shared_out(fabric):
         run.steps.setup(training=run.fn == "fit")
     if (path := run.origin.path) is not None:
+        from ..files.restoring import load_callbacks, load_weights
         from ..files.schema import check_resumable
         from .choose import load_file
 
         run.origin.checkpoint = load_file(fabric, path, run.origin.trusted)
         if run.origin.resume_path is not None:  # once more: the file may be another one by now
             check_resumable(run.origin.checkpoint, path)
-        ours = run.origin.checkpoint.pop(ckpt.OURS, None)  # hooks see Trainer's keys only
+        ours = run.origin.checkpoint.pop(OURS, None)  # hooks see Trainer's keys only
         run.steps.convert_net()
-        ckpt.load_weights(run, run.origin.checkpoint, path)
+        load_weights(run, run.origin.checkpoint, path)
         if run.origin.resume_path is not None:
             run.origin.pending = ours
         if run.origin.resume_path is not None or run.fn != "fit":  # a fit that takes the weights only is a new one
-            ckpt.load_callbacks(run, run.origin.checkpoint, path)
+            load_callbacks(run, run.origin.checkpoint, path)
     if not is_shared_out(fabric):
         run.steps.setup(training=run.fn == "fit")
 
@@ -205,7 +205,9 @@ def start_fit(run: Run) -> None:
     run.hooks.call("on_fit_start")
     if (path := run.origin.resume_path) is not None:
         assert run.origin.checkpoint is not None
-        ckpt.load_training_state(run, run.origin.checkpoint, path)
+        from ..files.restoring import load_training_state
+
+        load_training_state(run, run.origin.checkpoint, path)
         _tell_finished(run)
         epochs, _ = run.stop.limits()
         if epochs != -1 and run.at.epochs_done > epochs:
@@ -222,6 +224,8 @@ def start_fit(run: Run) -> None:
     if run.steps.buckets is not None:
         run.steps.buckets.begin(run.origin.pending, run.fabric.backward)
     if run.origin.pending is not None:
+        from ..record.earlier import bring_back
+
         bring_back(run, run.origin.pending)
         if run.log.screen is not None:
             for row in run.history.rows:

@@ -10,21 +10,8 @@ from typing import Any
 
 from ..core.config import is_name
 from ..core.run import Run
+from .loggers import CSV, count_of
 from .tables import cell_of, read_table, value_of, writing
-
-CSV = "metrics.csv"
-
-
-def rows_state(run: Run) -> dict[str, Any]:
-    """Where the rows are, for a checkpoint: how many and the last, if a CSV of ours has them; otherwise all, as text."""
-    logs = [logger.position() if hasattr(type(logger), "position") else None for logger in run.home.loggers]
-    places = [place[CSV] for place in logs if place and CSV in place]
-    in_csv = any(_count(place) >= len(run.history.rows) for place in places)
-    home = next(
-        ([str(logger.name), logger.version] for logger in run.home.loggers if hasattr(type(logger), "rewind")), []
-    )
-    history = run.history.state_dict(whole=run.fabric.is_global_zero and not in_csv)
-    return {"history": {**history, "home": home}, "logs": logs}
 
 
 def bring_back(run: Run, ours: Mapping[str, Any]) -> None:
@@ -40,11 +27,11 @@ def bring_back(run: Run, ours: Mapping[str, Any]) -> None:
             if logger.position():
                 place = (position or {}).get(CSV)
                 cells = _cells(Path(logger.log_dir, CSV), place) if place else []
-                is_whole = place and cells and len(cells) == _count(place)
+                is_whole = place and cells and len(cells) == count_of(place)
                 if position is None or (is_whole and last and not _agree(cells[-1], last[0], ("epoch", "step"))):
                     logger.set_aside()  # of another run
-                elif rows is None and place and _count(place) >= history["rows"]:
-                    rows = _values(cells[_count(place) - history["rows"] :], history["names"])
+                elif rows is None and place and count_of(place) >= history["rows"]:
+                    rows = _values(cells[count_of(place) - history["rows"] :], history["names"])
             if logger.position():
                 logger.rewind(position)
             else:
@@ -55,7 +42,7 @@ def bring_back(run: Run, ours: Mapping[str, Any]) -> None:
             for row in rows:
                 logger.log_epoch(row)
     run.history.rows = run.fabric.broadcast(rows or [])
-    run.origin.pending = {**ours, **rows_state(run)}  # for a checkpoint that is saved before the first batch
+    run.origin.pending = {**ours, **run.log.rows_state()}  # for a checkpoint that is saved before the first batch
 
 
 def _in_checkpoint(history: Any) -> list[dict[str, Any]] | None:
@@ -76,7 +63,7 @@ def _elsewhere(run: Run, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
     for path in _other_homes(run, history["home"]) if places else ():
         if path.is_file():
             cells = _cells(path, places[0])
-            if len(cells) == _count(places[0]) and _agree(cells[-1], history["last"], history["last"]):
+            if len(cells) == count_of(places[0]) and _agree(cells[-1], history["last"], history["last"]):
                 return _values(cells[-history["rows"] :], history["names"])
     run.said.warn(
         f"resume: '{run.origin.resume_path}' is not with the logs of its run, which hold the history of the"
@@ -100,10 +87,6 @@ def _other_homes(run: Run, home: list[Any]) -> Iterator[Path]:
     if is_name(name) and is_name(folder_of_version):
         for root in (*roots, Path(run.config.default_root_dir or ".", "logs")):
             yield root / name / folder_of_version / CSV
-
-
-def _count(place: Mapping[str, Any]) -> int:
-    return place["rows"] + len(place.get("waiting", ()))
 
 
 def _cells(path: Path, place: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..core.outputs import name_outputs
 from ..core.run import Run
-from .earlier import rows_state
 from .entries import batch_size_of
-from .loggers import Loggers
+from .loggers import Loggers, rows_state
 
 if TYPE_CHECKING:
     from .screen import Screen

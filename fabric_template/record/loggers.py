@@ -8,6 +8,8 @@ from typing import Any
 from ..core.run import Run
 from .tables import LogsError
 
+CSV = "metrics.csv"
+
 
 class Loggers:
     """One with ``log_epoch`` (our CSVLogger) gets one whole row per epoch and the values per step.
@@ -69,3 +71,20 @@ class Loggers:
             self._run.said.warn(f"{error}; training goes on, the rows are kept and written as soon as that is possible")
             return f"the logs are not complete: {error}."
         return None
+
+
+def rows_state(run: Run) -> dict[str, Any]:
+    """Where the rows are, for a checkpoint: how many and the last, if a CSV of ours has them; otherwise all, as text."""
+    logs = [logger.position() if hasattr(type(logger), "position") else None for logger in run.home.loggers]
+    places = [place[CSV] for place in logs if place and CSV in place]
+    in_csv = any(count_of(place) >= len(run.history.rows) for place in places)
+    home = next(
+        ([str(logger.name), logger.version] for logger in run.home.loggers if hasattr(type(logger), "rewind")), []
+    )
+    history = run.history.state_dict(whole=run.fabric.is_global_zero and not in_csv)
+    return {"history": {**history, "home": home}, "logs": logs}
+
+
+def count_of(place: Mapping[str, Any]) -> int:
+    """How many rows a checkpoint says that a CSV has, those included that waited for the disk."""
+    return place["rows"] + len(place.get("waiting", ()))
