@@ -52,6 +52,8 @@ def was_cut_short(run: Run) -> bool:
 def train_epoch(run: Run) -> None:
     """One epoch: every batch of a pass, then its end."""
     if run.origin.pending is not None:
+        from .halfway import finish_batch
+
         run.bookmark.go_on()
         finish_batch(run)
     if run.at.begins_epoch():
@@ -171,26 +173,3 @@ def end_epoch(run: Run) -> None:
     at.end_epoch()
     run.stop.end_epoch()
     run.keeper.save_epoch(run, score)
-
-
-def finish_batch(run: Run) -> None:
-    """What was left of a batch when a callback saved the checkpoint in one of its hooks: as it stands behind that hook."""
-    at, stop, validation, saved_in = run.at, run.stop, run.validation, run.origin.saved_in
-    validation.begin_epoch(behind=0 if at.accumulates else 1)
-    if saved_in == "on_train_epoch_end":
-        if not (at.is_last_of_epoch or stop.now):  # of an epoch that was cut short, and now goes on
-            run.origin.saved_in = None
-            run.metrics.batches_go_on()
-    elif saved_in is not None:
-        ends_window = not at.accumulates
-        if saved_in != "on_validation_end":
-            if ends_window and run.metrics.train.any_on_step:
-                run.log.step()
-            validation.after_batch()
-        if ends_window:
-            step_schedulers(run, "step", plateau=True)
-            at.end_window()
-    if stop.now:
-        run.data.batches.close()  # there is no next one
-    if stop.is_time_over and saved_in is None and validation.is_on and not validation.is_planned():
-        validation.validate()  # as it was when max_time had ended this epoch
