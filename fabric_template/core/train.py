@@ -52,10 +52,7 @@ def was_cut_short(run: Run) -> bool:
 def train_epoch(run: Run) -> None:
     """One epoch: every batch of a pass, then its end."""
     if run.origin.pending is not None:
-        from .halfway import finish_batch
-
         run.bookmark.go_on()
-        finish_batch(run)
     if run.at.begins_epoch():
         begin_epoch(run)
     at, metrics, hooks, update = run.at, run.metrics, run.hooks, run.update

@@ -48,6 +48,8 @@ class Bookmark:
 
     def go_on(self) -> None:
         """Put random numbers, loaders and running sums where the checkpoint left them, as the first epoch begins."""
+        from ..core.halfway import finish_batch
+
         run, feed = self._run, self._run.data
         ours = run.origin.take_pending()
         mine = of_this_rank(run, ours)
@@ -81,3 +83,4 @@ class Bookmark:
         if self.noticed is not None:
             tell_forgotten(run, self.noticed, ours.get("noticed") or {})
         set_rng_state(mine["rng"])
+        finish_batch(run)
