@@ -315,17 +315,19 @@ def prove(run: Run, path: str | Path) -> None:
     io = door(run.fabric)
     if type(io) is not AtomicCheckpointIO or io.trusted:
         return
-    problem, is_first, io.is_proved = None, not io.is_proved, True
+    problem, is_first, is_known = None, not io.is_proved, True
     if run.fabric.is_global_zero:
         try:
             problem = io.complaint(path, reads=is_first)
         except DamagedError as error:  # nothing is gained by ending the run, too
             run.said.warn(f"what was just saved did not reach the disk: {error}")
-        except (UnreadableError, OSError, MemoryError):  # the disk's: asked again at the next save
-            io.is_proved = False
-    if is_first and (problem := run.fabric.broadcast(problem)) is not None:
-        raise Misuse(problem)
-    if problem is not None:
+        except (UnreadableError, OSError, MemoryError):  # the disk's: asked again at the next save, on all ranks
+            is_known = False
+    if is_first:
+        problem, io.is_proved = run.fabric.broadcast((problem, is_known))
+        if problem is not None:
+            raise Misuse(problem)
+    elif problem is not None:
         run.said.warn(problem)
 
 

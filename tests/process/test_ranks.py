@@ -18,6 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import FabricLoop
 from fabric_template.files.reading import CheckpointError, read_checkpoint
+from fabric_template.files.storage import AtomicCheckpointIO
 
 FORK = {"strategy": "ddp_fork"}
 LAST = "checkpoints/run/version_0/last.ckpt"
@@ -155,6 +156,27 @@ def test_ranks_that_find_different_files(disks, words):
         assert other.startswith(disks[homes[1]] if homes[1] in disks else tuple(MISSING)), other
     codes, errors = externally(go_on, ["one", "same"], words)
     assert (codes, [error.splitlines()[-2] for error in errors]) == ([0, 0], ["went on to step 10"] * 2)
+
+
+def save_where_it_cannot_be_read_at_first(rank):
+    complaint, calls = AtomicCheckpointIO.complaint, []
+
+    def fails_once(*args, **words):
+        calls.append(words["reads"])
+        if len(calls) == 1:
+            raise OSError(5, "Input/output error")
+        return complaint(*args, **words)
+
+    AtomicCheckpointIO.complaint = fails_once
+    loop, *_ = fit(".", Classifier, max_epochs=3, strategy="ddp", devices=2)
+    print("read back", calls, "step", loop.global_step, file=sys.stderr)
+
+
+def test_a_first_file_that_rank_zero_cannot_read_back_is_read_at_the_next_save():
+    """And the other ranks know that it was not: they wait for its answer once more."""
+    codes, errors = externally(save_where_it_cannot_be_read_at_first, timeout=60)
+    lines = [error.splitlines()[-2] for error in errors]
+    assert (codes, lines) == ([0, 0], ["read back [True, True, False] step 15", "read back [] step 15"])
 
 
 # ---- loaders of different length
