@@ -86,6 +86,12 @@ class Progress:
         """An epoch has so many training batches."""
         self.num_batches = num_batches
 
+    def regroup(self, batches: int) -> None:
+        """Other processes have done so many batches of the epoch, counted in ours."""
+        self.total_batches += batches - self.batches_done
+        self.batches_done, self.steps_in_epoch = batches, batches // self.window
+        self.stepped_before = self.batches_that_stepped - self.steps_in_epoch
+
     def accumulate(self, window: int) -> None:
         """So many batches make a step of the optimizer from now on."""
         self.window = window

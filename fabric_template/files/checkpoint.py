@@ -146,6 +146,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "buckets": list(run.steps.buckets.order) if run.steps.buckets is not None else [],
         "loaders_epoch": dict(sorted(run.data.made_in.items())) if run.config.reload_dataloaders_every_n_epochs else {},
         "returned": dict(run.history.returned),
+        **bookmark.order_state(),
         "rates": list(run.log.rates),
         "kept": run.keeper.state_dict(),
         **run.log.rows_state(),

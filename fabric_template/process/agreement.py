@@ -6,7 +6,7 @@ import os
 import socket
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,20 +81,6 @@ def meet_anew() -> Any:
     from .attempt import own_store
 
     return own_store()
-
-
-def check_number(fabric: Fabric, path: str | Path, ours: Mapping[str, Any]) -> None:
-    """Refuse another number of processes in the middle of an epoch; between two the fingerprint's line says what is other."""
-    were = len(ours.get("ranks", ()))
-    # those that there are, or will be once they are launched
-    now = getattr(fabric.strategy, "num_processes", 1) * getattr(fabric.strategy, "num_nodes", 1)
-    if were in (0, now) or not ours.get("batch_idx"):
-        return
-    raise CheckpointError(
-        f"resume: '{path}' is of a run with {were} process{'es' * (were > 1)}, this one has {now}, and it is from the middle of"
-        f" an epoch, after {ours['batch_idx']} batches, where each process goes on with its own samples: give {were}"
-        f" (devices={were}), or resume= with a checkpoint from an epoch's end, or load= to start a new run from the weights"
-    )
 
 
 def from_rank_zero(fabric: Fabric, find: Callable[[], Any]) -> Any:

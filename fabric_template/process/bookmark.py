@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+from torch import Tensor
 
 from ..core.run import Run
 from ..exact.held import Held
@@ -20,6 +23,7 @@ class Bookmark:
         self.held = Held(run)
         self.noticed: Noticed | None = None  # once training has begun
         self.fingerprint: dict[str, Any] = {}  # what the run is made of
+        self.order: Tensor | None = None  # of the samples in the epoch that a checkpoint was in, where no seed tells it
 
     def note_parts(self) -> None:
         """Note what the run is made of before callbacks change it, as its optimizers are made."""
@@ -28,8 +32,25 @@ class Bookmark:
 
     def tell_differences(self) -> None:
         """As the first pass begins: note the data, too, and say what is other than in the run that goes on."""
+        self._regroup()
         self.fingerprint |= of_data(self._run)
         tell_differences(self._run, self.fingerprint)
+
+    def _regroup(self) -> None:
+        """In the middle of an epoch another number of processes may go on."""
+        run, ours = self._run, self._run.origin.pending
+        if ours and ours["batch_idx"] and (len(ours["ranks"]) != run.fabric.world_size or "order" in ours):
+            from .regroup import regroup
+
+            run.origin.pending, self.order = regroup(run, ours)
+
+    def order_state(self) -> dict[str, Any]:
+        """The order of the epoch's samples, as long as that epoch is on."""
+        at = self._run.at
+        if self.order is None or at.between_epochs:
+            self.order = None
+            return {}
+        return {"order": {"epoch": at.epochs_done, "samples": self.order}}
 
     def training_begins(self) -> None:
         """Notice from now on what changes."""
@@ -45,6 +66,13 @@ class Bookmark:
         from ..trainer.averaging import end_again
 
         end_again(run)
+
+    def _in_order(self) -> AbstractContextManager[None]:
+        if self.order is None:
+            return nullcontext()
+        from .regroup import in_order
+
+        return in_order(self._run, self.order)
 
     def go_on(self) -> None:
         """Put random numbers, loaders and running sums where the checkpoint left them, as the first epoch begins."""
@@ -68,7 +96,8 @@ class Bookmark:
                     " enable_checkpointing=False): the rest of the epoch trains on batches of a new pass"
                 )
             feed.train.set_epoch(run.at.current_epoch)
-            feed.start_pass()
+            with self._in_order():
+                feed.start_pass()
             run.history.train.load_state_dict(mine["returned"], run.fabric.device)
         run.metrics.load_state_dict(mine["metrics"], run.fabric.device)
         run.history.returned = dict(ours["returned"])

@@ -26,7 +26,7 @@ from ..files.restoring import check_fits, check_format, check_trained
 from ..files.schema import check_resumable
 from ..files.storage import AtomicCheckpointIO, door, inside
 from ..trainer.attributes import TrainerFace
-from .agreement import agree_on_file, check_number, come_by_themselves, from_rank_zero
+from .agreement import agree_on_file, come_by_themselves, from_rank_zero
 from .build import Plan
 from .signals import starts_processes
 
@@ -180,7 +180,6 @@ def _check(plan: Plan, fabric: Fabric) -> None:
     if plan.origin.resume_path is None:
         return
     check_trained(checkpoint, path)
-    check_number(fabric, path, _ours(checkpoint))
     if not _is_exact(checkpoint):
         plan.said.warn(
             f"resume: you are resuming from a checkpoint that ended in the middle of a step, by an error ('{path}'): training"

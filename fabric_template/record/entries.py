@@ -34,6 +34,13 @@ class Entry:
         self.live = False  # logged since the last reset
         self.reset()
 
+    def is_asked_again(self, meta: Meta) -> bool:
+        """Whether it comes from a run of one process, which did not note whether several would share it; now they do."""
+        is_first = not self.args and dataclasses.replace(self.meta, sync_dist=meta.sync_dist) == meta
+        if is_first:
+            self.meta, self._synced = meta, meta.sync_dist and not meta.rank_zero_only
+        return is_first
+
     def reset(self) -> None:
         """Start the next epoch's sum."""
         if self.metric is not None:

@@ -165,7 +165,7 @@ class Metrics(Reported):
         if entry is None:
             entry = collection[(meta.fx, name, index)] = Entry(meta, args, self._all_reduce)
             collection.any_on_step |= meta.on_step
-        elif entry.meta != meta:
+        elif entry.meta != meta and not entry.is_asked_again(meta):
             raise Misuse(
                 f"You called `self.log({name}, ...)` twice in `{meta.fx}` with different arguments. This is not allowed"
             )

@@ -124,6 +124,7 @@ class Reported:
                 parts[name].reset()
         for part in state["train"]:
             meta = Meta(**part["meta"])
+            meta.sync_dist &= self._distributed  # the run may have had more processes
             entry = Entry(meta, (), self._all_reduce)
             entry.total, entry.weight, entry.step_value = part["total"], part["weight"], part["step_value"]
             entry.metric, entry.live = parts.get(part["object"]), True

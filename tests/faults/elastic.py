@@ -94,7 +94,7 @@ def hold_the_rendezvous(pipe):
 
 def be_a_node(root, port, nodes, ranks):
     """Be torchrun on one machine."""
-    quick = {"is_host": False, "last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+    quick = {"is_host": False, "last_call_timeout": 1, "keep_alive_interval": 2, "keep_alive_max_attempt": 3}
     config = LaunchConfig(
         min_nodes=1, max_nodes=nodes, nproc_per_node=ranks, run_id="run", rdzv_backend="c10d", max_restarts=RESTARTS,
         rdzv_endpoint=f"127.0.0.1:{port}", rdzv_configs=quick, monitor_interval=0.05,
@@ -180,7 +180,7 @@ def kill_nodes(run, draw, seconds, figures):
         node.kill()
         figures.kills += 1
         if draw.random() < 0.5:
-            run.wait(draw.uniform(0, 1))
+            run.wait(draw.uniform(8, 12))  # behind the 6 seconds after which the others believe that it is gone
             run.nodes.append(Process(*run.words))
 
 

@@ -1,4 +1,4 @@
-"""What the ranks must have in common: their number in the middle of an epoch, their checkpoint, the length of their loaders."""
+"""What the ranks must have in common: their checkpoint, the length of their loaders."""
 
 import copy
 import os
@@ -86,30 +86,6 @@ def test_between_two_epochs_another_number_of_processes_goes_on(recwarn):
     assert len({part["drawn"] for part in read_epoch(2, 3)}) == 3  # not copies of one state
     assert history[["epoch", "step"]].to_numpy().tolist() == [[0, 6], [1, 18], [2, 22]]
     assert history.notna().all(axis=None)
-
-
-@pytest.mark.parametrize(("were", "now"), [(2, 1), (1, 2), (2, 4)])
-def test_in_the_middle_of_an_epoch_it_is_refused(tmp_path, were, now):
-    """Before anything is launched: what is named goes on."""
-    words = {"make_module": Numbered, "train": numbered, "monitor": "score", **FORK}
-    fit(".", max_epochs=1, devices=were, **words)
-    fit(".", max_steps=48 // 4 // were + 2, devices=were, resume="last", **words)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError) as error:
-        fit(".", max_epochs=3, devices=now, resume="auto", **words)
-    processes = f"{were} process{'es' * (were > 1)}"
-    assert str(error.value) == (
-        f"resume: '{LAST}' is of a run with {processes}, this one has {now}, and it is from the middle of an epoch, after 2"
-        f" batches, where each process goes on with its own samples: give {were} (devices={were}), or resume= with a"
-        f" checkpoint from an epoch's end, or load= to start a new run from the weights"
-    )
-    assert sorted(tmp_path.rglob("*")) == before
-    if now == 1:
-        with pytest.warns(UserWarning, match=r"processes 1 \(was 2\)"):
-            loop, *_ = fit(
-                ".", max_epochs=2, devices=1, resume=LAST.replace("last", "best"), **{**words, "strategy": "auto"}
-            )
-        assert loop.global_step == 18
 
 
 # ---- ranks that come by themselves
