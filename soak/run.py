@@ -4,7 +4,8 @@
     python soak/run.py --part kills --kills 100      one part, smaller
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
-Parts: `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
+Parts: `workers` and `nodes` are tests/faults/elastic.py (a worker killed under torchrun, and a whole node),
+`kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
 `pieces` is tests/faults/piece_sweep.py (every operation on the disk of both ranks that save in pieces fails once),
 `configurations` is tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py
 (random configurations by Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each
@@ -36,6 +37,8 @@ PARTS = (
     "ranks",
     "sharded",
     "pieces",
+    "workers",
+    "nodes",
     "reads",
     "sweep",
     "fields",
@@ -53,6 +56,8 @@ def command_of(part, words, seed):
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
         "sharded": [*python, FAULTS / "kills.py", "--sharded", "--kills", words.rank_kills // 2, "--seed", seed],
         "pieces": [*python, FAULTS / "piece_sweep.py"],
+        "workers": [*python, FAULTS / "elastic.py", "--kills", words.worker_kills, "--seed", seed],
+        "nodes": [*python, FAULTS / "elastic.py", "--nodes", 2, "--kills", words.node_kills, "--seed", seed],
         "configurations": [*drawn, "--count", words.configurations],
         "configurations2": [*drawn, "--count", words.configurations // 20, "--ranks", 2],
         "beside": [*python, FAULTS / "beside.py", "--seed", seed, "--count", words.beside],
@@ -90,6 +95,10 @@ def rows_of(part, seconds, figures):
             f"{figures['rounds']} runs; {figures['left_temporary_files']} kills in mid-write, {figures['began_anew']} before "
             f"the first save; seed {figures['seed']}"
         )
+        return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
+    if part in ("workers", "nodes"):
+        what = "SIGKILL of a worker under torchrun" if part == "workers" else "SIGKILL of one node of two"
+        remark = f"{figures['rounds']} runs, {figures['hangs']} hung; seed {figures['seed']}"
         return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
     if part == "reads":
         remark = f"{figures['looks']} looks of a resumed run, each alone and with a later one"
@@ -162,6 +171,8 @@ def main():
     parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; all")
     parser.add_argument("--kills", type=int, default=1000, help="SIGKILLs of a run in one process (1000)")
     parser.add_argument("--rank-kills", type=int, default=200, help="SIGKILLs of a run in two processes (200)")
+    parser.add_argument("--worker-kills", type=int, default=100, help="SIGKILLs of a worker under torchrun (100)")
+    parser.add_argument("--node-kills", type=int, default=30, help="SIGKILLs of one node of two (30)")
     parser.add_argument("--faults", type=int, default=1000, help="system calls that fail (1000)")
     parser.add_argument("--configurations", type=int, default=3000, help="random configurations (3000)")
     parser.add_argument("--beside", type=int, default=1000, help="random configurations beside Trainer (1000)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -62,6 +63,13 @@ def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be
             )
         if overfit and isinstance(loader.dataset, IterableDataset):
             loader = _with_batches(loader, loader.batch_sampler)  # as Trainer's copy, with workers of its own
+        if several and isinstance(loader.dataset, IterableDataset) and not _shares_itself(loader.dataset):
+            _advise(
+                fabric,
+                f"{type(loader.dataset).__name__} is iterable, and nothing in it tells one rank from another: each of the"
+                f" {fabric.world_size} processes gets every sample of the {stage} loader; share them in its __iter__, by"
+                " torch.distributed.get_rank() and get_world_size(), or give a map-style dataset, which the loop shares",
+            )
         if not isinstance(loader.dataset, IterableDataset):
             if overfit and not isinstance(loader.sampler, SequentialSampler):
                 _advise(
@@ -82,6 +90,16 @@ def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be
             fabric.setup_dataloaders(loader, use_distributed_sampler=False, move_to_device=False)
     _check_length(loader, fabric, may_be_empty)
     return loader
+
+
+def _shares_itself(dataset: Any) -> bool:
+    """Whether an iterable dataset may give each rank a part: its own code or what it holds speaks of ranks or shards."""
+    words = ("rank", "world_size", "shard", "replica", "split", "distributed")
+    try:
+        code = inspect.getsource(type(dataset)).lower()
+    except (OSError, TypeError):  # of a library, or typed: nobody knows
+        return True
+    return any(word in code or any(word in str(name) for name in getattr(dataset, "__dict__", ())) for word in words)
 
 
 def _check_workers(loader: DataLoader, fabric: Fabric, stage: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lightning.fabric import __version__ as lightning_version
 
 from ..core.overrides import overrides
-from ..core.ranks import gather
+from ..core.ranks import gather, share_of
 from ..core.run import Run
 from ..core.said import Said
 from ..exact.randomness import rng_state, rng_state_of_another
@@ -147,6 +147,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "loaders_epoch": dict(sorted(run.data.made_in.items())) if run.config.reload_dataloaders_every_n_epochs else {},
         "returned": dict(run.history.returned),
         **bookmark.order_state(),
+        **({"shares": shares} if (shares := share_of(run.fabric)[0]) != run.fabric.world_size else {}),
         "rates": list(run.log.rates),
         "kept": run.keeper.state_dict(),
         **run.log.rows_state(),

@@ -266,7 +266,7 @@ OURS = {
     "window?": maybe(number_from(1, MOST, int)),
     "should_stop?": flag, "elapsed?": number_from(0, MOST, int, float), "fingerprint?": FINGERPRINT,
     "buckets?": [count],
-    "order?": {"epoch": count, "samples": Is("a tensor in memory", _is_whole)},
+    "shares?": count, "order?": {"epoch": count, "samples": Is("a tensor in memory", _is_whole)},
     "noticed?": {text: text},
     "logs": [maybe({one_of("metrics.csv", "steps.csv"): ROWS})],
 }  # fmt: skip

@@ -73,7 +73,7 @@ def _is_known(run: Run, given: Any, loader: Any, ours: Mapping[str, Any], were: 
     state = ours["ranks"][0]["train"]
     if run.data.train.combined is not None or len(data) != 1 or not data[0].get("batch_size") or state is None:
         return False
-    if share_of(run.fabric)[0] != run.fabric.world_size or not state["sources"][0]:
+    if "shares" in ours or share_of(run.fabric)[0] != run.fabric.world_size or not state["sources"][0]:
         return False
     if isinstance(loader, TensorLoader):
         return True

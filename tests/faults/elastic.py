@@ -198,8 +198,8 @@ def problem_of(codes, whole, root, is_same):
         return f"{type(error).__name__}: {error}"
 
 
-def campaign(kills, nodes, ranks, seed):
-    """Rounds until so many kills have hit; returns the figures."""
+def campaign(kills, nodes, ranks, seed, most=float("inf")):
+    """Rounds until so many kills have hit, or so many seconds are over; returns the figures."""
     figures, draw, began = Figures(seed, nodes, ranks), random.Random(seed), time.monotonic()
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     log = home / "log"
@@ -210,7 +210,7 @@ def campaign(kills, nodes, ranks, seed):
         if any(codes := run.end()):
             raise RuntimeError(f"the undisturbed run ended with {codes}:\n{log.read_text()}")
         seconds, whole = time.monotonic() - first, end_of(home / "whole")
-        while figures.kills < kills:
+        while figures.kills < kills and time.monotonic() - began < most:
             root = home / "run"
             run = Run(root, nodes, ranks, log)
             (kill_workers if nodes == 1 else kill_nodes)(run, draw, seconds, figures)
@@ -241,13 +241,14 @@ def main():
         "--ranks", type=int, default=None, help="workers of a node (2; 1 where there are several nodes)"
     )
     parser.add_argument("--seed", type=int, default=None, help="of the instants; drawn and printed if not given")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other run after so many")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.work:
         return work(words.work)
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", file=sys.stderr)
-    figures = campaign(words.kills, words.nodes, words.ranks or (2 if words.nodes == 1 else 1), seed)
+    figures = campaign(words.kills, words.nodes, words.ranks or (2 if words.nodes == 1 else 1), seed, words.seconds)
     print(json.dumps(asdict(figures)))
     sys.exit(bool(figures.losses))
 

@@ -103,7 +103,8 @@ def test_ranks_that_are_started_again_meet_anew(tmp_path, monkeypatch, agent):
     monkeypatch.chdir(tmp_path)
     codes, errors = externally(train, "killed", True, agent=agent)
     assert codes == [1, -signal.SIGKILL]
-    assert "at batch 2, after step 7; resume='last' goes on after step 6" in errors[0]
+    assert "in epoch 1, at batch 2, after step 7; another rank is gone without a word: killed, perhaps" in errors[0]
+    assert "resume='last' goes on after step 6" in errors[0]
     assert externally(train, "killed", False, agent=agent)[0] == [0, 0]
     train(None, "whole", False, strategy="ddp_fork", devices=2)
     assert logs_of("killed") == logs_of("whole")
