@@ -94,7 +94,7 @@ def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be
 
 def _shares_itself(dataset: Any) -> bool:
     """Whether an iterable dataset may give each rank a part: its own code or what it holds speaks of ranks or shards."""
-    words = ("rank", "world_size", "shard", "replica", "split", "distributed")
+    words = ("rank", "world_size", "shard", "replica", "split", "sampler", "distributed")
     try:
         code = inspect.getsource(type(dataset)).lower()
     except (OSError, TypeError):  # of a library, or typed: nobody knows

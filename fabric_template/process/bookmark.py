@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.ranks import share_of
 from ..core.run import Run
 from ..exact.held import Held
 from ..exact.randomness import set_rng_state
@@ -39,7 +40,11 @@ class Bookmark:
     def _regroup(self) -> None:
         """In the middle of an epoch another number of processes may go on."""
         run, ours = self._run, self._run.origin.pending
-        if ours and ours["batch_idx"] and (len(ours["ranks"]) != run.fabric.world_size or "order" in ours):
+        if not ours or not ours["batch_idx"]:
+            return
+        were, now = len(ours["ranks"]), run.fabric.world_size
+        is_same = were == now and ours.get("shares", were) == share_of(run.fabric)[0]
+        if not is_same or "order" in ours:
             from .regroup import regroup
 
             run.origin.pending, self.order = regroup(run, ours)

@@ -166,6 +166,10 @@ def _fit(loop: TrainerFace, run: Run) -> None:
     if signals.together:  # alone, a signal ends the set-up at once; here the others would wait for ever
         listening.enter_context(signals)
     with listening, session(loop, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):
+        if getattr(run.fabric.strategy, "num_nodes", 1) > 1:
+            from .nodes import tell_unshared
+
+            tell_unshared(run)
         start_fit(run)
         check_sanity(run, isolated_rng())
         heed_signals(run)

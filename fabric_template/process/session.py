@@ -146,10 +146,6 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
             if fabric.local_rank == 0 and (per_node or fabric.node_rank == 0):
                 hook()
     fabric.barrier("prepare_data")
-    if run.fn == "fit" and getattr(fabric.strategy, "num_nodes", 1) > 1:
-        from .nodes import tell_unshared
-
-        tell_unshared(run)
     heed_signals(run)
     if (hook := run.hooks.own(datamodule, "setup")) is not None:
         hook(stage=run.fn)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from fabric_template import TensorLoader
 from fabric_template.files.reading import CheckpointError, read_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:resume")  # in the forked ranks, too
+pytestmark = pytest.mark.filterwarnings("ignore:resume", "ignore:Stream is iterable")  # in the forked ranks, too
 LAST = "checkpoints/run/version_0/last.ckpt"
 SAMPLES = 64
 
