@@ -49,10 +49,10 @@ def as_launched(devices: Any, num_nodes: int) -> tuple[Any, int]:
     return found[1], found[2] if num_nodes == 1 else num_nodes
 
 
-def check_launched(fabric: Fabric, trains: bool = False) -> None:
+def check_launched(fabric: Fabric, writes: bool = False) -> None:
     """Refuse other numbers of processes than were started, before anybody waits for those that never come.
 
-    One device beside other ranks is one's own evaluation on rank zero; a fit there is not meant.
+    One device beside other ranks may be one's own evaluation on rank zero; fits there would all write the same files.
     """
     if (found := launched()) is None:
         return
@@ -62,7 +62,7 @@ def check_launched(fabric: Fabric, trains: bool = False) -> None:
     kind = type(getattr(strategy, "cluster_environment", None)).__name__
     is_theirs = kind in ("TorchElasticEnvironment", "SLURMEnvironment")
     is_forked = getattr(strategy, "launcher", None) is not None and not hasattr(strategy.launcher, "procs")
-    if each * nodes == 1 or not (is_theirs or trains):
+    if each * nodes == 1 or not (is_theirs or writes):
         return
     started = f"{who} has started {each} process{'es' * (each > 1)} on each of {nodes} machine{'s' * (nodes > 1)}"
     if is_theirs and is_forked:

@@ -49,7 +49,7 @@ def prepare(
         Misuse, MisuseOfType: one line that says what is wrong, where, and what to write instead.
     """
     if fn == "fit":
-        check_launched(loop.fabric, trains=True)
+        check_launched(loop.fabric, writes=bool(loop.config.enable_checkpointing or loop.loggers))
     check_path("resume", resume, ("last", "best", "auto"))
     check_path("load", load, ("last", "best"))
     check_path("ckpt_path", ckpt_path, ("last", "best"))
