@@ -58,7 +58,9 @@ def _tell_where(run: Run, error: BaseException, beside: Callable) -> None:
         place = f"in epoch {run.at.current_epoch}, at batch {max(run.at.batches_done - is_in_batch, 0)}"
         place = f"after epoch {run.at.epochs_done - 1}" if run.at.between_epochs else place
         where = f"{place}, after step {run.at.global_step}"
-        error.add_note(f"fabric_template: {'; '.join([where, *_ways_on(run, *paths)])}")
+        gone = ["another rank is gone without a word: killed, perhaps by the system for its memory"]
+        gone *= any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer"))
+        error.add_note(f"fabric_template: {'; '.join([where, *gone, *_ways_on(run, *paths)])}")
 
 
 def _ways_on(run: Run, beside: Path | None = None) -> list[str]:
