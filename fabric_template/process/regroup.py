@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from ..core.passes import length_of
+from ..core.inputs import length_of
 from ..core.ranks import share_of
 from ..core.run import Run
 from ..data.loaders import loaders_in

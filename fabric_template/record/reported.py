@@ -24,6 +24,7 @@ class Reported:
 
     def __init__(self, all_reduce: Callable[..., Any] | None = None) -> None:
         self._all_reduce = all_reduce or _alone
+        self._distributed = False
         self.train, self.val = Collection(training=True), Collection(training=False)
         self._closed = Collection(training=False)  # into which nothing can be logged
         self.active = self._closed
