@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed import TCPStore
 
 from fabric_template import FabricLoop
 from fabric_template.core.errors import Misuse
+from fabric_template.process.attempt import own_address
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "RANK": "0",
             "LOCAL_RANK": "0", "GROUP_RANK": "0"}  # fmt: skip
@@ -62,6 +64,16 @@ def test_other_numbers_are_refused_before_anything_is_written(who, words, refusa
         FabricLoop(accelerator="cpu", **words).fit(Classifier(), make_loader(8))
     assert str(error.value).startswith(refusal.format(who))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_rank_zero_says_that_it_is():
+    """By the name that all know where that is its own machine; else its address on the way there, which others can call."""
+    assert [own_address(name) for name in ("127.0.0.1", "localhost", "there is no such machine")] == [
+        "127.0.0.1", "localhost", "there is no such machine",
+    ]  # fmt: skip
+    if (own := own_address("198.51.100.1")) != "198.51.100.1":  # else there is no way out of this machine
+        with socket.create_server((own, 0)) as here:
+            assert own_address(own) == own == here.getsockname()[0]
 
 
 class Killed(Classifier):
