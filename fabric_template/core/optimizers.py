@@ -120,10 +120,14 @@ def is_maker(given: Any) -> bool:
     """Whether this is a function of the model that returns its optimizers, in their place.
 
     Example:
+        >>> import functools
         >>> is_maker(lambda model: torch.optim.SGD(model.parameters(), lr=0.1)), is_maker(torch.optim.SGD)
         (True, False)
+        >>> is_maker(functools.partial(torch.optim.SGD, lr=0.1))
+        False
     """
-    return callable(given) and not isinstance(given, type) and not _steps(given)
+    is_class = isinstance(getattr(given, "func", given), type)  # also with some of its words: it takes parameters
+    return callable(given) and not is_class and not _steps(given)
 
 
 def with_scheduler(optimizer: Any, scheduler: Any) -> Any:

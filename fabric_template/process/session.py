@@ -45,7 +45,7 @@ def session(loop: TrainerFace, run: Run) -> ExitStack:
         run.home.note = found.enter_context(one_writer(folders))
         mine = [Path(folder) for folder in folders if folder is not None]
         theirs = [one for home in {folder.parent for folder in mine} for one in newest_in(home)]
-        if mine and loop.checkpoint_callbacks:
+        if folders and loop.checkpoint_callbacks:
             from .choose import folders_of_callbacks
 
             theirs += folders_of_callbacks(loop)
