@@ -189,7 +189,7 @@ class Source:
                 self.born = self.born or self.began  # they are made now, with these random numbers
         if self.is_indexed and not self.workers:
             indices = Indices(getattr(loader, self.index_name))
-            with _replaced(loader, **{self.index_name: indices}):
+            with replaced(loader, **{self.index_name: indices}):
                 iterator = iter(loader)
             if self.first is not None or not self.is_born:
                 self.put_back(self.first or self.began)
@@ -278,7 +278,7 @@ class Source:
             indices.sent = deque(maxlen=self.workers * loader.prefetch_factor + 2)
             self.indices, indices.ahead, self.drawn_before = indices, self.drawn_before, None
         parts = {"collate_fn": self.recorder, "worker_init_fn": self.recorder.start, self.index_name: indices}
-        with _replaced(loader, **parts):
+        with replaced(loader, **parts):
             iterator = iter(loader)
         for _ in range(idle):
             with suppress(Exception):  # some datasets cannot load nothing
@@ -334,8 +334,8 @@ def begun(loader: Any) -> Iterator:
 
 
 @contextmanager
-def _replaced(loader: DataLoader, **parts: Any) -> Iterator[None]:
-    """Within, a DataLoader has other parts; its own way to set them refuses some."""
+def replaced(loader: Any, **parts: Any) -> Iterator[None]:
+    """Within, a loader has other parts; DataLoader's own way to set them refuses some."""
     own = {name: vars(loader)[name] for name in parts}
     vars(loader).update(parts)
     try:

@@ -8,7 +8,7 @@ drawn again, and is in the checkpoints of the rest of this epoch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..core.run import Run
 from ..data.loaders import loaders_in
 from ..data.tensors import TensorLoader, global_seed
 from ..exact.randomness import isolated_rng, rng_state_of_another
+from ..exact.source import replaced
 from ..files.opening import CheckpointError
 
 _ADDED = ("mean", "sum")  # what of the running sums of two ranks is added, to be those of one
@@ -191,18 +192,10 @@ def _entry(entry: dict[str, Any], others: list[list[dict[str, Any]]], factor: in
     return {**entry, "total": total, "weight": weight}
 
 
-@contextmanager
-def in_order(run: Run, order: Tensor) -> Iterator[None]:
+def in_order(run: Run, order: Tensor) -> AbstractContextManager[None]:
     """Within, a pass over the training loader that begins takes its samples in this order."""
     loader, rest = run.data.train.loaders[0], Rest(order, *share_of(run.fabric))
     if isinstance(loader, TensorLoader):
-        parts: dict[str, Any] = {"share": rest}
-    else:
-        batches = loader.batch_sampler
-        parts = {"sampler": rest, "batch_sampler": BatchSampler(rest, batches.batch_size, batches.drop_last)}
-    own = {name: vars(loader)[name] for name in parts}
-    vars(loader).update(parts)
-    try:
-        yield
-    finally:
-        vars(loader).update(own)
+        return replaced(loader, share=rest)
+    batches = loader.batch_sampler
+    return replaced(loader, sampler=rest, batch_sampler=BatchSampler(rest, batches.batch_size, batches.drop_last))
