@@ -2,8 +2,9 @@
 
     python benchmarks/pieces.py --megabytes 100 --ranks 2
 
-The ranks (gloo, FSDP2) train one step of Adam, then save in turns: ``last.ckpt`` with its pieces, and
-`torch.distributed.checkpoint.save` of the same weights and moments into a fresh folder, as a loop of one's own does.
+The ranks (gloo, FSDP2) train one step of Adam, then save in turns: ``last.ckpt`` with its pieces,
+`torch.distributed.checkpoint.save` of the same weights and moments into a fresh folder, as a loop of one's own does, and
+``last.ckpt`` with pieces that a thread writes, of which what counts is how long training waits for it.
 """
 
 import argparse
@@ -39,7 +40,15 @@ def measure(run, folder, times):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    ours, theirs = [], []
+    from fabric_template.files.background import BackgroundKeeper
+    from fabric_template.files.shards import clear_unnamed
+
+    ours, theirs, behind = [], [], []
+    keeper = BackgroundKeeper(run.keeper.folder, run.config)
+
+    def written():
+        while keeper.is_busy():
+            time.sleep(0.001)
 
     def alone(number):
         weights, moments = get_state_dict(run.trained.net, run.optimizing.optimizers)
@@ -50,9 +59,16 @@ def measure(run, folder, times):
         theirs.append(seconds_of(lambda number=number: alone(number)))
         if run.fabric.is_global_zero:
             shutil.rmtree(folder / f"alone{number}")
+        waits = seconds_of(lambda: keeper.write_last(run))
+        seconds_of(written)  # in which one would train
+        behind.append(waits + seconds_of(keeper.commit))
+        if run.fabric.is_global_zero:
+            clear_unnamed(keeper.folder)
+    keeper.finish(run, interrupted=False)
     pieces = sorted(path.stat().st_size for path in folder.rglob("*.distcp"))
     (last,) = folder.rglob("last.ckpt")
     found = {"ours": statistics.median(ours[1:]), "alone": statistics.median(theirs[1:])}
+    found["waits"] = statistics.median(behind[1:])
     return found | {"pieces": pieces, "last": last.stat().st_size, "times": times}
 
 
@@ -118,7 +134,8 @@ def main():
             process.kill()
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{words.megabytes:g} MB on {words.ranks} ranks: ours {found['ours']:.3f} s, torch.distributed.checkpoint alone"
-          f" {found['alone']:.3f} s: {found['alone'] / found['ours']:.2f} of its speed; pieces of {found['pieces']} bytes,"
+          f" {found['alone']:.3f} s: {found['alone'] / found['ours']:.2f} of its speed; meanwhile: training waits"
+          f" {found['waits']:.3f} s, {found['waits'] / found['ours']:.2f} of ours; pieces of {found['pieces']} bytes,"
           f" last.ckpt {found['last']:,} bytes")  # fmt: skip
 
 

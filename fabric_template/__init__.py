@@ -7,12 +7,12 @@ from typing import Any as _Any
 if _TYPE_CHECKING:
     from .core.config import LoopConfig as LoopConfig
     from .data.tensors import TensorLoader as TensorLoader
-    from .files.opening import CheckpointError as CheckpointError
+    from .files.errors import CheckpointError as CheckpointError
     from .files.storage import AtomicCheckpointIO as AtomicCheckpointIO
     from .loop import FabricLoop as FabricLoop
     from .mini import MiniLoop as MiniLoop
     from .record.logger import CSVLogger as CSVLogger
-    from .record.logger import read_logs as read_logs
+    from .record.read_back import read_logs as read_logs
     from .tools import doctor as doctor
     from .tools.live import LivePlot as LivePlot
     from .tools.plots import plot_logs as plot_logs
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AtomicCheckpointIO": "files.storage",
     "CSVLogger": "record.logger",
-    "CheckpointError": "files.opening",
+    "CheckpointError": "files.errors",
     "FabricLoop": "loop",
     "LivePlot": "tools.live",
     "LoopConfig": "core.config",
@@ -36,7 +36,7 @@ _HOMES = {
     "list_runs": "tools.runs",
     "plot_logs": "tools.plots",
     "profile": "tools.profiling",
-    "read_logs": "record.logger",
+    "read_logs": "record.read_back",
     "tune": "tools.tuning",
 }
 __all__ = list(_HOMES)

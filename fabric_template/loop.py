@@ -15,16 +15,12 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 from .core.config import LoopConfig, parse_config
 from .core.errors import Misuse, MisuseOfType
-from .core.optimizers import with_scheduler
-from .files.opening import is_file
-from .process.agreement import as_launched, check_launched
 from .process.build import Plan
 from .process.home import make_loggers, with_safe_files
 from .process.launch import launch
 from .process.parts import Parts
 from .process.prepare import prepare
-from .trainer.callbacks import parse_callbacks
-from .trainer.strategies import as_fabrics
+from .process.world import as_launched, check_launched
 
 P = ParamSpec("P")
 
@@ -100,7 +96,12 @@ class FabricLoop(Parts):
         self.recipe = {**vars(given), **where, **{word: value for word, value in more.items() if value is not None}}
         if fabric is None and not isinstance(plugins, ClusterEnvironment):
             devices, num_nodes = as_launched(devices, num_nodes)
-        words = {"accelerator": accelerator, "strategy": as_fabrics(strategy), "devices": devices, "num_nodes": num_nodes,
+        if strategy != "auto" or fabric is not None:
+            from .trainer.strategies import as_fabrics, with_files
+
+            strategy = as_fabrics(strategy)
+            plugins = with_files(strategy, plugins)
+        words = {"accelerator": accelerator, "strategy": strategy, "devices": devices, "num_nodes": num_nodes,
                  "precision": precision, "plugins": plugins}  # fmt: skip
         if fabric is not None:
             if isinstance(fabric, type) or not all(hasattr(fabric, name) for name in ("launch", "setup", "strategy")):
@@ -117,7 +118,11 @@ class FabricLoop(Parts):
             raise Misuse("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
         self.fabric = with_safe_files(fabric if fabric is not None else Fabric(**words), self.config.trusted)
         check_launched(self.fabric)
-        self.callbacks = parse_callbacks(callbacks, given)
+        self.callbacks = []
+        if callbacks is not None:
+            from .trainer.callbacks import parse_callbacks
+
+            self.callbacks = parse_callbacks(callbacks, given)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.loggers, self._own_logger = make_loggers(self.config, loggers, self.fabric)
         self.own_profiler = None
@@ -176,8 +181,12 @@ class FabricLoop(Parts):
         """  # noqa: D401
         functions = {"training_step": training_step, "validation_step": validation_step, "epoch_end": epoch_end}
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
+        if scheduler is not None:
+            from .core.optimizers import with_scheduler
+
+            optimizer = with_scheduler(optimizer, scheduler)
         plan = prepare(self, "fit", model, loaders, datamodule, resume=resume, load=load, functions=functions,
-                      optimizer=with_scheduler(optimizer, scheduler), ckpt_path=ckpt_path,
+                      optimizer=optimizer, ckpt_path=ckpt_path,
                       weights_only=weights_only)  # fmt: skip
         launch(self, plan)
         return self._required("fit").history.frame()
@@ -261,6 +270,8 @@ class FabricLoop(Parts):
 
     def checkpoint_path(self, word: str) -> Path | None:
         """The "last" or "best" checkpoint that this loop, or a ModelCheckpoint among its callbacks, has saved."""
+        from .files.opening import is_file
+
         path = getattr(self.checkpoint_callback, f"{word}_model_path", "")
         return Path(path) if path and is_file(path) else None
 

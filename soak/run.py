@@ -4,8 +4,10 @@
     python soak/run.py --part kills --kills 100      one part, smaller
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
-Parts: `workers` and `nodes` are tests/faults/elastic.py (a worker killed under torchrun, and a whole node),
+Parts: `workers` and `nodes` are tests/faults/elastic.py (a worker killed under torchrun, and a whole node), `launchers` is
+soak/launchers.py (launchers x strategies x verbs, and signals to torchrun),
 `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
+`meanwhile` with such a one that threads save,
 `pieces` is tests/faults/piece_sweep.py (every operation on the disk of both ranks that save in pieces fails once),
 `configurations` is tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py
 (random configurations by Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each
@@ -36,9 +38,11 @@ PARTS = (
     "syscalls",
     "ranks",
     "sharded",
+    "meanwhile",
     "pieces",
     "workers",
     "nodes",
+    "launchers",
     "reads",
     "sweep",
     "fields",
@@ -55,9 +59,11 @@ def command_of(part, words, seed):
         "kills": [*python, FAULTS / "kills.py", "--kills", words.kills, "--seed", seed],
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
         "sharded": [*python, FAULTS / "kills.py", "--sharded", "--kills", words.rank_kills // 2, "--seed", seed],
+        "meanwhile": [*python, FAULTS / "kills.py", "--meanwhile", "--kills", words.rank_kills // 2, "--seed", seed],
         "pieces": [*python, FAULTS / "piece_sweep.py"],
         "workers": [*python, FAULTS / "elastic.py", "--kills", words.worker_kills, "--seed", seed],
         "nodes": [*python, FAULTS / "elastic.py", "--nodes", 2, "--kills", words.node_kills, "--seed", seed],
+        "launchers": [*python, ROOT / "soak" / "launchers.py"],
         "configurations": [*drawn, "--count", words.configurations],
         "configurations2": [*drawn, "--count", words.configurations // 20, "--ranks", 2],
         "beside": [*python, FAULTS / "beside.py", "--seed", seed, "--count", words.beside],
@@ -89,8 +95,9 @@ def rows_of(part, seconds, figures):
         return [(part, 0, "it broke down", seconds, "")]
     if not figures:
         return [(part, 0, 0, seconds, "skipped: no C compiler here")]
-    if part in ("kills", "ranks", "sharded"):
-        what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}{', sharded' * (part == 'sharded')}"
+    if part in ("kills", "ranks", "sharded", "meanwhile"):
+        how = {"sharded": ", sharded", "meanwhile": ", sharded, saved while training goes on"}.get(part, "")
+        what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}{how}"
         remark = (
             f"{figures['rounds']} runs; {figures['left_temporary_files']} kills in mid-write, {figures['began_anew']} before "
             f"the first save; seed {figures['seed']}"
@@ -99,7 +106,15 @@ def rows_of(part, seconds, figures):
     if part in ("workers", "nodes"):
         what = "SIGKILL of a worker under torchrun" if part == "workers" else "SIGKILL of one node of two"
         remark = f"{figures['rounds']} runs, {figures['hangs']} hung; seed {figures['seed']}"
+        if part == "nodes":
+            remark = f"{figures['came_back']} nodes came back, {figures['came_late']} of them behind the end; {remark}"
         return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
+    if part == "launchers":
+        count = len(figures["table"]) + len(figures["signals"])
+        remark = (
+            f"{len(figures['table'])} launchers with a strategy, each with all verbs; {len(figures['signals'])} signals"
+        )
+        return [("launchers, strategies and signals", count, len(figures["losses"]), seconds, remark)]
     if part == "reads":
         remark = f"{figures['looks']} looks of a resumed run, each alone and with a later one"
         return [("failing reads", figures["faults"], len(figures["losses"]), seconds, remark)]

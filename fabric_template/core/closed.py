@@ -9,7 +9,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from .errors import Misuse, MisuseOfType
-from .optimizers import unscales_itself
+from .optimizing import unscales_itself
 from .run import Run
 
 

@@ -112,7 +112,8 @@ class Compiling:
 
     def _look(self, name: str) -> None:
         self._is_new = False
-        breaks = [cause for cause in self._breaks[self._known :] if cause.graph_break and LOGGED not in cause.reason]
+        breaks = [cause for cause in self._breaks[self._known :] if cause.graph_break and cause.user_stack]
+        breaks = [cause for cause in breaks if LOGGED not in cause.reason]
         self._known = len(self._breaks)
         if breaks:
             self._tell_break(name, breaks)
@@ -123,12 +124,8 @@ class Compiling:
             self._counts[code] = len(texts)
 
     def _tell_break(self, name: str, breaks: list[Any]) -> None:
-        first, *others = dict.fromkeys(
-            (c.user_stack[-1].filename, c.user_stack[-1].lineno) for c in breaks if c.user_stack
-        )
-        cause = next(
-            c for c in breaks if c.user_stack and (c.user_stack[-1].filename, c.user_stack[-1].lineno) == first
-        )
+        places = [(cause.user_stack[-1].filename, cause.user_stack[-1].lineno) for cause in breaks]
+        cause, (first, *others) = breaks[0], dict.fromkeys(places)
         what, instead = _told(cause.reason, BREAKS) or _in_torchs_words(cause.reason)
         more = (
             f" (and at {len(others)} other lines)"
@@ -168,9 +165,7 @@ def _told(reason: str, table: tuple[tuple[str, str, str], ...]) -> tuple[str, st
 
 
 def _in_torchs_words(reason: str) -> tuple[str, str]:
-    hint = re.search(r"Hint: (.+)", reason)
-    explained = re.search(r"Explanation: (.+)", reason)
+    hint, explained = re.search(r"Hint: (.+)", reason), re.search(r"Explanation: (.+)", reason)
     what = explained[1] if explained else reason.strip().partition("\n")[0]
-    return what.rstrip(
-        "."
-    ), f"it in another way ({hint[1].rstrip('.')})" if hint else "it in another way, outside the step"
+    way = f"in another way ({hint[1].rstrip('.')})" if hint else "in another way, outside the step"
+    return what.rstrip("."), f"it {way}"

@@ -169,8 +169,9 @@ class Measured:
             values = {name: values[name] for name in values if name in allowed and name not in logged}
             self.looks = bool(values)
         if values:
-            named = {self._named(name, loader): value for name, value in values.items()}
-            run.history.val.add(named, run.log.size_of_batch(), batch_idx)
+            if loader is not None or self._loaders:
+                values = {self._named(name, loader): value for name, value in values.items()}
+            run.history.val.add(values, run.log.size_of_batch(), batch_idx)
 
     def _named(self, name: str, loader: int | None) -> str:
         index = loader or 0
@@ -225,7 +226,8 @@ class Measured:
         results = self._results
         if self._returned and not (self.run.trained.is_lightning and any(results)):
             results = [
-                {name: value for name, value in self._returned.items() if self._loader_of.get(name) == index} | result
+                {name: value for name, value in self._returned.items() if self._loader_of.get(name, 0) == index}
+                | result
                 for index, result in enumerate(results)
             ]
         return [

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .overrides import HOOKS, overrides
+from .overrides import HOOKS, class_of, overrides
 
 # The names by which a callback that is no Lightning's may ask for what comes first.
 LOOPS, MODULES = ("trainer", "loop"), ("module", "model", "pl_module")
@@ -44,7 +44,7 @@ class Listeners:
         method = overrides(self._module, name)
         if method is not None and name in _BY_KEYWORD:
             method = _by_stage(method)
-        return method and self.timed(method, f"[LightningModule]{type(self._module).__name__}.{name}")
+        return method and self.timed(method, f"[LightningModule]{class_of(self._module).__name__}.{name}")
 
     def of_callback(self, callback: Any, name: str) -> Callable | None:
         """A callback's hook: with Trainer's arguments, or with those that it names; None if it has none."""

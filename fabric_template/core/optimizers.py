@@ -1,10 +1,9 @@
-"""Optimizers: every shape that ``configure_optimizers`` may return; what optimizers hold, as it was saved."""
+"""Optimizers: every shape that ``configure_optimizers`` may return."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from .errors import Misuse, MisuseOfType
+from .overrides import class_of
 
 _SHAPES = (
     "None, Optimizer, [Optimizer, ...], ([Optimizer, ...], [scheduler or its dict, ...]),"
@@ -62,7 +62,7 @@ def parse_optimizers(
         >>> parse_optimizers({"optimizer": optimizer})[0] == [optimizer]
         True
     """
-    where = f"{type(owner).__name__}.configure_optimizers()" if owner is not None else "optimizer="
+    where = f"{class_of(owner).__name__}.configure_optimizers()" if owner is not None else "optimizer="
     monitor = None
     schedulers: list[Any] = []
     if returned is None:
@@ -155,11 +155,6 @@ def are_several(optimizer: Any) -> bool:
     return isinstance(optimizer, list | tuple) and sum(map(_steps, optimizer)) > 1
 
 
-def unscales_itself(optimizer: Optimizer) -> bool:
-    """Whether this is one of torch's fused optimizers, to which a GradScaler leaves its scale."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
 class NoOptimizer(Optimizer):
     """Stands where ``configure_optimizers`` returned None: the loop runs, nothing is updated."""
 
@@ -179,44 +174,6 @@ class NoOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Nothing to restore."""
-
-
-@contextmanager
-def states_as_saved(optimizers: Iterable[Any]) -> Iterator[None]:
-    """Whatever state these optimizers load inside keeps the dtypes in which it was saved, and they their defaults.
-
-    ``Optimizer.load_state_dict`` casts all of it to its parameter's: float32 averages of bfloat16 weights are rounded. It
-    also adds a word to the defaults, which groups that are added later would have, and in an uninterrupted run have not.
-    """
-    loaded: list[tuple[Any, Mapping[str, Any]]] = []
-    hooked = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
-    hooks = [
-        optimizer.register_load_state_dict_pre_hook(lambda *now: loaded.append(now))  # as other hooks have left it
-        for optimizer in hooked
-    ]
-    defaults = [dict(optimizer.defaults) for optimizer in hooked]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for optimizer, before in zip(hooked, defaults, strict=True):
-            optimizer.defaults = before
-    for optimizer, saved in loaded:
-        for theirs, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-            for number, parameter in zip(theirs["params"], group["params"], strict=True):
-                if number in saved["state"]:
-                    optimizer.state[parameter] = _as_saved(optimizer.state[parameter], saved["state"][number])
-
-
-def _as_saved(loaded: Any, saved: Any) -> Any:
-    if isinstance(saved, torch.Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
-    if isinstance(saved, dict):
-        return {key: _as_saved(loaded[key], value) for key, value in saved.items()}
-    if type(saved) in (list, tuple):
-        return type(saved)(map(_as_saved, loaded, saved))
-    return loaded
 
 
 def _steps(item: Any) -> bool:

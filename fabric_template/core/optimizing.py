@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .inputs import check_parameters
-from .optimizers import SchedulerConfig, is_maker, parse_optimizers
 from .overrides import overrides
 from .trained import Trained
+
+if TYPE_CHECKING:
+    from .optimizers import SchedulerConfig
 
 
 class Optimizing:
@@ -20,18 +24,25 @@ class Optimizing:
     def __init__(self, given: Any, wrap: Callable[[Any], Any]) -> None:
         self.given, self._wrap = given, wrap
         self.optimizers: list[Any] = []
-        self.wrapped: list[Any] = []
         self.schedulers: list[SchedulerConfig] = []
 
     def set_up(self, trained: Trained, configure: Callable[[], Any] | None) -> None:
         """Ask the module for its optimizers and schedulers, or take the ones that fit was given."""
-        returned = self.given(trained.model) if is_maker(self.given) else self.given
+        returned = self.given
+        if returned is not None:
+            from .optimizers import is_maker
+
+            returned = returned(trained.model) if is_maker(returned) else returned
         if returned is None and configure is not None:
             returned = configure()
-        custom = overrides(trained.owner, "lr_scheduler_step") is not None
-        optimizers, self.schedulers = parse_optimizers(
-            returned, automatic=trained.is_automatic, owner=trained.owner, custom_step=custom
-        )
+        optimizers = [returned]
+        if not isinstance(returned, Optimizer):
+            from .optimizers import parse_optimizers
+
+            custom = overrides(trained.owner, "lr_scheduler_step") is not None
+            optimizers, self.schedulers = parse_optimizers(
+                returned, automatic=trained.is_automatic, owner=trained.owner, custom_step=custom
+            )
         check_parameters(optimizers, trained.net, trained.name)
         self.replace(optimizers)
         self.follow()  # states made before the move (a loaded optimizer)
@@ -57,8 +68,18 @@ class Optimizing:
     def replace(self, optimizers: list[Any]) -> None:
         """Train with these from now on; a callback may bring others."""
         self.optimizers = list(optimizers)
-        self.wrapped = [self._wrap(optimizer) for optimizer in self.optimizers]
+        vars(self).pop("wrapped", None)
+
+    @cached_property
+    def wrapped(self) -> list[Any]:
+        """Each as a module sees it."""
+        return [self._wrap(optimizer) for optimizer in self.optimizers]
 
     def learning_rates(self) -> list[float]:
         """The first learning rate of each optimizer."""
         return [float(group["lr"]) for o in self.optimizers for group in o.param_groups[:1] if "lr" in group]
+
+
+def unscales_itself(optimizer: Optimizer) -> bool:
+    """Whether this is one of torch's fused optimizers, to which a GradScaler leaves its scale."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -20,15 +20,16 @@ def loss_in(output: Any, run: Run) -> Tensor | None:
         run.said.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
         return None
     loss = output
-    if isinstance(output, Mapping):
+    if isinstance(output, tuple):
+        if len(output) == 2 and not run.trained.is_lightning:
+            loss = output[0]
+    elif isinstance(output, Mapping):
         loss = output.get("loss")
         if loss is None:
             raise Misuse(
                 "In automatic optimization, when `training_step` returns a dict, the 'loss' key needs to be present;"
                 f" found the keys {sorted(map(str, output))}: write return {{'loss': loss, ...}}"
             )
-    elif isinstance(output, tuple) and len(output) == 2 and not run.trained.is_lightning:
-        loss = output[0]
     if not isinstance(loss, Tensor):
         raise MisuseOfType(
             "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step will be"
@@ -65,19 +66,19 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
         >>> name_outputs((torch.tensor(0.5), torch.tensor(1.0)), "val")
         {'val_loss': tensor(0.5000), 'val_acc': tensor(1.)}
     """
-    if isinstance(output, Tensor | numbers.Number):
-        named: Mapping[str, Any] = {"loss": output}
-    elif isinstance(output, Mapping):
-        named = output
-    elif isinstance(output, tuple) and len(output) == 2:
-        named = {"loss": output[0], "acc": output[1]}
+    if isinstance(output, tuple):  # first what is quickly known: it is asked for each batch
+        named: Mapping[Any, Any] = {"loss": output[0], "acc": output[1]} if len(output) == 2 else {}
+    elif isinstance(output, Tensor | numbers.Number):
+        named = {"loss": output}
     else:
-        return {}
-    found = {}
+        named = output if isinstance(output, Mapping) else {}
+    found, beginning = {}, f"{prefix}_"
     for key, value in named.items():
-        name = key if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}"
-        if isinstance(value, Tensor) and value.numel() == 1:
-            found[name] = value.detach().reshape(())
+        name = key if str(key).startswith(beginning) else f"{beginning}{key}"
+        if isinstance(value, Tensor):
+            if value.numel() == 1:
+                value = value.detach() if value.requires_grad else value
+                found[name] = value.reshape(()) if value.dim() else value
         elif isinstance(value, numbers.Number) and not isinstance(value, bool):
             found[name] = torch.tensor(float(value))  # type: ignore[arg-type]
     return found

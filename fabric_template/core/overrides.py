@@ -78,6 +78,12 @@ def overrides(owner: Any, name: str) -> Callable | None:
     return None if inherited else method
 
 
+def class_of(part: Any) -> type:
+    """The class that a user knows an object by; fully_shard gives a module one of its own, FSDPLinear in Linear's place."""
+    kind = type(part)
+    return kind.__bases__[-1] if kind.__name__.startswith("FSDP") and is_a(part, "FSDPModule") else kind
+
+
 def is_a(callback: Any, *kinds: str) -> bool:
     """Whether a callback's class, or one of those it inherits from, has one of these names.
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+
 
 def is_interactive() -> bool:
     """Whether this is a notebook or an interactive session; a script that has only imported IPython is none."""
@@ -41,6 +44,12 @@ class Said:
         is_new = text not in self._texts
         self._texts.add(text)
         return is_new
+
+
+def advise(fabric: Fabric, text: str, category: type[Warning] = PossibleUserWarning) -> None:
+    """Warn on rank zero."""
+    if fabric.is_global_zero:
+        warnings.warn(text, category, stacklevel=2)
 
 
 def count(number: int, word: str) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 from .errors import Misuse
-from .optimizers import SchedulerConfig
 from .overrides import overrides
 from .run import Run
+
+if TYPE_CHECKING:
+    from .optimizers import SchedulerConfig
 
 
 def step_schedulers(run: Run, interval: str, plateau: bool) -> None:

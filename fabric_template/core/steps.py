@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .net import Modes, with_a_note
+from .overrides import class_of
 
 if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricModule
@@ -66,7 +67,7 @@ class Steps:
         if is_shared_out(self.fabric):
             from .sharded import Sharded
 
-            self.sharded = Sharded(self.fabric, self.net, type(self.owner).__name__)
+            self.sharded = Sharded(self.fabric, self.net, class_of(self.owner).__name__)
             self.sharded.set_up()
         elif training and any(p.requires_grad for p in self.net.parameters()):
             wrapped = self.fabric.setup(StepModule(self.net))

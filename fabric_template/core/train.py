@@ -28,7 +28,7 @@ def fit(run: Run) -> None:
         run.bookmark.stay_finished()
         run.keeper.nothing_to_do(run)
         return
-    run.bookmark.tell_differences()
+    run.bookmark.note_data()
     if validation.in_this_epoch and run.origin.pending is None:  # of a resumed run the bookmark knows whether it was
         run.data.set_up_val()
     stop.start_clock()

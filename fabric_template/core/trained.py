@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from .functions import FunctionSteps, takes_iterator
+from .overrides import class_of
 
 
 def is_lightning(owner: Any) -> bool:
@@ -38,7 +39,7 @@ class Trained:
     @property
     def name(self) -> str:
         """What the user calls the model in errors: its class."""
-        return type(self.model).__name__
+        return class_of(self.model).__name__
 
     @cached_property
     def is_lightning(self) -> bool:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from .functions import takes_batch_idx
-from .optimizers import NoOptimizer, unscales_itself
+from .optimizing import unscales_itself
 from .outputs import loss_in, refuse_without_gradient
-from .overrides import overrides
+from .overrides import class_of, overrides
 from .run import Run
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ class AutomaticUpdate:
         run, hooks, timed = self.run, self.hooks, self.hooks.timed
         self.fabric, self.owner, self.is_plain = run.fabric, run.trained.owner, run.steps.is_plain
         strategy = f"[Strategy]{type(self.fabric.strategy).__name__}"  # so profilers call these parts
-        self.named = f"[LightningModule]{type(self.owner).__name__}"
+        self.named = f"[LightningModule]{class_of(self.owner).__name__}"
         self.step = hooks.named("training_step", timed(run.steps.get("training_step"), f"{strategy}.training_step"))
         self.takes_idx = takes_batch_idx(self.owner.training_step)
-        # none: manual, with one of its own
-        self.optimizer: Any = run.optimizing.optimizers[0] if run.optimizing.optimizers else NoOptimizer()
+        # None: manual, with one of its own
+        self.optimizer: Any = (*run.optimizing.optimizers, None)[0]
         self.scaler: Any = getattr(self.fabric.strategy.precision, "scaler", None)
         self.keeps = not run.config.barebones or hooks.heard("on_train_batch_end")
         self.heard = any(map(hooks.heard, UPDATE_HOOKS))

@@ -18,13 +18,14 @@ class Coming(NamedTuple):
     """A batch that is on its way."""
 
     batch: Any
-    arrived: Any  # when it is there; what that is, its lane knows
+    arrived: Any  # when it is there; what that is, its lane knows; None: it is there
 
 
 class SideStream:
     """Copies to a CUDA device beside what computes there.
 
-    A copy from memory that is not pinned makes the host wait for it: such tensors are pinned first.
+    A copy from memory that is not pinned makes the host wait for it: such tensors are pinned first. A batch with a tensor
+    on a device already, which the computing stream may still be writing, is brought there by that stream.
 
     Args:
         device: where to.
@@ -38,12 +39,18 @@ class SideStream:
 
     def send(self, batch: Any) -> Coming:
         """Begin to bring it."""
+        on_device: list[Tensor] = []
+        apply_to_collection(batch, Tensor, lambda part: on_device.append(part) if part.is_cuda else None)
+        if on_device:
+            return Coming(self._move(batch), None)
         batch = apply_to_collection(batch, Tensor, _pinned)
         with torch.cuda.stream(self._stream):
             return Coming(self._move(batch), self._stream.record_event())
 
     def receive(self, coming: Coming) -> Any:
         """The batch, for which the device waits, not the host."""
+        if coming.arrived is None:
+            return coming.batch
         current = torch.cuda.current_stream(self._device)
         current.wait_event(coming.arrived)
         # its memory is the side stream's: not to be taken for another batch before the step has read it

@@ -16,7 +16,7 @@ from ..core.passes import INFINITE, Pass
 from ..core.ranks import check_lengths
 from ..core.run import Run
 from .loaders import USED_UP, Loaders
-from .sharing import ready
+from .ready import ready
 from .transfer import make_transfer
 
 

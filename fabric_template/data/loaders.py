@@ -14,7 +14,6 @@ from ..core.errors import Misuse, MisuseOfType
 from ..core.inputs import is_combined, length_of, why_no_loader
 from ..core.passes import INFINITE, Pass, Turn, end_workers
 from ..exact.position import Sources, told_the_epoch
-from .tensors import TensorLoader
 
 USED_UP = (
     "an iterator is used up after one pass; give what begins anew with each pass (a DataLoader, a TensorLoader, a list, an"
@@ -39,7 +38,7 @@ class Loaders:
         self.names = names_of(source) if found != [source] else []
         for loader in found:
             check_iterable(loader, origin)
-            if not isinstance(loader, DataLoader | TensorLoader):
+            if not (isinstance(loader, DataLoader) or _is_tensor_loader(loader)):
                 iter(loader)  # as Trainer's own check does: one that draws its order in there draws it once more
         self.loaders = [ready(loader) for loader in found]
         self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
@@ -239,6 +238,7 @@ def loaders_in(source: Any) -> list[Any]:
 
     Example:
         >>> import torch
+        >>> from fabric_template import TensorLoader
         >>> one, other = range(3), TensorLoader(torch.zeros(2))
         >>> loaders_in({"a": one, "b": [other, one]}) == [one, other, one]
         True
@@ -260,6 +260,11 @@ def check_iterable(loader: Any, origin: str) -> None:
             f"An invalid dataloader was {origin}. Found {found}: a {type(loader).__name__}, which {why}; expected a"
             " DataLoader, a TensorLoader or any iterable of batches"
         )
+
+
+def _is_tensor_loader(loader: Any) -> bool:
+    """Whether this is a TensorLoader, which who gives none need not import."""
+    return any(base.__module__ == f"{__package__}.tensors" for base in type(loader).__mro__)
 
 
 def _holds_loaders(source: Any) -> bool:

@@ -1,22 +1,18 @@
-"""Sharing: a loader as a run needs it: this rank's part of the samples, unshuffled to overfit, its indices noted to predict."""
+"""Sharing: a DataLoader that draws other samples: this rank's part of them, unshuffled to overfit, noted to predict."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from lightning.fabric import Fabric
 
 # Lightning's own way to make a custom batch sampler again around another sampler has no public name.
 # tests/contract/test_private_names.py says so in a line if it goes.
-from lightning.fabric.utilities.data import _dataloader_init_kwargs_resolve_sampler, suggested_max_num_workers
+from lightning.fabric.utilities.data import _dataloader_init_kwargs_resolve_sampler
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,68 +23,38 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ..core.inputs import length_of
-from ..core.passes import INFINITE
 from ..core.ranks import share_of
+from ..core.said import advise
 from .tensors import count_cuts, cuts, global_seed, longest_share, without_repeats
 
 
-def ready(loader: Any, fabric: Fabric, stage: str, overfit: bool = False, may_be_empty: bool = False) -> Any:
-    """The loader as this rank uses it; the one that was given stays as it is.
-
-    Under several processes each rank draws its own part of the samples. In training the parts are equally long, some
-    samples come twice. In evaluation each sample comes once, so that sums over the ranks are right; the ranks' parts may
-    differ by one sample, their numbers of batches only where a batch is a single sample. A loader with a
-    DistributedSampler of its own keeps it.
-
-    Only DataLoaders, and loaders with a method ``distribute`` (TensorLoader), are changed. ``overfit``: the same samples each
-    time, unshuffled; ``may_be_empty``: a rank may have nothing where others have something.
-
-    Raises:
-        TypeError: for a batch sampler that cannot be made again around another sampler.
-        RuntimeError: for a loader that is empty on this rank only.
-    """
-    parts, part = share_of(fabric)
-    several = parts > 1
-    if several and hasattr(loader, "distribute"):
-        shuffled, loader = loader.shuffle and not overfit, copy.copy(loader)  # it may be given for another stage, too
-        loader.distribute(parts, part, shuffled, repeat=stage == "train")
-    if isinstance(loader, DataLoader):
-        shuffled = is_shuffled(loader)
-        if stage != "train" and shuffled and not overfit:
-            _advise(
-                fabric,
-                f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you turn"
-                " shuffling off for val/test dataloaders.",
-            )
-        if overfit and isinstance(loader.dataset, IterableDataset):
+def drawing_otherwise(loader: Any, fabric: Fabric, stage: str, overfit: bool, shuffled: bool) -> DataLoader:
+    """A copy of the loader that draws what this rank is to see, or the loader itself; for what `ready` says."""
+    several = share_of(fabric)[0] > 1
+    if isinstance(loader.dataset, IterableDataset):
+        if overfit:
             loader = _with_batches(loader, loader.batch_sampler)  # as Trainer's copy, with workers of its own
-        if several and isinstance(loader.dataset, IterableDataset) and not _shares_itself(loader.dataset):
-            _advise(
+        if several and not _shares_itself(loader.dataset):
+            advise(
                 fabric,
                 f"{type(loader.dataset).__name__} is iterable, and nothing in it tells one rank from another: each of the"
                 f" {fabric.world_size} processes gets every sample of the {stage} loader; share them in its __iter__, by"
                 " torch.distributed.get_rank() and get_world_size(), or give a map-style dataset, which the loop shares",
             )
-        if not isinstance(loader.dataset, IterableDataset):
-            if overfit and not isinstance(loader.sampler, SequentialSampler):
-                _advise(
-                    fabric,
-                    f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the {stage}"
-                    " dataloader shuffling for you.",
-                )
-                loader = _drawing_from(loader, SequentialSampler(loader.dataset))
-            if several and not isinstance(loader.sampler, DistributedSampler):
-                loader = _share(loader, fabric, stage, shuffle=not overfit and (stage == "train" or shuffled))
-            if stage == "predict" and loader.batch_sampler is not None:
-                if all(hasattr(loader.batch_sampler, name) for name in ("batch_size", "drop_last")):
-                    loader = _drawing_from(loader, loader.sampler)  # in the order of the samples, as Trainer
-                loader = _with_batches(loader, NotedBatches(loader.batch_sampler))
-        _check_workers(loader, fabric, stage)
-        if loader.worker_init_fn is None and os.environ.get("PL_SEED_WORKERS") == "1":
-            # what seed_everything(workers=True) asks for; setup_dataloaders sets it on the loader itself
-            fabric.setup_dataloaders(loader, use_distributed_sampler=False, move_to_device=False)
-    _check_length(loader, fabric, may_be_empty)
+        return loader
+    if overfit and not isinstance(loader.sampler, SequentialSampler):
+        advise(
+            fabric,
+            f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the {stage}"
+            " dataloader shuffling for you.",
+        )
+        loader = _drawing_from(loader, SequentialSampler(loader.dataset))
+    if several and not isinstance(loader.sampler, DistributedSampler):
+        loader = _share(loader, fabric, stage, shuffle=not overfit and (stage == "train" or shuffled))
+    if stage == "predict" and loader.batch_sampler is not None:
+        if all(hasattr(loader.batch_sampler, name) for name in ("batch_size", "drop_last")):
+            loader = _drawing_from(loader, loader.sampler)  # in the order of the samples, as Trainer
+        loader = _with_batches(loader, NotedBatches(loader.batch_sampler))
     return loader
 
 
@@ -100,62 +66,6 @@ def _shares_itself(dataset: Any) -> bool:
     except (OSError, TypeError):  # of a library, or typed: nobody knows
         return True
     return any(word in code or any(word in str(name) for name in getattr(dataset, "__dict__", ())) for word in words)
-
-
-def _check_workers(loader: DataLoader, fabric: Fabric, stage: str) -> None:
-    """Advise on worker processes, where there are processors for them."""
-    context = loader.multiprocessing_context
-    spawns = (context or torch.multiprocessing).get_start_method() == "spawn"
-    most = suggested_max_num_workers(len(getattr(fabric.strategy, "parallel_devices", None) or [0]))
-    if loader.num_workers > 0 and spawns and not loader.persistent_workers:
-        _advise(
-            fabric,
-            f"Consider setting `persistent_workers=True` in '{stage}_dataloader' to speed up the dataloader worker"
-            " initialization.",
-        )
-    elif loader.num_workers < 2 and most > 1:
-        _advise(
-            fabric,
-            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider increasing the value"
-            f" of the `num_workers` argument` to `num_workers={most}` in the `DataLoader` to improve performance.",
-        )
-
-
-def _check_length(loader: Any, fabric: Fabric, may_be_empty: bool) -> None:
-    """Warn of nothing on all ranks, refuse nothing on this one, where the others would wait for it."""
-    length, name = length_of(loader), type(loader).__name__
-    if length == INFINITE:
-        return
-    total = fabric.all_reduce(torch.tensor(length, device=fabric.device), reduce_op="sum")
-    if total == 0:
-        _advise(
-            fabric,
-            f"Total length of `{name}` across ranks is zero. Please make sure this was your intention.",
-            UserWarning,
-        )
-    elif length == 0 and not may_be_empty:
-        raise RuntimeError(
-            f"`{name}` within local rank has zero length. Please make sure that it returns at least 1 batch."
-        )
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        _advise(
-            fabric,
-            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading (when num_workers"
-            " > 1), `__len__` could be inaccurate if each worker is not configured independently to avoid having duplicate"
-            " data.",
-            UserWarning,
-        )
-
-
-def _advise(fabric: Fabric, text: str, category: type[Warning] = PossibleUserWarning) -> None:
-    if fabric.is_global_zero:
-        warnings.warn(text, category, stacklevel=2)
-
-
-def is_shuffled(loader: DataLoader) -> bool:
-    """Whether a loader draws its samples in random order, as far as PyTorch's own samplers tell."""
-    owner = loader.batch_sampler if loader.batch_sampler is not None else loader
-    return isinstance(getattr(owner, "sampler", None), RandomSampler)
 
 
 class NotedBatches:

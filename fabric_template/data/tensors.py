@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -93,9 +94,22 @@ class TensorLoader:
         tensors = self.tensors
         if order is not None:
             order = order.to(tensors[0].device)
-        slices = cuts(self._num_samples, self.batch_size, self._most, done)
-        for cut in islice(slices, max(len(self) - done, 0)):
-            yield tuple(tensor[cut] if order is None else tensor[order[cut]] for tensor in tensors)
+        slices = islice(cuts(self._num_samples, self.batch_size, self._most, done), max(len(self) - done, 0))
+        if order is None:
+            for cut in slices:
+                yield tuple([tensor[cut] for tensor in tensors])
+            return
+        takers = [_taker(tensor) for tensor in tensors]
+        for cut in slices:
+            rows = order[cut]
+            yield tuple([take(rows) for take in takers])
+
+
+def _taker(tensor: Any) -> Callable[[Tensor], Any]:
+    """What takes rows out of a tensor: on the CPU index_select copies each row in one piece, twice as fast as an index does."""
+    if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
+        return partial(torch.index_select, tensor, 0)
+    return tensor.__getitem__  # keeps the order of dimensions in memory (channels_last), and a subclass
 
 
 def _has_samples(tensor: Any) -> bool:

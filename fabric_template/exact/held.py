@@ -1,16 +1,14 @@
-"""Held: what the parts of a run hold beside their state_dict, saved with a checkpoint and put back on resume."""
+"""Held: what the parts of a run hold beside their state_dict, for a checkpoint; put_back.py puts it back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..core.overrides import is_a
 from ..core.run import Run
-from .randomness import PLAIN, find, generator_state, is_generator, set_generator_state
+from .randomness import PLAIN, find, generator_state, is_generator
 
 
 class Held:
@@ -35,7 +33,7 @@ class Held:
 
     def set_up_optimizers(self) -> None:
         """Note how many parameters each optimizer trains."""
-        self._groups = [_sizes(optimizer) for optimizer in self.run.optimizing.optimizers]
+        self._groups = [sizes(optimizer) for optimizer in self.run.optimizing.optimizers]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of a checkpoint."""
@@ -48,15 +46,15 @@ class Held:
         }
         names = {id(parameter): name for name, parameter in run.trained.net.named_parameters()}
         groups = [
-            None if _sizes(own) == sizes else [[names.get(id(p)) for p in g["params"]] for g in own.param_groups]
-            for own, sizes in zip(run.optimizing.optimizers, self._groups, strict=False)
+            None if sizes(own) == counted else [[names.get(id(p)) for p in g["params"]] for g in own.param_groups]
+            for own, counted in zip(run.optimizing.optimizers, self._groups, strict=False)
         ]
         return {
-            "generators": {path: generator_state(generator) for path, generator in self._generators().items()},
+            "generators": {path: generator_state(generator) for path, generator in self.generators().items()},
             "buffers": _buffers_of(run.trained.net, all_of_them=run.steps.sharded is not None),
             "settings": changed,
             "groups": groups,
-            "tensors": {path: part_of(tensor) for path, tensor in self._tensors().items()},
+            "tensors": {path: part_of(tensor) for path, tensor in self.tensors().items()},
             "weights": run.update.weights.total if run.update is not None and run.update.weights is not None else None,
             "gradients": {
                 names[id(parameter)]: part_of(parameter.grad)
@@ -84,68 +82,13 @@ class Held:
         )
         return run.optimizing.optimizers if is_averaged else run.update.waiting()
 
-    def put_back_groups(self, groups: Sequence[Any]) -> None:
-        """Let optimizers train the parameters that they trained, before their state is loaded."""
-        parameters = dict(self.run.trained.net.named_parameters())
-        for optimizer, saved in zip(self.run.optimizing.optimizers, groups, strict=False):
-            if not saved or [len(names) for names in saved] == _sizes(optimizer):
-                continue
-            if not {name for names in saved for name in names} <= parameters.keys():
-                continue  # of another model: what loads the optimizer's state says so
-            del optimizer.param_groups[len(saved) :]
-            for group in optimizer.param_groups:
-                group["params"] = []
-            for index, names in enumerate(saved):
-                own = [parameters[name] for name in names]
-                if index < len(optimizer.param_groups):
-                    optimizer.param_groups[index]["params"] = own
-                else:
-                    optimizer.add_param_group({"params": own})
-
-    def put_back(self, state: Mapping[str, Any]) -> None:
-        """Put everything but the groups back, after all hooks that set it up again."""
-        net, device = self.run.trained.net, self.run.fabric.device
-        modules, parameters = dict(net.named_modules()), dict(net.named_parameters())
-        for name, own in state["settings"].items():
-            for key, value in own.items():
-                if name in modules and type(vars(modules[name]).get(key, ...)) in PLAIN:
-                    setattr(modules[name], key, value)
-                elif name in parameters and key == "requires_grad":
-                    parameters[name].requires_grad_(value)
-        with torch.no_grad():
-            for name, value in state["buffers"].items():
-                owner, _, key = name.rpartition(".")
-                if owner in modules:
-                    _put(modules[owner], key, value.to(device, copy=True))
-            tensors = self._tensors()
-            for path, value in state["tensors"].items():
-                if path in tensors and part_of(tensors[path]).shape == value.shape:
-                    part_of(tensors[path]).copy_(value)
-        if state.get("weights") is not None and self.run.update is not None and self.run.update.weights is not None:
-            total = state["weights"]
-            self.run.update.weights.total = total.to(device) if isinstance(total, Tensor) else total
-        for name, gradient in state["gradients"].items():
-            if name in parameters and part_of(parameters[name]).shape == gradient.shape:
-                whole = part_of(parameters[name]) is parameters[name]
-                parameters[name].grad = gradient.to(device, copy=True) if whole else torch.zeros_like(parameters[name])
-                if not whole:
-                    part_of(parameters[name].grad).copy_(gradient)
-        generators = self._generators()
-        for path, part in state["generators"].items():
-            if path in generators:
-                set_generator_state(generators[path], part)
-        if missing := sorted(state["generators"].keys() - generators.keys()):
-            self.run.said.warn(
-                f"resume: the checkpoint has the state of random generators that are not there now ({', '.join(missing)}): what"
-                " they draw is not what they would have drawn; make them in __init__ or setup"
-            )
-
-    def _generators(self) -> dict[str, Any]:
+    def generators(self) -> dict[str, Any]:
+        """The random generators that they hold, by the way to each."""
         run = self.run
         callbacks = {f"callbacks.{index}": callback for index, callback in enumerate(run.hooks.callbacks)}
         return find({"model": run.trained.owner, "datamodule": run.trained.datamodule, **callbacks}, is_generator)
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Tensors that optimizers hold for themselves, float32 copies of the weights for example."""
         found: dict[str, Tensor] = {}
         for index, optimizer in enumerate(self.run.optimizing.optimizers):
@@ -182,7 +125,8 @@ def part_of(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _sizes(optimizer: Any) -> list[int]:
+def sizes(optimizer: Any) -> list[int]:
+    """How many parameters each of its groups has."""
     return [len(group["params"]) for group in optimizer.param_groups]
 
 
@@ -194,12 +138,3 @@ def _buffers_of(net: nn.Module, all_of_them: bool) -> dict[str, Tensor]:
         for key in sorted(module._buffers if all_of_them else module._non_persistent_buffers_set)
         if module._buffers.get(key) is not None
     }
-
-
-def _put(module: nn.Module, name: str, value: Tensor) -> None:
-    """Fill a buffer, or put another one in its place."""
-    now = getattr(module, name, None)
-    if isinstance(now, Tensor) and now.shape == value.shape and now.dtype == value.dtype and not now.is_inference():
-        now.copy_(value)
-    elif name in module._buffers:
-        setattr(module, name, value)

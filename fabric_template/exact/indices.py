@@ -1,15 +1,15 @@
-"""Indices: a loader's sampler that begins behind what is done; the samplers and datasets with a state of their own."""
+"""Indices: a loader's sampler that begins behind what is done."""
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 
 _LAZY = (
     "resume: {} draws a batch as it is sent to a worker, from random numbers that training draws from, too: those that were"
@@ -76,30 +76,17 @@ def _when_needed(indices: Any) -> Iterator[Any]:
     yield from indices
 
 
-def stateful_parts(loader: Any) -> tuple[list[Any], list[Any]]:
-    """The samplers, and the datasets, with state_dict and load_state_dict in a DataLoader."""
-    if not isinstance(loader, DataLoader):
-        return [], []
-    samplers = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
-    datasets = [loader.dataset, getattr(loader.dataset, "dataset", None)]
-    return _with_state(samplers), _with_state(datasets)
-
-
-def _with_state(parts: list[Any]) -> list[Any]:
-    return list({id(part): part for part in parts if has_state(part)}.values())
-
-
-def has_state(part: Any) -> bool:
-    """Whether this can be put where it was, by state_dict and load_state_dict."""
-    return all(callable(getattr(part, f"{verb}state_dict", None)) for verb in ("", "load_"))
-
-
-def load_states(parts: list[Any], states: list[Any] | None) -> None:
-    """Put parts back where they were, as many as there are states."""
-    for part, state in zip(parts, states or (), strict=False):
-        part.load_state_dict(copy.deepcopy(state))
-
-
 def drop(iterator: Iterator, number: int) -> None:
     """Leave out so many."""
     deque(islice(iterator, number), maxlen=0)
+
+
+@contextmanager
+def replaced(loader: Any, **parts: Any) -> Iterator[None]:
+    """Within, a loader has other parts; DataLoader's own way to set them refuses some."""
+    own = {name: vars(loader)[name] for name in parts}
+    vars(loader).update(parts)
+    try:
+        yield
+    finally:
+        vars(loader).update(own)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from ..core.errors import Misuse
 from .randomness import (
     generator_state,
@@ -29,7 +31,7 @@ class Sources:
 
     def __init__(self, loaders: list[Any], combined: bool, trains: bool, records: bool) -> None:
         self.combined, self.trains, self.records = combined, trains, records
-        self.each = [Source(loader, records, trains, combined) for loader in loaders]
+        self.each = [source_of(loader, records, trains, combined) for loader in loaders]
         self._resumed: dict[str, Any] | None = None
         self._ahead: Any = None  # positions and random numbers as the batch was fetched that was looked at ahead
         self.note = self._note if records and trains else None
@@ -69,6 +71,8 @@ class Sources:
 
     def resume(self, state: dict[str, Any]) -> None:
         """Let the next pass begin there."""
+        from .middle import resume
+
         if len(state["sources"]) != len(self.each):
             raise Misuse(
                 f"resume: the checkpoint is of a run with {len(state['sources'])} loaders, this one has {len(self.each)}:"
@@ -77,7 +81,7 @@ class Sources:
         self._resumed = state
         self.put_back_seeds(state.get("seeds", ()))
         for source, part in zip(self.each, state["sources"], strict=True):
-            source.resume(part)
+            resume(source, part)
 
     def put_back_generators(self, state: dict[str, Any]) -> None:
         """Put the loaders' random generators where they were, if they are the same; this may draw random numbers."""
@@ -113,6 +117,15 @@ class Sources:
             self._before_ahead, self._drawing = None, self.generators()
         packed = pack_rng_state(self._drawing) if self._draws_here else None
         self._ahead = [source.position() for source in self.each], packed
+
+
+def source_of(loader: Any, records: bool = False, trains: bool = False, counts: bool = False) -> Source:
+    """A loader as a source, with worker processes or without."""
+    if not (isinstance(loader, DataLoader) and loader.num_workers):
+        return Source(loader, records, trains, counts)
+    from .multiprocess import MultiprocessSource
+
+    return MultiprocessSource(loader, records, trains, counts)
 
 
 def told_the_epoch(loader: Any) -> list[Any]:

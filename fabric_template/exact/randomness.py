@@ -114,7 +114,7 @@ def find(owners: Mapping[str, Any], wanted: Callable[[Any], bool]) -> dict[str, 
     left = list(owners.items())[::-1]
     while left:
         path, item = left.pop()
-        if id(item) in seen:
+        if type(item) in PLAIN or id(item) in seen:
             continue
         if wanted(item):
             seen.add(id(item))
@@ -229,6 +229,8 @@ def _parts(item: Any) -> list[tuple[str, Any]]:
 
 def _slots_of(kind: type) -> list[str]:
     names = vars(kind).get("__slots__", ())
+    if not names:  # as of nearly all
+        return []
     names = [names] if isinstance(names, str) else list(names)
     private = f"_{kind.__name__.lstrip('_')}"
     names = [f"{private}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names]

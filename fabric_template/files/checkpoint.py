@@ -8,17 +8,16 @@ Trainer does not keep (random states, the position in the epoch, running sums, t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning.fabric import __version__ as lightning_version
 
-from ..core.overrides import overrides
+from ..core.overrides import class_of, overrides
 from ..core.ranks import gather, share_of
 from ..core.run import Run
 from ..core.said import Said
-from ..exact.randomness import rng_state, rng_state_of_another
-from .plain import without_odd
+from ..exact.randomness import rng_state
+from .ordinary import ordinary_bytes
 
 OURS = "fabric_template"
 FORMAT = 1
@@ -78,9 +77,13 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
 def hyperparameters_of(owner: Any, trusted: bool, said: Said) -> dict[str, Any]:
     """The hyperparameters of a module or datamodule that a file can hold; said once of the others what becomes of them."""
     hparams = dict(getattr(owner, "hparams", None) or {})
-    kept, text = (hparams, None) if trusted else without_odd(hparams)
+    if trusted or ordinary_bytes(hparams) is not None:
+        return hparams
+    from .plain import without_odd
+
+    kept, text = without_odd(hparams)
     if text is not None:
-        said.warn(f"{type(owner).__name__}: {text}")
+        said.warn(f"{class_of(owner).__name__}: {text}")
     return kept
 
 
@@ -152,19 +155,6 @@ def _our_state(run: Run) -> dict[str, Any]:
         "kept": run.keeper.state_dict(),
         **run.log.rows_state(),
     }
-
-
-def of_this_rank(run: Run, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank gave to the checkpoint; if it was not there what the first one gave, but for its random numbers."""
-    ranks, rank = ours["ranks"], run.fabric.global_rank
-    if rank < len(ranks):
-        return ranks[rank]
-    part = {**ranks[0], "rng": rng_state_of_another(ranks[0]["rng"], rank)}
-    # the seeds by which the ranks share the samples stay, the first one's workers do not
-    for stage in ("train", "val"):
-        if part[stage] is not None:
-            part[stage] = {**part[stage], "sources": [None] * len(part[stage]["sources"])}
-    return part
 
 
 def loops_state(run: Run) -> dict[str, Any]:

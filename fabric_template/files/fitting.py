@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.optimizers import states_as_saved
 from ..core.overrides import is_a
+from ..core.states import states_as_saved
 from . import schema
-from .opening import CheckpointError
+from .errors import CheckpointError
 from .schema import Is, anything, check, one_of, scalar, text
 
 number = Is("a number, or a tensor of one", lambda value: schema.number.test(value) or scalar.test(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from ..core.errors import Misuse
 from ..core.history import is_better
 from ..core.run import Run
 from .checkpoint import OURS, point_of, state_of
-from .names import ONE, name_of
-from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, is_file
-from .plain import SHARDS
-from .reading import read_checkpoint
+from .errors import CheckpointError, DamagedError, UnreadableError, cause_of
+from .names import ONE, PIECES, name_of
+from .ordinary import SHARDS
 from .storage import AtomicCheckpointIO, UnsyncedError, door, inside
 
 
@@ -51,6 +51,9 @@ class Keeper:
         self._stepped: int | None = None  # optimizer steps after the batch before
         self._judged: int | None = None  # the epoch whose newest validation was judged when it was over
         self._saved_at: tuple[int, ...] | None = None  # where the run stood when last.ckpt was written
+        self._follows_pieces = False  # the run goes on from pieces, and may leave them behind
+        # "together": what is written is of before; "alone": after an error, by rank zero
+        self.settling: str | None = None
 
     @property
     def best_model_path(self) -> str:
@@ -109,21 +112,18 @@ class Keeper:
         path = None if score is None or self.top_k == 0 else self._path_for(place, score)
         if self.monitor is not None:
             path, score = run.fabric.broadcast((path, score))  # they may differ: rank zero's count
-        state = self.cut
+        state, before = self.cut, self.best
         if path is not None and score is not None:
-            before, highest = self.best, self.best_model_score
+            highest = self.best_model_score
             self.best = {**(before if self.top_k > 1 else {}), str(path): score}
             if self.top_k < 0 and not is_better(score, highest, self.mode):
                 self.best = before  # all are kept: none is looked for but the best
             state = state_of(run, epoch=over) if state is None else state
-            if self._write(run, path, state, "best"):
-                self._remove_worst(run)
-            else:
-                self.best = before
-        if self.save_last and (self.cut is None or path is not None):  # a cut epoch's is written: only the best is new
-            self.write_last(run, state, epoch=over)
-        elif path is not None:
-            prove(run, path)
+        last = self.save_last and (self.cut is None or path is not None)  # of a cut epoch only the best is new
+        if last and over is None:
+            last = _is_to_go_on_from(run)
+        if path is not None or last:
+            self._save(run, state, over, best=path, before=before, last=last)
 
     def save_step(self, run: Run) -> None:
         """In the middle of an epoch: rewrite ``last.ckpt`` every so many optimizer steps."""
@@ -138,20 +138,37 @@ class Keeper:
 
     def write_last(self, run: Run, state: dict[str, Any] | None = None, epoch: int | None = None) -> None:
         """Write ``last.ckpt`` as the run stands now."""
-        if state is None:
-            state = state_of(run, epoch=epoch)
-        else:
-            state = {**state, OURS: {**state[OURS], "kept": self.state_dict()}}
-        path = self.folder / "last.ckpt"
-        if self._write(run, path, state, "last"):
-            self.last_model_path, self._saved_at = str(path), _place(run)
+        self._save(run, state, epoch)
+
+    def _save(self, run: Run, state: dict[str, Any] | None, epoch: int | None, **files: Any) -> None:
+        """Write a state, or that of now, into these files."""
+        kept = state is not None
+        self._put(run, state_of(run, epoch=epoch) if state is None else state, place_of(run), kept, **files)
+
+    def _put(
+        self, run: Run, state: dict[str, Any], place: tuple[int, ...], kept: bool, best: Path | None = None,
+        before: dict[str, float] | None = None, last: bool = True,
+    ) -> None:  # fmt: skip
+        """As the best, whose place others had ``before``, and as the last; ``kept``: the best may be others by now."""
+        if best is not None:
+            if self._write(run, best, state, "best"):
+                self._remove_worst(run)
+            else:
+                self.best = before or {}
+        path = self.folder / "last.ckpt" if last else best
+        if last:
+            state = {**state, OURS: {**state[OURS], "kept": self.state_dict()}} if kept else state
+            if not self._write(run, self.folder / "last.ckpt", state, "last"):
+                return
+            self.last_model_path, self._saved_at = str(path), place
+        if path is not None and self.settling != "alone":
             prove(run, path)
 
     def cut_short(self, run: Run) -> None:
         """An epoch is ended in its middle: what is saved of it is its state here, so that a resume loses nothing of it."""
         if self.cut is None:
             self.cut = state_of(run)
-            if self.save_last and self._saved_at != _place(run):
+            if self.save_last and self._saved_at != place_of(run):
                 self.write_last(run, self.cut)
 
     def save_failed(self, run: Run) -> Path | None:
@@ -160,7 +177,7 @@ class Keeper:
         Returns:
             Where a state lies that is not exact; None if there is none, or if all is on disk already.
         """
-        if self._saved_at == _place(run) or not run.at.global_step or run.at.between_epochs:
+        if self._saved_at == place_of(run) or not run.at.global_step or run.at.between_epochs:
             return None
         if point_of(run).is_exact:
             self.write_last(run)
@@ -170,14 +187,18 @@ class Keeper:
 
     def finish(self, run: Run, interrupted: bool) -> None:
         """Training is over: save the last state, where it is not yet on disk; try again, where that has failed."""
-        if (interrupted and self._saved_at != _place(run)) or "last" in self._failures:
+        if (interrupted and self._saved_at != place_of(run)) or "last" in self._failures:
             self.write_last(run, self.cut, epoch=run.at.epochs_done - 1 if run.at.between_epochs else None)
 
     def nothing_to_do(self, run: Run) -> None:
         """A finished run was resumed; a kill between its last two files may have left ``last.ckpt`` behind the best."""
         path = Path(run.origin.resume_path) if run.origin.is_auto and run.origin.resume_path is not None else None
         if path is not None and path.name != "last.ckpt" and self.save_last:
+            from .reading import read_checkpoint
+
             self._write(run, self.folder / "last.ckpt", read_checkpoint(path, trusted=run.config.trusted), "last")
+        if self._has_pieces(run):
+            self._tidy(None)
 
     def complaint(self) -> str | None:
         """What could not be saved to the end, None if all is well."""
@@ -187,7 +208,7 @@ class Keeper:
 
     def _write(self, run: Run, path: Path, state: dict[str, Any], kind: str) -> bool:
         """Write one file, on rank zero; every rank learns whether that went well."""
-        if run.stop.bad:  # the newest loss is no number: what lies there is better
+        if run.stop.bad and self.settling is None:  # the newest loss is no number: what lies there is better
             return False
         run.log.loggers.sync()  # what a checkpoint says of the logs must be on disk before it
         failure = None
@@ -203,12 +224,10 @@ class Keeper:
                 failure = str(error)
             except Exception as error:  # a plugin's own
                 failure = f"could not save '{path}': {cause_of(error)}."
-        failure = run.fabric.broadcast(failure)
-        if run.steps.sharded is not None and run.fabric.is_global_zero:
-            from .shards import clear_unnamed
-
-            names = {path.name: state[SHARDS]["folder"]} if failure is None and SHARDS in state else None
-            clear_unnamed(self.folder, names)
+        if self.settling != "alone":
+            failure = run.fabric.broadcast(failure)
+        if self._has_pieces(run):
+            self._tidy({path.name: state[SHARDS]["folder"]} if failure is None and SHARDS in state else None)
         if failure is None:
             self._failures.pop(kind, None)
             return True
@@ -231,6 +250,19 @@ class Keeper:
                 return state, str(error)
             self._made = state.get("state_dict"), made
         return {**made, OURS: state[OURS]}, None
+
+    def _has_pieces(self, run: Run) -> bool:
+        """Whether this is rank zero, and there are pieces: the model's, or those that a run in parts has left."""
+        return run.fabric.is_global_zero and (run.steps.sharded is not None or self._follows_pieces)
+
+    def _tidy(self, known: dict[str, str] | None) -> None:
+        """Remove the pieces that no file names any more."""
+        from .shards import clear_unnamed
+
+        clear_unnamed(self.folder, known)
+
+    def settle(self, run: Run, alone: bool = False) -> None:
+        """What is being written while training goes on counts from now: nothing is, here."""
 
     def _path_for(self, place: str, score: float) -> Path | None:
         """The file for this score, None if it is not among the best."""
@@ -271,6 +303,8 @@ class Keeper:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Know again which files are the best, as far as they are still there."""
+        from .opening import is_file
+
         self._judged = state.get("judged")
         self.best = {
             str(self.folder / name): score
@@ -280,9 +314,13 @@ class Keeper:
 
     def goes_on_from(self, run: Run, path: str | Path) -> None:
         """The run stands where this file has left it."""
+        from .opening import names_in
+
         self._stepped = run.at.global_step
+        with suppress(CheckpointError):
+            self._follows_pieces = any(name.endswith(PIECES) for name in names_in(self.folder))
         if Path(path) == self.folder / "last.ckpt":
-            self.last_model_path, self._saved_at = str(path), _place(run)
+            self.last_model_path, self._saved_at = str(path), place_of(run)
 
 
 class KeepsNothing:
@@ -299,7 +337,7 @@ class KeepsNothing:
         """Nothing is kept."""
 
     begin_epoch = save_epoch = save_validation = save_step = cut_short = save_failed = finish = nothing_to_do = _nothing
-    complaint = load_state_dict = goes_on_from = know = _nothing
+    complaint = load_state_dict = goes_on_from = know = settle = _nothing
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to know again."""
@@ -331,5 +369,18 @@ def prove(run: Run, path: str | Path) -> None:
         run.said.warn(problem)
 
 
-def _place(run: Run) -> tuple[int, ...]:
+def _is_to_go_on_from(run: Run) -> bool:
+    """Whether what is saved behind a validation in an epoch is a state to go on from: what lies there as the last one is."""
+    is_exact, window = point_of(run).is_exact, run.at.window
+    if not is_exact:
+        run.said.warn(
+            f"validated in the middle of a window of accumulate_grad_batches={window}: last.ckpt is not written there, as a"
+            " model in parts has gradients then that no checkpoint can hold; write val_check_interval= with a multiple of"
+            f" {window}"
+        )
+    return is_exact
+
+
+def place_of(run: Run) -> tuple[int, ...]:
+    """Where a run stands, to see whether it is where it was saved."""
     return run.at.epochs_done, point_of(run).total_batches, run.at.global_step

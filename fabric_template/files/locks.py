@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from .disk import fcntl, make_folder, try_lock
-from .opening import CheckpointError, cause_of
+from .errors import CheckpointError, cause_of
 
 MOMENT = 0.05  # seconds that who lists the runs may hold a lock
 _held: set[int] = set()  # the open .lock files of this process

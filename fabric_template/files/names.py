@@ -1,9 +1,10 @@
-"""Names: how the best checkpoints of a run are called, and which file names are such."""
+"""Names: how the best checkpoints of a run and folders of pieces are called, and which file names are such."""
 
 import re
 from typing import Any
 
 ONE = "best.ckpt"  # where a single one is kept
+PIECES = ".shards"  # how a folder of pieces ends (shards.py)
 SEVERAL = re.compile(r"epoch=[A-Za-z0-9._=+-]+\.ckpt")
 
 

@@ -10,7 +10,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
@@ -33,9 +34,9 @@ from ..core.ranks import gather
 from ..core.run import Run
 from ..core.sharded import whole
 from .disk import BINARY, NOT_A_LINK, fs, fsync_folder
-from .opening import CheckpointError, cause_of
-from .plain import SHARDS
-from .shards import ELSEWHERE, check_pieces, empty, make_fresh, put, read_part, remove
+from .errors import CheckpointError, cause_of
+from .ordinary import SHARDS
+from .shards import ELSEWHERE, blocks_of, check_pieces, empty, make_fresh, put, read_part, remove
 from .storage import Stream
 
 
@@ -53,7 +54,22 @@ def apart(run: Run, path: Path, state: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: on all ranks; nothing is left of it.
     """
-    tensors: dict[str, Any] = {}
+    plain, tensors, ways = parted(state)
+    try:
+        return {**plain, SHARDS: write(path.parent, run.at.global_step, tensors, ways)}
+    except CheckpointError as error:
+        raise CheckpointError(given_up(path, str(error))) from None
+
+
+def given_up(path: Path, why: str) -> str:
+    """What is said where a file cannot be written, as its pieces could not."""
+    kept = "the old file is unchanged" if path.is_file() else "nothing was written"
+    return f"could not save '{path}': {why}; {kept}. Mend that, or save to another folder."
+
+
+def parted(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor], list[list[Any]]]:
+    """What of a state is plain, its tensors in parts by a number, and the way to where each of them stood."""
+    tensors: dict[str, DTensor] = {}
     ways: list[list[Any]] = []
 
     def into_pieces(way: list[Any], tensor: DTensor) -> str:
@@ -61,46 +77,38 @@ def apart(run: Run, path: Path, state: dict[str, Any]) -> dict[str, Any]:
         ways.append(way)
         return ELSEWHERE
 
-    plain = _mapped(state, [], into_pieces)
-    folder: Path = _by_rank_zero(run, path, None, lambda: make_fresh(path.parent, run.at.global_step))
-    writer = _Writer(folder)
+    return _mapped(state, [], into_pieces), tensors, ways
+
+
+def write(
+    beside: Path, step: int, tensors: dict[str, DTensor], ways: list[list[Any]], copies: Mapping[str, Tensor] | None = None,
+    group: Any = None,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Write pieces, on all ranks; rank zero gets the list of them for their file, which grows with the ranks.
+
+    Args:
+        beside: the folder of the file.
+        step: after which the state is, for the name of the pieces' folder.
+        tensors: by number, of each rank its part,
+        ways: and where each stands in the file.
+        copies: what this rank has of them, where they may change while they are written.
+        group: by which the ranks talk.
+
+    Raises:
+        CheckpointError: on all ranks, why; nothing is left of it.
+    """
+    writer = _Writer(beside, step)
     try:
-        dcp.save(tensors, storage_writer=writer)
+        dcp.save(tensors, storage_writer=writer, planner=_Planner(copies or {}), process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise _given_up(run, path, folder, f"rank {rank}: {cause_of(cause)}") from None
-    pieces = {name: part for each in gather(run.fabric, writer.disk.written) for name, part in each.items()}
-
-    def index() -> dict[str, Any]:
-        entries = [{"at": way, **writer.entries[str(number)]} for number, way in enumerate(ways)]
-        found = {"folder": folder.name, "pieces": pieces, "tensors": entries}
-        check_pieces(found, folder, read=False)  # where nodes do not share the folder
-        fsync_folder(folder)
-        return found
-
-    # it grows with the ranks, and only the first one writes it
-    return {**plain, SHARDS: _by_rank_zero(run, path, folder, index, to_all=False)}
-
-
-def _by_rank_zero(run: Run, path: Path, folder: Path | None, make: Callable[[], Any], to_all: bool = True) -> Any:
-    """What rank zero makes, on all ranks (or there alone); an error there is one on all."""
-    made = failure = None
-    if run.fabric.is_global_zero:
-        try:
-            made = make()
-        except (OSError, CheckpointError) as error:
-            failure = str(error) if isinstance(error, CheckpointError) else cause_of(error)
-    told, failure = run.fabric.broadcast((made if to_all else None, failure))
-    if failure is not None:
-        raise _given_up(run, path, folder, failure)
-    return told if to_all else made
-
-
-def _given_up(run: Run, path: Path, folder: Path | None, why: str) -> CheckpointError:
-    if run.fabric.is_global_zero and folder is not None:
-        remove(folder)
-    kept = "the old file is unchanged" if path.is_file() else "nothing was written"
-    return CheckpointError(f"could not save '{path}': {why}; {kept}. Mend that, or save to another folder.")
+        if writer.folder is not None:
+            remove(writer.folder)
+        raise CheckpointError(f"rank {rank}: {cause_of(cause)}") from None
+    if writer.index is None:
+        return None
+    found = writer.index["tensors"]
+    return {**writer.index, "tensors": [{"at": way, **found[str(number)]} for number, way in enumerate(ways)]}
 
 
 def together(run: Run, state: dict[str, Any]) -> dict[str, Any]:
@@ -125,68 +133,93 @@ def _mapped(item: Any, way: list[Any], change: Callable[[list[Any], DTensor], An
     return item
 
 
-class _Disk(FileSystem):
-    """Files by the one place that touches the disk, with size and checksum of what was written."""
+class _Planner(dcp.DefaultSavePlanner):
+    """Takes the data of tensors from copies, where there are some."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: dict[str, list[int]] = {}
+    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.copies = copies
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        """A new file."""
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What is written for a part."""
+        return self.copies[index.fqn] if index.fqn in self.copies else super().lookup_object(index)
+
+
+class _Writer(dcp.StorageWriter):
+    """One file for each rank: the bytes of its parts, one behind the other. What lies where goes to rank zero."""
+
+    def __init__(self, beside: Path, step: int) -> None:
+        self.beside, self.step = beside, step
+        self.folder: Path | None = None  # on rank zero, as what follows
+        self.index: dict[str, Any] | None = None  # tensors by their number
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """A writer writes once."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Nothing is found by a name."""
+        return False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **words: Any) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """A new folder, and each rank's file in it."""
+        self.folder = folder = make_fresh(self.beside, self.step)
+        return [replace(plan, storage_data=folder / f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """This rank's piece, on the disk when this returns."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan, planner) if plan.items else [])
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        path, at, crc, ends = plan.storage_data, 0, 0, []
         fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOT_A_LINK | BINARY, 0o666)
         try:
-            stream = _Piece(fd)
-            yield stream
+            stream = Stream(fd)
+            for item in plan.items:
+                part: Any = planner.resolve_data(item)
+                for block in blocks_of(part):
+                    crc, at = zlib.crc32(block, crc), at + len(block)
+                    stream.write(block)
+                ends.append(at)
             stream.flush()
             if stream.error is not None:
                 raise stream.error
             fs.fsync(fd)
         finally:
             fs.close(fd)
-        self.written[Path(path).name] = [stream.size, stream.crc]
+        begins, piece = [0, *ends], (path.name, at, crc)
+        return [
+            WriteResult(item.index, end - begin, (piece, begin))
+            for item, begin, end in zip(plan.items, begins, ends, strict=False)
+        ]
 
-
-class _Piece(Stream):
-    """A file that knows how far it is, and its checksum."""
-
-    def __init__(self, fd: int) -> None:
-        super().__init__(fd)
-        self.size = self.crc = 0
-
-    def write(self, data: Any) -> int:
-        data = memoryview(data).cast("B")
-        self.size, self.crc = self.size + len(data), zlib.crc32(data, self.crc)
-        return super().write(data)
-
-    def tell(self) -> int:
-        """How far it is."""
-        return self.size
-
-    def close(self) -> None:
-        """Whoever has opened it closes it."""
-
-
-class _Writer(dcp.FileSystemWriter):
-    """One file for each rank; what lies where is kept, not pickled."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1)
-        self.fs = self.disk = _Disk()
-        self.entries: dict[str, dict[str, Any]] = {}  # on rank zero, by key
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Every rank has written its piece."""
-        stored = {(one.index.fqn, tuple(one.index.offset)): one.storage_data for part in results for one in part}
+        assert self.folder is not None
+        stored = {(one.index.fqn, tuple(one.index.offset or ())): one for part in results for one in part}
+        tensors, pieces = {}, {}
         for key, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
             chunks = []
             for chunk in tensor.chunks:
-                at = stored[key, tuple(chunk.offsets)]
-                chunks.append([at.relative_path, at.offset, at.length, list(chunk.offsets), list(chunk.sizes)])
+                one = stored[key, tuple(chunk.offsets)]
+                (name, size, crc), at = one.storage_data
+                pieces[name] = [size, crc]
+                chunks.append([name, at, one.size_in_bytes, list(chunk.offsets), list(chunk.sizes)])
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            self.entries[key] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
+            tensors[key] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
+        self.index = {"folder": self.folder.name, "pieces": pieces, "tensors": tensors}
+        check_pieces(self.index, self.folder, read=False)  # where nodes do not share the folder
+        fsync_folder(self.folder)
 
 
 # ---- back
@@ -324,8 +357,8 @@ class _Pieces(_Reader):
     def __init__(self, sources: Mapping[str, Any], index: dict[str, Any], folder: Path) -> None:
         super().__init__(sources)
         self.index, self.folder = index, folder
-        self.at = {(key, tuple(at)): (piece, offset, length, sizes)
-                   for key, entry in sources.items() for piece, offset, length, at, sizes in entry["chunks"]}  # fmt: skip
+        self.at = {(key, tuple(at)): (piece, offset, sizes)
+                   for key, entry in sources.items() for piece, offset, _, at, sizes in entry["chunks"]}  # fmt: skip
 
     def kind(self, key: str) -> tuple[torch.dtype, list[int]]:
         return getattr(torch, self.sources[key]["dtype"]), self.sources[key]["size"]
@@ -338,5 +371,5 @@ class _Pieces(_Reader):
         check_pieces(self.index, self.folder, only=needed)
 
     def part(self, key: str, offsets: tuple[int, ...]) -> Tensor:
-        piece, offset, length, sizes = self.at[key, offsets]
-        return read_part(self.folder / piece, offset, length, sizes, self.kind(key)[0])
+        piece, offset, sizes = self.at[key, offsets]
+        return read_part(self.folder / piece, offset, sizes, self.kind(key)[0])

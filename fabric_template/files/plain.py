@@ -23,16 +23,14 @@ import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import numpy
 import torch
 
-from .opening import CheckpointError
+from .errors import CheckpointError
+from .ordinary import NOTES
 
-NOTES = "fabric_template_kinds"
-SHARDS = "fabric_template.shards"  # where tensors lie that are not in the file
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, torch.layout})
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
 _DTYPE = re.compile(r"[<>|=]([biufc]\d\d?|[mM]8(\[\d*\w+\])?)")
@@ -67,10 +65,6 @@ _KIND_OF = {kind: name for name, (kind, _, _) in _KINDS.items()}
 
 
 _LEFT_OUT: Any = object()
-_READ = frozenset({type(None), bool, float, str})
-_NUMBERS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8,
-                      torch.bool})  # fmt: skip
-SMALL = 2**26  # bytes of tensors that a file may claim, however small it is
 
 
 def store(value: Any, lenient: bool = False) -> tuple[Any, Any, list[tuple[str, Any]]]:
@@ -91,35 +85,6 @@ def store(value: Any, lenient: bool = False) -> tuple[Any, Any, list[tuple[str, 
 def is_plain(value: Any) -> bool:
     """Whether a checkpoint brings this value back."""
     return not store(value, lenient=True)[2]
-
-
-def is_surely_read(stored: Any) -> bool:
-    """Whether weights_only reads a file of this for certain: dicts, lists, numbers, texts and ordinary tensors, not too large.
-
-    What else there is has to be read back to know.
-
-    Example:
-        >>> is_surely_read({"w": [torch.ones(2), 1]}), is_surely_read({"w": torch.ones(2).to_sparse()})
-        (True, False)
-    """
-    size, seen, left = 0, set[int](), [stored]
-    while left:
-        item = left.pop()
-        kind = type(item)
-        if kind in _READ or (kind is int and item.bit_length() < 512):
-            continue
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            is_odd = item.dtype not in _NUMBERS or item.layout is not torch.strided or item.is_nested or vars(item)
-            if is_odd or item.device.type not in ("cpu", "cuda"):
-                return False
-            size += item.nbytes
-        elif kind in (dict, OrderedDict, list, tuple):
-            if id(item) not in seen:
-                seen.add(id(item))
-                left += item if kind in (list, tuple) else chain(item, item.values(), [getattr(item, "__dict__", None)])
-        else:
-            return False
-    return size < SMALL
 
 
 def restore(plain: Any, note: Any) -> Any:

@@ -1,11 +1,10 @@
 """Reading: checkpoint files opened without trusting them; a damaged one is refused before anything is built from it.
 
-Needs `opening.py`, torch and the standard library: the two can be copied alone.
+Needs `opening.py`, `errors.py`, `ordinary.py`, torch and the standard library: the four can be copied alone.
 """
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import pickle
@@ -15,14 +14,16 @@ import struct
 import sys
 import warnings
 import zipfile
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from .opening import CheckpointError, DamagedError, cause_of, is_passing, local_path, opened
+from .errors import CheckpointError, DamagedError, cause_of, is_passing, local_path
+from .opening import opened
+from .ordinary import tensors_in
 
 # What `save_hyperparameters()` commonly puts into Trainer's files beyond plain values. Building these runs no code of
 # the file's choice: a path holds text, a Namespace attributes. All else (numpy, ...) needs `trusted=True`.
@@ -127,25 +128,6 @@ def load_header(path: str | Path) -> dict[str, Any]:
     if reason is not None:
         raise CheckpointError(_needs_trust(path, reason))
     return content if isinstance(content, dict) else {}
-
-
-def load_tensor(data: bytes, path: Path) -> torch.Tensor:
-    """A tensor as torch.save has written it, alone; nothing that it names is imported or called.
-
-    Example:
-        >>> torch.save(torch.ones(2), file := io.BytesIO())
-        >>> load_tensor(file.getvalue(), Path("demo"))
-        tensor([1., 1.])
-    """
-    tensor, reason = None, None
-    damage = _zip_damage(io.BytesIO(data), len(data))
-    if damage is None:
-        tensor, reason = _load_plain(io.BytesIO(data), "cpu", len(data))
-    if reason is not None:
-        raise CheckpointError(_needs_trust(path, reason))
-    if not isinstance(tensor, torch.Tensor):
-        raise DamagedError(f"'{path}' is damaged: {damage or 'it holds no tensor there'}; use another checkpoint.")
-    return tensor
 
 
 def find_weights(checkpoint: dict[str, Any], expected: Iterable[str] = ()) -> dict[str, Any]:
@@ -319,19 +301,6 @@ def _pickle_in(names: list[str]) -> str:
     return f"{names[0].split('/')[0] if names else ''}/data.pkl"
 
 
-def tensors_in(content: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest of dicts and lists, once."""
-    seen: set[int] = set()
-    left = [content]
-    while left:
-        item = left.pop()
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, dict | list | tuple | deque) and id(item) not in seen:
-            seen.add(id(item))
-            left.extend(item.values() if isinstance(item, dict) else item)
-
-
 def _declared(content: Any) -> int:
     """The bytes of all tensors, of each view once, if every element had memory of its own."""
     plain = [tensor for tensor in tensors_in(content) if tensor.layout is torch.strided]
@@ -341,7 +310,7 @@ def _declared(content: Any) -> int:
     return sum(views.values())
 
 
-def _load_plain(file: IO[bytes], map_location: Any, size: int | None = None) -> tuple[Any, str | None]:
+def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
     """Return the content, or the reason why it takes more than plain values to load it."""
     with zipfile.ZipFile(file) as archive:
         data = archive.read(_pickle_in(archive.namelist()))
@@ -357,7 +326,7 @@ def _load_plain(file: IO[bytes], map_location: Any, size: int | None = None) -> 
         with torch.serialization.safe_globals(mine), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch warns of here (a newer pickle protocol) ends as our complaint
             content = torch.load(file, map_location=map_location, weights_only=True)
-        declared, size = _declared(content), os.fstat(file.fileno()).st_size if size is None else size
+        declared, size = _declared(content), os.fstat(file.fileno()).st_size
         if declared <= 2 * size + 2**26:
             return content, None
         much = f"{declared / 1e6:.0f} MB in {size / 1e6:.1f} MB"

@@ -10,11 +10,13 @@ import torch
 
 from ..core.overrides import is_a
 from ..core.run import Run
-from .checkpoint import FORMAT, OURS, of_this_rank
-from .fingerprint import check_loaded, check_optimizers
+from ..exact.put_back import put_back_groups
+from ..exact.randomness import rng_state_of_another
+from .checkpoint import FORMAT, OURS
+from .differences import check_loaded, check_optimizers
+from .errors import CheckpointError
 from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_scheduler
-from .opening import CheckpointError
-from .plain import SHARDS
+from .ordinary import SHARDS
 from .reading import explain_mismatch, find_weights
 from .trainers import counters_of
 
@@ -78,7 +80,7 @@ def load_training_state(run: Run, checkpoint: dict[str, Any], path: str | Path) 
     ours = run.origin.pending
     mine = of_this_rank(run, ours) if ours is not None else {}
     check_optimizers(run, (ours or {}).get("fingerprint"))
-    run.bookmark.held.put_back_groups(mine.get("held", {}).get("groups", ()))
+    put_back_groups(run, mine.get("held", {}).get("groups", ()))
     if run.steps.sharded is not None:
         from .pieces import bring
 
@@ -101,6 +103,19 @@ def load_training_state(run: Run, checkpoint: dict[str, Any], path: str | Path) 
     run.log.load_state_dict(ours, mine["metrics"])
     run.keeper.load_state_dict(ours["kept"])
     run.keeper.goes_on_from(run, path)
+
+
+def of_this_rank(run: Run, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank gave to the checkpoint; if it was not there what the first one gave, but for its random numbers."""
+    ranks, rank = ours["ranks"], run.fabric.global_rank
+    if rank < len(ranks):
+        return ranks[rank]
+    part = {**ranks[0], "rng": rng_state_of_another(ranks[0]["rng"], rank)}
+    # the seeds by which the ranks share the samples stay, the first one's workers do not
+    for stage in ("train", "val"):
+        if part[stage] is not None:
+            part[stage] = {**part[stage], "sources": [None] * len(part[stage]["sources"])}
+    return part
 
 
 def load_callbacks(run: Run, checkpoint: dict[str, Any], path: str | Path) -> None:

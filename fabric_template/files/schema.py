@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..exact.randomness import PLAIN
+from .errors import CheckpointError
 from .names import is_name
-from .opening import CheckpointError
 
 MOST = 2**48  # of any count
 
@@ -272,6 +272,7 @@ OURS = {
 }  # fmt: skip
 RULES: dict[str, Callable[[Any], bool]] = {  # between parts that are each what they must be; in words what is wrong otherwise
     "no rank has a part": lambda ours: len(ours["ranks"]) > 0,
+    "its ranks have no equal shares": lambda ours: (shares := ours.get("shares", 1)) and len(ours["ranks"]) % shares == 0,
     "batch_idx is more than total_batches": lambda ours: ours["batch_idx"] <= ours["total_batches"],
     "a column of the logs comes twice": lambda ours: all(
         len(set(rows["columns"])) == len(rows["columns"]) for position in ours["logs"] for rows in (position or {}).values()

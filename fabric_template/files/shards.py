@@ -11,7 +11,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from .disk import fs, make_folder
-from .opening import CheckpointError, DamagedError, MissingCheckpoint, cause_of, names_in, opened
-from .plain import SHARDS
-from .reading import load_header, load_tensor
+from .errors import CheckpointError, DamagedError, MissingCheckpoint, cause_of
+from .names import PIECES
+from .opening import names_in, opened
+from .ordinary import SHARDS
+from .reading import load_header
 from .schema import MOST, check, count, text
 
-SUFFIX = ".shards"
 ELSEWHERE = "in the pieces beside this file; one file of all: fabric-template convert"
-BLOCK = 2**22
+BLOCK = 2**20
 
 _INDEX = {
     "folder": text, "pieces": {text: (count, count)},
@@ -41,7 +42,7 @@ def index_of(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, Any] 
         return None
     try:
         check(_INDEX, index, "its list of pieces")
-        names = [index["folder"].removesuffix(SUFFIX), *index["pieces"]]
+        names = [index["folder"].removesuffix(PIECES), *index["pieces"]]
         if index["folder"] == names[0] or not all(re.fullmatch(r"[\w=-]+(\.distcp)?", name) for name in names):
             raise CheckpointError("its list of pieces has a name that none of ours has")
         for tensor in index["tensors"]:
@@ -59,7 +60,7 @@ def _check_tensor(tensor: dict[str, Any], pieces: dict[str, Any]) -> None:
     for piece, offset, length, offsets, sizes in tensor["chunks"]:
         numel, fits = math.prod(sizes), len(offsets) == len(sizes) == len(size)
         inside = fits and all(a + b <= c for a, b, c in zip(offsets, sizes, size, strict=True))
-        is_dtype = isinstance(dtype, torch.dtype) and numel * dtype.itemsize <= length
+        is_dtype = isinstance(dtype, torch.dtype) and numel * dtype.itemsize == length
         if not (inside and is_dtype and piece in pieces and offset + length <= pieces[piece][0]):
             raise CheckpointError("a part of a tensor is not where it should be")
         held += numel
@@ -97,11 +98,11 @@ def whole(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
     check_pieces(index, folder)
     for tensor in index["tensors"]:
         put(checkpoint, tensor["at"], value := empty(tensor))
-        for piece, offset, length, offsets, sizes in tensor["chunks"]:
+        for piece, offset, _, offsets, sizes in tensor["chunks"]:
             into = value
             for dim, (begin, size) in enumerate(zip(offsets, sizes, strict=True)):
                 into = into.narrow(dim, begin, size)
-            into.copy_(read_part(folder / piece, offset, length, sizes, value.dtype))
+            into.copy_(read_part(folder / piece, offset, sizes, value.dtype))
     del checkpoint[SHARDS]
     return checkpoint
 
@@ -111,14 +112,22 @@ def empty(tensor: dict[str, Any], device: str = "cpu") -> Tensor:
     return torch.empty(tensor["size"], dtype=getattr(torch, tensor["dtype"]), device=device)
 
 
-def read_part(path: Path, offset: int, length: int, sizes: list[int], dtype: torch.dtype) -> Tensor:
-    """One tensor of a piece."""
+def read_part(path: Path, offset: int, sizes: list[int], dtype: torch.dtype) -> Tensor:
+    """One part of a tensor, from its piece."""
+    part = torch.empty(sizes, dtype=dtype)
     with opened(path) as file:
         file.seek(offset)
-        part = load_tensor(file.read(length), path)
-    if list(part.shape) != list(sizes) or part.dtype != dtype:
-        raise DamagedError(f"'{path}' has another tensor than its file says: use another checkpoint")
+        for block in blocks_of(part):
+            if file.readinto(block) != len(block):  # type: ignore[attr-defined]
+                raise DamagedError(f"'{path}' ends within a tensor: use another checkpoint")
     return part
+
+
+def blocks_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in memory; it has to be dense to be written to."""
+    array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = memoryview(array)
+    return (data[begin : begin + BLOCK] for begin in range(0, len(data), BLOCK))
 
 
 def check_pieces(index: dict[str, Any], folder: Path, only: Any = None, read: bool = True) -> None:
@@ -161,7 +170,7 @@ def make_fresh(beside: Path, step: int) -> Path:
     clear_unnamed(beside)
     number = 0
     while True:
-        folder = beside / f"step={step}{f'-{number}' if number else ''}{SUFFIX}"
+        folder = beside / f"step={step}{f'-{number}' if number else ''}{PIECES}"
         try:
             make_folder(folder, is_new=True)
         except FileExistsError:
@@ -177,7 +186,7 @@ def clear_unnamed(folder: str | Path, known: Mapping[str, str] | None = None) ->
     """
     with contextlib.suppress(CheckpointError, OSError):
         names = names_in(folder)
-        found = {name for name in names if name.endswith(SUFFIX)}
+        found = {name for name in names if name.endswith(PIECES)}
         for name in names if found else ():
             if name.endswith(".ckpt"):
                 found.discard((known or {}).get(name) or _folder_of(Path(folder, name)))

@@ -13,9 +13,8 @@ from lightning.fabric.strategies import ModelParallelStrategy
 
 from .disk import clear_stale, fsync_folder, make_folder, replacing, write_all
 from .disk import fs as _fs
-from .opening import CheckpointError, DamagedError, UnreadableError, cause_of, local_path
-from .plain import NOTES, brought_back, describe, is_surely_read, store
-from .reading import load_header, read_checkpoint
+from .errors import CheckpointError, DamagedError, UnreadableError, cause_of, local_path
+from .ordinary import NOTES, SMALL, ordinary_bytes
 
 BUFFER = 2**20  # bytes: torch writes a small file in hundreds of pieces
 
@@ -50,11 +49,15 @@ class AtomicCheckpointIO(CheckpointIO):
             raise TypeError(
                 "AtomicCheckpointIO has no storage_options: leave them out, or give Fabric another CheckpointIO."
             )
-        if not self.trusted:
+        size, self.odd = ordinary_bytes(checkpoint), []
+        if size is None and not self.trusted:
+            from .plain import store
+
             plain, notes, self.odd = store(checkpoint)
             if self.in_run or not self.odd:
                 checkpoint = {**plain, NOTES: notes} if notes else plain
-        self._is_sure = not self.is_proved and is_surely_read(checkpoint)
+            size = ordinary_bytes(checkpoint)
+        self._is_sure = size is not None and size < SMALL
         target = local_path(path)
         if os.path.exists(target) and not os.path.isfile(target):  # a rename would take the place of a device, too
             what = "a folder has this name" if os.path.isdir(target) else "it is no regular file"
@@ -92,6 +95,8 @@ class AtomicCheckpointIO(CheckpointIO):
         """What the last file holds that only trusted=True reads back, and what to save in its place."""
         told = None
         if self.odd:
+            from .plain import describe
+
             where, value = self.odd[0]
             more = f", and {len(self.odd) - 1} more such values" if len(self.odd) > 1 else ""
             told = (
@@ -99,6 +104,8 @@ class AtomicCheckpointIO(CheckpointIO):
                 " torch.serialization.add_safe_globals([...]) with its class where the program begins, also before resuming"
             )
         elif reads and not (self._is_sure and zipfile.is_zipfile(path)):
+            from .reading import load_header
+
             try:
                 load_header(path)
             except (DamagedError, UnreadableError):
@@ -111,6 +118,9 @@ class AtomicCheckpointIO(CheckpointIO):
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read without trusting the file, unless `weights_only=False` says that it is trusted."""
+        from .plain import brought_back
+        from .reading import read_checkpoint
+
         return brought_back(read_checkpoint(path, trusted=weights_only is False, map_location=map_location or "cpu"))
 
     def remove_checkpoint(self, path: str | Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from ..core.overrides import is_a, overrides
 from ..core.run import Run
 from ..core.said import is_interactive
-from ..files.opening import cause_of
+from ..files.errors import cause_of
 from ..trainer.attributes import TrainerFace
 from .signals import ending, starts_processes
 
@@ -46,10 +46,11 @@ def _tell_where(run: Run, error: BaseException, beside: Callable) -> None:
 
     Between two steps the state is exact, and is ``last.ckpt``. In the middle of one it is not: dropout has drawn, BatchNorm
     has counted, sums are begun. Then ``last.ckpt`` stays what it was, and ``exception.ckpt`` is beside it. With several
-    processes nothing is saved: the others cannot be asked.
+    processes nothing is saved, as the others cannot be asked, but what was being saved is waited for.
     """
     run.metrics.val.reset()  # a validation that was on begins again
     paths: list[Path | None] = []
+    beside("what was being saved could not be", run.keeper.settle, run, True)
     if run.keeper.keeps and run.fabric.world_size == 1:
         beside("the state could not be saved", lambda: paths.append(run.keeper.save_failed(run)))
     if hasattr(error, "add_note"):  # Python 3.11

@@ -28,7 +28,6 @@ from ..record.bar import Bar
 from ..record.log import Log
 from ..record.metrics import Metrics
 from ..trainer.attributes import TrainerFace
-from ..trainer.shown import LoopOptimizer, shown_to
 from .bookmark import Bookmark
 from .signals import Signals
 
@@ -64,7 +63,7 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
     plan.home.loggers, plan.home.recipe = loop.loggers, loop.recipe
     metrics = Metrics(fabric.all_reduce, distributed=not is_alone, predicts=plan.fn == "predict",
                       enabled=not config.barebones, has_logger=bool(plan.home.loggers))  # fmt: skip
-    hooks = Hooks(loop, loop.callbacks, trained.owner, metrics, loop.own_profiler, partial(shown_to, trained))
+    hooks = Hooks(loop, loop.callbacks, trained.owner, metrics, loop.own_profiler, partial(_shown_to, trained))
     # a launcher may pass on to this process what it has already been sent
     patience = 0.0 if is_alone and "TORCHELASTIC_RUN_ID" not in os.environ else 1.0
     signals = Signals(together=not is_alone and is_joined(), patience=patience, speaks=fabric.is_global_zero)
@@ -83,9 +82,9 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
         predicted=Predicted(),
         hooks=hooks,
         steps=Steps(fabric, trained.owner, trained.net, _compiling(plan, fabric)),
-        optimizing=Optimizing(plan.optimizer, lambda optimizer: LoopOptimizer(optimizer, run)),
+        optimizing=Optimizing(plan.optimizer, lambda optimizer: _as_seen(optimizer, run)),
         metrics=metrics,
-        keeper=plan.keeper or KeepsNothing() if plan.home.folder is None else Keeper(plan.home.folder, config),
+        keeper=_keeper(plan, fabric, signals),
         bar=Bar(lambda: run.log.beside_bar()),
     )
     run.log = Log(run)
@@ -98,6 +97,32 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
     run.validation = Validation(run)
     run.bookmark = Bookmark(run)
     return run
+
+
+def _keeper(plan: Plan, fabric: Fabric, signals: Signals) -> services.Keeper:
+    """What keeps the run's checkpoints, if anything does."""
+    if plan.home.folder is None:
+        return plan.keeper or KeepsNothing()
+    if not getattr(fabric.strategy, "writes_behind", False):
+        return Keeper(plan.home.folder, plan.config)
+    from ..files.background import BackgroundKeeper
+
+    signals.behind = keeper = BackgroundKeeper(plan.home.folder, plan.config)
+    return keeper
+
+
+def _shown_to(trained: Trained, callback: Any, trainer: Any) -> Any:
+    """What a callback finds in the module's place."""
+    from ..trainer.shown import shown_to
+
+    return shown_to(trained, callback, trainer)
+
+
+def _as_seen(optimizer: Any, run: Run) -> Any:
+    """An optimizer as a module sees it."""
+    from ..trainer.shown import LoopOptimizer
+
+    return LoopOptimizer(optimizer, run)
 
 
 def _compiling(plan: Plan, fabric: Fabric) -> Any:

@@ -18,17 +18,20 @@ from ..core.passes import INFINITE
 from ..core.steps import is_shared_out
 from ..files.checkpoint import OURS
 from ..files.disk import set_aside
+from ..files.errors import CheckpointError, DamagedError, UnreadableError, cause_of
 from ..files.found import find_checkpoint, folders_of
-from ..files.opening import CheckpointError, DamagedError, UnreadableError, cause_of, names_in
-from ..files.plain import SHARDS, brought_back
+from ..files.opening import names_in
+from ..files.ordinary import SHARDS
+from ..files.plain import brought_back
 from ..files.reading import load_header, read_checkpoint
 from ..files.restoring import check_fits, check_format, check_trained
 from ..files.schema import check_resumable
 from ..files.storage import AtomicCheckpointIO, door, inside
 from ..trainer.attributes import TrainerFace
-from .agreement import agree_on_file, come_by_themselves, from_rank_zero
+from .agreement import agree_on_file, from_rank_zero
 from .build import Plan
 from .signals import starts_processes
+from .world import come_by_themselves
 
 
 class MissingError(CheckpointError):
@@ -85,13 +88,14 @@ def load_file(fabric: Fabric, path: str | Path, trusted: bool, to_compare: bool 
     io = door(fabric)
     if type(io).load_checkpoint in (AtomicCheckpointIO.load_checkpoint, TorchCheckpointIO.load_checkpoint):
         checkpoint = brought_back(read_checkpoint(path, trusted=trusted))
-        if SHARDS in checkpoint and (to_compare or not is_shared_out(fabric)):
-            from ..files.shards import whole, with_shapes
+    else:
+        takes_it = "weights_only" in inspect.signature(io.load_checkpoint).parameters
+        checkpoint = io.load_checkpoint(path, **({"weights_only": not trusted} if takes_it else {}))
+    if SHARDS in checkpoint and (to_compare or not is_shared_out(fabric)):
+        from ..files.shards import whole, with_shapes
 
-            return (with_shapes if to_compare else whole)(checkpoint, path)
-        return checkpoint
-    takes_it = "weights_only" in inspect.signature(io.load_checkpoint).parameters
-    return io.load_checkpoint(path, **({"weights_only": not trusted} if takes_it else {}))
+        return (with_shapes if to_compare else whole)(checkpoint, path)
+    return checkpoint
 
 
 def _path_of(argument: str, value: Any, loop: TrainerFace) -> str | Path | None:
@@ -181,9 +185,12 @@ def _check(plan: Plan, fabric: Fabric) -> None:
         return
     check_trained(checkpoint, path)
     if not _is_exact(checkpoint):
+        what, that = "ended in the middle of a step, by an error", "the error"
+        if len(_ours(checkpoint).get("ranks", ())) > 1:  # where there are others, nothing is saved after an error
+            what, that = "was saved in a window of accumulate_grad_batches, without a sharded model's gradients", "that"
         plan.said.warn(
-            f"resume: you are resuming from a checkpoint that ended in the middle of a step, by an error ('{path}'): training"
-            f" goes on after step {checkpoint.get('global_step')}, not to the bit as without the error"
+            f"resume: you are resuming from a checkpoint that {what} ('{path}'): training"
+            f" goes on after step {checkpoint.get('global_step')}, not to the bit as without {that}"
         )
 
 

@@ -15,7 +15,7 @@ from ..core.errors import MisuseOfType
 from ..core.ranks import is_joined
 from ..core.steps import is_shared_out
 from ..files.disk import claim_version
-from ..files.opening import CheckpointError, cause_of
+from ..files.errors import CheckpointError, cause_of
 from ..files.storage import AtomicCheckpointIO, door
 from ..record.logger import CSVLogger
 from ..trainer.attributes import TrainerFace

@@ -23,13 +23,13 @@ from ..core.said import is_interactive
 from ..core.sanity import check_sanity
 from ..exact.randomness import isolated_rng
 from ..trainer.attributes import TrainerFace
-from .agreement import come_by_themselves, meet_anew
 from .build import Plan, build
 from .home import choose_place, not_all, settle_files
-from .outcome import Outcome, desk, first_error, leave, leave_error, leave_together, unshare
+from .outcome import Outcome
 from .prepare import LOADER_OF
 from .session import heed_signals, session, start_fit, stop_for, tell_end
 from .signals import ending, starts_processes
+from .world import come_by_themselves, meet_anew
 
 
 def launch(loop: TrainerFace, plan: Plan, keep: bool = True) -> Outcome:
@@ -49,7 +49,10 @@ def launch(loop: TrainerFace, plan: Plan, keep: bool = True) -> Outcome:
                 Fabric.seed_everything(plan.config.seed, workers=True, verbose=False)
             outcome = _anywhere(loop.fabric, loop, plan, keep, os.getpid())
         run = loop._required(plan.fn)
-        outcome.bring_back(run)
+        if outcome.learned is not None:
+            from .away import bring_back
+
+            bring_back(run, outcome.learned)
     except BaseException as error:
         loop._status = "interrupted"
         if loop._run is not None and loop._run is not before:
@@ -75,7 +78,7 @@ def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
     makes_scripts = scripts is not None and (scripts or not come_by_themselves(fabric))
     with ExitStack() as around:
         if not is_joined():  # ranks that stay then leave not before the script's end, another run may come
-            around.callback(lambda: atexit.register(leave) if is_joined() else None)
+            around.callback(_leave_at_exit)
         store = meet_anew() if come_by_themselves(fabric) and not is_joined() else None
         forward = None
         if starts or makes_scripts:
@@ -83,7 +86,11 @@ def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
 
             forward = around.enter_context(Forward(launcher))
         around.enter_context(_kept(*["MASTER_PORT"] * starts))
-        folder = around.enter_context(desk()) if starts else ""
+        folder = ""
+        if starts:
+            from . import away
+
+            folder = around.enter_context(away.desk())
         try:
             # with no arguments: Lightning would walk through them in spawned processes, into the plan's dataclasses, too
             outcome = fabric.launch(partial(_caught, folder, rest))
@@ -91,14 +98,21 @@ def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
         except ProcessException as error:
             if forward is not None and (number := forward.meaning(error)) is not None:
                 raise ending(number) from error
-            if (first := first_error(folder)) is not None:
+            if (first := away.first_error(folder)) is not None:
                 raise first from error
             raise
         if isinstance(outcome, str):
-            outcome = Outcome.from_file(outcome)
+            outcome = away.from_file(outcome)
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
+
+
+def _leave_at_exit() -> None:
+    if is_joined():
+        from .away import leave
+
+        atexit.register(leave)
 
 
 @contextmanager
@@ -119,6 +133,8 @@ def _caught(folder: str, rest: tuple, fabric: Fabric) -> Any:
     except BaseException as error:
         if os.getpid() == rest[-1]:
             return error
+        from .away import leave_error
+
         leave_error(error, folder)
         if isinstance(error, Exception):
             raise
@@ -130,7 +146,9 @@ def _in_process(fabric: Fabric, folder: str, loop: TrainerFace, plan: Plan, keep
     loop.fabric = fabric
     elsewhere = os.getpid() != caller
     if elsewhere:
-        unshare(plan.trained.net)
+        from . import away
+
+        away.unshare(plan.trained.net)
     if isinstance(fabric.strategy, DDPStrategy):
         reset_seed()  # as Trainer's DDP does and Fabric's does not; its other strategies do
     run = results = None
@@ -151,11 +169,12 @@ def _in_process(fabric: Fabric, folder: str, loop: TrainerFace, plan: Plan, keep
             process.kill()  # else they would wait for this one, for ever
         if run is None or not (stopped and elsewhere):
             raise  # else the state is saved; the caller's process ends as the signal says
-    outcome = Outcome.of(run, results, elsewhere)
+    outcome = Outcome.of(run, results)
     if not elsewhere:
         return outcome
-    path = outcome.to_file(folder) if fabric.local_rank == 0 else None
-    leave_together(fabric)
+    outcome.learned = away.learned_by(run)
+    path = away.to_file(outcome, folder) if fabric.local_rank == 0 else None
+    away.leave_together(fabric)
     return path
 
 

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 
 from ..core.errors import Misuse, MisuseOfType
-from ..core.optimizers import states_as_saved
 from ..core.ranks import share_of
 from ..core.steps import is_plain
-from ..data.tensors import TensorLoader
 from ..files.storage import AtomicCheckpointIO, door
 from ..record.tables import number_of
 from ..trainer.attributes import TrainerFace
-from .agreement import meet_anew
+from .world import meet_anew
 
 
 class Parts(TrainerFace):
@@ -44,6 +42,8 @@ class Parts(TrainerFace):
         To clip, write ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``, which knows of scaled gradients; it adds
         them up in the optimizer's order, and so to other last bits than ``clip_grad_norm_(model.parameters(), 1.0)``.
         """
+        from ..data.tensors import TensorLoader
+
         _check("setup", model, torch.nn.Module, "an nn.Module: loop.setup(model, optimizer, *loaders)")
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             _check("setup", optimizer, torch.optim.Optimizer, "an optimizer: loop.setup(model, optimizer, *loaders)")
@@ -121,6 +121,8 @@ class Parts(TrainerFace):
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
         """Put a checkpoint's content back into the same modules and optimizers; returns what else it holds."""
+        from ..core.states import states_as_saved
+
         self._launch_parts()
         with states_as_saved(getattr(part, "optimizer", part) for part in state.values()):  # unwrapped
             return self.fabric.load(path, state)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric import is_wrapped
+from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 
@@ -16,7 +17,6 @@ from ..core.functions import FunctionSteps, takes_batch_idx
 from ..core.inputs import check_names, check_object, check_parameters, check_path, check_signature, length_of
 from ..core.limits import is_endless
 from ..core.net import net_of
-from ..core.optimizers import are_several, is_maker, parse_optimizers
 from ..core.origin import Origin
 from ..core.overrides import overrides
 from ..core.passes import INFINITE
@@ -28,11 +28,10 @@ from ..data.loaders import check_iterable, loaders_in, names_of, no_fraction
 from ..files.checkpoint import hyperparameters_of
 from ..trainer.attributes import TrainerFace
 from ..trainer.shows import Word
-from ..trainer.strategies import check_window
-from .agreement import check_launched, come_by_themselves
 from .build import Plan
 from .home import choose_place
 from .signals import starts_processes
+from .world import check_launched, come_by_themselves
 
 STEP_OF = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 LOADER_OF = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
@@ -76,8 +75,11 @@ def prepare(
     last = loop._run if fn != "fit" else None
     owner, net = _owner_of(model, functions or {}, last)
     optimizer = optimizer.optimizer if is_wrapped(optimizer) else optimizer
-    if isinstance(owner, FunctionSteps) and are_several(optimizer):  # whoever gives several steps them
-        owner.automatic_optimization = False
+    if isinstance(owner, FunctionSteps) and optimizer is not None:
+        from ..core.optimizers import are_several
+
+        if are_several(optimizer):  # whoever gives several steps them
+            owner.automatic_optimization = False
     given = Given(loaders, owner if datamodule is None else datamodule)
     if last is not None and datamodule is None:  # the last one stays, as under Trainer, and its hooks are called;
         datamodule = last.trained.datamodule
@@ -99,7 +101,10 @@ def prepare(
         check_sharded(loop, plan)
     if fn == "fit":
         _check_optimizer(plan)
-        check_window(loop.fabric.strategy, loop.callbacks, plan.config.accumulate_grad_batches)
+        if not isinstance(loop.fabric.strategy, SingleDeviceStrategy):
+            from ..trainer.strategies import check_window
+
+            check_window(loop.fabric.strategy, loop.callbacks, plan.config.accumulate_grad_batches)
         if loop.loggers:
             _check_hyperparameters(plan)
         if plan.config.enable_checkpointing or loop.checkpoint_callbacks:
@@ -255,10 +260,13 @@ def _check_optimizer(plan: Plan) -> None:
             f"No `configure_optimizers()` method defined in {plan.trained.name}, and fit got no optimizer: write"
             " fit(..., optimizer=torch.optim.Adam(model.parameters())) or a method configure_optimizers"
         )
-    if plan.optimizer is not None and not is_maker(plan.optimizer):
-        optimizers, _ = parse_optimizers(plan.optimizer, automatic=plan.trained.is_automatic)
-        if overrides(plan.trained.owner, "configure_model") is None:  # which may make the parameters
-            check_parameters(optimizers, plan.trained.net, plan.trained.name)
+    if plan.optimizer is not None:
+        from ..core.optimizers import is_maker, parse_optimizers
+
+        if not is_maker(plan.optimizer):
+            optimizers, _ = parse_optimizers(plan.optimizer, automatic=plan.trained.is_automatic)
+            if overrides(plan.trained.owner, "configure_model") is None:  # which may make the parameters
+                check_parameters(optimizers, plan.trained.net, plan.trained.name)
     if not plan.trained.is_automatic:
         if plan.config.gradient_clip_val:
             raise Misuse(

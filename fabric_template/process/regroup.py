@@ -1,8 +1,9 @@
 """Regroup: a checkpoint from the middle of an epoch, for another number of processes than it was saved by.
 
 The order in which ranks share the samples of an epoch depends on its seed alone, and what all of them have trained is its
-beginning: so only the position is other. One process by itself draws its order from its random numbers; then the order is
-drawn again, and is in the checkpoints of the rest of this epoch.
+beginning: so only the position is other. Ranks of one tensor-parallel group have one share: it is shares that are counted.
+Where there is one share its order comes from random numbers; then it is drawn again, and is in the checkpoints of the rest
+of this epoch.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ..core.ranks import share_of
 from ..core.run import Run
 from ..data.loaders import loaders_in
 from ..data.tensors import TensorLoader, global_seed
+from ..exact.indices import replaced
 from ..exact.randomness import isolated_rng, rng_state_of_another
-from ..exact.source import replaced
-from ..files.opening import CheckpointError
+from ..files.errors import CheckpointError
 
 _ADDED = ("mean", "sum")  # what of the running sums of two ranks is added, to be those of one
 
@@ -44,40 +45,40 @@ def regroup(run: Run, ours: dict[str, Any]) -> tuple[dict[str, Any], Tensor | No
     Raises:
         CheckpointError: what is left of the epoch cannot be told for this kind of loader.
     """
-    were, now = len(ours["ranks"]), run.fabric.world_size
+    processes, shares = run.fabric.world_size, share_of(run.fabric)[0]
+    were_processes = len(ours["ranks"])
+    were = ours.get("shares", were_processes)
     given, loader = loaders_in(run.data.train.source)[0], run.data.train.loaders[0]
-    if not _is_known(run, given, loader, ours, were):
+    if not _is_known(run, given, loader, ours):
         raise CheckpointError(
-            f"resume: '{run.origin.resume_path}' is of a run with {were} process{'es' * (were > 1)}, this one has {now}, and it"
+            f"resume: '{run.origin.resume_path}' is of a run with {_counted(were_processes)}, this one has {processes}, and it"
             f" is from the middle of an epoch, after {ours['batch_idx']} batches, where each process goes on with its own"
-            f" samples of {type(given).__name__}: give {were} (devices={were}), or resume= with a checkpoint from an epoch's"
-            " end, or load= to start a new run from the weights; a DataLoader or TensorLoader that the loop shares goes on in"
-            " any number"
+            f" samples of {type(given).__name__}: give {were_processes} (devices={were_processes}), or resume= with a"
+            " checkpoint from an epoch's end, or load= to start a new run from the weights; a DataLoader or TensorLoader that"
+            " the loop shares goes on in any number"
         )
     is_own = isinstance(getattr(given, "sampler", None), DistributedSampler)
     order = ours.get("order", {}).get("samples")
-    if order is None and (were > 1 or is_own) != (now > 1 or is_own):
+    if order is None and (were > 1 or is_own) != (shares > 1 or is_own):
         order = _order(run, ours, given, loader, by_seed=were > 1)
     samples = _samples(given)
     if order is not None and not torch.equal(order.sort().values, torch.arange(samples)):
         raise CheckpointError(f"resume: the order of samples in '{run.origin.resume_path}' is of other data")
-    if were != now:
-        ours = _scaled(run, ours, loader.batch_size, were, now)
+    if (were_processes, were) != (processes, shares):
+        ours = _scaled(run, ours, loader.batch_size, were, shares)
     if order is not None:
         ours["order"] = {"epoch": ours["epoch"], "samples": order}
     return ours, order
 
 
-def _is_known(run: Run, given: Any, loader: Any, ours: Mapping[str, Any], were: int) -> bool:
+def _is_known(run: Run, given: Any, loader: Any, ours: Mapping[str, Any]) -> bool:
     """Whether the epoch's order is that of a permutation, of which a part is done that one can count."""
     data = ours.get("fingerprint", {}).get("data", ())
     state = ours["ranks"][0]["train"]
     if run.data.train.combined is not None or len(data) != 1 or not data[0].get("batch_size") or state is None:
         return False
-    if "shares" in ours or share_of(run.fabric)[0] != run.fabric.world_size or not state["sources"][0]:
-        return False
-    if isinstance(loader, TensorLoader):
-        return True
+    if not state["sources"][0] or isinstance(loader, TensorLoader):
+        return bool(state["sources"][0])
     sampler = getattr(given, "sampler", None)
     draws_once = not isinstance(sampler, RandomSampler) or not (
         sampler.replacement or sampler.num_samples != length_of(given.dataset)
@@ -101,7 +102,8 @@ def _order(run: Run, ours: Mapping[str, Any], given: Any, loader: Any, by_seed: 
         return torch.tensor(list(sampler))
     place = state["sources"][0]
     with isolated_rng():
-        run.data.train.sources.each[0].put_back(place["first"] or place["began"])
+        # TensorLoader draws its order as a pass begins, DataLoader as its first batch is fetched
+        run.data.train.sources.each[0].put_back(place["began"] if is_tensors else place["first"] or place["began"])
         if is_tensors:
             return torch.randperm(samples, generator=given.generator)
         if place["first"] is None and place["is_born"]:  # its workers' seed is drawn first
@@ -109,12 +111,17 @@ def _order(run: Run, ours: Mapping[str, Any], given: Any, loader: Any, by_seed: 
         return torch.tensor(list(given.sampler))
 
 
+def _counted(processes: int) -> str:
+    return f"{processes} process{'es' * (processes > 1)}"
+
+
 def _samples(given: Any) -> int:
     return len(given.tensors[0] if isinstance(given, TensorLoader) else given.dataset)
 
 
 def _scaled(run: Run, ours: dict[str, Any], size: int, were: int, now: int) -> dict[str, Any]:
-    """Where so many processes stand in the epoch; the position counts in samples."""
+    """Where so many shares stand in the epoch; the position counts in samples."""
+    processes, were_processes = run.fabric.world_size, len(ours["ranks"])
     at, was = run.at, ours["fingerprint"]["data"][0]["batch_size"]
     window = ours.get("window") or at.window
     done = ours["batch_idx"] * was * were
@@ -123,7 +130,9 @@ def _scaled(run: Run, ours: dict[str, Any], size: int, were: int, now: int) -> d
     if ours["is_last_batch"]:
         batches, again = int(at.num_batches), 0
     at.regroup(batches)
-    ranks = [_part(ours["ranks"], rank, now, batches) for rank in range(now)]
+    of_shares = ours["ranks"][:: were_processes // were]  # a tensor-parallel group is ranks side by side
+    parts = [_part(of_shares, share, now, batches) for share in range(now)]
+    ranks = [parts[rank * now // processes] for rank in range(processes)]
     if run.fabric.is_global_zero:
         said = (
             f"{again} of them come again, as {done} are not a whole number of steps here"
@@ -131,9 +140,10 @@ def _scaled(run: Run, ours: dict[str, Any], size: int, were: int, now: int) -> d
             else "each comes once"
         )
         run.said.warn(
-            f"resume: {now} process{'es' * (now > 1)} go on with the epoch that {were} began, behind batch {batches}: with the"
-            f" samples that were left, {said}. Weights, optimizers, schedulers and rows are those of the checkpoint. Not to the"
-            " bit from here on: sums over the ranks, random numbers of ranks that were not there, torchmetrics of this epoch"
+            f"resume: the epoch goes on with {_counted(processes)} where {were_processes} began it, behind batch {batches}, and"
+            f" with the samples that were left, {said}. Weights, optimizers, schedulers and rows are those of the checkpoint."
+            " Not to the bit from here on: sums over the ranks, random numbers of ranks that were not there, torchmetrics of"
+            " this epoch"
         )
     counters = {
         "total_batches": at.total_batches,

@@ -29,7 +29,6 @@ from ..record.logger import CSVLogger
 from ..record.recipe import write_recipe
 from ..trainer.attach import after_error, attach, attach_log
 from ..trainer.attributes import TrainerFace
-from ..trainer.callbacks import add_callbacks_of
 from .broken import leave_for, tell  # at once: an error may be that no file can be opened any more
 
 
@@ -127,7 +126,11 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
         from ..trainer.profiling import begin
 
         begin(loop.own_profiler, run, loop.log_dir)
-    loop.callbacks = add_callbacks_of(run.hooks.own(owner, "configure_callbacks"), run.hooks.callbacks)
+    loop.callbacks = run.hooks.callbacks
+    if (configure := run.hooks.own(owner, "configure_callbacks")) is not None:
+        from ..trainer.callbacks import add_callbacks
+
+        loop.callbacks = add_callbacks(configure(), run.hooks.callbacks)
     run.hooks.refresh(loop.callbacks)
     if loop.checkpoint_callbacks:  # the module's own, too: it takes over from the loop
         run.keeper = KeepsNothing()

@@ -97,6 +97,8 @@ class Signals(Handlers):
         self.agreed: int | None = None  # by all
         self.was_theirs = False  # whether somebody's own handler has heard of it, too
         self.deadline: float | None = None  # in time.monotonic's seconds, for max_time
+        # what is written while training goes on (files/background.py), and counts where all agree
+        self.behind: Any = None
         self._received_at = 0.0
         self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), 0, 0
 
@@ -116,12 +118,14 @@ class Signals(Handlers):
     @property
     def checks(self) -> bool:
         """Whether `check` has anything to find."""
-        return self.together or self.deadline is not None
+        return self.together or self.deadline is not None or self.behind is not None
 
     def check(self, batches: int, now: bool = False) -> bool:
         """Whether the time is over; among several ranks, agree on that and on a signal, after a batch that all know."""
         late = self.deadline is not None and time.monotonic() >= self.deadline
         if not self.together:
+            if self.behind is not None and not self.behind.is_busy():
+                self.behind.commit()
             return late
         if batches < self._next_batch and not now:
             return False
@@ -129,11 +133,14 @@ class Signals(Handlers):
         every = 0  # batches until the next time; rank zero's clock counts
         if torch.distributed.get_rank() == 0:
             every = max(1, int((batches - self._checked_batch) * AGREE_EVERY / max(seconds, 1e-6)))
-        values = torch.tensor([self.received or 0, int(late), every])
+        behind = [] if self.behind is None else [int(self.behind.is_busy())]
+        values = torch.tensor([self.received or 0, int(late), every, *behind])
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self._group)
-        number, late, every = values.tolist()
+        number, late, every, *busy = values.tolist()
         self.agreed = self.agreed or number or None
         self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), batches, batches + every
+        if busy == [0]:
+            self.behind.commit()
         return bool(late)
 
     def handle(self, number: int, frame: FrameType | None) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import numbers
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core.errors import Misuse
-from .metric_states import MetricStates, is_metric
+from .loggable import check_loggable, is_metric, metrics_in
 
 # Where self.log may be called: the hooks where a value can only belong to the epoch, and those where it may be either,
 # with the default (on_step, on_epoch).
@@ -64,9 +61,9 @@ class Meta:
 
 
 def asked(
-    fx: str, name: str, value: Any, args: tuple, dataloader_idx: int | None, own: MetricStates | None, has_logger: bool
+    fx: str, name: str, value: Any, args: tuple, dataloader_idx: int | None, module: Any, has_logger: bool
 ) -> Meta:  # fmt: skip
-    """What these arguments of ``self.log`` come to in this hook; own: the module's metrics."""
+    """What these arguments of ``self.log`` come to in this hook; a metric must be one of the module's."""
     (
         prog_bar,
         logger,
@@ -93,8 +90,8 @@ def asked(
             " `dataloader_idx` when `add_dataloader_idx=True`"
         )
     check_loggable(name, value)
-    if is_metric(value) and attribute is None and own is not None:
-        _check_attribute(own.names(), name, value)
+    if is_metric(value) and attribute is None and module is not None:
+        _check_attribute(module, name, value)
     if logger and not has_logger:
         warnings.warn(
             f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can enable one"
@@ -125,63 +122,12 @@ def _levels(fx: str, name: str, on_step: bool | None, on_epoch: bool | None) -> 
     )
 
 
-def check_loggable(name: str, value: Any) -> None:
-    """Refuse what is neither a number, a tensor nor a metric."""
-    if isinstance(value, Mapping):
-        raise Misuse(f"`self.log({name}, {value})` was called, but nested dictionaries cannot be logged")
-    if not (isinstance(value, Tensor | numbers.Number) or is_metric(value)):
-        raise Misuse(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")
-
-
-def _check_attribute(names: Mapping[int, str], name: str, metric: Any) -> None:
-    """A metric that nobody owns is refused; names: those of the module's, by their ids."""
-    if id(metric) not in names:
-        known = f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of {list(names.values())}"
+def _check_attribute(module: Any, name: str, metric: Any) -> None:
+    """A metric that nobody owns is refused."""
+    names = metrics_in(module)
+    if all(part is not metric for part in names.values()):
+        known = f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of {list(names)}"
         raise Misuse(
             "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can fix this by"
             f" {known if names else 'setting an attribute for the metric in your `LightningModule`.'}"
         )
-
-
-def of_one_element(name: str, value: Tensor) -> Tensor:
-    """A tensor of one element without its dimensions."""
-    if value.numel() != 1:
-        raise Misuse(
-            f"`self.log({name}, {value})` was called, but the tensor must have a single element."
-            f" You can try doing `self.log({name}, {value}.mean())`"
-        )
-    return value.squeeze()
-
-
-def as_float(entry: Any, value: Tensor) -> Tensor:
-    """An integer, or a narrow float, as what an entry sums it in."""
-    if not value.is_floating_point() and not entry.live:
-        warnings.warn(
-            f"You called `self.log({entry.meta.name!r}, ...)` in your `{entry.meta.fx}` but the value needs to be"
-            f" floating to be reduced. Converting it to {float_type()}. You can silence this warning by converting"
-            " the value to floating point yourself.", stacklevel=4,
-        )  # fmt: skip
-    return value.to(float_type())
-
-
-def refuse(name: str, fx: str | None, enabled: bool, predicts: bool) -> None:
-    """Say why nothing can be logged here; under barebones, once and by the way."""
-    if not enabled:
-        warnings.warn(
-            f"self.log({name!r}) does nothing: `FabricLoop(barebones=True)` is configured; leave barebones out to log",
-            stacklevel=3,
-        )
-        return
-    where = f"inside `{fx}`" if fx else "outside of the loop's hooks"
-    if predicts:
-        where = "in prediction (a result collection is not registered yet, and none will be)"
-    raise Misuse(
-        f"You can't `self.log({name!r})` {where}; log in training_step, validation_step, test_step or the hooks"
-        " around them, or write to `self.logger` directly"
-    )
-
-
-def float_type() -> torch.dtype:
-    """The default dtype, but no narrower than float32, so that long sums stay exact enough."""
-    default = torch.get_default_dtype()
-    return default if default in (torch.float32, torch.float64) else torch.float32

@@ -134,7 +134,9 @@ def summarize(net: nn.Module) -> str:
     """
     rows = [("name", "type", "parameters")]
     for name, child in list(net.named_children()) or [("", net)]:
-        rows.append((name, type(child).__name__, f"{sum(p.numel() for p in child.parameters()):,}"))
+        kinds = [base.__name__ for base in type(child).__mro__]
+        kind = kinds[0].removeprefix("FSDP") if "FSDPModule" in kinds else kinds[0]  # which fully_shard has put there
+        rows.append((name, kind, f"{sum(p.numel() for p in child.parameters()):,}"))
     everything = sum(p.numel() for p in net.parameters())
     trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
     rows.append(("", "total", f"{everything:,} ({trainable:,} trainable)"))

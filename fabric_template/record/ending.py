@@ -21,7 +21,7 @@ def ending(run: Run, checkpoints: Iterable[Path]) -> dict[str, list[str]]:
     seconds = sum(row.get("time") or 0.0 for row in rows)
     done = f"{count(run.at.epochs_done, 'epoch')}, {count(run.at.global_step, 'step')}, {duration(seconds)}"
     told: dict[str, list[str]] = {
-        "trained": [f"{type(trained.model).__name__}{data}: {done}"],
+        "trained": [f"{trained.name}{data}: {done}"],
         "compiled": [f"{duration(compiling.seconds)} of that"] if compiling is not None and compiling.seconds else [],
         "ended": [why_ended(run)],
     }

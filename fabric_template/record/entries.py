@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, add
 
 from ..core.errors import Misuse
-from .asked import Meta, float_type
+from .loggable import float_type
+
+if TYPE_CHECKING:
+    from .asked import Meta
 
 POWERS_OF_TWO = frozenset(2**power for power in range(24))  # the batch sizes by which a float is multiplied exactly
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": add, "max": torch.maximum, "min": torch.minimum}

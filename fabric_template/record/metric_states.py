@@ -11,9 +11,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from ..files.opening import CheckpointError
+from ..files.errors import CheckpointError
+from ..files.ordinary import tensors_in
 from ..files.plain import is_plain
-from ..files.reading import tensors_in
+from .loggable import metrics_in
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -30,12 +31,15 @@ class MetricStates:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self._as_found: dict[str, dict[str, Any]] = {}
+
+    def note(self) -> None:
+        """Note what they hold as the run begins."""
         self._as_found = {name: _held(part) for name, part in self.parts().items()}
 
     def parts(self) -> dict[str, Any]:
         """The metrics by name."""
-        named = self._module.named_modules() if hasattr(self._module, "named_modules") else ()
-        return {name: part for name, part in named if name and is_metric(part)}
+        return metrics_in(self._module)
 
     def names(self) -> dict[int, str]:
         """The names by the metrics' ids."""
@@ -68,11 +72,6 @@ class MetricStates:
                         f"resume: the checkpoint's {name}.{key} does not fit {type(parts[name]).__name__}"
                     )
                 setattr(parts[name], key, _copy(value, device))
-
-
-def is_metric(value: Any) -> bool:
-    """Whether this is a torchmetrics object, or one of that shape."""
-    return all(hasattr(value, name) for name in ("update", "compute", "reset")) and not isinstance(value, Mapping)
 
 
 def _fits(now: Any, value: Any) -> bool:

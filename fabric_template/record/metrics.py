@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import Misuse
-from .asked import as_float, asked, check_loggable, float_type, of_one_element, refuse
 from .entries import Collection, Entry
+from .loggable import as_float, check_loggable, float_type, of_one_element, refuse
 from .reported import Reported
 
 _EXACT = frozenset({torch.float32, torch.float64})
@@ -160,7 +160,9 @@ class Metrics(Reported):
         self, collection: Collection, entry: Entry | None, name: str, value: Any, args: tuple, index: int | None
     ) -> Entry:
         """The entry of a name that is logged for the first time, or in other words than before."""
-        meta = asked(self.fx or "", name, value, args, collection.dataloader_idx, self._objects, self.has_logger)
+        from .asked import asked
+
+        meta = asked(self.fx or "", name, value, args, collection.dataloader_idx, self._module, self.has_logger)
         meta.sync_dist = meta.sync_dist and self._distributed
         if entry is None:
             entry = collection[(meta.fx, name, index)] = Entry(meta, args, self._all_reduce)

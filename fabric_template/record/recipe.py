@@ -22,7 +22,7 @@ from .. import __version__
 from ..core.functions import FunctionSteps
 from ..core.run import Run
 from ..files.disk import replace_file
-from ..files.opening import cause_of
+from ..files.errors import cause_of
 from .logger import CSVLogger, plain, yaml_of
 
 HEAD = "# fabric-template fit --config with this file is this run again; `about` is for people, and not read\n"

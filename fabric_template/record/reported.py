@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from .asked import Meta
 from .entries import Collection, Entry
-from .metric_states import MetricStates
+from .loggable import metrics_in
+
+if TYPE_CHECKING:
+    from .metric_states import MetricStates
 
 
 class Reported:
@@ -36,7 +38,8 @@ class Reported:
         self.logged: dict[str, Tensor] = {}
         self.progress: dict[str, float] = {}
         self.row: dict[str, Tensor] = {}  # what goes into the epoch's row of the history
-        self._objects: MetricStates | None = None  # the module's torchmetrics
+        self._module: Any = None  # that may have torchmetrics,
+        self._states: MetricStates | None = None  # and what these hold
 
     def merge(self) -> dict[str, Tensor]:
         """Bring the three views up to date; returns what goes to the loggers."""
@@ -91,11 +94,22 @@ class Reported:
 
     def name_metrics(self, module: Any) -> None:
         """Know the torchmetrics attributes of a module, to refuse those that belong to nobody."""
-        self._objects = MetricStates(module)
+        self._module = module
+        if (objects := self._objects()) is not None:
+            objects.note()
+
+    def _objects(self) -> MetricStates | None:
+        """What the module's torchmetrics hold; None as long as it has none."""
+        if self._states is None and metrics_in(self._module):
+            from .metric_states import MetricStates
+
+            self._states = MetricStates(self._module)
+        return self._states
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch's sums so far and the three views, for a checkpoint in the middle of an epoch."""
-        names = self._objects.names() if self._objects is not None else {}
+        states = self._objects()
+        names = {} if states is None else states.names()
         entries = [
             {
                 "meta": dataclasses.asdict(dataclasses.replace(entry.meta, sync_dist_group=None)),
@@ -105,7 +119,7 @@ class Reported:
             for entry in self.train.values()
             if entry.live and entry.meta.sync_dist_group is None
         ]  # fmt: skip
-        objects = self._objects.state_dict() if self._objects is not None else {}
+        objects = {} if states is None else states.state_dict()
         _, in_batches, last_fx = self._paused or (None, self._in_batches, self._last_fx)
         place = {"objects": objects, "in_batches": in_batches, "last_fx": last_fx}
         if self._paused is not None and self.fx == "on_validation_end":  # behind this hook they are reset
@@ -116,10 +130,13 @@ class Reported:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a checkpoint's sums; each name is checked again when it is logged."""
-        objects = self._objects or MetricStates(None)
-        objects.load_state_dict(state["objects"], device)
+        from .asked import Meta
+
+        parts = {}
+        if (objects := self._objects()) is not None:
+            objects.load_state_dict(state["objects"], device)
+            parts = objects.parts()
         state = move_data_to_device({**state, "objects": None}, device)
-        parts = objects.parts()
         for name in state.get("resets", ()):
             if name in parts:
                 parts[name].reset()

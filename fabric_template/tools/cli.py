@@ -173,7 +173,8 @@ def _copies(verb: str, argv: list[str]) -> int:
 
 
 def _verify(verb: str, argv: list[str]) -> int:
-    from ..files.opening import SUFFIXES, CheckpointError, UnreadableError
+    from ..files.errors import CheckpointError, UnreadableError
+    from ..files.opening import SUFFIXES
     from ..files.reading import verify_checkpoint
     from ..files.shards import check_file
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..files.opening import CheckpointError, is_file
-from ..files.plain import SHARDS, brought_back
+from ..files.errors import CheckpointError
+from ..files.opening import is_file
+from ..files.ordinary import SHARDS
+from ..files.plain import brought_back
 from ..files.reading import read_checkpoint, verify_checkpoint
 from ..files.shards import whole
 from ..files.storage import AtomicCheckpointIO

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.errors import Misuse
 from ..core.net import net_of
 from ..files.disk import make_folder, replace_file
-from ..files.opening import CheckpointError, cause_of, local_path
+from ..files.errors import CheckpointError, cause_of, local_path
 from ..files.plain import brought_back
 from ..files.reading import explain_mismatch, find_weights, read_checkpoint
 from .examples import Inputs, first_line, has_forward, inputs_inside, inputs_of

@@ -48,7 +48,7 @@ def run_export(argv: list[str], description: str) -> None:
     checkpoint = _checkpoint(own["CKPT"], options)
     checkpoint = Path(shown(checkpoint.absolute()))
     out = Path(own["out"] or f"{checkpoint.stem}{kind.suffix}")
-    from ..files.opening import CheckpointError
+    from ..files.errors import CheckpointError
     from .examples import of_shapes
     from .export import export
 

@@ -50,7 +50,7 @@ def _threads(facts: Facts, chosen: Mapping[str, Any]) -> Iterable[int]:
 def _batch_sizes(facts: Facts, chosen: Mapping[str, Any]) -> Iterable[int]:
     size, most = facts.batch_size, min(MOST_BATCH, chosen.get("max_batch_size", MOST_BATCH))
     if facts.samples is not None:
-        most = min(most, facts.samples // 4)  # an epoch of fewer steps is fast, and learns nothing
+        most = min(most, facts.samples // 2)  # the windows are as many epochs as it takes; one step is no epoch
     sizes = []
     while size is not None and 2 * size <= most:
         size *= 2

@@ -64,7 +64,7 @@ def _of_one(logs: Any, x: str) -> list[Drawn]:
     """The runs of one path or frame."""
     import pandas as pd
 
-    from ..record.logger import read_logs
+    from ..record.read_back import read_logs
 
     if isinstance(logs, str | os.PathLike):
         frame, root = read_logs(logs), Path(logs)
@@ -89,7 +89,7 @@ def _by_step(rows: pd.DataFrame, folder: Path) -> pd.DataFrame:
     """The rows of the epochs, and those of the steps between them: ours in steps.csv, Lightning's in the same file."""
     import pandas as pd
 
-    from ..record.logger import read_logs
+    from ..record.read_back import read_logs
 
     if (folder / "steps.csv").is_file():
         more = read_logs(folder, steps=True)

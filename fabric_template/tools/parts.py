@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 PARTS = {  # what each is taken for, and the file that has it; a room's name means all of its files
     "tensors": ("TensorLoader, batches cut from tensors in memory", "data/tensors.py"),
-    "csv": ("the CSV logger with a complete row per epoch, and read_logs", "record/logger.py"),
+    "csv": ("the CSV logger with a complete row per epoch", "record/logger.py"),
+    "logs": ("read_logs, the rows of one run or of many as a table", "record/read_back.py"),
     "reading": ("checkpoints read without trusting them", "files/reading.py"),
     "checkpoints": ("checkpoints that are never half written", "files/storage.py"),
     "random": ("random numbers of every library, saved and put back", "exact/randomness.py"),

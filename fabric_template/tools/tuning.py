@@ -16,9 +16,11 @@ from ..loop import FabricLoop
 from .apart import ask
 from .jobs import Job, ObjectJob
 from .knobs import BY_NAME, KNOBS, Knob, label
-from .throughput import Speed, measure
+from .throughput import Facts, Speed, measure
 
 WIDTH = 34
+FEW = 4  # steps of an epoch, of which a larger batch leaves less
+TOGETHER = ("tensors", "fused")  # of small batches from memory: either of them alone may be lost in the spread
 CLEAR = 1.1  # times faster, each time it is measured: where windows waver by more than settings differ
 
 
@@ -165,11 +167,26 @@ class Tuner:
                 + f". It said: {' / '.join(said.splitlines())}" * bool(said)
             )
         self.base = self.best = first.speed
+        facts = first.speed.facts
         for knob in knobs:
-            self.turn(knob, knob.values(first.speed.facts, limits))
+            self.turn(({knob.name: value} for value in knob.values(facts, limits)), knob.doubles)
+        self.together([one.name for one in knobs], facts)
         if self.tuned.choice:
             self.check_again()
+        size, samples = self.tuned.choice.get("batch_size"), facts.samples
+        if size is not None and samples is not None and (steps := -(-samples // size)) < FEW:
+            self.tuned.notes.append(
+                f"batch size {size} leaves {steps} steps to an epoch: it takes more epochs to learn as much"
+            )
         return self.tuned
+
+    def together(self, names: list[str], facts: Facts) -> None:
+        """What of TensorLoader and the fused optimizer was not clear of the spread: once more, with all that is kept."""
+        missing = {
+            name: True for name in TOGETHER if name not in self.tuned.choice and any(BY_NAME[name].values(facts, {}))
+        }
+        if missing and {*TOGETHER} <= {*names}:
+            self.turn([missing], doubles=False)
 
     def trial(self, name: str, choice: Mapping[str, Any], work: Any = None) -> tuple[Trial, str]:
         """Measure one choice in a process of its own."""
@@ -182,21 +199,21 @@ class Tuner:
         self.show(str(one))
         return one, answer.said
 
-    def turn(self, knob: Knob, values: Iterable[Any]) -> None:
-        """Try the values of one knob beside what is kept so far; the best of those that pay is kept."""
+    def turn(self, tries: Iterable[dict[str, Any]], doubles: bool) -> None:
+        """Try the values of one knob, or of several at once, beside what is kept so far; the best of those that pay is kept."""
         assert self.best is not None
         best, kept, misses, has_won = self.best, None, 0, False
-        for value in values:
-            one, _ = self.trial(knob.label(value), {**self.tuned.choice, knob.name: value})
+        for more in tries:
+            one, _ = self.trial(label(more), {**self.tuned.choice, **more})
             pays = one.speed is not None and one.speed.pays(best)
             if one.speed is not None and (pays or self.wins(one, best, kept.choice if kept else self.tuned.choice)):
                 kept, best, misses, has_won = one, one.speed, 0, not pays
             else:
                 misses += 1
-            if knob.doubles and one.speed is None:
+            if doubles and one.speed is None:
                 why = "does not fit into memory" if one.is_short_of_memory else "fails"
-                self.tuned.notes.append(f"{knob.label(value)} {why}: {one.failure}")
-            if knob.doubles and (one.speed is None or misses == 2):
+                self.tuned.notes.append(f"{label(more)} {why}: {one.failure}")
+            if doubles and (one.speed is None or misses == 2):
                 break
         if kept is None:
             return

@@ -348,6 +348,7 @@ class TrainerFace:
         if run.steps.sharded is not None:
             from ..files.pieces import for_file
 
+            run.keeper.settle(run)  # whose pieces no file names as yet
             state = for_file(run, Path(filepath), state)
         if self.fabric.is_global_zero:
             save = run.hooks.timed(door(self.fabric).save_checkpoint, "save_checkpoint")

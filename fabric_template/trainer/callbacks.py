@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -75,9 +75,8 @@ def in_order(callbacks: Iterable[Any]) -> list[Any]:
     return sorted(callbacks, key=lambda callback: is_a(callback, "Checkpoint"))
 
 
-def add_callbacks_of(configure: Callable | None, callbacks: list[Any]) -> list[Any]:
-    """The callbacks with those that a module's ``configure_callbacks`` returns in the place of those of their classes."""
-    own = configure() if configure is not None else None
+def add_callbacks(own: Any, callbacks: list[Any]) -> list[Any]:
+    """The callbacks with those that a module's ``configure_callbacks`` returned in the place of those of their classes."""
     if not own:
         return callbacks
     own = list(own) if isinstance(own, list | tuple) else [own]

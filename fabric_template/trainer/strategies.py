@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from ..core.errors import Misuse
 from ..core.overrides import is_a
+from ..files.storage import AtomicCheckpointIO
 
 _Start = Literal["popen", "spawn", "fork"]
 _STARTS: dict[str, _Start] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -66,6 +68,31 @@ def as_fabrics(strategy: Any) -> Any:
     same = ("parallel_devices", "cluster_environment", "process_group_backend")
     words = {name: getattr(strategy, name) for name in same}
     return DDPStrategy(timeout=strategy._timeout, start_method=strategy._start_method, **words, **strategy._ddp_kwargs)
+
+
+def with_files(strategy: Any, plugins: Any) -> Any:
+    """The plugins without Lightning's AsyncCheckpointIO, which Fabric refuses for a model in parts: the loop does it then.
+
+    Raises:
+        Misuse: for any other CheckpointIO with such a model.
+    """
+    if not isinstance(strategy, ModelParallelStrategy):
+        return plugins
+    given = list(plugins) if isinstance(plugins, list | tuple) else [plugins] * (plugins is not None)
+    files = [plugin for plugin in given if isinstance(plugin, CheckpointIO)]
+    for plugin in files:
+        inner = getattr(plugin, "checkpoint_io", None)
+        if not is_a(plugin, "AsyncCheckpointIO") or not (inner is None or type(inner) is AtomicCheckpointIO):
+            name = f"{type(plugin).__name__}({'' if inner is None else type(inner).__name__ + '()'})"
+            raise Misuse(
+                f"plugins={name} with strategy=ModelParallelStrategy(...): each rank writes its own piece of a checkpoint,"
+                " which no CheckpointIO does; leave it out, or write plugins=AsyncCheckpointIO() to go on training meanwhile"
+            )
+    whole = not strategy._save_distributed_checkpoint  # one file: the plugin serves as it is
+    vars(strategy).update(writes_behind=bool(files) and not whole)  # see files/background.py
+    if files and whole:
+        vars(strategy).update(own_checkpoint_io=files[0])
+    return [plugin for plugin in given if plugin not in files] or None
 
 
 def check_window(strategy: Any, callbacks: list[Any], window: int) -> None:

@@ -118,12 +118,12 @@ def test_a_room_can_be_copied_without_those_above_it(tmp_path):
 
 
 def test_a_few_files_do_their_work_alone(tmp_path):
-    """TensorLoader from one file, the reader of checkpoints from two; the CSV logger from its three."""
+    """TensorLoader from one file, the reader of checkpoints from four; the CSV logger and its reader from four."""
     shutil.copy(PACKAGE / "data" / "tensors.py", tmp_path / "my_data.py")
     files = {
-        "my_logs/record": ("record/logger", "record/tables"),
+        "my_logs/record": ("record/logger", "record/read_back", "record/tables"),
         "my_logs/files": ("files/disk",),
-        "my_files": ("files/reading", "files/opening"),
+        "my_files": ("files/reading", "files/opening", "files/errors", "files/ordinary"),
     }
     for folder, names in files.items():
         (tmp_path / folder).mkdir(parents=True)
@@ -132,7 +132,8 @@ def test_a_few_files_do_their_work_alone(tmp_path):
     code = """
 import torch
 from my_data import TensorLoader
-from my_logs.record.logger import CSVLogger, read_logs
+from my_logs.record.logger import CSVLogger
+from my_logs.record.read_back import read_logs
 from my_files.reading import read_checkpoint
 
 assert [len(x) for (x,) in TensorLoader(torch.arange(5), batch_size=2)] == [2, 2, 1]

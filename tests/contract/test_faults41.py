@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 
 import fabric_template
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.files.opening import CheckpointError
+from fabric_template.files.errors import CheckpointError
 from fabric_template.record.terminal import Terminal
 
 # by which the net counts what was done

@@ -38,6 +38,7 @@ ARROWS = {  # a room, and those that it may import beside itself; a file at the 
 # `from .. import __version__` reads a number that stands there before anything is imported: no arrow and no circle.
 NUMBER = "__version__"
 
+MOST_IN_A_RUN = 11_000  # lines that FabricLoop and a fit from its beginning import
 MAX_LINES = 400
 MAX_LINES_OF = {"core/train.py": 200, "mini.py": 884}  # the one file, which shall come down to 450
 MAX_LINES_OF_A_FUNCTION_IN = {"core/train.py": 40}
@@ -163,6 +164,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from fabric_template.loop import FabricLoop
 
+
+def tell(when):
+    print(when, *sorted(name for name in sys.modules if name.startswith("fabric_template.")))
+
+
+tell("imported")
 net = nn.Linear(4, 1)
 loader = DataLoader(TensorDataset(torch.ones(8, 4)), 4)
 step = lambda net, batch: net(batch[0]).mean()
@@ -171,20 +178,25 @@ for epochs, resume in ((1, None), (2, "last")):
     loop = FabricLoop(max_epochs=epochs, **words)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     loop.fit(net, loader, loader, optimizer=optimizer, training_step=step, validation_step=step, resume=resume)
+    tell("resumed" if resume else "trained")
 loop.validate(net, loader, verbose=True)
-print(*sorted(name for name in sys.modules if name.startswith("fabric_template.")), sep="\\n")
+tell("validated")
 """
 
 
-def test_what_a_run_imports_lies_in_no_tool_and_no_demo(tmp_path):
+def test_what_a_run_imports_is_little_and_lies_in_no_tool_and_no_demo(tmp_path):
     """Those that are imported by the way, inside functions, are seen as well: two runs are made, and one of them resumed."""
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n{RUN}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
-    names = re.findall(r"^fabric_template\.(\S+)$", done.stdout, re.M)
-    assert "loop" in names
-    assert "record.logger" in names
-    assert not [name for name in names if name.split(".")[0] in ("tools", "demos")]
+    told = re.findall(r"^(imported|trained|resumed|validated) (fabric_template.*)$", done.stdout, re.M)
+    files = {when: [file_named(PACKAGE, name.split(".")[1:]) for name in names.split()] for when, names in told}
+    assert {"loop.py", "record/logger.py", "process/resumed.py"} <= set(files["validated"])
+    assert not [file for file in files["validated"] if room_of(file) in ("tools", "demos")]
+    lines = {
+        when: sum(len((PACKAGE / file).read_text().splitlines()) for file in names) for when, names in files.items()
+    }
+    assert lines["imported"] <= lines["trained"] <= MOST_IN_A_RUN, lines
 
 
 # ---- the tests can fail

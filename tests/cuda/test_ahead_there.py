@@ -50,6 +50,27 @@ def test_nothing_waits(name):
     assert watches.batches == 19
 
 
+def test_what_is_there_already_is_converted_when_it_is_whole():
+    """Its last kernels may still run when the loop asks for the next batch: none of its numbers is read too early."""
+
+    def made():
+        for number in range(1, 9):
+            x = torch.zeros(2**22, device=DEVICE)
+            for _ in range(50):
+                x = x.sin() + number
+            yield (x,)
+
+    sums, net = [], nn.Linear(1, 1)
+
+    def step(net, batch):
+        sums.append(batch[0].double().sum())
+        return net(torch.ones(1, 1, device=DEVICE, dtype=torch.bfloat16)).sum()
+
+    loop = FabricLoop(**{**quiet(), **ON, "max_epochs": 1}, precision="bf16-true", prefetch=True)
+    loop.fit(net, made(), optimizer=torch.optim.SGD(net.parameters(), 0.1), training_step=step)
+    assert [value.item() for value in sums] == [x.bfloat16().double().sum().item() for (x,) in made()]
+
+
 def test_large_batches_are_whole():
     """A step that takes long reads a batch while the next ones come: the sums of all of them are those of the samples."""
     x = torch.arange(64 * 2**18, dtype=torch.float64).reshape(64, -1) % 1000

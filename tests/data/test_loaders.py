@@ -527,3 +527,18 @@ def test_a_handed_pass_remembers_its_last_steps_only():
         2 * steps, 2 * steps - 2, 2 * (steps - RECENT),
     ]  # fmt: skip
     assert len(batches._fetched) == RECENT
+
+
+@pytest.mark.parametrize("kind", ["plain", "channels_last", "a subclass", "bytes"])
+def test_shuffled_tensor_loader_gives_what_an_index_gives(kind):
+    x = torch.randn(10, 3, 4, 4).to(memory_format=torch.channels_last)
+    if kind != "channels_last":
+        x = x.contiguous()
+    x = {"a subclass": torch.nn.Parameter(x), "bytes": x.byte()}.get(kind, x)
+    batches = list(TensorLoader(x, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)))
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
+    for (batch,), rows in zip(batches, order.split(4), strict=True):
+        expected = x[rows]
+        assert type(batch) is type(expected)
+        assert torch.equal(batch, expected)
+        assert (batch.stride(), batch.requires_grad) == (expected.stride(), expected.requires_grad)

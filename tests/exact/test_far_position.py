@@ -10,7 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from fabric_template import TensorLoader
 from fabric_template.data.tensors import count_cuts, cuts
-from fabric_template.exact.source import Source
+from fabric_template.exact.middle import resume
+from fabric_template.exact.position import source_of
 
 SIZE, DONE = 1000, 950
 
@@ -34,14 +35,14 @@ class Counted:
 def resumed(make, done):
     """(the batches of a whole pass behind so many, those of a pass that begins there, its source); each from one state."""
     torch.manual_seed(3)
-    whole = Source(make(), records=True, trains=True)
+    whole = source_of(make(), records=True, trains=True)
     batches = iter(whole)
     first = [next(batches) for _ in range(done)]
     state = whole.state({**whole.position(), "taken": done})
     rest = list(batches)
     torch.manual_seed(4)
-    source = Source(make(), records=True, trains=True)
-    source.resume(state)
+    source = source_of(make(), records=True, trains=True)
+    resume(source, state)
     assert len(first) == done
     return rest, source
 

@@ -4,11 +4,13 @@
     python tests/faults/elastic.py --kills 30 --nodes 2       a whole node of --nnodes 1:2; another comes in its place, or not
 
 The agent is torchrun's own (elastic_launch), forked from a process that has imported it; its workers are scripts, as under
-torchrun. Where a node is lost the others go on in another number: then the rows are compared, not their numbers.
+torchrun. Where a node is lost the others go on in another number: then the rows are compared, not their numbers. Nodes are
+started as docs/scale.md says; but the 300 seconds for which torchrun waits, at the end, for a node that is gone are 20 here.
 """
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import random
@@ -18,15 +20,25 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partialmethod
 from pathlib import Path
 
 from kills import fork
+from lightning.fabric.strategies import DDPStrategy
 from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from victim import difference, end_of, quiet, train
+from victim import Victim, difference, end_of, quiet, train
 
-PATIENCE = 120.0  # seconds until a run that does not end counts as hanging
+PATIENCE = 180.0  # seconds after its start, or the last kill, until a run that does not end counts as hanging
 RESTARTS = 10
+BARRIER = 20.0
+TIMEOUT = timedelta(
+    seconds=60
+)  # of a group of several nodes: for so long one waits, as it begins, for a node that is gone
+COMES_LATE = 3  # the exit code of a node that finds the run closed
 
 
 @dataclass
@@ -39,12 +51,14 @@ class Figures:
     rounds: int = 0
     kills: int = 0
     hangs: int = 0
+    came_back: int = 0  # nodes that came in the place of a killed one
+    came_late: int = 0  # of them, after the others had ended
     seconds: float = 0.0
     losses: list = field(default_factory=list)
 
 
 class Process:
-    """A forked process that leads a session; its words go to the log."""
+    """A forked process that leads a session; its words go to the log, and where it stands when it hangs."""
 
     def __init__(self, log, work, *args):
         self.code, self.pid = None, fork(self._lead, log, work, *args)
@@ -55,6 +69,7 @@ class Process:
         with open(log, "ab") as words:
             os.dup2(words.fileno(), 1)
             os.dup2(words.fileno(), 2)
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         work(*args)
 
     def poll(self):
@@ -79,10 +94,10 @@ class Process:
                 time.sleep(0.001)
 
 
-def kill(pids):
+def kill(pids, number=signal.SIGKILL):
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def hold_the_rendezvous(pipe):
@@ -94,18 +109,27 @@ def hold_the_rendezvous(pipe):
 
 def be_a_node(root, port, nodes, ranks):
     """Be torchrun on one machine."""
+    if nodes > 1:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        LocalElasticAgent.__init__ = partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=BARRIER)
     quick = {"is_host": False, "last_call_timeout": 1, "keep_alive_interval": 2, "keep_alive_max_attempt": 3}
     config = LaunchConfig(
         min_nodes=1, max_nodes=nodes, nproc_per_node=ranks, run_id="run", rdzv_backend="c10d", max_restarts=RESTARTS,
         rdzv_endpoint=f"127.0.0.1:{port}", rdzv_configs=quick, monitor_interval=0.05,
     )  # fmt: skip
-    elastic_launch(config, sys.executable)(__file__, "--work", root)
+    try:
+        elastic_launch(config, sys.executable)(__file__, "--work", root, "--nodes", str(nodes))
+    except RendezvousClosedError:
+        os._exit(COMES_LATE)
 
 
-def work(root):
+def work(root, nodes):
     """What each worker does: the same command, whoever started it, and how often."""
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     quiet()
-    train(root, strategy="ddp", accumulate_grad_batches=1, save_every_n_steps=3)
+    Victim.steps = 12 * nodes  # one node alone has as many batches, each a step
+    strategy = "ddp" if nodes == 1 else DDPStrategy(timeout=TIMEOUT)
+    train(root, strategy=strategy, accumulate_grad_batches=1, save_every_n_steps=3)
 
 
 class Run:
@@ -143,10 +167,18 @@ class Run:
             time.sleep(0.002)
         return []
 
+    def hit(self, pids):
+        """Kill these; what is left has all its time again."""
+        kill(pids)
+        self.began = time.monotonic()
+
     def end(self):
         """Wait for its end; returns the exit codes, "hang" for one that had to be killed."""
         self.wait(PATIENCE)
         codes = ["hang" if node.poll() is None else node.poll() for node in self.nodes]
+        if "hang" in codes:
+            kill([*self.workers(), *(node.pid for node in self.nodes if node.poll() is None)], signal.SIGUSR2)
+            time.sleep(1)  # they write into the log where they stand
         for process in (*self.nodes, self.rendezvous):
             process.kill()
         return codes
@@ -165,28 +197,30 @@ def kill_workers(run, draw, seconds, figures):
         run.wait(instant(draw, seconds))
         if not (workers := [pid for pid in run.workers() if pid in workers]):
             return
-        kill([draw.choice(workers)])
+        run.hit([draw.choice(workers)])
         figures.kills += 1
         killed += workers
 
 
 def kill_nodes(run, draw, seconds, figures):
-    """A whole node; another one comes in its place, or does not."""
+    """A whole node; another one comes in its place, at once or behind the 6 seconds until it is missed, or does not."""
     run.wait_for_workers()
     run.wait(instant(draw, seconds))
     if alive := [node for node in run.nodes if node.children()]:
         node = draw.choice(alive)
         run.nodes.remove(node)
+        run.hit([node.pid, *node.children()])
         node.kill()
         figures.kills += 1
-        if draw.random() < 0.5:
-            run.wait(draw.uniform(8, 12))  # behind the 6 seconds after which the others believe that it is gone
+        if draw.random() < 0.7:
+            run.wait(draw.uniform(0, 12))
             run.nodes.append(Process(*run.words))
+            figures.came_back += 1
 
 
 def problem_of(codes, whole, root, is_same):
     """What is wrong with a run that has ended, in words."""
-    if any(codes):
+    if 0 not in codes or any(code not in (0, COMES_LATE) for code in codes):
         return f"it ended with {codes}"
     try:
         end = end_of(root)
@@ -217,12 +251,16 @@ def campaign(kills, nodes, ranks, seed, most=float("inf")):
             codes = run.end()
             figures.rounds += 1
             figures.hangs += "hang" in codes
+            figures.came_late += codes.count(COMES_LATE)
             if problem := problem_of(codes, whole, root, is_same=nodes == 1):
                 kept = Path(tempfile.mkdtemp(prefix="loss-"))
                 for left in (root, log):
                     if left.exists():
                         shutil.move(left, kept)
                 figures.losses.append({"round": figures.rounds, "problem": problem, "kept": str(kept)})
+            print(
+                f"{figures.kills} kills, {figures.rounds} runs, {len(figures.losses)} lost", file=sys.stderr, flush=True
+            )
             shutil.rmtree(root, ignore_errors=True)
             log.unlink(missing_ok=True)
     finally:
@@ -245,7 +283,7 @@ def main():
     parser.add_argument("--work", help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.work:
-        return work(words.work)
+        return work(words.work, words.nodes)
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", file=sys.stderr)
     figures = campaign(words.kills, words.nodes, words.ranks or (2 if words.nodes == 1 else 1), seed, words.seconds)

@@ -23,7 +23,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from victim import difference, end_of, in_parts, quiet, train
+from victim import difference, end_of, in_parts, meanwhile_words, quiet, train
 
 PATIENCE = 60.0  # seconds until a run that does not end counts as hanging
 
@@ -71,7 +71,7 @@ def fork(work, *args):
         os._exit(code)
 
 
-def start(root, ranks, log, sharded=False):
+def start(root, ranks, log, sharded=False, meanwhile=False):
     """Fork one process per rank, each typing the same command; their words go to the log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -91,6 +91,7 @@ def start(root, ranks, log, sharded=False):
             devices=ranks,
             accumulate_grad_batches=1,
             save_every_n_steps=3,
+            **(meanwhile_words() if meanwhile else {}),
         )
 
     return [fork(rank, number) for number in range(ranks)]
@@ -137,7 +138,7 @@ def length_of(pids):
     return codes, had / len(pids)
 
 
-def campaign(kills, ranks, seed, report=lambda figures: None, sharded=False):
+def campaign(kills, ranks, seed, report=lambda figures: None, sharded=False, meanwhile=False):
     """Rounds until so many kills have hit; returns the figures."""
     figures, draw, began = Figures(seed, ranks), random.Random(seed), time.monotonic()
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
@@ -146,14 +147,15 @@ def campaign(kills, ranks, seed, report=lambda figures: None, sharded=False):
         warm_up(home / "warm")
         if sharded:  # what the ranks import, once
             in_parts()
-        codes, seconds = length_of(start(home / "whole", ranks, log, sharded))
+            meanwhile_words()
+        codes, seconds = length_of(start(home / "whole", ranks, log, sharded, meanwhile))
         if any(codes):
             raise RuntimeError(f"the undisturbed run ended with {codes}:\n{log.read_text()}")
         whole = end_of(home / "whole")
         while figures.kills < kills:
             root = home / "run"
-            instants = [_one_round(figures, root, ranks, log, draw, seconds, sharded)]
-            codes = end(start(root, ranks, log, sharded))
+            instants = [_one_round(figures, root, ranks, log, draw, seconds, sharded, meanwhile)]
+            codes = end(start(root, ranks, log, sharded, meanwhile))
             figures.rounds += 1
             problem = f"the last run ended with {codes}" if any(codes) else _difference(whole, root)
             if problem:
@@ -171,12 +173,12 @@ def campaign(kills, ranks, seed, report=lambda figures: None, sharded=False):
     return figures
 
 
-def _one_round(figures, root, ranks, log, draw, seconds, sharded):
+def _one_round(figures, root, ranks, log, draw, seconds, sharded, meanwhile):
     """Kill the run, and sometimes those that go on with it; returns when."""
     instants = []
     for _ in range(draw.choice((1, 1, 2, 3))):
         instants.append(draw.uniform(0, seconds))
-        codes = end(start(root, ranks, log, sharded), instants[-1], skew=draw.uniform(0, 0.01))
+        codes = end(start(root, ranks, log, sharded, meanwhile), instants[-1], skew=draw.uniform(0, 0.01))
         if -signal.SIGKILL not in codes:
             break  # it had ended before
         figures.kills += 1
@@ -200,10 +202,14 @@ def main():
     parser.add_argument(
         "--sharded", action="store_true", help="the model in parts on two ranks (FSDP2), saved in pieces"
     )
+    parser.add_argument("--meanwhile", action="store_true", help="the same, its pieces written while training goes on")
     words = parser.parse_args()
+    words.sharded |= words.meanwhile
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", file=sys.stderr)
-    figures = campaign(words.kills, 2 if words.sharded else words.ranks, seed, sharded=words.sharded)
+    figures = campaign(
+        words.kills, 2 if words.sharded else words.ranks, seed, sharded=words.sharded, meanwhile=words.meanwhile
+    )
     print(json.dumps(asdict(figures)))
     sys.exit(bool(figures.losses))
 

@@ -3,7 +3,8 @@
     python tests/faults/piece_sweep.py --kinds ENOSPC EIO EACCES short
 
 One training of two ranks (gloo), at the end of which ``last.ckpt`` is saved again and again, with other weights each time: all
-of them are one number, so that a mixture of two saves is seen at once.
+of them are one number, so that a mixture of two saves is seen at once. First the ranks
+wait for their pieces, then threads write these.
 """
 
 import argparse
@@ -20,10 +21,12 @@ import torch
 from kills import end, fork
 from layer import KINDS, Fault
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import make_loader
 from victim import WORDS, Victim, in_parts, quiet
 
 from fabric_template import FabricLoop
+from fabric_template.files.keeper import Keeper
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.files.shards import check_file, whole
 
@@ -49,13 +52,16 @@ class Sweep(Callback):
 
     def on_train_end(self, trainer, pl_module):
         self.trainer, self.run = trainer, trainer._run
-        self.save()
-        for kind in self.kinds:
-            for rank in range(2):
-                n = 1
-                while self.harmed(rank, n, kind):
-                    n += self.every
-                self.figures["operations"][f"rank {rank}"] = n - self.every
+        behind = self.run.keeper
+        for way, keeper in (("", Keeper(behind.folder, self.run.config)), (", meanwhile", behind)):
+            self.keeper = keeper
+            self.save()
+            for kind in self.kinds:
+                for rank in range(2):
+                    n = 1
+                    while self.harmed(rank, n, kind):
+                        n += self.every
+                    self.figures["operations"][f"rank {rank}{way}"] = n - self.every
         if trainer.is_global_zero:
             (self.root / "figures").write_text(json.dumps(self.figures))
 
@@ -67,8 +73,9 @@ class Sweep(Callback):
                 parameter.to_local().fill_(self.number)
                 for name in ("exp_avg", "exp_avg_sq"):
                     self.run.optimizing.optimizers[0].state[parameter][name].to_local().fill_(self.number)
-        self.run.keeper.write_last(self.run)
-        return self.run.keeper.complaint() is None
+        self.keeper.write_last(self.run)
+        self.keeper.settle(self.run)
+        return self.keeper.complaint() is None
 
     def harmed(self, rank, n, kind):
         """Save with the n-th operation of this rank failing; False: there are no more."""
@@ -109,7 +116,12 @@ def rank_of(root, number, port, kinds, every):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(number)}
     words = {**WORDS, "max_epochs": 1, "monitor": None, "save_every_n_steps": None, "accumulate_grad_batches": 1}
     loop = FabricLoop(
-        default_root_dir=str(root), strategy=in_parts(), devices=2, callbacks=Sweep(root, kinds, every), **words
+        default_root_dir=str(root),
+        strategy=in_parts(),
+        devices=2,
+        plugins=AsyncCheckpointIO(),
+        callbacks=Sweep(root, kinds, every),
+        **words,
     )
     loop.fit(Victim(), make_loader(16))
 

@@ -15,6 +15,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])] 
 import numpy as np
 import torch
 from lightning.fabric.utilities.seed import seed_everything
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import make_data
 from torch import nn
 from torch.utils.data import DataLoader
@@ -43,6 +44,8 @@ BEST = ("checkpoints/best.ckpt", "kept", "callbacks", "logs/config.yaml")
 class Victim(nn.Module):
     """Draws from every library's random numbers, and logs per step and per epoch; no base class, so that it is quick."""
 
+    steps = 12  # of the schedule, at most
+
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 3))
@@ -59,7 +62,7 @@ class Victim(nn.Module):
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.net.parameters(), lr=0.02)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=12)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
@@ -69,6 +72,15 @@ def in_parts():
     from torch.distributed.fsdp import fully_shard
 
     return ModelParallelStrategy(lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), 2, 1)
+
+
+def meanwhile_words():
+    """The words by which their pieces are written while training goes on; the ranks agree after each batch."""
+    import fabric_template.files.background  # noqa: F401
+    from fabric_template.process import signals
+
+    signals.AGREE_EVERY = 0
+    return {"plugins": AsyncCheckpointIO()}
 
 
 def train(root, **words):

@@ -12,7 +12,7 @@ from modules import Classifier, make_loader
 from runs import fit, loud
 
 from fabric_template import FabricLoop
-from fabric_template.files.opening import CheckpointError, DamagedError, UnreadableError
+from fabric_template.files.errors import CheckpointError, DamagedError, UnreadableError
 from fabric_template.files.reading import load_header, read_checkpoint, verify_checkpoint
 from fabric_template.tools import cli
 

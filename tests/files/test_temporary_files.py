@@ -15,10 +15,11 @@ from runs import assert_same_end, fit, logs_of, tree
 
 from fabric_template.files import disk
 from fabric_template.files.disk import clear_stale, replace_file, try_lock
-from fabric_template.files.opening import CheckpointError
+from fabric_template.files.errors import CheckpointError
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.files.storage import AtomicCheckpointIO
-from fabric_template.process.outcome import DAY, Outcome, desk
+from fabric_template.process.away import DAY, desk, from_file, to_file
+from fabric_template.process.outcome import Outcome
 from fabric_template.tools import cli
 
 LOGS, CHECKPOINTS = "logs/run/version_0", "checkpoints/run/version_0"
@@ -254,9 +255,9 @@ def test_results_that_nobody_read_go_after_a_day(tmp_path, monkeypatch):
     with desk() as folder:
         assert (old.exists(), young.exists()) == (False, True)
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-        assert Outcome.from_file(Outcome(results=1).to_file(folder)).results == 1
+        assert from_file(to_file(Outcome(results=1), folder)).results == 1
     with pytest.raises(RuntimeError), desk() as folder:
-        Outcome(results=1).to_file(f"{folder}/none")
+        to_file(Outcome(results=1), f"{folder}/none")
     assert os.listdir(tmp_path) == [young.name]
 
 

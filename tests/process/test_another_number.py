@@ -2,18 +2,24 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from externally import externally
+from lightning.fabric.strategies import ModelParallelStrategy
 from modules import Classifier, make_data, sgd
 from runs import fit, logs_of, val_loader
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fabric_template import TensorLoader
 from fabric_template.files.reading import CheckpointError, read_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:resume", "ignore:Stream is iterable")  # in the forked ranks, too
+# in the forked ranks, too
+pytestmark = pytest.mark.filterwarnings("ignore:resume", "ignore:Stream is iterable", "ignore:FSDP2-wrapped")
 LAST = "checkpoints/run/version_0/last.ckpt"
 SAMPLES = 64
 
@@ -62,7 +68,7 @@ def train(processes, kind, root=".", batch=8, **words):
 
 @pytest.mark.parametrize(
     ("numbers", "kind"),
-    [((1, 2, 4, 1), "DataLoader"), ((4, 2, 1, 4), "TensorLoader"), ((2, 1, 2), "workers")],
+    [((1, 2, 4), "DataLoader"), ((1, 2, 1), "TensorLoader"), ((4, 1, 2), "workers")],
     ids=str,
 )
 def test_each_step_has_the_samples_of_an_undisturbed_run(numbers, kind):
@@ -78,7 +84,7 @@ def test_each_step_has_the_samples_of_an_undisturbed_run(numbers, kind):
     assert seen() == expected
     for name, value in module.state_dict().items():
         torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-4, atol=1e-5)
-    columns = ["epoch", "step", "train_loss", "val_loss"]
+    columns = ["epoch", "step", "train_loss"]  # val_loss is rank zero's, of its part
     torch.testing.assert_close(
         torch.tensor(rows[columns].values), torch.tensor(history[columns].values), rtol=1e-4, atol=0
     )
@@ -95,8 +101,33 @@ def test_another_batch_of_all_together_is_said(recwarn):
     assert sorted({sample for step in steps for sample in step}) == list(range(SAMPLES))
     train(2, "DataLoader", "two", batch=8, max_steps=3)
     train(1, "DataLoader", "two", batch=16, max_epochs=1, resume="auto")
-    said = [str(one.message) for one in recwarn if "go on with the epoch" in str(one.message)]
+    said = [str(one.message) for one in recwarn if "the epoch goes on with" in str(one.message)]
     assert "8 of them come again, as 24 are not a whole number of steps here" in said[0]
+
+
+def parted(rank, tensor_parallel, **words):
+    """Two shares of the samples, each with one rank or with two that have a layer in parts."""
+
+    def parallelize(model, mesh):
+        if tensor_parallel > 1:
+            parallelize_module(model, mesh["tensor_parallel"], {"net.0": ColwiseParallel(), "net.3": RowwiseParallel()})
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    data = TensorDataset(*make_data(SAMPLES).tensors, torch.arange(SAMPLES))
+    where = {"strategy": ModelParallelStrategy(parallelize, 2, tensor_parallel), "devices": 2 * tensor_parallel}
+    fit(".", Noted, lambda: DataLoader(data, batch_size=4, shuffle=True), **where, **words)
+
+
+@pytest.mark.parametrize("numbers", [(2, 1), (1, 2)], ids=str)
+def test_ranks_of_one_share_count_as_one(numbers):
+    """2 x 2 processes, and 2: as many shares of the samples."""
+    before, after = numbers
+    assert externally(partial(parted, tensor_parallel=before, max_steps=2), ranks=2 * before)[0] == [0] * 2 * before
+    codes, _ = externally(partial(parted, tensor_parallel=after, max_epochs=1, resume="last"), ranks=2 * after)
+    assert codes == [0] * 2 * after
+    steps = [set(step) for step in seen().values()]
+    assert [len(step) for step in steps] == [8] * 8
+    assert set().union(*steps) == set(range(SAMPLES))
 
 
 class Stream(IterableDataset):

@@ -30,8 +30,8 @@ from runs import loud
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from fabric_template import FabricLoop
+from fabric_template.files.errors import CheckpointError
 from fabric_template.files.locks import one_writer
-from fabric_template.files.opening import CheckpointError
 
 VERBS = ("fit", "validate", "test", "predict")
 

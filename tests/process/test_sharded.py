@@ -4,9 +4,13 @@ The ranks come by themselves, as under torchrun; each writes what it has found, 
 """
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 
 import lightning.fabric.strategies as fabrics
@@ -14,7 +18,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from externally import externally
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import Classifier, by_epoch, make_loader, quiet, sgd
 from runs import Snapshots, loud, same, tree
 from torch import nn
@@ -22,9 +28,11 @@ from torch.nn.functional import cross_entropy
 
 from fabric_template import FabricLoop
 from fabric_template.core.errors import Misuse
-from fabric_template.files.opening import CheckpointError, DamagedError
+from fabric_template.files import background
+from fabric_template.files.errors import CheckpointError, DamagedError
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.files.shards import index_of, whole
+from fabric_template.process import signals
 from fabric_template.process.choose import newest_good
 from fabric_template.tools.cli import main
 
@@ -308,6 +316,14 @@ def test_refused_before_the_launch(tmp_path):
         Misuse, match=r"^strategy=DDPStrategy\(static_graph=True\) with accumulate_grad_batches=2: .* leave"
     ):
         FabricLoop(strategy=DDPStrategy(static_graph=True), accumulate_grad_batches=2, **TWO).fit(Classifier(), train())
+    for io, name in (
+        (TorchCheckpointIO(), r"TorchCheckpointIO\(\)"),
+        (AsyncCheckpointIO(TorchCheckpointIO()), r"AsyncCheckpointIO\(TorchCheckpointIO\(\)\)"),
+    ):
+        with pytest.raises(
+            Misuse, match=f"^plugins={name} with strategy=ModelParallelStrategy.* write plugins=AsyncCh"
+        ):
+            FabricLoop(strategy=fsdp(), plugins=[io], **TWO)
     for strategy in ("deepspeed", "deepspeed_stage_2", fabrics.FSDPStrategy()):
         with pytest.raises(Misuse, match="write strategy=ModelParallelStrategy"):
             FabricLoop(strategy=strategy, **TWO)
@@ -337,10 +353,75 @@ def resumed(rank):
     first = None
     for name, make in strategies.items():  # the same ranks, otherwise shared out, and on from there
         root = copied(rank, "full", f"to_{name}")
-        now = trained(make(), Adam, seed=5, root=root, resume="last", **{**words, "max_epochs": 4})
+        more = {"max_epochs": 4, "plugins": AsyncCheckpointIO() if name == "whole" else None}
+        now = trained(make(), Adam, seed=5, root=root, resume="last", **{**words, **more})
         first = first or now
         found[name] = same(now[:3], first[:3]), now[3].global_step
+    found["window"] = saved_in_a_window()
+    found["behind"] = written_meanwhile(rank, full, words)
     torch.save(found, f"found{rank}.pt")
+
+
+def saved_in_a_window():
+    """What is said and kept where a validation comes in the middle of a window."""
+    words = {
+        "root": "window",
+        "max_epochs": 1,
+        "accumulate_grad_batches": 2,
+        "val_check_interval": 3,
+        "save_last": True,
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop = trained(fsdp(), Adam, monitor="val_loss", limit_train_batches=4, **words)[3]
+        trained(fsdp(), Adam, monitor="val_loss", resume="best", **{**words, "max_epochs": 2})
+    told = [str(one.message) for one in caught if "window" in str(one.message)]
+    return told, loop._run.trained.name, loop._run.keeper.saved_step
+
+
+class Waits(Snapshots):
+    """Lets the thread come to its end in each batch, and notes which save counts as the next one begins."""
+
+    counted = {}  # of the class: what an object has would be part of what a checkpoint knows of the run
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer._run.keeper._writing.wait(None)
+
+    def on_train_batch_start(self, trainer, *rest):
+        self.counted[trainer.global_step] = trainer._run.keeper.saved_step
+        super().on_train_batch_start(trainer, *rest)
+
+
+class Ends(pl.Callback):
+    """In a step of the second rank there is a signal, or an error."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_rank == 1 and batch_idx == 4:
+            if isinstance(self.what, Exception):
+                raise self.what
+            os.kill(os.getpid(), self.what)
+
+
+def written_meanwhile(rank, full, words):
+    """A run whose pieces a thread writes, beside one that waits for them; and how it ends by a signal, and by an error."""
+    signals.AGREE_EVERY = 0  # at each batch
+    waits, found = Waits("behind", "meanwhile"), {}
+    words = {**words, "plugins": AsyncCheckpointIO()}
+    behind = trained(fsdp(), Adam, root="behind", callbacks=[waits], **words)
+    found["same"], found["counts"] = same(behind[:3], full[:3]), waits.counted
+    root = copied(rank, "meanwhile/9", "from_meanwhile")
+    again = trained(fsdp(), Adam, seed=5, root=root, resume="auto", **words)
+    found["again"] = same(again[:3], full[:3]), again[3].global_step
+    real = background.write
+    background.write = lambda *args: (time.sleep(0.3), real(*args))[1]  # so that it is on its way when the end comes
+    for name, what in (("signal", signal.SIGTERM), ("error", ValueError("in a step"))):
+        with pytest.raises((SystemExit, ValueError, RuntimeError)) as caught:
+            trained(fsdp(), Adam, root=name, callbacks=[Ends(what)], **{**words, "save_every_n_steps": 4})
+        found[name] = type(caught.value).__name__
+    return found
 
 
 def test_checkpoints_in_pieces(capsys):
@@ -352,6 +433,24 @@ def test_checkpoints_in_pieces(capsys):
         found = torch.load(f"found{rank}.pt", weights_only=True)
         assert {found[name] for name in ("5", "9")} == {(True, 15)}
         assert {found[name] for name in ("fsdp", "ddp", "whole")} == {(True, 20)}
+        behind = found["behind"]
+        assert (behind["same"], behind["again"]) == (True, (True, 15))
+        # a save begins behind each second step and at an epoch's end; behind the next one it counts
+        assert list(behind["counts"].values()) == [None, None, None, 2, 2, 4, 5, 6, 6, 8, 8, 10, 10, 12, 12]
+        assert behind["signal"] == "SIGTERMException"
+        assert behind["error"] == ("RuntimeError", "ValueError")[rank]
+    told, name, step = torch.load("found0.pt", weights_only=True)["window"]
+    assert (name, step) == ("Adam", 2)
+    assert told[0].endswith("as a model in parts has gradients then that no checkpoint can hold;"
+                            " write val_check_interval= with a multiple of 2")  # fmt: skip
+    assert "was saved in a window of accumulate_grad_batches, without a sharded model's gradients ('window/" in told[1]
+    assert [read_checkpoint(f"{name}/{home}/last.ckpt")["global_step"] for name in ("signal", "error")] == [5, 4]
+    assert sorted(name for name in tree(f"behind/{home}")) == sorted(name for name in tree(f"full/{home}"))
+    for piece in ("__0_0.distcp", "__1_0.distcp"):
+        assert (
+            Path(f"behind/{home}/step=15.shards/{piece}").read_bytes()
+            == Path(f"full/{home}/step=15.shards/{piece}").read_bytes()
+        )
     # two files of one state name the same pieces, which are there; no others are
     assert [name for name in tree(f"full/{home}") if "shards" in name][-2:] == [
         "step=15.shards/__0_0.distcp", "step=15.shards/__1_0.distcp",
@@ -363,6 +462,8 @@ def test_checkpoints_in_pieces(capsys):
         for piece in ("__0_0.distcp", "__1_0.distcp"):
             read = [Path(f"{root}/{home}/step=15.shards/{piece}").read_bytes() for root in ("full", f"from{name}")]
             assert read[0] == read[1]
+    for root in ("to_ddp", "to_whole"):  # a whole last.ckpt names no pieces any more, the best one of before does
+        assert {name.split("/")[0] for name in tree(f"{root}/{home}")} == {"best.ckpt", "last.ckpt", "step=10.shards"}
     last = f"full/{home}/last.ckpt"
     small, weights = read_checkpoint(last), whole(read_checkpoint(last), last)
     assert set(small["state_dict"].values()) == {
@@ -397,14 +498,14 @@ def test_checkpoints_in_pieces(capsys):
 
 
 def test_failing_operations_of_two_ranks():
-    """Operations of a save fail, on each of two ranks, here each fifth: the old checkpoint or the new one is whole."""
+    """Operations of a save fail on each of two ranks, here each third, in a thread too: the old or the new file is whole."""
     script = Path(__file__).parents[1] / "faults" / "piece_sweep.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--kinds", "EIO", "--every", "5"], capture_output=True, text=True
+        [sys.executable, str(script), "--kinds", "EIO", "--every", "3"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     figures = json.loads(done.stdout)
-    assert figures["faults"]["EIO"] >= 10
+    assert figures["faults"]["EIO"] >= 12
     assert figures["losses"] == []
 
 
@@ -423,8 +524,8 @@ ALTERED = {
 
 @pytest.mark.parametrize("name", ALTERED)
 def test_an_altered_list_of_pieces_is_refused(name):
-    index = {"folder": "step=1.shards", "pieces": {"__0_0.distcp": [2000, 1]}, "tensors": [
-        {"at": ["state_dict", "w"], "dtype": "float32", "size": [4, 8], "chunks": [["__0_0.distcp", 0, 1500, [0, 0], [4, 8]]]}
+    index = {"folder": "step=1.shards", "pieces": {"__0_0.distcp": [200, 1]}, "tensors": [
+        {"at": ["state_dict", "w"], "dtype": "float32", "size": [4, 8], "chunks": [["__0_0.distcp", 0, 128, [0, 0], [4, 8]]]}
     ]}  # fmt: skip
     checkpoint = {"epoch": 1, "fabric_template.shards": index, "state_dict": {
         "w": "in the pieces beside this file; one file of all: fabric-template convert"}}  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from modules import Classifier, make_loader
 from runs import fit, logs_of, source_of, tree, without_time
 
-from fabric_template.files.opening import CheckpointError
+from fabric_template.files.errors import CheckpointError
 
 RUN = """
 import sys, time

@@ -19,7 +19,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import CSVLogger as LightningCSVLogger
 
 from fabric_template.files import disk
-from fabric_template.record.logger import CSVLogger, read_logs
+from fabric_template.record.logger import CSVLogger
+from fabric_template.record.read_back import read_logs
 from fabric_template.record.tables import LogsError
 
 

@@ -11,7 +11,7 @@ from test_cli import LIT, refused, run
 from torch import nn
 
 from fabric_template import FabricLoop
-from fabric_template.files.opening import CheckpointError
+from fabric_template.files.errors import CheckpointError
 from fabric_template.tools.export import export
 from fabric_template.tools.formats import difference
 

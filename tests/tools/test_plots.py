@@ -8,7 +8,8 @@ import pytest
 from matplotlib import pyplot
 from test_pictures import history as long_history
 
-from fabric_template.record.logger import CSVLogger, read_logs
+from fabric_template.record.logger import CSVLogger
+from fabric_template.record.read_back import read_logs
 from fabric_template.tools.plots import COLORS, GREY, ON_BLACK, plot_logs
 
 BLUE, ORANGE, GREEN = COLORS[:3]

@@ -171,7 +171,7 @@ def test_a_batch_size_that_fits_only_once_is_halved():
         def trial(self, name, choice, work=None):
             size = choice.get("batch_size", 16)
             fails = size == 64 and not next(fits)
-            speed = None if fails else Speed([tuner_trials[size]] * 5, 0.1, Facts(batch_size=16, samples=256))
+            speed = None if fails else Speed([tuner_trials[size]] * 5, 0.1, Facts(batch_size=16, samples=160))
             self.tuned.trials.append(one := Trial(name, dict(choice), speed, "MemoryError" * fails, fails))
             return one, ""
 
@@ -179,6 +179,23 @@ def test_a_batch_size_that_fits_only_once_is_halved():
     assert tuned.choice == {"batch_size": 32}
     assert tuned.gain == 2.0
     assert tuned.notes == ["batch size 64 fits once and not again: MemoryError"]
+
+
+def test_a_batch_that_leaves_few_steps_says_so_and_two_that_pay_together_are_found():
+    class Known(Tuner):
+        def trial(self, name, choice, work=None):
+            rate = 100.0 * choice.get("batch_size", 16) / 16 * (1.05 if {"tensors", "fused"} <= {*choice} else 1.0)
+            facts = Facts(batch_size=16, samples=160, has_tensors=True, is_fused=False)
+            self.tuned.trials.append(one := Trial(name, dict(choice), Speed([rate] * 5, 0.1, facts)))
+            return one, ""
+
+    names = ["tensors", "fused", "batch_size"]
+    tuned = Known(None, seconds=1, time_limit=1, show=None).run(names, same_numbers=False, max_batch_size=None)
+    assert tuned.choice == {"tensors": True, "fused": True, "batch_size": 64}
+    tried = [one.name for one in tuned.trials if not one.name.endswith("again")]
+    assert tried[1:3] == ["TensorLoader", "fused optimizer"]
+    assert tried[3:] == ["batch size 32", "batch size 64", "TensorLoader, fused optimizer"]
+    assert tuned.notes == ["batch size 64 leaves 3 steps to an epoch: it takes more epochs to learn as much"]
 
 
 # ---- what is refused
@@ -219,7 +236,7 @@ def test_what_applies_to_what():
     assert tried == {
         "workers": [1, 2, 4, 8], "pin_memory": [], "prefetch": [], "tensors": [True],
         "threads": [1, 2, 4], "matmul_precision": ["medium"],
-        "precision": ["bf16-mixed"], "channels_last": [True], "fused": [True], "compile": [True], "batch_size": [200],
+        "precision": ["bf16-mixed"], "channels_last": [True], "fused": [True], "compile": [True], "batch_size": [200, 400],
     }  # fmt: skip
     on_gpu = Facts(device="cuda", cores=2, workers=1, precision="bf16-mixed", is_compiled=True)
     tried = {knob.name: list(knob.values(on_gpu, {})) for knob in KNOBS}

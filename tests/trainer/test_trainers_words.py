@@ -13,7 +13,7 @@ from runs import fit, loud, val_loader
 
 from fabric_template import FabricLoop
 from fabric_template.core.errors import Misuse
-from fabric_template.files.opening import CheckpointError
+from fabric_template.files.errors import CheckpointError
 from fabric_template.files.storage import AtomicCheckpointIO
 
 

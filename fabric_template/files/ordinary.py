@@ -1,0 +1,65 @@
+"""Ordinary: whether a checkpoint holds what weights_only reads as it is, as nearly all do; what others need is in plain.py."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NOTES = "fabric_template_kinds"  # where a file says what its plain values stand for
+SHARDS = "fabric_template.shards"  # where tensors lie that are not in the file
+
+_READ = frozenset({type(None), bool, float, str})
+_NUMBERS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8,
+                      torch.bool})  # fmt: skip
+SMALL = 2**26  # bytes of tensors that a file may claim, however small it is
+
+
+def ordinary_bytes(content: Any) -> int | None:
+    """The bytes of its tensors, where it is made of dicts, lists, numbers, texts and ordinary tensors alone; else None.
+
+    Example:
+        >>> ordinary_bytes({"w": [torch.ones(2), 1]}), ordinary_bytes({"w": torch.ones(2).to_sparse()})
+        (8, None)
+    """
+    size, seen, left = 0, set[int](), [content]
+    while left:
+        item = left.pop()
+        kind = type(item)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            is_odd = item.dtype not in _NUMBERS or item.layout is not torch.strided or item.is_nested or vars(item)
+            is_odd = is_odd or (0 in item.stride() and item.numel() > 1)  # an expanded one claims more than is there
+            if is_odd or item.device.type not in ("cpu", "cuda"):
+                return None
+            size += item.nbytes
+        elif kind in (dict, OrderedDict, list, tuple):
+            if id(item) not in seen:
+                seen.add(id(item))
+                left.append(getattr(item, "__dict__", None))  # the _metadata of a state_dict
+                for parts in [item] if kind in (list, tuple) else [item, item.values()]:
+                    left += () if _are_small(parts) else parts
+        elif not _are_small([item]):
+            return None
+    return size
+
+
+def _are_small(parts: Collection[Any]) -> bool:
+    """Whether these are texts, and numbers that are not too long, all alike: there may be many."""
+    kinds = set(map(type, parts))
+    return kinds <= _READ or (kinds == {int} and max(max(parts), -min(parts)).bit_length() < 512)
+
+
+def tensors_in(content: Any) -> Iterator[Tensor]:
+    """Every tensor in a nest of dicts and lists, once."""
+    seen: set[int] = set()
+    left = [content]
+    while left:
+        item = left.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, dict | list | tuple | deque) and id(item) not in seen:
+            seen.add(id(item))
+            left.extend(item.values() if isinstance(item, dict) else item)

@@ -1,0 +1,304 @@
+"""One script, whoever starts it: the same weights and tables; and what a signal to torchrun, or to its workers, leaves.
+
+    python soak/launchers.py                 the table of launchers, strategies and verbs, and the signals
+    python soak/launchers.py --only signals  one of the two
+
+Launchers: `python` (which starts the other rank as a script), spawned and forked ranks, `fabric run`, torchrun, and two
+processes with SLURM's variables. Strategies: DDP and FSDP2 on two processes, one process. A cell says which verbs have
+ended otherwise than under torchrun (a single spawned rank: than a forked one, both are DDP), in weights, moments, rows,
+metrics or predictions, to the bit; `resume`, cut in the middle of an epoch, is also compared with `fit`, FSDP2 with DDP.
+"""
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
+
+import torch
+from modules import Classifier, by_epoch
+from runs import fit, val_loader
+from torch.utils.data import DataLoader, TensorDataset
+from victim import difference, in_parts, quiet
+
+LAUNCHERS = ("torchrun", "python", "spawn", "fork", "fabric run", "SLURM")
+STRATEGIES = ("ddp", "fsdp", "single")
+VERBS = ("fit", "accumulate", "clip", "validate", "predict", "resume")
+PATIENCE = 300.0
+BIN = Path(sys.executable).parent
+CAUGHT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun's own, and SIGUSR1
+STEPS = 200
+
+
+class Module(Classifier):
+    """Adam and a schedule, with predictions."""
+
+    def __init__(self):
+        super().__init__(by_epoch)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+# ---- what each process does
+
+
+def where(launcher, strategy):
+    """The words for so many ranks."""
+    started_here = {"spawn": "ddp_spawn", "fork": "ddp_fork"}.get(launcher)
+    if strategy == "fsdp":
+        return {"strategy": in_parts(), "devices": 2}
+    if strategy == "single":
+        return {"devices": 1, **({"strategy": started_here} if started_here else {})}
+    return {"strategy": started_here or "ddp", "devices": 2}
+
+
+def whole(value):
+    """The same nest with whole tensors, in every rank."""
+    if isinstance(value, dict):
+        return {name: whole(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [whole(part) for part in value]
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def work(launcher, strategy, home):
+    """Every verb, one after the other; rank zero writes down what has come of them."""
+    quiet()
+    found = {}
+
+    def train(name, **words):
+        loop, module, _ = fit(
+            home / name, Module, val=val_loader, monitor="val_loss", **where(launcher, strategy), **words
+        )
+        weights, moments = whole(module.state_dict()), whole([one.state_dict()["state"] for one in loop.optimizers])
+        if not (table := home / name / "logs/run/version_0/metrics.csv").exists():
+            return loop, module, None
+        rows = [{k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(table.open())]
+        # a forked or spawned rank keeps its optimizer
+        keeps = launcher not in ("spawn", "fork")
+        return loop, module, {"weights": weights, "rows": rows, **({"moments": moments} if keeps else {})}
+
+    loop, module, found["fit"] = train("fit", max_epochs=2)
+    found["validate"] = loop.validate(module, val_loader(), verbose=False)
+    found["predict"] = loop.predict(module, val_loader())
+    found["accumulate"] = train("accumulate", max_epochs=2, accumulate_grad_batches=3)[2]
+    found["clip"] = train("clip", max_epochs=2, gradient_clip_val=0.1)[2]
+    train("resume", max_steps=7)
+    found["resume"] = train("resume", max_epochs=2, seed=9, resume="last")[2]
+    if loop.is_global_zero:
+        torch.save(found, home / "found")
+
+
+class Slow(Module):
+    """Notes that it trains."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        Path(f"trains{self.global_rank}").touch()
+        time.sleep(0.02)
+
+
+def work_slowly():
+    """So many steps of DDP, for a signal to come in between."""
+    quiet()
+    data = TensorDataset(torch.randn(STEPS * 4, 8), torch.randint(0, 3, (STEPS * 4,)))
+    loop, *_ = fit(".", Slow, lambda: DataLoader(data, batch_size=2), max_epochs=1, strategy="ddp", resume="auto")
+    Path(f"ended{loop.global_rank}").write_text(str(loop.global_step))
+
+
+# ---- who starts it
+
+
+def slurm(rank, ranks, port):
+    """The variables of one task."""
+    return {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": str(ranks), "SLURM_NTASKS_PER_NODE": str(ranks),
+        "SLURM_NNODES": "1", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def commands(launcher, ranks, script):
+    """What is typed, in which environments: one for each process that is started from outside."""
+    if launcher == "SLURM":
+        port = free_port()
+        return [([sys.executable, *script], slurm(rank, ranks, port)) for rank in range(ranks)]
+    torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", ranks]
+    fabric_run = [BIN / "fabric", "run", "--accelerator", "cpu", "--devices", ranks]
+    before = {"torchrun": torchrun, "fabric run": fabric_run}.get(launcher, [sys.executable])
+    return [([*before, *script], {})]
+
+
+def start(command, more, home):
+    with open(home / "log", "ab") as log:
+        words = {"stdout": log, "stderr": log, "cwd": home, "start_new_session": True}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **more}
+        return subprocess.Popen([str(word) for word in command], env=env, **words)
+
+
+def wait(processes, patience=PATIENCE):
+    """The exit codes; what does not end is killed, and its code is "hang"."""
+    until, codes = time.monotonic() + patience, []
+    for process in processes:
+        try:
+            codes.append(process.wait(max(until - time.monotonic(), 0)))
+        except subprocess.TimeoutExpired:
+            codes.append("hang")
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return codes
+
+
+def run(launcher, strategy, home):
+    """Run all verbs; returns what was found, or in words why there is nothing."""
+    home.mkdir(parents=True)
+    script = [__file__, "--work", launcher, strategy, home]
+    ranks = 1 if strategy == "single" else 2
+    codes = wait([start(command, more, home) for command, more in commands(launcher, ranks, script)])
+    if any(codes) or not (home / "found").exists():
+        return f"it ended with {codes}: {(home / 'log').read_text()[-500:]}"
+    return torch.load(home / "found", weights_only=False)
+
+
+def compared(found, expected):
+    """What differs, by verb; moments where both have them."""
+    problems = {}
+    for verb in VERBS:
+        one, other = found[verb], expected[verb]
+        if isinstance(one, dict):
+            one, other = ({name: part[name] for name in one if name in other} for part in (one, other))
+        if problem := difference(other, one):
+            problems[verb] = problem
+    if problem := difference(found["fit"], found["resume"]):
+        problems["resume, beside fit"] = problem
+    return problems
+
+
+def the_table(home):
+    """Every launcher with every strategy: (cells, what is lost, how far FSDP2 is from DDP)."""
+    cells, losses, all_found = {}, [], {}
+    for strategy in STRATEGIES:
+        for launcher in LAUNCHERS:
+            if strategy == "fsdp" and launcher in ("spawn", "fork"):  # Fabric starts scripts for it, and nothing else
+                cells[f"{launcher}, {strategy}"] = "Fabric has no such"
+                continue
+            found = run(launcher, strategy, home / f"{launcher}-{strategy}".replace(" ", "-"))
+            is_of_one = strategy == "single" and launcher in ("spawn", "fork")  # DDP of one rank: other random numbers
+            expected = all_found.setdefault("ddp of one" if is_of_one else strategy, found)
+            problems = {"all": found} if isinstance(found, str) else compared(found, expected)
+            cells[f"{launcher}, {strategy}"] = problems or "the same"
+            losses += [f"{launcher}, {strategy}, {verb}: {problem}" for verb, problem in problems.items()]
+            print(launcher, strategy, problems or "the same", file=sys.stderr, flush=True)
+    furthest = {}
+    for verb in ("fit", "accumulate", "clip", "resume"):
+        one, other = (all_found[strategy][verb]["weights"] for strategy in ("ddp", "fsdp"))
+        furthest[verb] = max(float((one[name] - other[name]).abs().max()) for name in one)
+    losses += [f"FSDP2's {verb} is {far} from DDP's" for verb, far in furthest.items() if far > 1e-6]
+    return cells, losses, furthest
+
+
+# ---- signals
+
+# whom it is sent to, which, --max-restarts, whether torchrun is told to pass it on, whether in a batch job of SLURM's
+SIGNALS = {
+    "SIGTERM to torchrun": ("agent", signal.SIGTERM, 3, False, False),
+    "SIGTERM to one worker": ("one", signal.SIGTERM, 0, False, False),
+    "SIGTERM to all processes": ("all", signal.SIGTERM, 3, False, False),
+    "SIGUSR1 to torchrun": ("agent", signal.SIGUSR1, 3, True, False),
+    "SIGUSR1 to the workers": ("workers", signal.SIGUSR1, 0, False, False),
+    "SIGUSR1 to all processes, in SLURM": ("all", signal.SIGUSR1, 3, True, True),
+    "SIGUSR1 to the workers, with restarts": ("workers", signal.SIGUSR1, 3, False, False),
+}
+
+
+def signalled(name, home):
+    """Send it in the middle of training; returns (seconds until the end, what is wrong, or "")."""
+    to, number, restarts, is_passed, in_slurm = SIGNALS[name]
+    home.mkdir(parents=True)
+    more = {}
+    if in_slurm:
+        (scontrol := home / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {home}/requeued\n')
+        scontrol.chmod(0o755)
+        more = {**slurm(0, 1, free_port()), "PATH": f"{home}:{os.environ['PATH']}"}
+    passing = ["--signals-to-handle", CAUGHT] if is_passed else []
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", restarts]
+    agent = start([BIN / "torchrun", "--nproc-per-node", 2, *rendezvous, *passing, __file__, "--slowly"], more, home)
+    until = time.monotonic() + PATIENCE
+    while len(list(home.glob("trains*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    workers = [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
+    targets = {"agent": [agent.pid], "one": workers[-1:], "workers": workers, "all": [*workers, agent.pid]}[to]
+    began = time.monotonic()
+    for pid in targets:
+        os.kill(pid, number)
+    (code,) = wait([agent])
+    seconds, goes_on = time.monotonic() - began, to == "workers" and restarts
+    wrong = [f"torchrun ended with {code}"] * (code != (0 if goes_on else 1))
+    wrong += [f"worker {pid} lives" for pid in workers if Path(f"/proc/{pid}").exists()]
+    ended = sorted(path.read_text() for path in home.glob("ended*"))
+    wrong += [f"ended: {ended}"] * (ended != [str(STEPS)] * 2 * bool(goes_on))
+    last, said = home / "checkpoints/run/version_0/last.ckpt", (home / "log").read_text()
+    step = torch.load(last)["global_step"] if last.exists() else None
+    stops = f"{signal.Signals(number).name}: training stops in epoch 0, after step "
+    told = said.partition(stops)[2].partition(";")[0]
+    wrong += [f"saved at {step}, told {told!r}"] * (not told or (step is None or str(step) != told) * (not goes_on))
+    requeued = (home / "requeued").read_text() if (home / "requeued").exists() else ""
+    wrong += [f"requeued: {requeued!r}"] * (requeued != "requeue 7\n" * in_slurm)
+    return seconds, "; ".join(wrong)
+
+
+def the_signals(home):
+    cells, losses = {}, []
+    for name in SIGNALS:
+        seconds, wrong = signalled(name, home / name.replace(" ", "-").replace(",", ""))
+        cells[name] = wrong or f"saved, {seconds:.1f} s"
+        losses += [f"{name}: {wrong}"] * bool(wrong)
+        print(name, cells[name], file=sys.stderr, flush=True)
+    return cells, losses
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=("table", "signals"), help="one of the two")
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--slowly", action="store_true", help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.slowly:
+        return work_slowly()
+    if words.work:
+        launcher, strategy, home = words.work
+        return work(launcher, strategy, Path(home))
+    home, figures = Path(tempfile.mkdtemp()), {"losses": []}
+    if words.only != "signals":
+        figures["table"], losses, figures["furthest"] = the_table(home)
+        figures["losses"] += losses
+    if words.only != "table":
+        figures["signals"], losses = the_signals(home)
+        figures["losses"] += losses
+    if not figures["losses"]:
+        shutil.rmtree(home)
+    print(json.dumps(figures))
+    sys.exit(bool(figures["losses"]))
+
+
+if __name__ == "__main__":
+    main()
