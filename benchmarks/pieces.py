@@ -1,6 +1,7 @@
 """A save in pieces beside torch.distributed.checkpoint's own: seconds, and bytes per rank, of a model in parts.
 
     python benchmarks/pieces.py --megabytes 100 --ranks 2
+    python benchmarks/pieces.py --megabytes 100 --ranks 2 --portions     # under DDP, beside one file
 
 The ranks (gloo, FSDP2) train one step of Adam, then save in turns: ``last.ckpt`` with its pieces,
 `torch.distributed.checkpoint.save` of the same weights and moments into a fresh folder, as a loop of one's own does, and
@@ -51,6 +52,11 @@ def measure(run, folder, times):
             time.sleep(0.001)
 
     def alone(number):
+        if run.steps.sharded is None:  # under DDP: one file
+            run.config, shards = run.config.changed(checkpoint=None), run.config
+            run.keeper.write_last(run)
+            run.config = shards
+            return
         weights, moments = get_state_dict(run.trained.net, run.optimizing.optimizers)
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / f"alone{number}")
 
@@ -58,12 +64,13 @@ def measure(run, folder, times):
         ours.append(seconds_of(lambda: run.keeper.write_last(run)))
         theirs.append(seconds_of(lambda number=number: alone(number)))
         if run.fabric.is_global_zero:
-            shutil.rmtree(folder / f"alone{number}")
+            shutil.rmtree(folder / f"alone{number}", ignore_errors=True)
         waits = seconds_of(lambda: keeper.write_last(run))
         seconds_of(written)  # in which one would train
         behind.append(waits + seconds_of(keeper.commit))
         if run.fabric.is_global_zero:
             clear_unnamed(keeper.folder)
+    run.keeper.write_last(run)
     keeper.finish(run, interrupted=False)
     pieces = sorted(path.stat().st_size for path in folder.rglob("*.distcp"))
     (last,) = folder.rglob("last.ckpt")
@@ -72,7 +79,7 @@ def measure(run, folder, times):
     return found | {"pieces": pieces, "last": last.stat().st_size, "times": times}
 
 
-def rank_of(number, ranks, port, megabytes, folder, times):
+def rank_of(number, ranks, port, megabytes, folder, times, portions):
     """One rank."""
     import torch
     from lightning.fabric.strategies import ModelParallelStrategy
@@ -98,8 +105,9 @@ def rank_of(number, ranks, port, megabytes, folder, times):
                 (folder / "found.json").write_text(json.dumps(found))
 
     net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+    strategy = "ddp" if portions else ModelParallelStrategy(parallelize, ranks, 1)
     loop = FabricLoop(
-        accelerator="cpu", devices=ranks, strategy=ModelParallelStrategy(parallelize, ranks, 1), max_steps=1, logger=False,
+        accelerator="cpu", devices=ranks, strategy=strategy, checkpoint="sharded", max_steps=1, logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(folder), callbacks=AtEnd(),
     )  # fmt: skip
     loop.fit(
@@ -114,6 +122,7 @@ def main():
     parser.add_argument("--megabytes", type=float, default=100, help="of weights and moments together")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--times", type=int, default=7, help="saves of each way; the median counts")
+    parser.add_argument("--portions", action="store_true", help="DDP, beside one file")
     parser.add_argument("--folder", help="where to; by default a temporary folder")
     words = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=words.folder))
@@ -121,7 +130,7 @@ def main():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    given = (words.ranks, port, words.megabytes, folder, words.times)
+    given = (words.ranks, port, words.megabytes, folder, words.times, words.portions)
     processes = [context.Process(target=rank_of, args=(number, *given)) for number in range(words.ranks)]
     try:
         for process in processes:
@@ -133,10 +142,11 @@ def main():
         for process in processes:
             process.kill()
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"{words.megabytes:g} MB on {words.ranks} ranks: ours {found['ours']:.3f} s, torch.distributed.checkpoint alone"
-          f" {found['alone']:.3f} s: {found['alone'] / found['ours']:.2f} of its speed; meanwhile: training waits"
-          f" {found['waits']:.3f} s, {found['waits'] / found['ours']:.2f} of ours; pieces of {found['pieces']} bytes,"
-          f" last.ckpt {found['last']:,} bytes")  # fmt: skip
+    other = "one file" if words.portions else "torch.distributed.checkpoint alone"
+    print(f"{words.megabytes:g} MB on {words.ranks} ranks: ours {found['ours']:.3f} s, {other} {found['alone']:.3f} s:"
+          f" {found['alone'] / found['ours']:.2f} of its speed; meanwhile: training waits {found['waits']:.3f} s,"
+          f" {found['waits'] / found['ours']:.2f} of ours; pieces of {found['pieces']} bytes, last.ckpt {found['last']:,}"
+          " bytes")  # fmt: skip
 
 
 if __name__ == "__main__":

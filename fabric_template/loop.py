@@ -116,7 +116,7 @@ class FabricLoop(Parts):
             as_fabrics(fabric.strategy)  # refuses what cannot run here
         if loggers is not None and given.logger is not None:
             raise Misuse("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
-        self.fabric = with_safe_files(fabric if fabric is not None else Fabric(**words), self.config.trusted)
+        self.fabric = with_safe_files(fabric if fabric is not None else Fabric(**words), self.config)
         check_launched(self.fabric)
         self.callbacks = []
         if callbacks is not None:

@@ -7,7 +7,7 @@
 Parts: `workers` and `nodes` are tests/faults/elastic.py (a worker killed under torchrun, and a whole node), `launchers` is
 soak/launchers.py (launchers x strategies x verbs, and signals to torchrun),
 `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
-`meanwhile` with such a one that threads save,
+`meanwhile` with such a one that threads save, `portions` with DDP that saves in pieces,
 `pieces` is tests/faults/piece_sweep.py (every operation on the disk of both ranks that save in pieces fails once),
 `configurations` is tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py
 (random configurations by Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each
@@ -39,6 +39,7 @@ PARTS = (
     "ranks",
     "sharded",
     "meanwhile",
+    "portions",
     "pieces",
     "workers",
     "nodes",
@@ -60,6 +61,7 @@ def command_of(part, words, seed):
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
         "sharded": [*python, FAULTS / "kills.py", "--sharded", "--kills", words.rank_kills // 2, "--seed", seed],
         "meanwhile": [*python, FAULTS / "kills.py", "--meanwhile", "--kills", words.rank_kills // 2, "--seed", seed],
+        "portions": [*python, FAULTS / "kills.py", "--portions", "--kills", words.rank_kills // 2, "--seed", seed],
         "pieces": [*python, FAULTS / "piece_sweep.py"],
         "workers": [*python, FAULTS / "elastic.py", "--kills", words.worker_kills, "--seed", seed],
         "nodes": [*python, FAULTS / "elastic.py", "--nodes", 2, "--kills", words.node_kills, "--seed", seed],
@@ -95,8 +97,9 @@ def rows_of(part, seconds, figures):
         return [(part, 0, "it broke down", seconds, "")]
     if not figures:
         return [(part, 0, 0, seconds, "skipped: no C compiler here")]
-    if part in ("kills", "ranks", "sharded", "meanwhile"):
+    if part in ("kills", "ranks", "sharded", "meanwhile", "portions"):
         how = {"sharded": ", sharded", "meanwhile": ", sharded, saved while training goes on"}.get(part, "")
+        how = ", DDP that saves in pieces" if part == "portions" else how
         what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}{how}"
         remark = (
             f"{figures['rounds']} runs; {figures['left_temporary_files']} kills in mid-write, {figures['began_anew']} before "

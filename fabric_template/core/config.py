@@ -128,6 +128,9 @@ class LoopConfig:
     """Keep last.ckpt, rewritten at the end of each epoch and after each validation inside one."""
     save_every_n_steps: int | None = None
     """Also rewrite last.ckpt every so many optimizer steps, in the middle of epochs."""
+    checkpoint: str | None = None
+    """"sharded": under DDP each process writes its part of weights and optimizers into a piece beside a small last.ckpt, as a
+    model in parts (FSDP2) does in any case. None: one file. A process by itself writes one file."""
     trusted: bool = False
     """Also read checkpoints that need arbitrary classes (pickles of old). Such a file can run any program: True only for
     files whose writer you know."""
@@ -361,6 +364,7 @@ _CHECKS: dict[str, tuple] = {
     **dict.fromkeys(
         ("save_every_n_steps", "validate_every_n_steps"), ((int, None), _at_least(1), "None or an int >= 1")
     ),
+    "checkpoint": ((str, None), lambda v: v in (None, "sharded"), 'None or "sharded"'),
     "seed": ((int, None), lambda v: v is None or 0 <= v < 2**32, "None or an int from 0 to 4294967295"),
     "compile": (
         (bool, str, dict),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ..core.run import Run
-from .checkpoint import state_of
+from .checkpoint import OURS, in_pieces, state_of
 from .errors import CheckpointError, cause_of
 from .keeper import Keeper, place_of
 from .ordinary import SHARDS
 from .pieces import given_up, parted, write
+from .shards import owned
 
 PATIENCE = 30.0  # seconds that a rank waits for the others' pieces when an error ends the run
 
@@ -45,12 +45,12 @@ class BackgroundKeeper(Keeper):
         self.settle(run)
         kept, place = state is not None, place_of(run)
         state = state_of(run, epoch=epoch) if state is None else state
-        weights = state.get("state_dict")
-        if run.stop.bad or self._made[0] is weights:  # it is not saved at all, or its pieces are there
+        own = state[OURS]["ranks"]
+        if run.stop.bad or self._made[0] is own or not in_pieces(run):  # not saved at all, there already, or one file
             self._put(run, state, place, kept, **files)
             return
         plain = self._writing.begin(self.folder, run, state)
-        self._run, self._waits = run, partial(self._count, run, weights, plain, place, kept, files)
+        self._run, self._waits = run, partial(self._count, run, own, plain, place, kept, files)
 
     # ---- it counts
 
@@ -76,12 +76,10 @@ class BackgroundKeeper(Keeper):
         finally:
             self.settling = None
 
-    def _count(
-        self, run: Run, weights: Any, plain: dict[str, Any], place: Any, kept: bool, files: dict[str, Any]
-    ) -> None:
+    def _count(self, run: Run, own: Any, plain: dict[str, Any], place: Any, kept: bool, files: dict[str, Any]) -> None:
         self._put(run, plain, place, kept, **files)
         if self._writing.failure is None:
-            self._made = weights, {**plain, SHARDS: self._writing.index}
+            self._made = own, {**plain, SHARDS: self._writing.index}
 
     def _in_parts(self, run: Run, path: Path, state: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
         if self.settling is None:
@@ -126,7 +124,7 @@ class _Writing:
         """Copy what is to be written, and begin to write it; returns the state without it, rank zero's for itself."""
         if self._group is None:
             self._group = torch.distributed.new_group(backend="gloo")
-        plain, tensors, ways = parted(state)
+        plain, tensors, ways = parted(run, state)
         copies = {}
         for key, tensor in tensors.items():
             part, old = tensor.to_local().detach(), self._copies.get(key)
@@ -165,26 +163,3 @@ class _Writing:
         if self._group is not None:
             torch.distributed.destroy_process_group(self._group)
         self._group, self._copies = None, {}
-
-
-def owned(item: Any) -> Any:
-    """The same nest with tensors of its own, which nobody changes.
-
-    Example:
-        >>> one = {"a": [torch.ones(1)]}
-        >>> other = owned(one)
-        >>> one["a"][0].zero_(), other["a"][0]
-        (tensor([0.]), tensor([1.]))
-    """
-    if isinstance(item, Tensor):
-        return item.detach().clone()
-    if type(item) is dict:
-        return {key: owned(value) for key, value in item.items()}
-    if type(item) in (list, tuple):
-        return type(item)(owned(value) for value in item)
-    if item is None or isinstance(item, str | bytes | int | float):
-        return item
-    try:
-        return deepcopy(item)
-    except Exception:  # the write says what cannot be in a file
-        return item

@@ -87,6 +87,11 @@ def hyperparameters_of(owner: Any, trusted: bool, said: Said) -> dict[str, Any]:
     return kept
 
 
+def in_pieces(run: Run) -> bool:
+    """Whether each rank writes its own part of a checkpoint: of a model in parts, and where that is asked for under DDP."""
+    return run.steps.sharded is not None or (run.config.checkpoint == "sharded" and run.steps.ddp is not None)
+
+
 class Point(NamedTuple):
     """Where a resume goes on in an epoch."""
 

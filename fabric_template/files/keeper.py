@@ -12,7 +12,7 @@ from ..core.config import Settings
 from ..core.errors import Misuse
 from ..core.history import is_better
 from ..core.run import Run
-from .checkpoint import OURS, point_of, state_of
+from .checkpoint import OURS, in_pieces, point_of, state_of
 from .errors import CheckpointError, DamagedError, UnreadableError, cause_of
 from .names import ONE, PIECES, name_of
 from .ordinary import SHARDS
@@ -43,10 +43,8 @@ class Keeper:
         self.dirpath = str(folder)
         self.best: dict[str, float] = {}  # path -> score
         self.last_model_path = ""
-        self._made: tuple[Any, dict[str, Any]] = (
-            None,
-            {},
-        )  # of a model in parts: weights, and what the file holds of them
+        # of a state in pieces: what is its own, and what the file holds of it
+        self._made: tuple[Any, dict[str, Any]] = (None, {})
         self._failures: dict[str, str] = {}  # "last" or "best" -> why its newest save failed
         self._stepped: int | None = None  # optimizer steps after the batch before
         self._judged: int | None = None  # the epoch whose newest validation was judged when it was over
@@ -212,7 +210,7 @@ class Keeper:
             return False
         run.log.loggers.sync()  # what a checkpoint says of the logs must be on disk before it
         failure = None
-        if run.steps.sharded is not None:
+        if in_pieces(run):
             state, failure = self._in_parts(run, path, state)
         if run.fabric.is_global_zero and failure is None:
             try:
@@ -243,17 +241,17 @@ class Keeper:
         from .pieces import for_file
 
         before, made = self._made
-        if before is not state.get("state_dict"):
+        if before is not state[OURS]["ranks"]:  # a list that is made anew for each state; hooks may change all else
             try:
                 made = for_file(run, path, state)
             except CheckpointError as error:
                 return state, str(error)
-            self._made = state.get("state_dict"), made
+            self._made = state[OURS]["ranks"], made
         return {**made, OURS: state[OURS]}, None
 
     def _has_pieces(self, run: Run) -> bool:
         """Whether this is rank zero, and there are pieces: the model's, or those that a run in parts has left."""
-        return run.fabric.is_global_zero and (run.steps.sharded is not None or self._follows_pieces)
+        return run.fabric.is_global_zero and (in_pieces(run) or self._follows_pieces)
 
     def _tidy(self, known: dict[str, str] | None) -> None:
         """Remove the pieces that no file names any more."""

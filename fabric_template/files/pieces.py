@@ -1,43 +1,31 @@
-"""Pieces: what each rank writes and reads of a model in parts, by torch.distributed.checkpoint's plans.
+"""Pieces: what each rank writes of a checkpoint in parts, by torch.distributed.checkpoint's plans.
 
-Imported only where a model is sharded. torch's own list of what lies where is a pickle that any program can stand in: here it
+Imported only where there are such. torch's own list of what lies where is a pickle that any program can stand in: here it
 is plain values in the small file, see shards.py.
 """
 
 from __future__ import annotations
 
-import os
-import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ..core.ranks import gather
 from ..core.run import Run
 from ..core.sharded import whole
-from .disk import BINARY, NOT_A_LINK, fs, fsync_folder
+from .disk import fsync_folder
 from .errors import CheckpointError, cause_of
 from .ordinary import SHARDS
-from .shards import ELSEWHERE, blocks_of, check_pieces, empty, make_fresh, put, read_part, remove
-from .storage import Stream
+from .shards import ELSEWHERE, check_pieces, make_fresh, remove, write_piece
 
 
 def for_file(run: Run, path: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +42,7 @@ def apart(run: Run, path: Path, state: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: on all ranks; nothing is left of it.
     """
-    plain, tensors, ways = parted(state)
+    plain, tensors, ways = parted(run, state)
     try:
         return {**plain, SHARDS: write(path.parent, run.at.global_step, tensors, ways)}
     except CheckpointError as error:
@@ -67,8 +55,12 @@ def given_up(path: Path, why: str) -> str:
     return f"could not save '{path}': {why}; {kept}. Mend that, or save to another folder."
 
 
-def parted(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor], list[list[Any]]]:
+def parted(run: Run, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor], list[list[Any]]]:
     """What of a state is plain, its tensors in parts by a number, and the way to where each of them stood."""
+    if run.steps.sharded is None:
+        from .portions import portions
+
+        state = portions(run, state)
     tensors: dict[str, DTensor] = {}
     ways: list[list[Any]] = []
 
@@ -99,7 +91,7 @@ def write(
     """
     writer = _Writer(beside, step)
     try:
-        dcp.save(tensors, storage_writer=writer, planner=_Planner(copies or {}), process_group=group)
+        dcp.save(tensors, storage_writer=writer, planner=_Planner(copies or {}, ways), process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         if writer.folder is not None:
@@ -134,11 +126,27 @@ def _mapped(item: Any, way: list[Any], change: Callable[[list[Any], DTensor], An
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Takes the data of tensors from copies, where there are some."""
+    """Takes the data of tensors from copies, where there are some; refuses ranks that would write parts of other states."""
 
-    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+    def __init__(self, copies: Mapping[str, Tensor], ways: list[list[Any]]) -> None:
         super().__init__(flatten_state_dict=False)
-        self.copies = copies
+        self.copies, self.ways = copies, ways
+
+    def create_local_plan(self) -> SavePlan:
+        """With the names of what this rank has."""
+        return replace(super().create_local_plan(), planner_data=self.ways)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Only where all have the same: tensors are known by their number."""
+        for rank, plan in enumerate(all_plans):
+            ours, theirs = self.ways, plan.planner_data
+            if ours != theirs:
+                other = next(way for way in [*ours, *theirs] if way not in ours or way not in theirs)
+                raise CheckpointError(
+                    f"only one of rank 0 and rank {rank} has '{'.'.join(map(str, other))}' in its state: on_save_checkpoint has"
+                    " to change a checkpoint in the same way on all ranks"
+                )
+        return super().create_global_plan([replace(plan, planner_data=None) for plan in all_plans])
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What is written for a part."""
@@ -150,7 +158,7 @@ class _Writer(dcp.StorageWriter):
 
     def __init__(self, beside: Path, step: int) -> None:
         self.beside, self.step = beside, step
-        self.folder: Path | None = None  # on rank zero, as what follows
+        self.folder: Any = None  # a path, on rank zero, as what follows
         self.index: dict[str, Any] | None = None  # tensors by their number
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -180,23 +188,10 @@ class _Writer(dcp.StorageWriter):
         return done
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        path, at, crc, ends = plan.storage_data, 0, 0, []
-        fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOT_A_LINK | BINARY, 0o666)
-        try:
-            stream = Stream(fd)
-            for item in plan.items:
-                part: Any = planner.resolve_data(item)
-                for block in blocks_of(part):
-                    crc, at = zlib.crc32(block, crc), at + len(block)
-                    stream.write(block)
-                ends.append(at)
-            stream.flush()
-            if stream.error is not None:
-                raise stream.error
-            fs.fsync(fd)
-        finally:
-            fs.close(fd)
-        begins, piece = [0, *ends], (path.name, at, crc)
+        path: Path = plan.storage_data
+        parts: Iterator[Any] = map(planner.resolve_data, plan.items)
+        ends, crc = write_piece(path, parts)
+        begins, piece = [0, *ends], (path.name, ends[-1], crc)
         return [
             WriteResult(item.index, end - begin, (piece, begin))
             for item, begin, end in zip(plan.items, begins, ends, strict=False)
@@ -204,11 +199,10 @@ class _Writer(dcp.StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Every rank has written its piece."""
-        assert self.folder is not None
         stored = {(one.index.fqn, tuple(one.index.offset or ())): one for part in results for one in part}
         tensors, pieces = {}, {}
-        for key, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
+        written: Mapping[str, Any] = metadata.state_dict_metadata  # of tensors only: nothing else was given
+        for key, tensor in written.items():
             chunks = []
             for chunk in tensor.chunks:
                 one = stored[key, tuple(chunk.offsets)]
@@ -220,156 +214,3 @@ class _Writer(dcp.StorageWriter):
         self.index = {"folder": self.folder.name, "pieces": pieces, "tensors": tensors}
         check_pieces(self.index, self.folder, read=False)  # where nodes do not share the folder
         fsync_folder(self.folder)
-
-
-# ---- back
-
-
-def bring(run: Run, checkpoint: dict[str, Any], path: str | Path, key: str) -> None:
-    """Fill what the file holds under this key: in parts like those that the run has, the rest whole; on all ranks."""
-    targets: dict[str, Tensor] = {}
-    sources: dict[str, Any] = {}
-    failure = None
-    try:
-        if (index := checkpoint.get(SHARDS)) is None:
-            for way, tensor in _tensors_in(checkpoint[key], [key]):
-                target = _target(run, way, tuple(tensor.shape), tensor.dtype)
-                if isinstance(target, DTensor):
-                    number = str(len(targets))
-                    targets[number], sources[number] = target, tensor
-                    put(checkpoint, way, target)
-        else:
-            mine = [entry for entry in index["tensors"] if entry["at"][0] == key]
-            index["tensors"] = [entry for entry in index["tensors"] if entry["at"][0] != key]
-            for entry in mine:
-                target = _target(run, entry["at"], tuple(entry["size"]), getattr(torch, entry["dtype"]))
-                number = str(len(targets))
-                targets[number], sources[number] = empty(entry) if target is None else target, entry
-                put(checkpoint, entry["at"], targets[number])
-        reader = _Whole(sources) if index is None else _Pieces(sources, index, Path(path).parent / index["folder"])
-        if targets:
-            with warnings.catch_warnings():  # of what is meant: each rank reads for itself
-                warnings.simplefilter("ignore")
-                dcp.load(dict(targets), storage_reader=reader, no_dist=True)
-    except CheckpointException as error:
-        failure = next(iter(error.failures.values()))[0]
-    except CheckpointError as error:
-        failure = error
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(gather(run.fabric, failure and str(failure))) if text]
-    if told:
-        raise failure if isinstance(failure, CheckpointError) else CheckpointError(told[0]) from failure
-
-
-def _target(run: Run, way: list[Any], size: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """The weights themselves, or a part like that of the parameter to which a state of this size belongs; None: neither."""
-    if way[0] == "state_dict":
-        found = run.trained.net.state_dict().get(way[1]) if len(way) == 2 else None
-        return found if isinstance(found, Tensor) and tuple(found.shape) == size else None
-    if way[0] != "optimizer_states" or len(way) < 4 or way[2] != "state":
-        return None
-    groups = run.optimizing.optimizers[way[1]].param_groups if way[1] < len(run.optimizing.optimizers) else ()
-    found = dict(enumerate(parameter for group in groups for parameter in group["params"])).get(way[3])
-    if not isinstance(found, DTensor) or tuple(found.shape) != size:
-        return None
-    return torch.empty_like(found.detach(), dtype=dtype)
-
-
-def _tensors_in(item: Any, way: list[Any]) -> Iterator[tuple[list[Any], Tensor]]:
-    if isinstance(item, Tensor):
-        yield way, item
-    elif isinstance(item, dict | list | tuple):
-        for key, value in list(item.items() if isinstance(item, dict) else enumerate(item)):
-            yield from _tensors_in(value, [*way, key])
-
-
-class _Reader(dcp.StorageReader):
-    """Where dcp.load finds the parts of tensors: whole ones here."""
-
-    def __init__(self, sources: Mapping[str, Any]) -> None:
-        self.sources = sources
-
-    def kind(self, key: str) -> tuple[torch.dtype, list[int]]:
-        """What kind of tensor this is."""
-        return self.sources[key].dtype, list(self.sources[key].shape)
-
-    def chunks(self, key: str) -> list[tuple[list[int], list[int]]]:
-        """Where each of its parts begins, and how large it is."""
-        return [([0] * self.sources[key].dim(), list(self.sources[key].shape))]
-
-    def part(self, key: str, offsets: tuple[int, ...]) -> Tensor:
-        """One of its parts."""
-        return self.sources[key]
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between two loads."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Nothing is found by a name."""
-        return False
-
-    def read_metadata(self, *args: Any, **words: Any) -> Metadata:
-        """What there is to read."""
-        found: dict[str, Any] = {}
-        for key in self.sources:
-            dtype, size = self.kind(key)
-            chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in self.chunks(key)]
-            found[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
-        return Metadata(found)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **words: Any) -> None:
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs."""
-        self.begin(plan)
-        for item in plan.items:
-            index = item.storage_index
-            part = self.part(index.fqn, tuple(index.offset or ()))
-            for dim, (begin, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                part = part.narrow(dim, begin, size)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(part)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def begin(self, plan: LoadPlan) -> None:
-        """Before anything is read."""
-
-
-class _Whole(_Reader):
-    """Tensors in memory, each in one part."""
-
-
-class _Pieces(_Reader):
-    """Tensors whose parts lie in pieces, each of which is checked as a whole before anything of it is read."""
-
-    def __init__(self, sources: Mapping[str, Any], index: dict[str, Any], folder: Path) -> None:
-        super().__init__(sources)
-        self.index, self.folder = index, folder
-        self.at = {(key, tuple(at)): (piece, offset, sizes)
-                   for key, entry in sources.items() for piece, offset, _, at, sizes in entry["chunks"]}  # fmt: skip
-
-    def kind(self, key: str) -> tuple[torch.dtype, list[int]]:
-        return getattr(torch, self.sources[key]["dtype"]), self.sources[key]["size"]
-
-    def chunks(self, key: str) -> list[tuple[list[int], list[int]]]:
-        return [(at, sizes) for _, _, _, at, sizes in self.sources[key]["chunks"]]
-
-    def begin(self, plan: LoadPlan) -> None:
-        needed = {self.at[item.storage_index.fqn, tuple(item.storage_index.offset or ())][0] for item in plan.items}
-        check_pieces(self.index, self.folder, only=needed)
-
-    def part(self, key: str, offsets: tuple[int, ...]) -> Tensor:
-        piece, offset, sizes = self.at[key, offsets]
-        return read_part(self.folder / piece, offset, sizes, self.kind(key)[0])

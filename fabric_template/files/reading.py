@@ -72,7 +72,9 @@ def verify_checkpoint(path: str | Path) -> None:
         _verify(file, path)
 
 
-def read_checkpoint(path: str | Path, *, trusted: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
+def read_checkpoint(
+    path: str | Path, *, trusted: bool = False, map_location: Any = "cpu", mapped: bool = False
+) -> dict[str, Any]:
     """Verify a file, then load it; nothing that the file names is imported or called.
 
     Args:
@@ -81,6 +83,7 @@ def read_checkpoint(path: str | Path, *, trusted: bool = False, map_location: An
         trusted: Also load pickles that need arbitrary classes. Such a file can run any program: only where you know
             who wrote it.
         map_location: As in `torch.load`.
+        mapped: Leave the tensors of a torch file on the disk until they are looked at, where the system can (Linux).
 
     Example:
         >>> torch.save({"epoch": 3}, "demo.ckpt")
@@ -96,7 +99,7 @@ def read_checkpoint(path: str | Path, *, trusted: bool = False, map_location: An
         if path.suffix == ".safetensors":
             return {"state_dict": _load_safetensors(path, map_location)}
         # From here on the checksums are right: what cannot be read was written so, which is no damage.
-        checkpoint, reason = (None, _OLD) if is_legacy else _load_plain(file, map_location)
+        checkpoint, reason = (None, _OLD) if is_legacy else _load_plain(file, map_location, mapped)
         if reason is not None and not trusted:
             raise CheckpointError(_needs_trust(path, reason))
         if reason is not None:
@@ -310,7 +313,7 @@ def _declared(content: Any) -> int:
     return sum(views.values())
 
 
-def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
+def _load_plain(file: IO[bytes], map_location: Any, mapped: bool = False) -> tuple[Any, str | None]:
     """Return the content, or the reason why it takes more than plain values to load it."""
     with zipfile.ZipFile(file) as archive:
         data = archive.read(_pickle_in(archive.namelist()))
@@ -318,6 +321,8 @@ def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
         return None, f"wants to call {name}, which can take any amount of memory"
     del data
     file.seek(0)
+    # the file that is open, whatever has its name by now
+    source: Any = f"/proc/self/fd/{file.fileno()}" if mapped and sys.platform == "linux" else file
     # The context would also take away, at its end, what the user had allowed before.
     mine = [
         entry for entry in _PLAIN_CLASSES + _omegaconf_classes() if entry not in torch.serialization.get_safe_globals()
@@ -325,7 +330,7 @@ def _load_plain(file: IO[bytes], map_location: Any) -> tuple[Any, str | None]:
     try:
         with torch.serialization.safe_globals(mine), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch warns of here (a newer pickle protocol) ends as our complaint
-            content = torch.load(file, map_location=map_location, weights_only=True)
+            content = torch.load(source, map_location=map_location, weights_only=True, mmap=source is not file or None)
         declared, size = _declared(content), os.fstat(file.fileno()).st_size
         if declared <= 2 * size + 2**26:
             return content, None

@@ -51,13 +51,13 @@ def check_trained(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 def load_weights(run: Run, checkpoint: dict[str, Any], path: str | Path) -> None:
     """Put a checkpoint's weights into the module, by its own hooks."""
     if run.steps.sharded is not None and SHARDS in checkpoint:
-        from .pieces import bring
+        from .bring import bring
 
         bring(run, checkpoint, path, "state_dict")
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     weights = find_weights(checkpoint, run.trained.net.state_dict())
-    if run.steps.sharded is not None and SHARDS not in checkpoint:
-        from .pieces import bring
+    if run.steps.sharded is not None:  # of one file, and what the hook has put in
+        from .bring import bring
 
         bring(run, {"state_dict": weights}, path, "state_dict")
     strict = getattr(run.trained.owner, "strict_loading", True)
@@ -82,7 +82,7 @@ def load_training_state(run: Run, checkpoint: dict[str, Any], path: str | Path) 
     check_optimizers(run, (ours or {}).get("fingerprint"))
     put_back_groups(run, mine.get("held", {}).get("groups", ()))
     if run.steps.sharded is not None:
-        from .pieces import bring
+        from .bring import bring
 
         bring(run, checkpoint, path, "optimizer_states")
     for optimizer, state in zip(run.optimizing.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -11,20 +11,22 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .disk import fs, make_folder
+from .disk import BINARY, NOT_A_LINK, fs, make_folder
 from .errors import CheckpointError, DamagedError, MissingCheckpoint, cause_of
 from .names import PIECES
 from .opening import names_in, opened
 from .ordinary import SHARDS
 from .reading import load_header
 from .schema import MOST, check, count, text
+from .storage import Stream
 
 ELSEWHERE = "in the pieces beside this file; one file of all: fabric-template convert"
 BLOCK = 2**20
@@ -109,7 +111,41 @@ def whole(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
 
 def empty(tensor: dict[str, Any], device: str = "cpu") -> Tensor:
     """A tensor of this entry's kind, whatever is in it."""
-    return torch.empty(tensor["size"], dtype=getattr(torch, tensor["dtype"]), device=device)
+    return torch.empty(tensor["size"], dtype=dtype_of(tensor), device=device)
+
+
+def unmapped(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What was read with its tensors left on the disk: but for weights and optimizers, of which each rank takes its part."""
+    parts = ("state_dict", "model", "model_state_dict", "optimizer_states")
+    return {key: item if key in parts or isinstance(item, Tensor) else owned(item) for key, item in checkpoint.items()}
+
+
+def owned(item: Any) -> Any:
+    """The same nest with tensors of its own, which nobody changes.
+
+    Example:
+        >>> one = {"a": [torch.ones(1)]}
+        >>> other = owned(one)
+        >>> one["a"][0].zero_(), other["a"][0]
+        (tensor([0.]), tensor([1.]))
+    """
+    if isinstance(item, Tensor):
+        return item.detach().clone()
+    if type(item) is dict:
+        return {key: owned(value) for key, value in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(owned(value) for value in item)
+    if item is None or isinstance(item, str | bytes | int | float):
+        return item
+    try:
+        return deepcopy(item)
+    except Exception:  # the write says what cannot be in a file
+        return item
+
+
+def dtype_of(tensor: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that this entry names."""
+    return getattr(torch, tensor["dtype"])
 
 
 def read_part(path: Path, offset: int, sizes: list[int], dtype: torch.dtype) -> Tensor:
@@ -128,6 +164,40 @@ def blocks_of(tensor: Tensor) -> Iterator[memoryview]:
     array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     data = memoryview(array)
     return (data[begin : begin + BLOCK] for begin in range(0, len(data), BLOCK))
+
+
+def write_piece(path: Path, parts: Iterable[Tensor]) -> tuple[list[int], int]:
+    """A new file with the bytes of these, one behind the other, on the disk: where each ends, and the checksum of all."""
+    at, crc, ends = 0, 0, []
+    fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOT_A_LINK | BINARY, 0o666)
+    try:
+        stream = Stream(fd)
+        for part in parts:
+            for block in blocks_of(part):
+                crc, at = zlib.crc32(block, crc), at + len(block)
+                stream.write(block)
+            ends.append(at)
+        stream.flush()
+        if stream.error is not None:
+            raise stream.error
+        fs.fsync(fd)
+    finally:
+        fs.close(fd)
+    return ends, crc
+
+
+def shares(tensor: Tensor, ranks: int) -> tuple[int, list[Tensor]]:
+    """A tensor in one part for each rank, views, along its first dimension that is long enough for all.
+
+    Example:
+        >>> dim, parts = shares(torch.ones(1, 5), 2)
+        >>> dim, [tuple(part.shape) for part in parts]
+        (1, [(1, 3), (1, 2)])
+    """
+    sizes = list(tensor.shape)
+    dim = next((dim for dim, size in enumerate(sizes) if size >= ranks), sizes.index(max(sizes)))
+    parts = list(tensor.detach().chunk(ranks, dim))
+    return dim, parts + [tensor.detach().narrow(dim, sizes[dim], 0)] * (ranks - len(parts))
 
 
 def check_pieces(index: dict[str, Any], folder: Path, only: Any = None, read: bool = True) -> None:
@@ -164,10 +234,11 @@ def check_file(path: str | Path, read: bool = True) -> None:
 # ---- folders of pieces
 
 
-def make_fresh(beside: Path, step: int) -> Path:
-    """A new folder for the pieces of a file in this folder; what killed runs have left of that name is removed before."""
+def make_fresh(beside: Path, step: int, clears: bool = True) -> Path:
+    """A new folder for the pieces of a file in this folder; ``clears``: what killed runs have left there is removed before."""
     make_folder(beside)
-    clear_unnamed(beside)
+    if clears:
+        clear_unnamed(beside)
     number = 0
     while True:
         folder = beside / f"step={step}{f'-{number}' if number else ''}{PIECES}"

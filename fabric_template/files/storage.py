@@ -35,9 +35,10 @@ class AtomicCheckpointIO(CheckpointIO):
         >>> AtomicCheckpointIO().remove_checkpoint("demo/last.ckpt")
     """
 
-    def __init__(self, trusted: bool = False, in_run: bool = False) -> None:
+    def __init__(self, trusted: bool = False, in_run: bool = False, behind: bool = False) -> None:
         self.is_proved = False  # what this run has saved is known to be readable
         self._is_sure = False  # so is the last file, by the kinds of its values
+        self.behind = behind  # pieces are written by a thread, see background.py
         self.in_run = in_run  # then whoever saves says what `odd` holds
         self.trusted = trusted  # then what is no plain value is pickled as it is
         self.odd: list[tuple[str, Any]] = []  # what the last file holds that only trusted=True reads, and where

@@ -24,6 +24,7 @@ from ..core.trained import Trained
 from ..core.validation import Validation
 from ..data.feed import Feed, Given
 from ..files.keeper import Keeper, KeepsNothing
+from ..files.storage import door
 from ..record.bar import Bar
 from ..record.log import Log
 from ..record.metrics import Metrics
@@ -103,7 +104,7 @@ def _keeper(plan: Plan, fabric: Fabric, signals: Signals) -> services.Keeper:
     """What keeps the run's checkpoints, if anything does."""
     if plan.home.folder is None:
         return plan.keeper or KeepsNothing()
-    if not getattr(fabric.strategy, "writes_behind", False):
+    if not getattr(door(fabric), "behind", False):
         return Keeper(plan.home.folder, plan.config)
     from ..files.background import BackgroundKeeper
 

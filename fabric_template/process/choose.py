@@ -86,12 +86,17 @@ def load_file(fabric: Fabric, path: str | Path, trusted: bool, to_compare: bool 
     What lies in pieces is read, too, but by a run that takes its own part of it later; ``to_compare``: the shapes will do.
     """
     io = door(fabric)
+    in_parts = is_shared_out(fabric)
     if type(io).load_checkpoint in (AtomicCheckpointIO.load_checkpoint, TorchCheckpointIO.load_checkpoint):
-        checkpoint = brought_back(read_checkpoint(path, trusted=trusted))
+        checkpoint = brought_back(read_checkpoint(path, trusted=trusted, mapped=in_parts))
+        if in_parts:
+            from ..files.shards import unmapped
+
+            checkpoint = unmapped(checkpoint)
     else:
         takes_it = "weights_only" in inspect.signature(io.load_checkpoint).parameters
         checkpoint = io.load_checkpoint(path, **({"weights_only": not trusted} if takes_it else {}))
-    if SHARDS in checkpoint and (to_compare or not is_shared_out(fabric)):
+    if SHARDS in checkpoint and (to_compare or not in_parts):
         from ..files.shards import whole, with_shapes
 
         return (with_shapes if to_compare else whole)(checkpoint, path)

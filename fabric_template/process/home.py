@@ -22,9 +22,18 @@ from ..trainer.attributes import TrainerFace
 from .build import Plan
 
 
-def with_safe_files(fabric: Fabric, trusted: bool = False) -> Fabric:
-    """The Fabric with checkpoints that are written whole; a CheckpointIO plugin of the user's own keeps its place."""
+def with_safe_files(fabric: Fabric, config: Settings) -> Fabric:
+    """The Fabric with checkpoints that are written whole; a CheckpointIO plugin of the user's own keeps its place.
+
+    Raises:
+        Misuse: for such a plugin where checkpoints are to lie in pieces.
+    """
     io: Any = door(fabric)
+    trusted = config.trusted
+    if config.checkpoint == "sharded":
+        from .sharding import take_plugin
+
+        io = take_plugin(fabric, io, trusted)
     if type(io) is TorchCheckpointIO:
         fabric.strategy.checkpoint_io = AtomicCheckpointIO(trusted, in_run=True)
     elif is_shared_out(fabric):

@@ -31,7 +31,7 @@ VERBS = {
     "copy": "copy this package, its single file, or parts of it, into a project of yours",
     "diff": "show what you have changed in a copy, and what upstream has since",
     "update": "bring what is new upstream into a copy, beside what you have changed in it",
-    "convert": "make one file of a checkpoint that a sharded model has left in pieces",
+    "convert": "make one file of a checkpoint that lies in pieces, or pieces of one file",
     "verify": "read checkpoints from end to end: are they whole?",
 }
 
@@ -201,10 +201,12 @@ def _verify(verb: str, argv: list[str]) -> int:
 def _convert(verb: str, argv: list[str]) -> None:
     from .convert import HELP, convert
 
-    out = {"help": "the file; by default CKPT's name with -whole, in this folder"}
+    out = {"help": "the file; by default CKPT's name with -whole or -pieces, in this folder"}
+    pieces = {"type": int, "help": "make so many, for so many ranks, which read their own; by default one file"}
     trusted = {"action": "store_true", "help": "also where it holds more than plain values, which can run any program"}
-    given = _arguments(verb, argv, CKPT=HELP, __out=out, __trusted=trusted)
-    print(f"converted   {convert(Path(given.CKPT), Path(given.out) if given.out else None, given.trusted)}")
+    given = _arguments(verb, argv, CKPT=HELP, __out=out, __pieces=pieces, __trusted=trusted)
+    made = convert(Path(given.CKPT), Path(given.out) if given.out else None, given.trusted, given.pieces)
+    print(f"converted   {made}")
 
 
 OTHERS = {"plot": _plot, "runs": _runs, "profile": _profile, "doctor": _doctor, "tune": _tune}

@@ -327,7 +327,8 @@ class TrainerFace:
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
         """Write a checkpoint of the run as it stands now; after a test of what was trained, of its training."""
-        from ..files.keeper import prove, state_of
+        from ..files.checkpoint import in_pieces, state_of
+        from ..files.keeper import prove
         from ..files.storage import door
 
         if self._run is None:
@@ -345,7 +346,7 @@ class TrainerFace:
             )
         state = state_of(run, weights_only=bool(weights_only))
         run.log.loggers.sync()  # what it says of the logs is on disk before it
-        if run.steps.sharded is not None:
+        if in_pieces(run):
             from ..files.pieces import for_file
 
             run.keeper.settle(run)  # whose pieces no file names as yet
@@ -353,7 +354,7 @@ class TrainerFace:
         if self.fabric.is_global_zero:
             save = run.hooks.timed(door(self.fabric).save_checkpoint, "save_checkpoint")
             save(state, filepath, storage_options=storage_options)
-            if run.steps.sharded is not None:
+            if in_pieces(run):
                 from ..files.shards import clear_unnamed
 
                 clear_unnamed(Path(filepath).parent)

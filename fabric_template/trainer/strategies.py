@@ -81,18 +81,22 @@ def with_files(strategy: Any, plugins: Any) -> Any:
     given = list(plugins) if isinstance(plugins, list | tuple) else [plugins] * (plugins is not None)
     files = [plugin for plugin in given if isinstance(plugin, CheckpointIO)]
     for plugin in files:
-        inner = getattr(plugin, "checkpoint_io", None)
-        if not is_a(plugin, "AsyncCheckpointIO") or not (inner is None or type(inner) is AtomicCheckpointIO):
-            name = f"{type(plugin).__name__}({'' if inner is None else type(inner).__name__ + '()'})"
-            raise Misuse(
-                f"plugins={name} with strategy=ModelParallelStrategy(...): each rank writes its own piece of a checkpoint,"
-                " which no CheckpointIO does; leave it out, or write plugins=AsyncCheckpointIO() to go on training meanwhile"
-            )
-    whole = not strategy._save_distributed_checkpoint  # one file: the plugin serves as it is
-    vars(strategy).update(writes_behind=bool(files) and not whole)  # see files/background.py
-    if files and whole:
-        vars(strategy).update(own_checkpoint_io=files[0])
+        check_plugin(plugin, "strategy=ModelParallelStrategy(...)")
+    is_one = not strategy._save_distributed_checkpoint  # one file: the plugin serves as it is
+    io = files[0] if files and is_one else AtomicCheckpointIO(in_run=True, behind=bool(files))
+    vars(strategy).update(own_checkpoint_io=io)  # of this loop, whatever an earlier one had
     return [plugin for plugin in given if plugin not in files] or None
+
+
+def check_plugin(plugin: CheckpointIO, where: str) -> None:
+    """Refuse a CheckpointIO of one's own where checkpoints lie in pieces; Lightning's AsyncCheckpointIO is a word there."""
+    inner = getattr(plugin, "checkpoint_io", None)
+    if not is_a(plugin, "AsyncCheckpointIO") or not (inner is None or type(inner) is AtomicCheckpointIO):
+        name = f"{type(plugin).__name__}({'' if inner is None else type(inner).__name__ + '()'})"
+        raise Misuse(
+            f"plugins={name} with {where}: each rank writes its own piece of a checkpoint,"
+            " which no CheckpointIO does; leave it out, or write plugins=AsyncCheckpointIO() to go on training meanwhile"
+        )
 
 
 def check_window(strategy: Any, callbacks: list[Any], window: int) -> None:

@@ -71,7 +71,14 @@ def fork(work, *args):
         os._exit(code)
 
 
-def start(root, ranks, log, sharded=False, meanwhile=False):
+def words_of(kind):
+    """What the ranks are told: "" is DDP with one file."""
+    words = {"strategy": in_parts() if kind in ("sharded", "meanwhile") else "ddp"}
+    words |= {"checkpoint": "sharded"} if kind.startswith("portions") else {}
+    return words | (meanwhile_words() if kind.endswith("meanwhile") else {})
+
+
+def start(root, ranks, log, kind=""):
     """Fork one process per rank, each typing the same command; their words go to the log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -85,14 +92,7 @@ def start(root, ranks, log, sharded=False, meanwhile=False):
         if ranks == 1:
             return train(root)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(number)}
-        return train(
-            root,
-            strategy=in_parts() if sharded else "ddp",
-            devices=ranks,
-            accumulate_grad_batches=1,
-            save_every_n_steps=3,
-            **(meanwhile_words() if meanwhile else {}),
-        )
+        return train(root, devices=ranks, accumulate_grad_batches=1, save_every_n_steps=3, **words_of(kind))
 
     return [fork(rank, number) for number in range(ranks)]
 
@@ -138,24 +138,25 @@ def length_of(pids):
     return codes, had / len(pids)
 
 
-def campaign(kills, ranks, seed, report=lambda figures: None, sharded=False, meanwhile=False):
+def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
     """Rounds until so many kills have hit; returns the figures."""
     figures, draw, began = Figures(seed, ranks), random.Random(seed), time.monotonic()
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     log = home / "log"
     try:
         warm_up(home / "warm")
-        if sharded:  # what the ranks import, once
+        if kind:  # what the ranks import, once
             in_parts()
             meanwhile_words()
-        codes, seconds = length_of(start(home / "whole", ranks, log, sharded, meanwhile))
+            import fabric_template.files.portions  # noqa: F401
+        codes, seconds = length_of(start(home / "whole", ranks, log, kind))
         if any(codes):
             raise RuntimeError(f"the undisturbed run ended with {codes}:\n{log.read_text()}")
         whole = end_of(home / "whole")
         while figures.kills < kills:
             root = home / "run"
-            instants = [_one_round(figures, root, ranks, log, draw, seconds, sharded, meanwhile)]
-            codes = end(start(root, ranks, log, sharded, meanwhile))
+            instants = [_one_round(figures, root, ranks, log, draw, seconds, kind)]
+            codes = end(start(root, ranks, log, kind))
             figures.rounds += 1
             problem = f"the last run ended with {codes}" if any(codes) else _difference(whole, root)
             if problem:
@@ -173,12 +174,12 @@ def campaign(kills, ranks, seed, report=lambda figures: None, sharded=False, mea
     return figures
 
 
-def _one_round(figures, root, ranks, log, draw, seconds, sharded, meanwhile):
+def _one_round(figures, root, ranks, log, draw, seconds, kind):
     """Kill the run, and sometimes those that go on with it; returns when."""
     instants = []
     for _ in range(draw.choice((1, 1, 2, 3))):
         instants.append(draw.uniform(0, seconds))
-        codes = end(start(root, ranks, log, sharded, meanwhile), instants[-1], skew=draw.uniform(0, 0.01))
+        codes = end(start(root, ranks, log, kind), instants[-1], skew=draw.uniform(0, 0.01))
         if -signal.SIGKILL not in codes:
             break  # it had ended before
         figures.kills += 1
@@ -202,14 +203,14 @@ def main():
     parser.add_argument(
         "--sharded", action="store_true", help="the model in parts on two ranks (FSDP2), saved in pieces"
     )
+    parser.add_argument("--portions", action="store_true", help="DDP on two ranks, saved in pieces")
     parser.add_argument("--meanwhile", action="store_true", help="the same, its pieces written while training goes on")
     words = parser.parse_args()
-    words.sharded |= words.meanwhile
+    kind = "portions" if words.portions else "sharded" if words.sharded else ""
+    kind = f"{kind}-meanwhile" if words.meanwhile and words.portions else "meanwhile" if words.meanwhile else kind
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", file=sys.stderr)
-    figures = campaign(
-        words.kills, 2 if words.sharded else words.ranks, seed, sharded=words.sharded, meanwhile=words.meanwhile
-    )
+    figures = campaign(words.kills, 2 if kind else words.ranks, seed, kind=kind)
     print(json.dumps(asdict(figures)))
     sys.exit(bool(figures.losses))
 
