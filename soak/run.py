@@ -4,8 +4,10 @@
     python soak/run.py --part kills --kills 100      one part, smaller
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
-Parts: `workers` and `nodes` are tests/faults/elastic.py (a worker killed under torchrun, and a whole node), `launchers` is
-soak/launchers.py (launchers x strategies x verbs, and signals to torchrun),
+Parts: `workers` and `nodes` are tests/faults/elastic.py (a worker killed under torchrun, and a whole node), `workers_sharded`
+and `nodes_sharded` with a model in parts, `workers_meanwhile` and `nodes_meanwhile` with one that threads save,
+`failing` is tests/process/test_failing_ranks.py (one rank of two fails, in each way),
+`launchers` is soak/launchers.py (launchers x strategies x verbs, and signals to torchrun),
 `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
 `meanwhile` with such a one that threads save, `portions` with DDP that saves in pieces,
 `pieces` is tests/faults/piece_sweep.py (every operation on the disk of both ranks that save in pieces fails once),
@@ -43,6 +45,11 @@ PARTS = (
     "pieces",
     "workers",
     "nodes",
+    "nodes_sharded",
+    "nodes_meanwhile",
+    "workers_sharded",
+    "workers_meanwhile",
+    "failing",
     "launchers",
     "reads",
     "sweep",
@@ -56,6 +63,11 @@ def command_of(part, words, seed):
     """What is typed for a part by itself."""
     python = [sys.executable]
     drawn = [*python, FAULTS / "configurations.py", "--seed", seed]
+    if part.startswith(("workers", "nodes")):
+        where, _, kind = part.partition("_")
+        more = ["--nodes", 2, "--kills", words.node_kills] if where == "nodes" else ["--kills", words.worker_kills]
+        more += [f"--{kind}", "--forked"] if kind else []
+        return [*python, FAULTS / "elastic.py", *more, "--seed", seed]
     return {
         "kills": [*python, FAULTS / "kills.py", "--kills", words.kills, "--seed", seed],
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
@@ -63,8 +75,7 @@ def command_of(part, words, seed):
         "meanwhile": [*python, FAULTS / "kills.py", "--meanwhile", "--kills", words.rank_kills // 2, "--seed", seed],
         "portions": [*python, FAULTS / "kills.py", "--portions", "--kills", words.rank_kills // 2, "--seed", seed],
         "pieces": [*python, FAULTS / "piece_sweep.py"],
-        "workers": [*python, FAULTS / "elastic.py", "--kills", words.worker_kills, "--seed", seed],
-        "nodes": [*python, FAULTS / "elastic.py", "--nodes", 2, "--kills", words.node_kills, "--seed", seed],
+        "failing": [*python, ROOT / "tests" / "process" / "test_failing_ranks.py"],
         "launchers": [*python, ROOT / "soak" / "launchers.py"],
         "configurations": [*drawn, "--count", words.configurations],
         "configurations2": [*drawn, "--count", words.configurations // 20, "--ranks", 2],
@@ -106,10 +117,11 @@ def rows_of(part, seconds, figures):
             f"the first save; seed {figures['seed']}"
         )
         return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
-    if part in ("workers", "nodes"):
-        what = "SIGKILL of a worker under torchrun" if part == "workers" else "SIGKILL of one node of two"
+    if part.startswith(("workers", "nodes")):
+        how = {"sharded": ", sharded", "meanwhile": ", sharded, saved while training goes on"}.get(figures["kind"], "")
+        what = f"SIGKILL of {'one node of two' if part.startswith('nodes') else 'a worker under torchrun'}{how}"
         remark = f"{figures['rounds']} runs, {figures['hangs']} hung; seed {figures['seed']}"
-        if part == "nodes":
+        if part.startswith("nodes"):
             remark = f"{figures['came_back']} nodes came back, {figures['came_late']} of them behind the end; {remark}"
         return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
     if part == "launchers":
@@ -118,6 +130,9 @@ def rows_of(part, seconds, figures):
             f"{len(figures['table'])} launchers with a strategy, each with all verbs; {len(figures['signals'])} signals"
         )
         return [("launchers, strategies and signals", count, len(figures["losses"]), seconds, remark)]
+    if part == "failing":
+        remark = f"each ended within {max(figures['seconds'].values()):.0f} s, of which a hanging group's timeout is 10"
+        return [("one rank of two fails", len(figures["seconds"]), len(figures["losses"]), seconds, remark)]
     if part == "reads":
         remark = f"{figures['looks']} looks of a resumed run, each alone and with a later one"
         return [("failing reads", figures["faults"], len(figures["losses"]), seconds, remark)]

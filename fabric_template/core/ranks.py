@@ -34,9 +34,14 @@ def gather(fabric: Fabric, value: Any) -> list[Any]:
     return gathered
 
 
-def check_lengths(fabric: Fabric, stage: str, lengths: list[int | float], why: str) -> None:
-    """Refuse loaders of which one rank has more batches than another: the one would wait for the other, until a timeout."""
-    found = [sum(part) for part in gather(fabric, lengths)]
+def check_lengths(fabric: Fabric, stage: str, lengths: list[int | float], why: str, counted: bool = True) -> bool:
+    """Refuse loaders of which one rank has more batches than another: the one would wait for the other, until a timeout.
+
+    Returns:
+        Whether the lengths can be relied on; ``counted``: whether this rank's can.
+    """
+    ranks = gather(fabric, (sum(lengths), counted))
+    found = [length for length, _ in ranks]
     if max(found) != min(found) and max(found) != INFINITE:
         told = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(found))
         raise Misuse(
@@ -44,3 +49,4 @@ def check_lengths(fabric: Fabric, stage: str, lengths: list[int | float], why: s
             f" give each as many, write limit_{stage}_batches={min(found)}, or leave the sampler out: the loop shares the"
             " samples itself"
         )
+    return max(found) != INFINITE and all(is_counted for _, is_counted in ranks)

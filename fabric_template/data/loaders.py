@@ -34,6 +34,9 @@ class Loaders:
         self.source, self.stage = source, stage
         self.combined: Any = None  # Lightning's CombinedLoader, where several loaders give one batch
         self._evaluated: Iterator | None = None  # the loader whose evaluation is on
+        self.together: Callable[[Any], Any] | None = (
+            None  # makes a pass end on all ranks at once, where that is not counted
+        )
         found = loaders_in(source)
         self.names = names_of(source) if found != [source] else []
         for loader in found:
@@ -127,7 +130,8 @@ class Loaders:
             self.combined.limits = [min(limit, most) for limit in self.limits]
             self._combine(self.sources.each)
             batches = iter(self.combined.__next__, None)
-            return ((batch, idx, 0, False) for batch, idx, _ in Pass(batches, self.num_batches))
+            taken = self._joined(Pass(batches, self.num_batches))
+            return ((batch, idx, 0, False) for batch, idx, _ in taken)
         limits = [min(limit, most) for limit in self.limits]
         self._evaluated = iter(self.sources.each[0]) if self.loaders else None  # drawn here, as Trainer does
         return self._sequence(limits)
@@ -137,13 +141,16 @@ class Loaders:
         for index, limit in enumerate(limits):
             if self._evaluated is None:
                 self._evaluated = iter(self.sources.each[index])
-            batches = Pass(self._evaluated, limit)
+            batches = self._joined(Pass(self._evaluated, limit))
             for batch_idx, batch in enumerate(batches):
                 yield batch, batch_idx, index, batches.is_last and index == final
             self._end_evaluated()
             if limit and not batches.fetched:
                 name = type(self.loaders[index]).__name__
                 warnings.warn(f"the {self.stage} loader ({name}) gave no batch: {USED_UP}", stacklevel=2)
+
+    def _joined(self, batches: Pass) -> Any:
+        return batches if self.together is None else self.together(batches)
 
     def _end_evaluated(self) -> None:
         """End the worker processes of a pass of evaluation, those kept for the next one aside."""

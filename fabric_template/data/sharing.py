@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 from ..core.ranks import share_of
 from ..core.said import advise
+from ..core.steps import is_shared_out
 from .tensors import count_cuts, cuts, global_seed, longest_share, without_repeats
 
 
@@ -52,7 +53,8 @@ def drawing_otherwise(loader: Any, fabric: Fabric, stage: str, overfit: bool, sh
     if several and not isinstance(loader.sampler, DistributedSampler):
         loader = _share(loader, fabric, stage, shuffle=not overfit and (stage == "train" or shuffled))
     if stage == "predict" and loader.batch_sampler is not None:
-        if all(hasattr(loader.batch_sampler, name) for name in ("batch_size", "drop_last")):
+        is_made = isinstance(loader.batch_sampler, _AsManyBatches)
+        if not is_made and all(hasattr(loader.batch_sampler, name) for name in ("batch_size", "drop_last")):
             loader = _drawing_from(loader, loader.sampler)  # in the order of the samples, as Trainer
         loader = _with_batches(loader, NotedBatches(loader.batch_sampler))
     return loader
@@ -138,10 +140,10 @@ def _share(loader: DataLoader, fabric: Fabric, stage: str, shuffle: bool) -> Dat
         sampler: Any = DistributedSampler(loader.dataset, **words)
     else:
         sampler = (_DrawnOnce if hasattr(loader, "state_dict") else DistributedSamplerWrapper)(loader.sampler, **words)
-    if stage == "predict":
-        return _drawing_from(loader, without_repeats(sampler))
     batches = loader.batch_sampler
-    plain = batches if type(batches) is BatchSampler and not batches.drop_last else None
+    if stage == "predict" and not (is_shared_out(fabric) and type(batches) is BatchSampler):
+        return _drawing_from(loader, without_repeats(sampler))
+    plain = batches if type(batches) is BatchSampler and (stage == "predict" or not batches.drop_last) else None
     if stage == "train" or (plain is None and batches is not None):
         # or cut or dropped by a rule of their own: equally many on all ranks
         return _drawing_from(loader, sampler)

@@ -2,10 +2,15 @@
 
     python tests/faults/elastic.py --kills 100                one worker of two, on one node
     python tests/faults/elastic.py --kills 30 --nodes 2       a whole node of --nnodes 1:2; another comes in its place, or not
+    python tests/faults/elastic.py --sharded                  the same of a model in parts (FSDP2), saved in pieces
+    python tests/faults/elastic.py --meanwhile                ... which threads write while training goes on
+    python tests/faults/elastic.py --forked                   several times as many on a busy machine
 
 The agent is torchrun's own (elastic_launch), forked from a process that has imported it; its workers are scripts, as under
-torchrun. Where a node is lost the others go on in another number: then the rows are compared, not their numbers. Nodes are
-started as docs/scale.md says; but the 300 seconds for which torchrun waits, at the end, for a node that is gone are 20 here.
+torchrun, or, `--forked`, come from a process that has imported all they need, and no instant hits an import. Where a node is
+lost the others go on in another number, with as large a batch of all together: then the rows have to come at the same steps,
+each step has to have had the same samples, and all pieces have to be whole. Nodes are started as docs/scale.md says; but the
+300 seconds for which torchrun waits, at the end, for a node that is gone are 20 here.
 """
 
 import argparse
@@ -16,6 +21,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -23,14 +29,19 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partialmethod
 from pathlib import Path
+from subprocess import TimeoutExpired
 
-from kills import fork
+from kills import fork, warm_up
 from lightning.fabric.strategies import DDPStrategy
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from victim import Victim, difference, end_of, quiet, train
+from victim import Victim, difference, end_of, in_parts, meanwhile_words, quiet, train
+
+from fabric_template.files.reading import read_checkpoint
+from fabric_template.files.shards import whole as joined
 
 PATIENCE = 180.0  # seconds after its start, or the last kill, until a run that does not end counts as hanging
 RESTARTS = 10
@@ -39,6 +50,7 @@ TIMEOUT = timedelta(
     seconds=60
 )  # of a group of several nodes: for so long one waits, as it begins, for a node that is gone
 COMES_LATE = 3  # the exit code of a node that finds the run closed
+KINDS = ("whole", "sharded", "meanwhile")  # how the model lies on the ranks, and is saved
 
 
 @dataclass
@@ -48,6 +60,8 @@ class Figures:
     seed: int
     nodes: int
     ranks: int  # of a node
+    kind: str
+    forked: bool  # not scripts
     rounds: int = 0
     kills: int = 0
     hangs: int = 0
@@ -107,8 +121,79 @@ def hold_the_rendezvous(pipe):
     signal.pause()
 
 
-def be_a_node(root, port, nodes, ranks):
+class Node:
+    """torchrun on one machine, and its workers."""
+
+    def __init__(self, log, words, forked):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.parent = self.agent = Process(log, be_a_node, *words, ours if forked else None)
+        if forked:
+            self.parent = Process(log, fork_workers, theirs, ours, words)
+        for end in (ours, theirs):
+            end.close()
+        self.pid, self.poll = self.agent.pid, self.agent.poll
+
+    def workers(self):
+        return self.parent.children()
+
+    def kill(self):
+        """All of it, at once."""
+        kill([self.agent.pid] if self.poll() is None else [])
+        self.parent.kill()
+        self.agent.kill()
+
+
+def fork_workers(asked, other, words):
+    """Be where a node's workers come from: start one, or say how one has ended, until nobody asks any more."""
+    other.close()
+    while question := asked.recv(2**20):
+        pid, environment = json.loads(question)
+        if pid is None:
+            answer = fork(be_a_worker, asked, environment, words)
+        else:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if done else None
+        asked.send(json.dumps(answer).encode())
+
+
+def be_a_worker(asked, environment, words):
+    os.setsid()
+    asked.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    root, _, nodes, _, kind = words
+    work(root, nodes, kind)
+
+
+class Forked:
+    """What torchrun sees of such a worker: a Popen."""
+
+    def __init__(self, asks, environment):
+        self.asks, self.returncode, self.pid = asks, None, self._ask(asks, None, environment)
+
+    @staticmethod
+    def _ask(asks, *question):
+        asks.send(json.dumps(question).encode())
+        return json.loads(asks.recv(2**20))
+
+    def poll(self):
+        if self.returncode is None:
+            self.returncode = self._ask(self.asks, self.pid, None)
+        return self.returncode
+
+    def wait(self, timeout):
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise TimeoutExpired("a worker", timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+
+def be_a_node(root, port, nodes, ranks, kind, asks):
     """Be torchrun on one machine."""
+    if asks is not None:
+        SubprocessHandler._popen = lambda self, args, environment: Forked(asks, environment)
     if nodes > 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         LocalElasticAgent.__init__ = partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=BARRIER)
@@ -118,39 +203,53 @@ def be_a_node(root, port, nodes, ranks):
         rdzv_endpoint=f"127.0.0.1:{port}", rdzv_configs=quick, monitor_interval=0.05,
     )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)(__file__, "--work", root, "--nodes", str(nodes))
+        elastic_launch(config, sys.executable)(__file__, "--work", root, "--nodes", str(nodes), "--kind", kind)
     except RendezvousClosedError:
         os._exit(COMES_LATE)
 
 
-def work(root, nodes):
+class Long(Victim):
+    """Long enough for a node to come back; writes down what samples all ranks together have trained."""
+
+    steps, epochs = 48, 12
+
+    def training_step(self, batch):
+        time.sleep(0.2)
+        self.log("samples", batch[0].double().sum(), on_step=True, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        return super().training_step(batch)
+
+
+def work(root, nodes, kind):
     """What each worker does: the same command, whoever started it, and how often."""
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     quiet()
-    Victim.steps = 12 * nodes  # one node alone has as many batches, each a step
-    strategy = "ddp" if nodes == 1 else DDPStrategy(timeout=TIMEOUT)
-    train(root, strategy=strategy, accumulate_grad_batches=1, save_every_n_steps=3)
+    ranks, several = int(os.environ["WORLD_SIZE"]), nodes > 1
+    of_group = {"timeout": TIMEOUT} if several else {}
+    strategy = DDPStrategy(**of_group) if kind == "whole" else in_parts(ranks, **of_group)
+    words = {"make": Long, "max_epochs": Long.epochs} if several else {}
+    words |= meanwhile_words() if kind == "meanwhile" else {}
+    train(root, batch_size=8 // ranks, strategy=strategy, accumulate_grad_batches=1, save_every_n_steps=3, **words)
 
 
 class Run:
     """A run on some nodes, begun anew in the folder."""
 
-    def __init__(self, root, nodes, ranks, log):
+    def __init__(self, root, nodes, ranks, kind, forked, log):
         reads, writes = os.pipe()
         self.rendezvous = Process(log, hold_the_rendezvous, writes)
         port = int(os.read(reads, 100))
         os.close(reads)
         os.close(writes)
-        self.words = log, be_a_node, str(root), port, nodes, ranks
+        self.words = log, (str(root), port, nodes, ranks, kind), forked
         self.ranks, self.began = ranks, time.monotonic()
-        self.nodes = [Process(*self.words) for _ in range(nodes)]
+        self.nodes = [Node(*self.words) for _ in range(nodes)]
 
     def is_over(self):
         late = time.monotonic() - self.began > PATIENCE
         return late or all([node.poll() is not None for node in self.nodes])
 
     def workers(self):
-        return [pid for node in self.nodes for pid in node.children()]
+        return [pid for node in self.nodes for pid in node.workers()]
 
     def wait(self, seconds):
         """Wait so long, or until it is over."""
@@ -184,9 +283,10 @@ class Run:
         return codes
 
 
-def instant(draw, seconds):
-    """A moment of an attempt, most of which is imports: three of four behind them."""
-    return draw.uniform(draw.choice((0, 0.6, 0.6, 0.6)), 1) * seconds
+def instant(draw, seconds, figures):
+    """A moment of an attempt; of scripts', most of which is imports, three of four behind them."""
+    begin = 0 if figures.forked else draw.choice((0, 0.6, 0.6, 0.6))
+    return draw.uniform(begin, 1) * seconds
 
 
 def kill_workers(run, draw, seconds, figures):
@@ -194,7 +294,7 @@ def kill_workers(run, draw, seconds, figures):
     killed = []
     for _ in range(draw.choice((1, 1, 2, 3))):
         workers = run.wait_for_workers(killed)
-        run.wait(instant(draw, seconds))
+        run.wait(instant(draw, seconds, figures))
         if not (workers := [pid for pid in run.workers() if pid in workers]):
             return
         run.hit([draw.choice(workers)])
@@ -205,17 +305,32 @@ def kill_workers(run, draw, seconds, figures):
 def kill_nodes(run, draw, seconds, figures):
     """A whole node; another one comes in its place, at once or behind the 6 seconds until it is missed, or does not."""
     run.wait_for_workers()
-    run.wait(instant(draw, seconds))
-    if alive := [node for node in run.nodes if node.children()]:
+    run.wait(instant(draw, seconds, figures))
+    if alive := [node for node in run.nodes if node.workers()]:
         node = draw.choice(alive)
         run.nodes.remove(node)
-        run.hit([node.pid, *node.children()])
+        run.hit([node.pid, *node.workers()])
         node.kill()
         figures.kills += 1
         if draw.random() < 0.7:
             run.wait(draw.uniform(0, 12))
-            run.nodes.append(Process(*run.words))
+            run.nodes.append(Node(*run.words))
             figures.came_back += 1
+
+
+def promised(end, root):
+    """What stays the same with another number of ranks: when rows come, and that each epoch has had every sample once.
+
+    And that the files are whole: all of their pieces are read.
+    """
+    columns, *rows = (row.split(",") for row in end["logs/metrics.csv"])
+    rows = [dict(zip(columns, row, strict=True)) for row in rows]
+    epochs = [[row["epoch"], row["step"], round(float(row["samples"]), 6)] for row in rows]
+    steps = [row.split(",")[:2] for row in end["logs/steps.csv"]]
+    folder = max(Path(root, "checkpoints", "run").iterdir(), key=lambda path: int(path.name[8:]))
+    files = {path.name: joined(read_checkpoint(path), path)["global_step"] for path in folder.glob("*.ckpt")}
+    unnamed = len(list(folder.glob("*.shards"))) > len(files)
+    return {"epochs": epochs, "steps": steps, "ends": files["last.ckpt"], "unnamed": unnamed}
 
 
 def problem_of(codes, whole, root, is_same):
@@ -224,29 +339,33 @@ def problem_of(codes, whole, root, is_same):
         return f"it ended with {codes}"
     try:
         end = end_of(root)
-        epochs = [[row.split(",")[0] for row in part["logs/metrics.csv"]] for part in (whole, end)]
-        if not is_same:
-            return None if epochs[0] == epochs[1] else f"epochs {epochs[1]} instead of {epochs[0]}"
-        return difference(whole, end)
+        return difference(whole, end if is_same else promised(end, root))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def campaign(kills, nodes, ranks, seed, most=float("inf")):
+def campaign(kills, nodes, ranks, kind, forked, seed, most=float("inf")):
     """Rounds until so many kills have hit, or so many seconds are over; returns the figures."""
-    figures, draw, began = Figures(seed, nodes, ranks), random.Random(seed), time.monotonic()
+    figures, draw, began = Figures(seed, nodes, ranks, kind, forked), random.Random(seed), time.monotonic()
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     log = home / "log"
     try:
-        run = Run(home / "whole", nodes, ranks, log)
+        if forked:
+            warm_up(home / "warm")
+            in_parts()
+            if kind == "meanwhile":
+                meanwhile_words()
+        run = Run(home / "whole", nodes, ranks, kind, forked, log)
         run.wait_for_workers()
         first = time.monotonic()
         if any(codes := run.end()):
             raise RuntimeError(f"the undisturbed run ended with {codes}:\n{log.read_text()}")
         seconds, whole = time.monotonic() - first, end_of(home / "whole")
+        if nodes > 1:
+            whole = promised(whole, home / "whole")
         while figures.kills < kills and time.monotonic() - began < most:
             root = home / "run"
-            run = Run(root, nodes, ranks, log)
+            run = Run(root, nodes, ranks, kind, forked, log)
             (kill_workers if nodes == 1 else kill_nodes)(run, draw, seconds, figures)
             codes = run.end()
             figures.rounds += 1
@@ -280,13 +399,22 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=None, help="of the instants; drawn and printed if not given")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other run after so many")
+    parser.add_argument(
+        "--sharded", dest="kind", action="store_const", const="sharded", help="the model in parts (FSDP2)"
+    )
+    parser.add_argument(
+        "--meanwhile", dest="kind", action="store_const", const="meanwhile", help="... saved by threads"
+    )
+    parser.add_argument("--forked", action="store_true", help="workers are forked, and import nothing")
+    parser.add_argument("--kind", choices=KINDS, default="whole", help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.work:
-        return work(words.work, words.nodes)
+        return work(words.work, words.nodes, words.kind)
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", file=sys.stderr)
-    figures = campaign(words.kills, words.nodes, words.ranks or (2 if words.nodes == 1 else 1), seed, words.seconds)
+    ranks = words.ranks or (2 if words.nodes == 1 else 1)
+    figures = campaign(words.kills, words.nodes, ranks, words.kind, words.forked, seed, words.seconds)
     print(json.dumps(asdict(figures)))
     sys.exit(bool(figures.losses))
 

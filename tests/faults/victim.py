@@ -66,12 +66,12 @@ class Victim(nn.Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def in_parts():
-    """The strategy under which the victim's weights lie in parts on two ranks (FSDP2)."""
+def in_parts(ranks=2, **words):
+    """The strategy under which the victim's weights lie in parts on so many ranks (FSDP2)."""
     from lightning.fabric.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
-    return ModelParallelStrategy(lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), 2, 1)
+    return ModelParallelStrategy(lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), ranks, 1, **words)
 
 
 def meanwhile_words():
@@ -83,13 +83,13 @@ def meanwhile_words():
     return {"plugins": AsyncCheckpointIO()}
 
 
-def train(root, **words):
+def train(root, make=Victim, batch_size=4, **words):
     """The command that is typed again after each kill: it starts the run, or goes on with it."""
     seed_everything(1, verbose=False)
-    train_loader = DataLoader(make_data(32), batch_size=4, shuffle=True)
+    train_loader = DataLoader(make_data(32), batch_size=batch_size, shuffle=True)
     val_loader = DataLoader(make_data(8, seed=5), batch_size=4)
     loop = FabricLoop(default_root_dir=str(root), **{**WORDS, **words})
-    loop.fit(Victim(), train_loader, val_loader, resume="auto")
+    loop.fit(make(), train_loader, val_loader, resume="auto")
 
 
 def end_of(root, without=()):
