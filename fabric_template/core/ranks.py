@@ -1,4 +1,4 @@
-"""Ranks: what the processes of one run tell each other, and what they have to have in common while they train."""
+"""Ranks: what the processes of one run tell each other while they train."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.utilities import move_data_to_device
-
-from .errors import Misuse
-from .passes import INFINITE
 
 
 def is_joined() -> bool:
@@ -32,21 +29,3 @@ def gather(fabric: Fabric, value: Any) -> list[Any]:
     gathered: list[Any] = [None] * fabric.world_size
     torch.distributed.all_gather_object(gathered, move_data_to_device(value, "cpu"))
     return gathered
-
-
-def check_lengths(fabric: Fabric, stage: str, lengths: list[int | float], why: str, counted: bool = True) -> bool:
-    """Refuse loaders of which one rank has more batches than another: the one would wait for the other, until a timeout.
-
-    Returns:
-        Whether the lengths can be relied on; ``counted``: whether this rank's can.
-    """
-    ranks = gather(fabric, (sum(lengths), counted))
-    found = [length for length, _ in ranks]
-    if max(found) != min(found) and max(found) != INFINITE:
-        told = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(found))
-        raise Misuse(
-            f"the ranks have {stage} loaders of different length ({told} batches): those with more would wait {why} for ever;"
-            f" give each as many, write limit_{stage}_batches={min(found)}, or leave the sampler out: the loop shares the"
-            " samples itself"
-        )
-    return max(found) != INFINITE and all(is_counted for _, is_counted in ranks)

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from ..core.errors import Misuse
 from ..core.overrides import TRANSFER_HOOKS, overrides
-from ..core.passes import INFINITE, Pass
-from ..core.ranks import check_lengths
+from ..core.passes import Pass
 from ..core.run import Run
 from .loaders import USED_UP, Loaders
 from .ready import ready
@@ -47,7 +46,6 @@ class Feed:
         self.batches: Any = None  # the pass over the training batches
         self.transfer: Callable[[Any, int], Any] | None = None  # brings a batch to its device; None: it is there
         self.make_pass: Callable[[], Callable[..., Pass]] = self._first_pass
-        self.group: Any = None  # in which ranks agree that a pass is over, where they cannot count their batches
         self.loader_states: list[Any] = []  # of a checkpoint that has no position of ours, until the pass begins
 
     def _make(self, stage: str) -> Loaders:
@@ -98,8 +96,10 @@ class Feed:
         self.train = self._remade("train", self.train)
         self.train.sources.put_back_seeds(seeds)
         self.made_in["train"] = run.at.current_epoch
-        most = (config.max_steps - run.at.global_step) * run.at.window if config.max_steps != -1 else INFINITE
-        self._come_together(self.train, [min(self.train.num_batches, run.at.batches_done + most)], "in their next step")
+        if run.fabric.world_size > 1:
+            from .together import train_together
+
+            train_together(run, self.train)
         if run.origin.pending is None:
             if run.at.batches_done:  # another trainer's checkpoint from the middle of an epoch: what was left of it
                 self.train.set_epoch(run.at.current_epoch)
@@ -218,7 +218,7 @@ class Feed:
         """
         if self.val is None or self._is_due("val"):
             self.val = self._remade("val", self.val)
-            self._step_together(self.val)
+            self._evaluate_together()
             if self.run.at.stage != "sanity_check" or self.run.validation.in_this_epoch:
                 self.made_in["val"] = self.run.at.current_epoch
 
@@ -231,29 +231,16 @@ class Feed:
         self.val = self._make(stage)
         self.val.check_mode()
         self.val.set_epoch(run.at.current_epoch)
-        self._step_together(self.val)
+        self._evaluate_together()
         run.bar.start(run.fn, sum(self.val.limits))
         return True
 
-    # ---- several ranks
+    def _evaluate_together(self) -> None:
+        """Where steps wait for the other ranks, no rank may have more of them."""
+        if self.val is not None and self.run.steps.talks and self.run.fabric.world_size > 1:
+            from .together import evaluate_together
 
-    def _come_together(self, loaders: Loaders, lengths: list[int | float], why: str) -> None:
-        """Refuse other numbers of batches than other ranks have; where nobody can count them, end with the first to end."""
-        run = self.run
-        if run.fabric.world_size == 1:
-            return
-        from .together import PassTogether, gloo_group, is_counted
-
-        counted = all(map(is_counted, loaders.loaders))
-        if not check_lengths(run.fabric, loaders.stage, lengths, why, counted):
-            self.group = self.group or gloo_group()
-            loaders.together = partial(PassTogether, stage=loaders.stage, said=run.said, group=self.group)
-
-    def _step_together(self, loaders: Loaders) -> None:
-        """The same for an evaluation, if its steps talk to the other ranks."""
-        if (steps := self.run.steps).talks:
-            why = "in their next step" if steps.sharded is not None else "for rank zero's buffers (BatchNorm)"
-            self._come_together(loaders, loaders.limits, why)
+            evaluate_together(self.run, self.val)
 
     # ---- the end
 

@@ -1,21 +1,56 @@
-"""Together: a pass that ends on all ranks at once, where nobody can count the batches beforehand: with the first to end.
+"""Together: ranks whose steps wait for each other have as many batches, or end their pass at once.
 
-A rank that went on alone would wait for the others in its next step, until a timeout. Imported only where a loader of several
-ranks has no length to rely on: it costs each batch one small collective on the CPU.
+Loaders that have a length are compared before a rank waits for ever. Where nobody can count, the pass ends with the first rank
+to end: that costs each batch one small collective on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from ..core.errors import Misuse
+from ..core.passes import INFINITE
+from ..core.ranks import gather
+from ..core.run import Run
 from ..core.said import Said
+from .loaders import Loaders
 from .sharing import NotedBatches
 
 MORE, LAST, NONE = range(3)  # what a rank has; the largest of all ranks' counts
+
+
+def train_together(run: Run, loaders: Loaders) -> None:
+    """Refuse a training loader with more batches than another rank's, or let it end with the others'."""
+    config = run.config
+    most = (config.max_steps - run.at.global_step) * run.at.window if config.max_steps != -1 else INFINITE
+    _come_together(run, loaders, min(loaders.num_batches, run.at.batches_done + most), "in their next step")
+
+
+def evaluate_together(run: Run, loaders: Loaders) -> None:
+    """The same of an evaluation whose steps wait for the other ranks."""
+    why = "in their next step" if run.steps.sharded is not None else "for rank zero's buffers (BatchNorm)"
+    _come_together(run, loaders, sum(loaders.limits), why)
+
+
+def _come_together(run: Run, loaders: Loaders, length: int | float, why: str) -> None:
+    """Refuse another length than other ranks have; without one to rely on, end with the first rank to end."""
+    stage, counted = loaders.stage, all(map(is_counted, loaders.loaders)) and length != INFINITE
+    ranks = gather(run.fabric, (length, counted))
+    found = [length for length, _ in ranks]
+    if max(found) != min(found) and max(found) != INFINITE:
+        told = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(found))
+        raise Misuse(
+            f"the ranks have {stage} loaders of different length ({told} batches): those with more would wait {why} for ever;"
+            f" give each as many, write limit_{stage}_batches={min(found)}, or leave the sampler out: the loop shares the"
+            " samples itself"
+        )
+    if not all(is_counted for _, is_counted in ranks) and loaders.together is None:
+        loaders.together = partial(PassTogether, stage=stage, said=run.said, group=gloo_group())
 
 
 class PassTogether:
