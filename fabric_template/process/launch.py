@@ -66,6 +66,9 @@ def launch(loop: TrainerFace, plan: Plan, keep: bool = True) -> Outcome:
     return outcome
 
 
+_ENDED: list[type] = []  # the error of the run before in this process, if it had one
+
+
 def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
     """Where the strategy says: in this process, in others, or in all that somebody else has launched.
 
@@ -76,6 +79,11 @@ def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
     launcher, starts = fabric.strategy.launcher, starts_processes(fabric)
     scripts = getattr(launcher, "procs", None)
     makes_scripts = scripts is not None and (scripts or not come_by_themselves(fabric))
+    if _ENDED and is_joined():
+        from .again import meet_again
+
+        meet_again()
+    _ENDED.clear()
     with ExitStack() as around:
         if not is_joined():  # ranks that stay then leave not before the script's end, another run may come
             around.callback(_leave_at_exit)
@@ -132,6 +140,7 @@ def _caught(folder: str, rest: tuple, fabric: Fabric) -> Any:
         return _in_process(fabric, folder, *rest)
     except BaseException as error:
         if os.getpid() == rest[-1]:
+            _ENDED.append(type(error))
             return error
         from .away import leave_error
 

@@ -6,11 +6,12 @@ import re
 import shutil
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
 from externally import externally
-from modules import Classifier, by_step, make_data, quiet
+from modules import Classifier, by_step, make_data, make_loader, quiet
 from runs import Snapshots, assert_same_end, fit, same, val_loader
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -19,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from fabric_template import FabricLoop
 from fabric_template.files.reading import CheckpointError, read_checkpoint
 from fabric_template.files.storage import AtomicCheckpointIO
+from fabric_template.process import again
 
 FORK = {"strategy": "ddp_fork"}
 LAST = "checkpoints/run/version_0/last.ckpt"
@@ -28,6 +30,53 @@ LAST = "checkpoints/run/version_0/last.ckpt"
 def forked_ranks_are_quiet(monkeypatch):
     """Set, so that Lightning gives each rank no more threads than this process has."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+# ---- an error that is caught
+
+
+class Raises(Classifier):
+    """Ends in an error in the step of these ranks."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks = ranks
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.trainer.global_rank in self.ranks:
+            raise ArithmeticError("in a step")
+        return super().training_step(batch, batch_idx)
+
+
+def caught_and_again(rank):
+    found = []
+    for ranks in ([0, 1], [], [1], []):
+        again.PATIENCE = timedelta(
+            seconds=1 if ranks == [1] else again.PATIENCE.seconds
+        )  # the other cannot come any more
+        loop = FabricLoop(strategy="ddp", **quiet(devices=2, max_epochs=1))
+        try:
+            loop.fit(Raises(ranks), make_loader(40))
+            found.append(loop.global_step)
+        except (ArithmeticError, RuntimeError) as error:
+            found.append(str(error))
+    torch.save(found, f"found{rank}.pt")
+
+
+def test_a_run_behind_an_error_that_was_caught(tmp_path, monkeypatch):
+    """Where all ranks caught theirs they run again. Else nothing is sent that another rank takes for its gradients."""
+    monkeypatch.chdir(tmp_path)
+    codes, errors = externally(caught_and_again)
+    assert codes == [0, 0], errors
+    waited, raised = (torch.load(f"found{rank}.pt", weights_only=True) for rank in range(2))
+    refused = (
+        "an error has ended the run before on this rank, and the others are not here, as they wait for it in that run:"
+    )
+    assert waited[:2] == raised[:2] == ["in a step", 5]
+    assert raised[2] == "in a step"
+    assert raised[3].startswith(refused)
+    assert "closed by peer" in waited[2] or "reset by peer" in waited[2], waited  # once the other has ended
+    assert waited[3].startswith(refused)
 
 
 # ---- another number of processes
