@@ -20,7 +20,7 @@ import torch
 from ..core.errors import Misuse
 
 LAST_LINES = 6
-TO_END = 2.0  # seconds that a process has for its own way out, when it has said what it had to say
+TO_END = 20.0  # seconds, at most, that a process has for its own way out, when it has said what it had to say
 
 
 @dataclass

@@ -5,17 +5,18 @@ import sys
 
 import pytest
 import yaml
+from clock import Clock
 
-from fabric_template.tools import cli
+from fabric_template.tools import cli, throughput
 from fabric_template.tools import typed as typed_commands
 from fabric_template.tools.trying import TypedJob, Written
 
 MODULE = """
-import time
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from fabric_template.tools import throughput
 
 
 class Samples(Dataset):
@@ -32,7 +33,7 @@ class Lit(nn.Module):
         self.lr, self.net = lr, nn.Linear(2, 1)
 
     def training_step(self, batch):
-        time.sleep(0.01)  # for a batch, however large it is
+        throughput.time.sleep(0.01)  # for a batch, however large it is
         return (self.net(batch / 256) - 1).pow(2).mean()
 
     def configure_optimizers(self):
@@ -73,7 +74,8 @@ QUICK = ["--seconds", "0.1", "--only", "batch_size", "--max_batch_size", "32"]
 
 @pytest.fixture(autouse=True)
 def typed(monkeypatch, tmp_path):
-    """As if typed in a shell, in a folder with a module of the user's own."""
+    """As if typed in a shell, in a folder with a module of the user's own, whose steps are all that takes time."""
+    monkeypatch.setattr(throughput, "time", Clock())
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["fabric-template"])
     monkeypatch.setattr(typed_commands.shutil, "which", lambda name: None)
