@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # may write their own folder at any time
@@ -75,6 +76,13 @@ def own_environment():
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def own_ports(monkeypatch, own_environment):
+    """Ranks of one run meet where no other process can have come between; so do those of scripts."""
+    monkeypatch.setattr("lightning.fabric.plugins.environments.lightning.find_free_network_port", free_port)
+    os.environ["STANDALONE_PORT"] = str(free_port())
 
 
 @pytest.fixture(autouse=True)

@@ -3,25 +3,22 @@
 import atexit
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from pathlib import Path
 
 import torch
+from ports import free_port
 
 
-def externally(function, *args, ranks=2, is_launched=True, timeout=250, agent=None):
+def externally(function, *args, ranks=2, is_launched=True, timeout=900, agent=None):
     """Call ``function(rank, *args)`` in so many processes; returns the exit code and what was written, of each.
 
     Args:
         is_launched: whether they find each other by what a launcher sets; False: plain scripts.
         agent: the port of a store that stays, as torchrun's does when it starts the ranks again.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launched = (ranks, agent or port, agent is not None) if is_launched else None
+    launched = (ranks, agent or free_port(), agent is not None) if is_launched else None
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_rank, args=(rank, launched, function, args)) for rank in range(ranks)]
     for process in processes:

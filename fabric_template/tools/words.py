@@ -11,6 +11,8 @@ from typing import Any
 
 MOST_BYTES, MOST_WORDS = 1_000_000, 1_000  # of a file that somebody else may have written
 _LINE = re.compile(r"((?:  )*)([A-Za-z_][\w.]*): ?([\w.+/-](?:[^#:\[\]{}&*!|>'\"%@`]|:(?=\S))*|)")
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3  # of 6: lists that name each other nine times over are millions of them at that depth
 _NOT_WORDS = ("about", "version")  # of config.yaml: what it tells of the machine, and that a new run has a new number
 
 
@@ -80,4 +82,4 @@ def _flatten(name: str, value: Any, words: dict[str, Any], depth: int = 0) -> No
     elif value is None or isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() < 200):
         words[name] = value
     else:
-        words[name] = value[:200] if isinstance(value, str) else reprlib.repr(value)[:200]
+        words[name] = value[:200] if isinstance(value, str) else _SHORT.repr(value)[:200]

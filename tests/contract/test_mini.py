@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import torchmetrics
+from externally import externally
 from modules import (
     Classifier,
     assert_same_metrics,
@@ -431,44 +431,30 @@ def test_a_finished_run_stays_finished():
 
 # ---- ended from outside
 
-SCRIPT = """
-import os, sys, time
-sys.path[:0] = {paths!r}
-import torch
-from lightning.fabric import seed_everything
-from modules import Classifier, by_epoch, make_loader
-from fabric_template import MiniLoop
-class Slow(Classifier):
+
+class Killed(Classifier):
+    """In the midst of a step, by itself: at the same place on each machine."""
+
+    def __init__(self, step):
+        super().__init__(by_epoch)
+        self.last = step
+
     def on_train_batch_end(self, *_):
-        time.sleep({pause})
-seed_everything(4, verbose=False)
-module = Slow(by_epoch)
-print("begins", flush=True)
-loop = MiniLoop(accelerator="cpu", max_epochs=4, name="killed", seed=3, monitor="val_loss")
-loop.fit(module, make_loader(), make_loader(18, shuffle=False, seed=5), resume="auto")
-torch.save(module.state_dict(), "end.pt")
-"""
+        if self.global_step == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(pause):
-    paths = [str(Path(__file__).parents[1]), str(FILE.parents[1])]
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(paths=paths, pause=pause)], stdout=subprocess.PIPE, text=True
-    )
+def run_killed(rank, step):
+    _, module, _ = fit("MiniLoop", "killed", 4, resume="auto", make_module=lambda: Killed(step))
+    torch.save(module.state_dict(), "end.pt")
 
 
 def test_killed_anywhere_it_ends_with_the_same_weights_and_rows():
-    """Twice in one run."""
+    """Before anything is saved, and twice later."""
     _, expected, rows = fit("MiniLoop", "whole", 4)
-    for delay in (1.0, 1.5):
-        process = start(pause=0.03)
-        process.stdout.readline()
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    process = start(pause=0)
-    process.communicate()
-    assert process.returncode == 0
+    for step, code in ((5, -signal.SIGKILL), (17, -signal.SIGKILL), (25, -signal.SIGKILL), (None, 0)):
+        codes, errors = externally(run_killed, step, ranks=1, is_launched=False)
+        assert codes == [code], errors
     torch.testing.assert_close(torch.load("end.pt", weights_only=True), expected.state_dict(), rtol=0, atol=0)
     *_, newest = sorted(
         Path("logs/killed").iterdir()

@@ -19,7 +19,7 @@ KERNEL = "fabric-template-test"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
 
 
-def execute(notebook, folder, timeout=250):
+def execute(notebook, folder, timeout=900):
     """Run every cell in a new kernel of this very Python, made known in the folder; returns the executed copy."""
     spec = folder / "jupyter" / "kernels" / KERNEL / "kernel.json"
     spec.parent.mkdir(parents=True)
@@ -121,7 +121,6 @@ def test_the_story():
     ]
 
 
-@pytest.mark.timeout(290)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_a_clean_kernel_and_every_cell_twice(path, tmp_path):
     """Each cell is run twice in a row, as people do; then it shows what the committed notebook shows."""

@@ -22,7 +22,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -48,12 +47,13 @@ from drawn import (
 from kills import cpu_seconds
 from layer import Fault
 from lightning.fabric.utilities.seed import seed_everything
+from ports import free_port
 from victim import quiet
 
 from fabric_template import FabricLoop
 from fabric_template.files.reading import read_checkpoint
 
-PATIENCE = 300.0  # seconds until a run that does not end counts as hanging; at nice 19 beside others, 60 are soon over
+PATIENCE = 600.0  # seconds until a run that does not end counts as hanging; at nice 19 beside others, 60 are soon over
 
 # ---- what is not compared, and what is not drawn
 
@@ -305,11 +305,7 @@ CODES = {  # how a run may end that was ended so, 0 if it came too late; a signa
 
 def start(root, words, log, end=None, counts=None):
     """Fork a process for each rank, each typing the same command; returns their process ids."""
-    port = None
-    if words["ranks"] > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+    port = str(free_port()) if words["ranks"] > 1 else None
     pids = []
     for rank in range(words["ranks"]):
         sys.stdout.flush()

@@ -39,8 +39,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.files.schema import check_resumable
 
-SLOW = 1.0  # seconds of its own time that reading and checking a file may take
-PATIENCE = 60.0  # seconds until a run counts as one that hangs
+SLOW = 20.0  # seconds of its own time that reading and checking a file may take
+PATIENCE = 600.0  # seconds until a run counts as one that hangs
 SLACK = 64 << 20  # bytes beyond twice the file that a resume may take
 VERSION = "checkpoints/run/version_0"
 

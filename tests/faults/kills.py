@@ -15,7 +15,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from victim import difference, end_of, in_parts, meanwhile_words, quiet, train
 
-PATIENCE = 60.0  # seconds until a run that does not end counts as hanging
+PATIENCE = 600.0  # seconds until a run that does not end counts as hanging
 
 
 @dataclass
@@ -80,9 +79,9 @@ def words_of(kind):
 
 def start(root, ranks, log, kind=""):
     """Fork one process per rank, each typing the same command; their words go to the log."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    from ports import free_port  # found since `victim` is imported
+
+    port = free_port()
 
     def rank(number):
         with open(log, "ab") as words:

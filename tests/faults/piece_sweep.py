@@ -23,6 +23,7 @@ from layer import KINDS, Fault
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import make_loader
+from ports import free_port
 from victim import WORDS, Victim, in_parts, quiet
 
 from fabric_template import FabricLoop
@@ -128,13 +129,9 @@ def rank_of(root, number, port, kinds, every):
 
 def sweep(kinds, every=1):
     """The figures of all."""
-    import socket
-
     root = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     began = time.monotonic()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     try:
         codes = end([fork(rank_of, root, number, port, kinds, every) for number in range(2)])
         if codes != [0, 0]:

@@ -34,8 +34,8 @@ from fabric_template.files.reading import read_checkpoint
 from fabric_template.process.choose import newest_good
 from fabric_template.tools import configs
 
-SLOW = 1.0  # seconds of this thread's own time
-SLACK = 4 << 20  # bytes that reading may take from the system beyond twice the file: the interpreter's own arenas
+SLOW = 20.0  # seconds of this thread's own time
+SLACK = 32 << 20  # bytes that reading may take from the system beyond twice the file: the interpreter's own arenas
 NUMBERS = (
     0,
     1,

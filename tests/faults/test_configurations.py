@@ -14,7 +14,6 @@ def run(*words):
     return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
 
 
-@pytest.mark.timeout(900)  # a minute where nobody else is at work
 @pytest.mark.parametrize(("ranks", "count"), [(1, 20), (2, 3)])
 def test_ended_and_resumed(ranks, count):
     """At counted points, not at a clock's instants: the same runs each time."""

@@ -5,14 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).with_name("sweep.py")
 PARTS = (["ENOSPC", "EIO", "EACCES"], ["short", "SIGKILL"])  # about the same time each, side by side
 EVERY = 5  # operations: all of them fail in the soak
 
 
-@pytest.mark.timeout(600)
 def test_nothing_is_lost():
     sweeps = [
         subprocess.Popen(

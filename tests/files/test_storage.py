@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import tracemalloc
 import warnings
 import zipfile
@@ -19,6 +18,7 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
+from calls import calls_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.fabric import Fabric
@@ -455,9 +455,8 @@ def test_storage_larger_than_its_part_is_refused(tmp_path):
 def test_random_bytes(tmp_path, data, start):
     for name in ("a.ckpt", "a.safetensors"):
         (tmp_path / name).write_bytes(start + data)
-        begin = time.perf_counter()
-        message(read_checkpoint, tmp_path / name)
-        assert time.perf_counter() - begin < 1
+        _, calls = calls_of(message, read_checkpoint, tmp_path / name)
+        assert calls < 100_000
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -775,7 +774,7 @@ lock = one_writer([{str(tmp_path)!r}])
 lock.__enter__()
 if os.fork() == 0:
     print(os.getpid(), flush=True)  # by now it has dropped what it must not keep
-time.sleep(30)
+time.sleep(10_000)
 os._exit(0)
 """
     with python(code) as process:

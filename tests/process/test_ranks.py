@@ -199,7 +199,7 @@ def save_where_it_cannot_be_read_at_first(rank):
 
 def test_a_first_file_that_rank_zero_cannot_read_back_is_read_at_the_next_save():
     """And the other ranks know that it was not: they wait for its answer once more."""
-    codes, errors = externally(save_where_it_cannot_be_read_at_first, timeout=60)
+    codes, errors = externally(save_where_it_cannot_be_read_at_first)
     lines = [error.splitlines()[-2] for error in errors]
     assert (codes, lines) == ([0, 0], ["read back [True, True, False] step 15", "read back [] step 15"])
 

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from modules import Classifier, make_loader
@@ -41,7 +42,7 @@ def start(root, number, waits_for="", **words):
 def test_at_once(tmp_path):
     """Both begin in the same millisecond; each writes its own files only, and they are those of a run that was alone."""
     runs = [start(tmp_path, i) for i in range(2)]
-    outputs = [run.communicate(timeout=250) for run in runs]
+    outputs = [run.communicate() for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outputs
     versions = [output.strip()[-1] for output, _ in outputs]
     assert sorted(versions) == ["0", "1"]
@@ -61,6 +62,7 @@ def test_one_version_has_one_writer_and_a_kill_leaves_no_lock(tmp_path):
     try:
         while not (tmp_path / "ready0").exists():
             assert first.poll() is None, first.communicate()
+            time.sleep(0.01)
         for resume in (None, "auto"):
             with pytest.raises(CheckpointError) as error:
                 fit(tmp_path, Classifier, version=0, resume=resume, max_epochs=1)

@@ -129,7 +129,7 @@ def masked(text):
 def run(tmp_path, terminal):
     """Both streams of the script, in a terminal of 100 columns or in a file."""
     script = f"import sys; sys.path[:0] = [{str(HERE.parents[2])!r}, {str(HERE.parents[1])!r}]\n{SCRIPT}"
-    command, words = [sys.executable, "-c", script], {"cwd": tmp_path, "timeout": 250}
+    command, words = [sys.executable, "-c", script], {"cwd": tmp_path}
     if not terminal:
         return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **words).stdout
     import fcntl

@@ -2,12 +2,12 @@
 
 import re
 import sys
-import time
 from pathlib import Path
 
 import nbformat
 import pytest
 import torch
+from calls import calls_of
 from nbclient import NotebookClient
 from runs import Plain, fit, make_loader, val_loader
 
@@ -111,16 +111,14 @@ def test_a_resumed_run_goes_on(tmp_path, capsys):
 
 
 def test_a_line_costs_little(tmp_path, monkeypatch):
-    """400 epochs into a file: each line on the disk as it is printed, in well under a millisecond."""
+    """400 epochs into a file: each line on the disk as it is printed, for 99 calls when this was written, or 0.05 ms."""
     with open(tmp_path / "log", "w", encoding="utf-8") as file:
         monkeypatch.setattr(sys, "stdout", file)
         screen = Screen(Lines("val_loss"))
-        start = time.process_time()
-        for epoch in range(400):
-            screen.row({**ROW, "epoch": epoch}, 1.0)
-        seconds = time.process_time() - start
+        screen.row({**ROW, "epoch": 0}, 1.0)
+        counted = [calls_of(screen.row, {**ROW, "epoch": epoch}, 1.0)[1] for epoch in range(1, 400)]
         assert len((tmp_path / "log").read_text().splitlines()) == 401
-    assert seconds / 400 < 1e-3  # 0.05 ms where nobody else is at work
+    assert max(counted) < 300
 
 
 def test_a_reader_who_goes_away_costs_no_run(tmp_path, monkeypatch):
@@ -168,7 +166,7 @@ def test_in_a_notebook(tmp_path, monkeypatch):
     for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    words = {"resources": {"metadata": {"path": str(tmp_path)}}, "coalesce_streams": True, "timeout": 250}
+    words = {"resources": {"metadata": {"path": str(tmp_path)}}, "coalesce_streams": True, "timeout": 900}
     NotebookClient(notebook, kernel_name="python3", **words).execute()
     assert "ipykernel" in sys.modules  # and yet this process is no notebook, which no signal would end
     assert not is_interactive()
@@ -201,7 +199,7 @@ def test_in_a_notebook(tmp_path, monkeypatch):
 def test_the_words_of_a_loop(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loop, _, _ = fit(".", max_epochs=1, name="short")
-    assert re.sub(r"\d\.\d s", "# s", repr(loop)) == (
+    assert re.sub(r"\d+\.\d s", "# s", repr(loop)) == (
         "<FabricLoop 'short': trained Classifier: 1 epoch, 10 steps, # s; ended max_epochs=1 is reached; log"
         " logs/short/version_0/metrics.csv; checkpoint checkpoints/short/version_0/last.ckpt>"
     )

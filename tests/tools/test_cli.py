@@ -2,13 +2,13 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ports import free_port
 
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.tools import cli
@@ -451,16 +451,14 @@ TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per
 def test_the_same_script_under_every_launcher(launcher, strategy, ranks):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     if launcher is FABRIC:
-        with socket.socket() as free:  # its port is a fixed one otherwise: two suites at once would meet there
-            free.bind(("127.0.0.1", 0))
-            launcher = [*FABRIC, f"--main-port={free.getsockname()[1]}"]
+        launcher = [*FABRIC, f"--main-port={free_port()}"]  # a fixed one otherwise: two suites at once would meet there
     for attempt in ("first", "second"):
         Path(attempt).mkdir()
         os.chdir(attempt)
         Path("lit.py").write_text(LIT)
         Path("script.py").write_text(SCRIPT)
         command = [*launcher, "script.py", strategy]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         # On a busy machine one of gloo's threads may meet the interpreter's end after all is done: torch's, see
         # https://github.com/pytorch/pytorch/pull/179291
         if "terminate called without an active exception" not in done.stderr:

@@ -35,7 +35,7 @@ def python(folder, *argv):
     blocker = folder.parent / "blocker"
     (blocker / "fabric_template").mkdir(parents=True, exist_ok=True)
     (blocker / "fabric_template" / "__init__.py").write_text("raise ImportError('blocked')")
-    words = {"cwd": folder, "capture_output": True, "text": True, "timeout": 250}
+    words = {"cwd": folder, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, *argv], env={**ENVIRONMENT, "PYTHONPATH": str(blocker.resolve())}, **words)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout

@@ -34,9 +34,7 @@ def opened(page, profile, *options):
         "--disable-dev-shm-usage",
         "--virtual-time-budget=9999",
     ]
-    done = subprocess.run(
-        [*command, f"--user-data-dir={profile}", *options, page], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([*command, f"--user-data-dir={profile}", *options, page], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -92,7 +92,7 @@ class Slowly(AtomicCheckpointIO):
         self.over, self.threads = over, set()
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        assert self.over.wait(30)
+        assert self.over.wait(900)
         self.threads.add(threading.current_thread())
         super().save_checkpoint(checkpoint, path, storage_options)
 
