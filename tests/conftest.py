@@ -38,9 +38,15 @@ def pytest_configure(config):
     """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if hasattr(os, "sched_getaffinity") and len(cores := sorted(os.sched_getaffinity(0))) > 2:
-        first = 2 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-        os.sched_setaffinity(0, {cores[first % len(cores)], cores[(first + 1) % len(cores)]})
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) > 2:
+            first = 2 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+            os.sched_setaffinity(0, {cores[first % len(cores)], cores[(first + 1) % len(cores)]})
+        elif len(cores) < 2:  # so they say: two workers are then one too many, of which torch warns
+            os.sched_getaffinity = lambda pid: {0, 1}
+    elif (os.cpu_count() or 1) < 2:
+        os.cpu_count = lambda: 2
 
 
 def pytest_collection_modifyitems(items):

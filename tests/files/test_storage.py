@@ -3,6 +3,7 @@
 import argparse
 import errno
 import io
+import multiprocessing
 import os
 import pickle
 import signal
@@ -809,17 +810,17 @@ def test_examples_in_the_docstrings(tmp_path, monkeypatch):
 
 def test_reads_while_another_process_replaces(tmp_path):
     path = save({"w": torch.zeros(100_000)}, tmp_path / "a.ckpt")
-    code = f"""
-import torch
-from fabric_template.files.storage import AtomicCheckpointIO
-for i in range(60):
-    AtomicCheckpointIO().save_checkpoint({{"w": torch.full((100_000,), float(i))}}, {str(path)!r})
-"""
-    with python(code) as process:
-        while process.poll() is None:
-            weights = read_checkpoint(path)["w"]
-            assert torch.equal(weights, weights[:1].expand_as(weights))
-    assert process.returncode == 0
+
+    def write():
+        for i in range(60):
+            AtomicCheckpointIO().save_checkpoint({"w": torch.full((100_000,), float(i))}, path)
+
+    process = multiprocessing.get_context("fork").Process(target=write)
+    process.start()
+    while process.exitcode is None:
+        weights = read_checkpoint(path)["w"]
+        assert torch.equal(weights, weights[:1].expand_as(weights))
+    assert process.exitcode == 0
 
 
 def test_bytes_written_are_plain_torch(tmp_path):
