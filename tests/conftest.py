@@ -17,6 +17,14 @@ import torch
 from hypothesis import settings
 from ports import free_port
 
+# of whoever runs this: a git of theirs, words for launchers and for the look of a terminal
+for name in list(os.environ):
+    if name.startswith(("GIT_", "SLURM_", "TORCHELASTIC_", "PL_", "PYTHONWARN", "PYTEST_ADDOPTS")) or name in (
+        "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    ):  # fmt: skip
+        del os.environ[name]
+os.environ |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 # may write their own folder at any time
 TOOLS = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", ".git"}
@@ -69,6 +77,7 @@ def own_folder(monkeypatch, tmp_path):
     """The working folder is the test's own; nothing is written in the repository (logs/ and checkpoints/ included)."""
     before = _repository_names()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # a repository around it is not the test's
     yield
     new = sorted(_repository_names() - before)
     assert not new, f"this test left files in the repository: {new}; write under tmp_path"

@@ -337,5 +337,6 @@ def test_one_rank_of_a_script_that_fails_ends_all(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(source_of("", __file__)[-1] + SCRIPT.format(bad=0, root=str(tmp_path / "run")))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode in (1, -signal.SIGKILL)
+    is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
+    assert done.returncode in (1, -signal.SIGKILL) or is_torchs, done.stderr  # see test_interrupt.py
     assert "only here" in done.stderr
