@@ -1,5 +1,7 @@
 """A clock that stands still but for what is slept: given to a module in place of `time`, its answers are exact."""
 
+DURATION = r"(?:\d+(?::\d\d)+|\d+\.\d s)"  # as it is written, of whatever length
+
 
 class Clock:
     """Seconds since anything; a process that is forked has a clock of its own, which goes on from here.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from clock import DURATION
 from nbclient import NotebookClient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -75,7 +76,7 @@ def texts(notebook):
 def timeless(text):
     """Without what the bar and the clock said, and the number of the run."""
     text = re.sub(r"version_\d+", "version_N", text)  # each cell is run twice
-    return re.sub(r"\d+(:\d\d)+|\d+\.\d s\b", "TIME", re.sub(r"(?m)^.*\d%\|.*$", "", text))
+    return re.sub(DURATION, "TIME", re.sub(r"(?m)^.*\d%\|.*$", "", text))
 
 
 def assert_as_committed(shown, committed):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clock import DURATION
 
 HERE = Path(__file__).resolve()
 
@@ -121,9 +122,10 @@ def seen(raw):
 
 
 def masked(text):
-    text = re.sub(r"\|[█▏▎▍▌▋▊▉ ]+\| ", "|=| ", re.sub(r"\d+\.\d s", "# s", text))
-    text = re.sub(r" +# s", "    # s", text)
-    return re.sub(r"\[\d\d:\d\d<[^,]*, *[^,\]]*", "[#", text)
+    text = re.sub(r"\|[█▏▎▍▌▋▊▉ ]+\| ", "|=| ", text)
+    text = re.sub(r"\[\d\d:\d\d(?::\d\d)?<[^,]*, *[^,\]]*", "[#", text)
+    text = re.sub(r" +time +left$", "   time   left", text, flags=re.MULTILINE)  # as wide as what stands below
+    return re.sub(f" +{DURATION}", "    # s", text)
 
 
 def run(tmp_path, terminal):

@@ -8,6 +8,7 @@ import nbformat
 import pytest
 import torch
 from calls import calls_of
+from clock import DURATION
 from nbclient import NotebookClient
 from runs import Plain, fit, make_loader, val_loader
 
@@ -101,7 +102,7 @@ def test_a_resumed_run_goes_on(tmp_path, capsys):
     whole = capsys.readouterr().out.splitlines()
 
     def rows(lines):
-        return [re.sub(r" +[\d.]+ s", "", line) for line in lines]
+        return [re.sub(rf" +{DURATION}", "", line) for line in lines]
 
     assert rows(whole[1:]) == rows(first[1:] + more[1:])
     assert [line.split()[0] for line in more] == ["epoch", "3", "4"]
@@ -199,7 +200,7 @@ def test_in_a_notebook(tmp_path, monkeypatch):
 def test_the_words_of_a_loop(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loop, _, _ = fit(".", max_epochs=1, name="short")
-    assert re.sub(r"\d+\.\d s", "# s", repr(loop)) == (
+    assert re.sub(DURATION, "# s", repr(loop)) == (
         "<FabricLoop 'short': trained Classifier: 1 epoch, 10 steps, # s; ended max_epochs=1 is reached; log"
         " logs/short/version_0/metrics.csv; checkpoint checkpoints/short/version_0/last.ckpt>"
     )

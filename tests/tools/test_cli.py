@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clock import DURATION
 from ports import free_port
 
 from fabric_template.files.reading import read_checkpoint
@@ -155,7 +156,7 @@ def test_version(capsys):
 def test_the_default_trains_the_digits_and_says_what_to_type_next(capsys):
     code, out, _ = run(capsys, "fit", "--max_epochs", "1", *QUIET)
     assert code == 0
-    assert re.search(r"^trained     DigitsClassifier on DigitsData: 1 epoch, 20 steps, [\d.]+ s$", out, re.MULTILINE)
+    assert re.search(rf"^trained     DigitsClassifier on DigitsData: 1 epoch, 20 steps, {DURATION}$", out, re.MULTILINE)
     assert re.search(
         r"^at the end  train_loss [\d.]+, train_acc [\d.]+, val_loss [\d.]+, val_acc 0\.\d+$", out, re.MULTILINE
     )
