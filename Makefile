@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
-# processes that share the tests: more than cores makes those that measure patience fail
+# processes that share the tests, each with two cores of its own where there are more
 JOBS ?= 2
 TORCH := $(shell grep '^torch==' constraints.txt)
 
