@@ -218,7 +218,7 @@ def work(rank, name, mode):
 def problems(name, mode):
     """What is other than the row says, and the seconds from the failure to the end of both; in the folder at hand."""
     row = TABLE[name]
-    codes, said = externally(work, name, mode, timeout=100)
+    codes, said = externally(work, name, mode)
     seconds = max((time.time() - float(path.read_text()) for path in Path().glob("at*")), default=0.0)
     step = None
     if LAST.exists():
