@@ -182,7 +182,7 @@ class MiniLoop:
             ends_window = self.is_last_batch or (self.batch_idx + 1) % self.accumulate_grad_batches == 0
             if self._call("on_train_batch_start", batch, self.batch_idx) == -1:
                 raise TypeError("on_train_batch_start returned -1, to leave out an epoch's rest: use FabricLoop")
-            outputs = self._update(batch, ends_window)
+            outputs, _loss = self._update(batch, ends_window)  # which stays until the next one is there: see closure
             if self.is_last_batch:
                 self._rates = [group["lr"] for group in self.optimizers[0].param_groups]
             if ends_window and self.lr_scheduler_configs:
@@ -202,12 +202,13 @@ class MiniLoop:
         self._in_batch = False
         self._end_epoch(began)
 
-    def _update(self, batch: Any, ends_window: bool) -> dict[str, Any]:
+    def _update(self, batch: Any, ends_window: bool) -> tuple[dict[str, Any], Tensor | None]:
         """Model, loss, backward; at the end of a window clip and step. All in a closure, which some optimizers need."""
-        optimizer, window = self.optimizers[0], self.accumulate_grad_batches
-        outputs: dict[str, Any] = {}
+        optimizer, window, outputs = self.optimizers[0], self.accumulate_grad_batches, dict[str, Any]()
+        loss: Tensor | None = None
 
         def closure() -> Tensor | None:
+            nonlocal loss  # its graph keeps what autograd and the optimizer's step would set up anew, as in a loop by hand
             output = self._steps["training_step"](batch, self.batch_idx)
             loss = loss_in(output)
             if self.batch_idx % window == 0:
@@ -228,7 +229,7 @@ class MiniLoop:
         if not ends_window:
             with self._no_sync():
                 closure()
-            return outputs
+            return outputs, loss
         if "optimizer_step" in self._hooks:
             self._hooks["optimizer_step"](self.current_epoch, self.batch_idx, optimizer, closure)
         elif self._scaler is None:
@@ -236,7 +237,7 @@ class MiniLoop:
         elif closure() is not None:  # a scaler's step takes no closure
             self.strategy.optimizer_step(optimizer)
         self.global_step += 1
-        return outputs
+        return outputs, loss
 
     def _before_step(self, optimizer: Any) -> None:
         """What is done with the gradients before the optimizer steps: the place for your own."""
@@ -250,8 +251,8 @@ class MiniLoop:
             if (config.interval, config.reduce_on_plateau) != (interval, plateau) or number % config.frequency:
                 continue
             if plateau and config.monitor not in self.callback_metrics:
-                known = sorted(self.callback_metrics)
-                raise ValueError(f"ReduceLROnPlateau follows {config.monitor!r}: expected one of the logged {known}")
+                raise ValueError(f"ReduceLROnPlateau follows {config.monitor!r}: expected one of the logged "
+                                 f"{sorted(self.callback_metrics)}")  # fmt: skip
             values = [self.callback_metrics[config.monitor]] if plateau else []
             if "lr_scheduler_step" in self._hooks:
                 self._call("lr_scheduler_step", config.scheduler, *(values or [None]))
@@ -273,9 +274,8 @@ class MiniLoop:
         self.current_epoch += 1
         self.history.append(row | {"time": time.monotonic() - began})
         known, sign = {**self._metrics, **row}, 1 if self.mode == "min" else -1
-        best = self.best.get("best.ckpt", sign * math.inf)
         score: Any = known.get(self.monitor or "")
-        is_best = score is not None and bool(sign * score < sign * best)
+        is_best = score is not None and bool(sign * score < sign * self.best.get("best.ckpt", sign * math.inf))
         if is_best:
             self.best = {"best.ckpt": float(score)}
         self._save(is_best)

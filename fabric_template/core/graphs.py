@@ -161,6 +161,7 @@ class GraphedUpdate(AutomaticUpdate):
         leaves, spec = tree_flatten(batch)
         inputs = [_copied(leaf) for leaf in leaves]
         self._batch = (tree_unflatten(inputs, spec), batch_idx)[: 1 + self.takes_idx]
+        self._last_loss = None  # whose nodes belong to the stream that it was computed on
         recorded = Recorded([leaf if isinstance(leaf, Tensor) else None for leaf in inputs])
         generator = torch.cuda.default_generators[self.fabric.device.index or 0]
         before = generator.clone_state()

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from .functions import takes_batch_idx
-from .optimizing import unscales_itself
 from .outputs import loss_in, refuse_without_gradient
 from .overrides import class_of, overrides
 from .run import Run
@@ -42,6 +39,7 @@ class AutomaticUpdate:
         self._batch: tuple = ()
         self._batch_idx = 0
         self._outputs: dict[str, Any] = {}
+        self._last_loss: Tensor | None = None
         self.weights: Weights | None = None
         if (of_batch := run.config.accumulate_weights) is not None:
             from .weights import Weights
@@ -99,6 +97,8 @@ class AutomaticUpdate:
             own = self.hooks.timed(self.own_clip, f"{self.named}.configure_gradient_clipping")
             yield partial(own, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
         elif value:
+            from .clipping import clip_gradients
+
             yield partial(clip_gradients, self.run, value=value, algorithm=algorithm)
 
     def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
@@ -139,7 +139,7 @@ class AutomaticUpdate:
         if loss is None:
             return None
         self.backward(loss)
-        return loss.detach() if self.needs_closure else None
+        return loss.detach() if self.needs_closure else loss
 
     @property
     def skips_backward(self) -> bool:
@@ -184,13 +184,16 @@ class AutomaticUpdate:
 
     def plain_step(self) -> None:
         """The ordinary case: an optimizer that needs no closure."""
-        self.closure()
+        loss = self.closure()
         for prepare in self.before_step:
             prepare(self.optimizer)
         if self.is_plain:
             self.optimizer.step()
         else:
             self.fabric.strategy.optimizer_step(self.optimizer)
+        # until the next forward, as a loop by hand does: its graph keeps autograd's node of each parameter, which would be made
+        # anew, and another owner of it, without which each operation of the optimizer locks the interpreter to count them
+        self._last_loss = loss if self.own_backward is None else None
 
     def closed_step(self) -> None:
         """The optimizer, or the module's own ``optimizer_step``, calls the closure."""
@@ -221,24 +224,4 @@ class AutomaticUpdate:
 
     def close(self) -> None:
         """The run is over."""
-
-
-def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
-    """Limit the gradients of an optimizer's parameters: all together ("norm", the default) or each ("value")."""
-    if not value or value <= 0:
-        return
-    precision = run.fabric.strategy.precision
-    if isinstance(precision, MixedPrecision) and unscales_itself(optimizer):
-        raise RuntimeError(
-            f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient clipping because it"
-            " performs unscaling of gradients internally. HINT: Are you using a 'fused' optimizer?"
-        )
-    parameters = precision.main_params(optimizer)
-    if algorithm == "value":
-        torch.nn.utils.clip_grad_value_(parameters, value)
-    elif run.steps.sharded is not None:
-        from .sharded import clip_norm
-
-        clip_norm(parameters, value)
-    else:
-        torch.nn.utils.clip_grad_norm_(parameters, value)
+        self._last_loss = None

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from ..core.clipping import clip_gradients
 from ..core.overrides import overrides
 from ..core.run import Run
-from ..core.update import clip_gradients
 from ..files.storage import door
 from .shows import shows
 

@@ -1,0 +1,50 @@
+"""The graph of a loss lives until the next forward, as in a loop by hand: autograd keeps its nodes of the parameters."""
+
+import gc
+import weakref
+
+import pytest
+from modules import Classifier, make_loader, quiet
+
+from fabric_template import FabricLoop, MiniLoop
+
+
+class Noting(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.losses, self.alive = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.alive.append([loss() is not None for loss in self.losses])
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(weakref.ref(loss))
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:self.log")
+@pytest.mark.parametrize("words", [{}, {"barebones": True, "logger": None, "enable_checkpointing": None}])
+def test_the_last_one_and_no_other(words):
+    module = Noting()
+    FabricLoop(**quiet(max_epochs=2, **words)).fit(module, make_loader(16))
+    assert module.alive == [[False] * (count - 1) + [True] * (count > 0) for count in range(8)]
+    gc.collect()
+    assert not any(loss() is not None for loss in module.losses)
+
+
+def test_of_the_one_file(tmp_path):
+    module = Noting()
+    MiniLoop(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path).fit(module, make_loader(16))
+    assert module.alive == [[], [True], [False, True], [False, False, True]]
+
+
+class Keeping(Noting):
+    """Its own backward keeps what the graph has saved: two of them at a time would be twice the memory."""
+
+    def backward(self, loss):
+        loss.backward(retain_graph=True)
+
+
+def test_what_keeps_its_graph_goes_at_once():
+    module = Keeping()
+    FabricLoop(**quiet(max_epochs=1)).fit(module, make_loader(16))
+    assert module.alive == [[False] * count for count in range(4)]
