@@ -6,8 +6,7 @@ A mean is the sum of value x batch size over the sum of batch sizes, in float32 
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +25,18 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": add, "max": to
 class Entry:
     """One logged name: its last value and its running sum, both on the device of what was logged."""
 
-    def __init__(self, meta: Meta, args: tuple, all_reduce: Callable[..., Tensor]) -> None:
-        self.meta, self.args, self._all_reduce = meta, args, all_reduce
+    def __init__(self, meta: Meta, args: tuple, all_reduce: Callable[..., Tensor], together: Together) -> None:
+        self.meta, self.args, self._all_reduce, self._together = meta, args, all_reduce, together
         self._on_step, self._on_epoch, self._mean = meta.on_step, meta.on_epoch, meta.reduce == "mean"
         self._synced = meta.sync_dist and not meta.rank_zero_only
+        # for others, to be summed up with them: a value per step is a copy, which nobody changes meanwhile
+        self._may_wait = meta.on_step and meta.on_epoch and self._mean and not (meta.enable_graph or meta.sync_dist)
         self.needs_size = meta.on_epoch and self._mean
         self._factor_of: int | None = None
         self.metric: Any = None  # a torchmetrics.Metric, if that is what was logged
         self.step_value: Tensor | None = None
         self.live = False  # logged since the last reset
+        self.waits = False  # its last value is not in the total yet
         self.reset()
 
     def is_asked_again(self, meta: Meta) -> bool:
@@ -48,6 +50,8 @@ class Entry:
         """Start the next epoch's sum."""
         if self.metric is not None:
             self.metric.reset()
+        self._together.add_up()
+        self._waits_in: torch.dtype | None = None  # the dtype of values that may wait
         self.total: Tensor | None = None
         self.weight: int | Tensor = 0
         self._epoch_value: Tensor | None = None
@@ -58,6 +62,16 @@ class Entry:
         self._epoch_value = None
         self.live = True
         if self._on_step:
+            if value.dtype is self._waits_in:
+                together = self._together
+                if self.waits or together.batch_size != batch_size:
+                    together.add_up(batch_size)
+                self.waits = True
+                together.entries.append(self)
+                self.step_value, self.weight = value.clone(), self.weight + batch_size
+                return
+            if self.waits:
+                self._together.add_up()
             self.step_value = self._sync(value.clone()) if self._synced else value.clone()
             if not self._on_epoch:
                 return
@@ -70,10 +84,12 @@ class Entry:
             if batch_size != self._factor_of:  # a factor on the device costs half of a number from Python
                 self._factor_of = batch_size
                 # filled there: made of a number it would be copied there, and waited for
-                self._factor = torch.full((), batch_size, dtype=value.dtype, device=value.device)
+                self._factor = torch.full((), batch_size, dtype=torch.float32, device=value.device)
             value = value * self._factor
         if self.total is None:  # under 64-true a float32 value is summed in float64
             self.total = value.to(torch.promote_types(value.dtype, float_type()), copy=True)
+            if self._may_wait and self._together.takes(self.total):
+                self._waits_in = self.total.dtype
         elif self._mean:
             self.total = self.total + value
         else:
@@ -81,6 +97,7 @@ class Entry:
 
     def update_metric(self, metric: Any) -> None:
         """Note that a torchmetrics object was logged; it keeps its own sums."""
+        self._together.add_up()
         default = torch.get_default_dtype()
         if metric is self.metric and getattr(metric, "dtype", default) is not default:
             # as Trainer, which moves it once more with every log: it computes in what is now the default dtype
@@ -106,6 +123,7 @@ class Entry:
 
     def value(self, on_step: bool) -> Tensor | None:
         """What is reported in a step, or at the end of the epoch; None where nothing is."""
+        self._together.add_up()  # before anybody has the step's value in hand
         if on_step:
             found = self.step_value if self.meta.on_step else None
         else:
@@ -123,12 +141,43 @@ class Entry:
         return value
 
 
+class Together:
+    """Values of a batch that wait to be added to their totals, all in one operation: each by itself takes twice as long."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.batch_size = 0  # of all that wait,
+        self._factor: Tensor | None = None  # as a tensor on their device
+        self._device: torch.device | None = None
+
+    def takes(self, total: Tensor) -> bool:
+        """Whether values for such a total can wait here."""
+        self._device = self._device or total.device
+        return type(total) is Tensor and total.device == self._device and not total.is_inference()
+
+    def add_up(self, batch_size: int | None = None) -> None:
+        """Add what waits; what waits from now on stands for so many samples."""
+        if entries := self.entries:
+            totals, values = [e.total for e in entries], [e.step_value for e in entries]
+            if self._factor is None:
+                torch._foreach_add_(totals, values, alpha=self.batch_size)  # type: ignore[arg-type]
+            else:
+                torch._foreach_add_(totals, torch._foreach_mul(values, self._factor))  # type: ignore[arg-type]
+            for entry in entries:
+                entry.waits = False
+            self.entries = []
+        if batch_size is not None and batch_size != self.batch_size:
+            is_exact, self.batch_size = batch_size in POWERS_OF_TWO, batch_size
+            self._factor = None if is_exact else torch.full((), batch_size, dtype=torch.float32, device=self._device)
+
+
 class Collection(dict):
     """What one loop (training, or an evaluation) has logged: entries by (hook, name, loader)."""
 
     def __init__(self, training: bool) -> None:
         super().__init__()
         self.training = training
+        self.together = Together()
         self.batch: Any = None
         self.batch_size: int | None = None
         self.said_size: int | None = None  # what self.log(..., batch_size=) has said of the batch at hand
@@ -163,35 +212,10 @@ def batch_size_of(batch: Any, said: int | None = None) -> int:
         >>> batch_size_of({"x": torch.zeros(4, 3), "y": torch.zeros(4)})
         4
     """
-    if type(batch) in (list, tuple) and len(batch) == 2:  # (inputs, targets), nearly always
-        first, second = batch
+    if type(batch) in (list, tuple) and 0 < len(batch) < 3:  # (inputs, targets), nearly always
+        first, second = batch[0], batch[-1]
         if type(first) is type(second) is Tensor and (shape := first.shape[:1]) and shape == second.shape[:1]:
             return shape[0]
-    sizes = _sizes(batch)
-    size = next(sizes, said)
-    if size is None:
-        raise Misuse(
-            "We could not infer the batch_size from the batch. Either simplify its structure"
-            " or provide the batch_size as `self.log(..., batch_size=batch_size)`."
-        )
-    if any(other != size for other in sizes):
-        if said is not None:
-            return said
-        warnings.warn(
-            "Trying to infer the `batch_size` from an ambiguous collection. The batch size we found is"
-            f" {size}. To avoid any miscalculations, use `self.log(..., batch_size=batch_size)`.", stacklevel=4,
-        )  # fmt: skip
-    return size
+    from .sizes import size_in
 
-
-def _sizes(batch: Any) -> Iterator[int]:
-    if isinstance(batch, Tensor):
-        yield batch.size(0) if batch.dim() else 1
-    elif isinstance(batch, str):
-        return
-    elif isinstance(batch, Iterable | Mapping):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _sizes(part)
-    elif dataclasses.is_dataclass(batch):
-        for field in dataclasses.fields(batch):
-            yield from _sizes(getattr(batch, field.name))
+    return size_in(batch, said)

@@ -165,7 +165,7 @@ class Metrics(Reported):
         meta = asked(self.fx or "", name, value, args, collection.dataloader_idx, self._module, self.has_logger)
         meta.sync_dist = meta.sync_dist and self._distributed
         if entry is None:
-            entry = collection[(meta.fx, name, index)] = Entry(meta, args, self._all_reduce)
+            entry = collection[(meta.fx, name, index)] = Entry(meta, args, self._all_reduce, collection.together)
             collection.any_on_step |= meta.on_step
         elif entry.meta != meta and not entry.is_asked_again(meta):
             raise Misuse(

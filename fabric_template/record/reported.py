@@ -110,10 +110,12 @@ class Reported:
         """The epoch's sums so far and the three views, for a checkpoint in the middle of an epoch."""
         states = self._objects()
         names = {} if states is None else states.names()
+        self.train.together.add_up()
         entries = [
             {
                 "meta": dataclasses.asdict(dataclasses.replace(entry.meta, sync_dist_group=None)),
-                "total": entry.total, "weight": entry.weight, "step_value": entry.step_value,
+                "total": None if entry.total is None else entry.total.clone(), "weight": entry.weight,
+                "step_value": entry.step_value,
                 "object": names.get(id(entry.metric)),
             }
             for entry in self.train.values()
@@ -143,7 +145,7 @@ class Reported:
         for part in state["train"]:
             meta = Meta(**part["meta"])
             meta.sync_dist &= self._distributed  # the run may have had more processes
-            entry = Entry(meta, (), self._all_reduce)
+            entry = Entry(meta, (), self._all_reduce, self.train.together)
             entry.total, entry.weight, entry.step_value = part["total"], part["weight"], part["step_value"]
             entry.metric, entry.live = parts.get(part["object"]), True
             self.train[(meta.fx, meta.name, meta.dataloader_idx if meta.suffix else None)] = entry
