@@ -34,9 +34,8 @@ class Loaders:
         self.source, self.stage = source, stage
         self.combined: Any = None  # Lightning's CombinedLoader, where several loaders give one batch
         self._evaluated: Iterator | None = None  # the loader whose evaluation is on
-        self.together: Callable[[Any], Any] | None = (
-            None  # makes a pass end on all ranks at once, where that is not counted
-        )
+        # makes a pass end on all ranks at once, where that is not counted
+        self.together: Callable[[Any], Any] | None = None
         found = loaders_in(source)
         self.names = names_of(source) if found != [source] else []
         for loader in found:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from ..core.run import Run
 from .held import Held, part_of, sizes
-from .randomness import PLAIN, set_generator_state
+from .randomness import LIBRARIES, PLAIN, generator_state, set_generator_state
 
 
 def put_back_groups(run: Run, groups: Sequence[Any]) -> None:
@@ -78,3 +80,22 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
         now.copy_(value)
     elif name in module._buffers:
         setattr(module, name, value)
+
+
+def rng_state_of_another(state: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The `rng_state` of a process that has none yet: its own, and always the same, made of another's and a number.
+
+    Example:
+        >>> from fabric_template.exact.randomness import rng_state
+        >>> state = rng_state(); states = [rng_state_of_another(state, number)["torch"] for number in (1, 1, 2)]
+        >>> torch.equal(states[0], states[1]), torch.equal(states[0], states[2])
+        (True, False)
+    """
+    torchs = torch.Generator()
+    set_generator_state(torchs, state["torch"])
+    seed = int(torch.randint(2**31, (), generator=torchs)) + number
+    anew = torchs.manual_seed(seed), random.Random(seed), numpy.random.RandomState(seed)
+    other: dict[str, Any] = dict(zip(LIBRARIES, map(generator_state, anew), strict=True))
+    if "cuda" in state and torch.cuda.is_available():
+        other["cuda"] = [torch.Generator("cuda").manual_seed(seed).get_state()] * len(state["cuda"])
+    return other

@@ -46,24 +46,6 @@ def set_rng_state(state: Mapping[str, Any], generators: Iterable[Any] = ()) -> N
             set_generator_state(generator, part)
 
 
-def rng_state_of_another(state: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The `rng_state` of a process that has none yet: its own, and always the same, made of another's and a number.
-
-    Example:
-        >>> state = rng_state(); states = [rng_state_of_another(state, number)["torch"] for number in (1, 1, 2)]
-        >>> torch.equal(states[0], states[1]), torch.equal(states[0], states[2])
-        (True, False)
-    """
-    torchs = torch.Generator()
-    set_generator_state(torchs, state["torch"])
-    seed = int(torch.randint(2**31, (), generator=torchs)) + number
-    anew = torchs.manual_seed(seed), random.Random(seed), numpy.random.RandomState(seed)
-    other: dict[str, Any] = dict(zip(LIBRARIES, map(generator_state, anew), strict=True))
-    if "cuda" in state and torch.cuda.is_available():
-        other["cuda"] = [torch.Generator("cuda").manual_seed(seed).get_state()] * len(state["cuda"])
-    return other
-
-
 def pack_rng_state(generators: Iterable[Any] = ()) -> bytes:
     """What `rng_state` returns without CUDA's, in bytes and in half the time: for those who need it at every batch."""
     states = [_state(generator) for generator in (*LIBRARIES.values(), *generators)]

@@ -10,8 +10,7 @@ import torch
 
 from ..core.overrides import is_a
 from ..core.run import Run
-from ..exact.put_back import put_back_groups
-from ..exact.randomness import rng_state_of_another
+from ..exact.put_back import put_back_groups, rng_state_of_another
 from .checkpoint import FORMAT, OURS
 from .differences import check_loaded, check_optimizers
 from .errors import CheckpointError

@@ -22,7 +22,8 @@ from ..core.run import Run
 from ..data.loaders import loaders_in
 from ..data.tensors import TensorLoader, global_seed
 from ..exact.indices import replaced
-from ..exact.randomness import isolated_rng, rng_state_of_another
+from ..exact.put_back import rng_state_of_another
+from ..exact.randomness import isolated_rng
 from ..files.errors import CheckpointError
 
 _ADDED = ("mean", "sum")  # what of the running sums of two ranks is added, to be those of one
