@@ -340,14 +340,17 @@ class SteppedBefore(ScheduledByStep):
         ),
         (
             Clipping, SummedOtherwise, {"kind": None},
-            "step 8: same random numbers, other gradients: the norm is summed in another order",
+            "step N: same random numbers, other gradients: the norm is summed in another order",
             "nothing, if the last bits may differ; or clip_grad_norm_ of the same parameters in the same order",
         ),
     ],
     ids=["eval mode", "frozen", "divided twice", "zero_grad", "clipping", "groups", "shuffle", "rounding"],
 )  # fmt: skip
 def test_a_mistake_is_named_first(tmp_path, yours, ours, changed, words, write):
-    assert first(told(tmp_path, yours(), ours(), **changed)) == (words, write)
+    found, advice = first(told(tmp_path, yours(), ours(), **changed))
+    if words.startswith("step N"):  # where two sums are first rounded otherwise is the processor's affair
+        found = re.sub(r"^step \d+", "step N", found)
+    assert (found, advice) == (words, write)
 
 
 class ByStepAsEpoch(ScheduledByStep):
