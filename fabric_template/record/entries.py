@@ -29,8 +29,6 @@ class Entry:
         self.meta, self.args, self._all_reduce, self._together = meta, args, all_reduce, together
         self._on_step, self._on_epoch, self._mean = meta.on_step, meta.on_epoch, meta.reduce == "mean"
         self._synced = meta.sync_dist and not meta.rank_zero_only
-        # for others, to be summed up with them: a value per step is a copy, which nobody changes meanwhile
-        self._may_wait = meta.on_step and meta.on_epoch and self._mean and not (meta.enable_graph or meta.sync_dist)
         self.needs_size = meta.on_epoch and self._mean
         self._factor_of: int | None = None
         self.metric: Any = None  # a torchmetrics.Metric, if that is what was logged
@@ -88,7 +86,7 @@ class Entry:
             value = value * self._factor
         if self.total is None:  # under 64-true a float32 value is summed in float64
             self.total = value.to(torch.promote_types(value.dtype, float_type()), copy=True)
-            if self._may_wait and self._together.takes(self.total):
+            if self._together.takes(self.meta, self.total):
                 self._waits_in = self.total.dtype
         elif self._mean:
             self.total = self.total + value
@@ -150,8 +148,10 @@ class Together:
         self._factor: Tensor | None = None  # as a tensor on their device
         self._device: torch.device | None = None
 
-    def takes(self, total: Tensor) -> bool:
-        """Whether values for such a total can wait here."""
+    def takes(self, meta: Meta, total: Tensor) -> bool:
+        """Whether values for such a total can wait here: a value per step is a copy, which nobody changes meanwhile."""
+        if not (meta.on_step and meta.on_epoch and meta.reduce == "mean") or meta.enable_graph or meta.sync_dist:
+            return False
         self._device = self._device or total.device
         return type(total) is Tensor and total.device == self._device and not total.is_inference()
 

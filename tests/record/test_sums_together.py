@@ -7,6 +7,8 @@ import torch
 from modules import Classifier, make_loader, run_loop, run_trainer
 from runs import fit, same
 
+from fabric_template.record.metrics import Metrics
+
 NAMES = ("one", "two", "three")
 
 
@@ -69,3 +71,27 @@ def test_what_is_read_is_added_before(tmp_path):
     _, _, resumed = fit(tmp_path / "cut", Looking, make_train, resume="auto", max_epochs=2)
     assert whole["loss"].tolist() == whole["train_loss"].tolist()
     assert resumed["loss"].tolist() == whole["loss"].tolist()
+
+
+def log_three(metrics):
+    metrics.start(metrics.train)
+    metrics.fx = "training_step"
+    for value in (1.0, 2.0, 4.0):
+        metrics.batch_starts((torch.zeros(2, 1), torch.zeros(2)))
+        metrics.log("loss", torch.tensor(value), on_step=True, on_epoch=True, sync_dist=True)
+        metrics.batch_ends()
+
+
+def test_what_several_processes_share_does_not_wait():
+    """An epoch that one process began goes on with two: each value is asked of both, in the next epoch, too."""
+    asked = []
+    alone, both = (
+        Metrics(),
+        Metrics(all_reduce=lambda value, **_: asked.append(float(value)) or value, distributed=True),
+    )
+    log_three(alone)
+    both.load_state_dict(alone.state_dict(), torch.device("cpu"))
+    for _ in range(2):
+        log_three(both)
+        both.epoch_ends()
+    assert asked == 2 * [1.0, 2.0, 4.0]
