@@ -8,19 +8,10 @@ counts as beside a save if rank zero's thread writes as it begins. What training
 
 import argparse
 import json
-import multiprocessing
-import os
-import shutil
-import socket
 import statistics
-import sys
-import tempfile
 import time
-import warnings
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from pieces import begin, found_by, layers, parallelize, train
 
 
 class Watch:
@@ -47,37 +38,23 @@ class Watch:
             (self.folder / "found.json").write_text(json.dumps(found))
 
 
-def rank_of(number, port, words, folder):
+def rank_of(number, port, folder, words):
     """One rank."""
     import torch
     from lightning.fabric.strategies import ModelParallelStrategy
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
 
     from fabric_template import FabricLoop, TensorLoader
 
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(number)}
-    width = int((words.megabytes * 1e6 / 4 / 3 / 8) ** 0.5)  # eight square layers, and Adam's two moments of each
-
-    def parallelize(model, mesh):
-        for layer in model:
-            fully_shard(layer, mesh=mesh["data_parallel"])
-        return fully_shard(model, mesh=mesh["data_parallel"])
-
-    net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+    begin(number, port)
+    net, width = layers(words.megabytes)
     loop = FabricLoop(
         accelerator="cpu", devices=words.ranks, strategy=ModelParallelStrategy(parallelize, words.ranks, 1), logger=False,
         max_steps=words.steps, plugins=AsyncCheckpointIO(), enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=str(folder), callbacks=Watch(words.every, folder),
     )  # fmt: skip
-    loop.fit(
-        net, TensorLoader(torch.randn(words.steps * words.batch_size * words.ranks, width), batch_size=words.batch_size),
-        training_step=lambda net, batch: net(batch[0]).square().mean(),
-        optimizer=lambda net: torch.optim.Adam(net.parameters()),
-    )  # fmt: skip
+    samples = torch.randn(words.steps * words.batch_size * words.ranks, width)
+    train(loop, net, TensorLoader(samples, batch_size=words.batch_size))
 
 
 def main():
@@ -89,22 +66,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=16, help="samples of a rank's step")
     parser.add_argument("--folder", help="where to; by default a temporary folder")
     words = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=words.folder))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=rank_of, args=(number, port, words, folder)) for number in range(words.ranks)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(500)
-        found = json.loads((folder / "found.json").read_text())
-    finally:
-        for process in processes:
-            process.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+    found = found_by(rank_of, words.ranks, (words,), words.folder)
     beside, without = statistics.median(found["beside"]), statistics.median(found["without"])
     more = len(found["beside"]) * (beside - without) / found["saves"]
     print(f"{words.megabytes:g} MB on {words.ranks} ranks: a step {1000 * without:.1f} ms ({len(found['without'])} steps),"

@@ -79,24 +79,70 @@ def measure(run, folder, times):
     return found | {"pieces": pieces, "last": last.stat().st_size, "times": times}
 
 
-def rank_of(number, ranks, port, megabytes, folder, times, portions):
-    """One rank."""
-    import torch
-    from lightning.fabric.strategies import ModelParallelStrategy
-    from torch import nn
+def parallelize(model, mesh):
+    """Each layer in parts, and the whole."""
     from torch.distributed.fsdp import fully_shard
 
-    from fabric_template import FabricLoop, TensorLoader
+    for layer in model:
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+def layers(megabytes):
+    """Eight square layers that take so much with Adam's two moments of each, and their width."""
+    import torch
+
+    width = int((megabytes * 1e6 / 4 / 3 / 8) ** 0.5)
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(8))), width
+
+
+def begin(number, port):
+    """Be this rank."""
+    import torch
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(number)}
-    width = int((megabytes * 1e6 / 4 / 3 / 8) ** 0.5)  # eight square layers, and Adam's two moments of each
 
-    def parallelize(model, mesh):
-        for layer in model:
-            fully_shard(layer, mesh=mesh["data_parallel"])
-        return fully_shard(model, mesh=mesh["data_parallel"])
+
+def train(loop, net, data):
+    """Adam, on whatever."""
+    import torch
+
+    loop.fit(
+        net, data, training_step=lambda net, batch: net(batch[0]).square().mean(),
+        optimizer=lambda net: torch.optim.Adam(net.parameters()),
+    )  # fmt: skip
+
+
+def found_by(rank_of, ranks, given, where):
+    """What the ranks have left in found.json of their folder; each is rank_of(number, port, folder, *given)."""
+    folder = Path(tempfile.mkdtemp(dir=where))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=rank_of, args=(number, port, folder, *given)) for number in range(ranks)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(500)
+        return json.loads((folder / "found.json").read_text())
+    finally:
+        for process in processes:
+            process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def rank_of(number, port, folder, ranks, megabytes, times, portions):
+    """One rank."""
+    import torch
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    from fabric_template import FabricLoop, TensorLoader
+
+    begin(number, port)
 
     class AtEnd:
         def on_train_end(self, trainer, module):
@@ -104,17 +150,13 @@ def rank_of(number, ranks, port, megabytes, folder, times, portions):
             if trainer.is_global_zero:
                 (folder / "found.json").write_text(json.dumps(found))
 
-    net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+    net, width = layers(megabytes)
     strategy = "ddp" if portions else ModelParallelStrategy(parallelize, ranks, 1)
     loop = FabricLoop(
         accelerator="cpu", devices=ranks, strategy=strategy, checkpoint="sharded", max_steps=1, logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(folder), callbacks=AtEnd(),
     )  # fmt: skip
-    loop.fit(
-        net, TensorLoader(torch.ones(4 * ranks, width), batch_size=4),
-        training_step=lambda net, batch: net(batch[0]).square().mean(),
-        optimizer=lambda net: torch.optim.Adam(net.parameters()),
-    )  # fmt: skip
+    train(loop, net, TensorLoader(torch.ones(4 * ranks, width), batch_size=4))
 
 
 def main():
@@ -125,23 +167,8 @@ def main():
     parser.add_argument("--portions", action="store_true", help="DDP, beside one file")
     parser.add_argument("--folder", help="where to; by default a temporary folder")
     words = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=words.folder))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    given = (words.ranks, port, words.megabytes, folder, words.times, words.portions)
-    processes = [context.Process(target=rank_of, args=(number, *given)) for number in range(words.ranks)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(500)
-        found = json.loads((folder / "found.json").read_text())
-    finally:
-        for process in processes:
-            process.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+    given = (words.ranks, words.megabytes, words.times, words.portions)
+    found = found_by(rank_of, words.ranks, given, words.folder)
     other = "one file" if words.portions else "torch.distributed.checkpoint alone"
     print(f"{words.megabytes:g} MB on {words.ranks} ranks: ours {found['ours']:.3f} s, {other} {found['alone']:.3f} s:"
           f" {found['alone'] / found['ours']:.2f} of its speed; meanwhile: training waits {found['waits']:.3f} s,"

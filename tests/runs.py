@@ -130,3 +130,12 @@ def source_of(code, file=__file__):
     """A command that runs the code in a Python of its own, with the tests' modules and what lies beside `file` at hand."""
     path = [str(Path(__file__).parent), str(Path(__file__).parent.parent), str(Path(file).parent)]
     return [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"]
+
+
+def copied(rank, source, target):
+    """A folder once more, for all ranks."""
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.copytree(source, target)
+    torch.distributed.barrier()
+    return target

@@ -51,10 +51,8 @@ _Target = Callable[[list[Any], tuple[int, ...], torch.dtype], Any]  # by the way
 def _bring(target_of: _Target, checkpoint: dict[str, Any], path: Path, key: str) -> None:
     index = checkpoint.get(SHARDS) or {"folder": "", "tensors": []}
     targets: dict[str, Tensor] = {}
-    held, parts = (
-        dict[str, Tensor](),
-        dict[str, Any](),
-    )  # what the file itself has, and where in the pieces the rest lies
+    held: dict[str, Tensor] = {}  # what the file itself has,
+    parts: dict[str, Any] = {}  # and where in the pieces the rest lies
     for way, tensor in list(_plain_in(checkpoint[key], [key])):
         if isinstance(target := target_of(way, tuple(tensor.shape), tensor.dtype), DTensor):
             number = str(len(targets))

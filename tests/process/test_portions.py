@@ -3,7 +3,6 @@
 The ranks come by themselves, as under torchrun; each writes what it has found, and it is read here.
 """
 
-import shutil
 import warnings
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import Classifier, by_epoch, make_loader
-from runs import Snapshots, loud, same, tree
+from runs import Snapshots, copied, loud, same, tree
 from torch import nn
 
 from fabric_template import FabricLoop
@@ -74,14 +73,6 @@ def together(item):
     if isinstance(item, dict):
         return {key: together(value) for key, value in item.items()}
     return item.full_tensor() if hasattr(item, "full_tensor") else item
-
-
-def copied(rank, source, target):
-    torch.distributed.barrier()
-    if rank == 0:
-        shutil.copytree(source, target)
-    torch.distributed.barrier()
-    return target
 
 
 def shared(model, mesh):

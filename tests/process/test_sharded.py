@@ -5,7 +5,6 @@ The ranks come by themselves, as under torchrun; each writes what it has found, 
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import Classifier, by_epoch, make_loader, quiet, sgd
-from runs import Snapshots, loud, same, tree
+from runs import Snapshots, copied, loud, same, tree
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -331,14 +330,6 @@ def test_refused_before_the_launch(tmp_path):
 
 
 # ---- checkpoints in pieces
-
-
-def copied(rank, source, target):
-    torch.distributed.barrier()
-    if rank == 0:
-        shutil.copytree(source, target)
-    torch.distributed.barrier()
-    return target
 
 
 def resumed(rank):
