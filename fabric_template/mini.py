@@ -664,7 +664,7 @@ class MiniLoop:
         rows, names = len(self.history), list(self.history[-1])
         state = {
             "epoch": epochs - 1, "global_step": steps, "pytorch-lightning_version": lightning_version, "callbacks": {},
-            "state_dict": self._net.state_dict(), "optimizer_states": [self.optimizers[0].state_dict()],
+            "state_dict": self._net.state_dict(), "optimizer_states": [self.strategy.get_optimizer_state(self.optimizers[0])],
             "lr_schedulers": [config.scheduler.state_dict() for config in self.lr_scheduler_configs],
             "loops": {"fit_loop": {
                 "epoch_progress": counted(epochs), "epoch_loop.state_dict": {"_batches_that_stepped": steps},

@@ -25,6 +25,7 @@ class Buckets:
         self.ddp = next((part for part in wrapped.modules() if isinstance(part, DistributedDataParallel)), None)
         self.matter = self.ddp is not None and world_size > 2 and not self.ddp.find_unused_parameters
         self.parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+        self.parted: list[int] = []  # ranks whose weights were found to be others than rank zero's
         self._handles: list[Any] = []
 
     def begin(self, ours: Mapping[str, Any] | None, backward: Callable[[Tensor], None]) -> None:
@@ -33,6 +34,15 @@ class Buckets:
         They are laid by a backward of zeros, in which nobody's code takes part.
         """
         ddp = self.ddp
+        is_mid = bool(ours and ours["batches_that_stepped"] and torch.distributed.get_rank() == 0)
+        for hook, state in ddp._comm_hooks if ddp is not None and is_mid else ():
+            kind = type(state).__name__
+            if not (state is None or isinstance(state, torch.distributed.ProcessGroup) or kind[0] == "_"):
+                warnings.warn(
+                    f"resume: DDP's communication hook {getattr(hook, '__name__', hook)} has a {kind}, which no checkpoint"
+                    " holds: it begins anew, and this run does not go on to the bit",
+                    stacklevel=2,
+                )
         if ddp is None or not self.matter:
             return
         order = list(ours.get("buckets", ())) if ours else []
@@ -45,7 +55,7 @@ class Buckets:
         if not ddp.static_graph:
             for index, parameter in enumerate(self.parameters):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, ddp, index)))
-        if ours and ours["batches_that_stepped"] and torch.distributed.get_rank() == 0:
+        if is_mid:
             why = "static_graph=True" if ddp.static_graph else "in which the checkpoint does not say"
             warnings.warn(
                 "resume: with three ranks or more DDP adds the gradients of its first step in another order than those of"

@@ -107,6 +107,11 @@ def check_parameters(optimizers: list[Any], net: nn.Module, name: str) -> None:
             f"the optimizer has {len(theirs)} parameters, none of which is {name}'s: nothing would be trained; write"
             " torch.optim.SGD(model.parameters(), lr=...) with the model that is trained"
         )
+    for optimizer in optimizers:
+        if hasattr(optimizer, "consolidate_state_dict"):
+            from .redundancy import check_redundancy
+
+            check_redundancy(optimizer)
 
 
 def length_of(loader: Any) -> int | float:

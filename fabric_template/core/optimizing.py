@@ -57,7 +57,7 @@ class Optimizing:
                 if group.get("fused") or group.get("capturable")
             }
             for parameter, state in optimizer.state.items():
-                for key, value in state.items():
+                for key, value in (state or {}).items():  # None: of a parameter that is another rank's
                     if isinstance(value, Tensor):
                         stays = key == "step" and id(parameter) not in counts_there  # it is read at each step
                         device = value.device if stays else parameter.device

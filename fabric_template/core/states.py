@@ -18,7 +18,10 @@ def states_as_saved(optimizers: Iterable[Any]) -> Iterator[None]:
     also adds a word to the defaults, which groups that are added later would have, and in an uninterrupted run have not.
     """
     loaded: list[tuple[Any, Mapping[str, Any]]] = []
-    hooked = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+    found = (
+        part for optimizer in optimizers for part in (optimizer, *vars(optimizer).values())
+    )  # with those that it wraps
+    hooked = [part for part in found if isinstance(part, Optimizer) and "defaults" in vars(part)]
     hooks = [
         optimizer.register_load_state_dict_pre_hook(lambda *now: loaded.append(now))  # as other hooks have left it
         for optimizer in hooked

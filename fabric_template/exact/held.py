@@ -49,9 +49,10 @@ class Held:
             None if sizes(own) == counted else [[names.get(id(p)) for p in g["params"]] for g in own.param_groups]
             for own, counted in zip(run.optimizing.optimizers, self._groups, strict=False)
         ]
+        has_own_buffers = not getattr(run.steps.ddp, "broadcast_buffers", True)  # of DDP, which gives all rank zero's
         return {
             "generators": {path: generator_state(generator) for path, generator in self.generators().items()},
-            "buffers": _buffers_of(run.trained.net, all_of_them=run.steps.sharded is not None),
+            "buffers": _buffers_of(run.trained.net, run.steps.sharded is not None or has_own_buffers),
             "settings": changed,
             "groups": groups,
             "tensors": {path: part_of(tensor) for path, tensor in self.tensors().items()},
@@ -92,6 +93,8 @@ class Held:
         """Tensors that optimizers hold for themselves, float32 copies of the weights for example."""
         found: dict[str, Tensor] = {}
         for index, optimizer in enumerate(self.run.optimizing.optimizers):
+            if hasattr(optimizer, "consolidate_state_dict"):  # all that it holds is its parts of what all ranks hold
+                continue
             known = {"state", "param_groups", "defaults"}
             own = {name: part for name, part in vars(optimizer).items() if name not in known}
             trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -49,7 +49,10 @@ class BackgroundKeeper(Keeper):
         if run.stop.bad or self._made[0] is own or not in_pieces(run):  # not saved at all, there already, or one file
             self._put(run, state, place, kept, **files)
             return
-        plain = self._writing.begin(self.folder, run, state)
+        try:
+            plain = self._writing.begin(self.folder, run, state)
+        except CheckpointError as error:  # on all ranks
+            plain, self._writing.failure = state, str(error)
         self._run, self._waits = run, partial(self._count, run, own, plain, place, kept, files)
 
     # ---- it counts

@@ -52,7 +52,8 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
             if callable(getattr(callback, "state_dict", None)) and (part := callback.state_dict())
             for key in [getattr(callback, "state_key", type(callback).__qualname__)]
         }
-        state["optimizer_states"] = [optimizer.state_dict() for optimizer in run.optimizing.optimizers]
+        # of one that has a part on each rank (ZeroRedundancyOptimizer) all of it, on rank zero
+        state["optimizer_states"] = [*map(run.fabric.strategy.get_optimizer_state, run.optimizing.optimizers)]
         state["lr_schedulers"] = [config.scheduler.state_dict() for config in run.optimizing.schedulers]
         precision = run.fabric.strategy.precision
         if scaler := precision.state_dict():
@@ -133,7 +134,12 @@ def _our_state(run: Run) -> dict[str, Any]:
         "metrics": run.metrics.state_dict(),
         "held": bookmark.held.state_dict(),
     }
-    gathered = gather(run.fabric, ranks)
+    if run.steps.ddp is None:
+        gathered = gather(run.fabric, ranks)
+    else:
+        from ..core import alike
+
+        gathered = alike.gathered(run, ranks)
     return {
         "format": FORMAT,
         "batch_idx": point.batches_done if not at.between_epochs else 0,

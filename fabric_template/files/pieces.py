@@ -42,8 +42,8 @@ def apart(run: Run, path: Path, state: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: on all ranks; nothing is left of it.
     """
-    plain, tensors, ways = parted(run, state)
     try:
+        plain, tensors, ways = parted(run, state)
         return {**plain, SHARDS: write(path.parent, run.at.global_step, tensors, ways)}
     except CheckpointError as error:
         raise CheckpointError(given_up(path, str(error))) from None

@@ -14,13 +14,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from ..core.alike import WHY
 from ..core.run import Run
+from .errors import CheckpointError
 from .shards import shares
 
 
 def portions(run: Run, state: dict[str, Any]) -> dict[str, Any]:
-    """The state with tensors in parts in the place of those that are the same on all ranks; nothing is copied."""
+    """The state with tensors in parts in the place of those that are the same on all ranks; nothing is copied.
+
+    Raises:
+        CheckpointError: on all ranks, where the ranks have been found to be not alike.
+    """
     ddp: Any = run.steps.ddp
+    if run.steps.buckets is not None and (others := run.steps.buckets.parted):
+        raise CheckpointError(
+            f"rank {others[0]} has other weights or moments than rank 0, and each would write its part of them ({WHY}): leave"
+            " out checkpoint='sharded'"
+        )
     group: Any = torch.distributed.group.WORLD
     mesh = DeviceMesh.from_group(group, run.fabric.device.type)
     named, apart = ddp.module.named_parameters(), ddp.parameters_to_ignore
@@ -43,6 +54,8 @@ def _moments(optimizer: Any, state: Any, is_alike: Callable[[Tensor], bool], mes
     """An optimizer's state, of which what has a parameter's shape is shared out."""
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        return state
+    if hasattr(optimizer, "consolidate_state_dict"):  # rank zero alone has it, of all
         return state
 
     def part(number: Any, values: Any) -> Any:

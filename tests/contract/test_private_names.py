@@ -52,6 +52,11 @@ def _shared():
     return Fabric(accelerator="cpu", devices=1).setup_dataloaders(DataLoader(range(2)), move_to_device=False)
 
 
+def _named_in(file):
+    """The attributes that one of torch's files gives its objects, which need other ranks to be made."""
+    return re.findall(r"self\.(\w+)", Path(torch.__file__).parent.joinpath(file).read_text())
+
+
 def _stepped():
     """What a scheduler notes on its optimizer."""
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
@@ -109,6 +114,9 @@ NEEDED = [  # name, who has it, and what we need it for
         ("graph_break_reasons", "where a step leaves its graph"), ("guard_failures", "why it is compiled once more"),
         ("callback_handler", "how long compilation takes"),
     )],
+    ("_comm_hooks", lambda: _named_in("nn/parallel/distributed.py"), "buckets.py", "hooks' states that no checkpoint holds"),
+    ("_overlap_with_ddp", lambda: _named_in("distributed/optim/zero_redundancy_optimizer.py"), "redundancy.py",
+     "one whose steps do nothing"),
     ("_option_string_actions", argparse.ArgumentParser, "options.py", "a help that shows what is typed"),
 ]  # fmt: skip
 
