@@ -28,6 +28,7 @@ from ..core.ranks import gather
 from ..core.run import Run
 from .errors import CheckpointError
 from .ordinary import SHARDS
+from .reading import check_mapped
 from .shards import check_pieces, dtype_of, empty, put, read_part
 
 
@@ -59,17 +60,19 @@ def _bring(target_of: _Target, checkpoint: dict[str, Any], path: Path, key: str)
             targets[number], held[number] = target, tensor
             put(checkpoint, way, target)
         elif key == "optimizer_states":  # which keep it, and the file may be mapped
+            check_mapped(path)
             put(checkpoint, way, tensor.clone())
     for entry in [entry for entry in index["tensors"] if entry["at"][0] == key]:
         target, number = target_of(entry["at"], tuple(entry["size"]), dtype_of(entry)), str(len(targets))
         targets[number], parts[number] = empty(entry) if target is None else target, entry
         put(checkpoint, entry["at"], targets[number])
     index["tensors"] = [entry for entry in index["tensors"] if entry["at"][0] != key]
-    for sources, reader in ((held, _Whole(held)), (parts, _Pieces(parts, index, path.parent / index["folder"]))):
+    for sources, reader in ((held, _Whole(held, path)), (parts, _Pieces(parts, index, path.parent / index["folder"]))):
         if sources:
             with warnings.catch_warnings():  # of what is meant: each rank reads for itself
                 warnings.simplefilter("ignore")
                 dcp.load({number: targets[number] for number in sources}, storage_reader=reader, no_dist=True)
+    check_mapped(path)
 
 
 def _targets(run: Run, key: str) -> _Target:
@@ -167,7 +170,15 @@ class _Reader(dcp.StorageReader):
 
 
 class _Whole(_Reader):
-    """Tensors in memory, each in one part."""
+    """Tensors in memory, or mapped from a file, each in one part."""
+
+    def __init__(self, sources: Mapping[str, Any], path: Path) -> None:
+        super().__init__(sources)
+        self.path = path
+
+    def part(self, key: str, offsets: tuple[int, ...]) -> Tensor:
+        check_mapped(self.path)
+        return super().part(key, offsets)
 
 
 class _Pieces(_Reader):

@@ -93,6 +93,8 @@ def read_checkpoint(
     path = local_path(path)
     # Opened once: what was verified is what is loaded, also while another process renames a new file over the name.
     with opened(path) as file:
+        if mapped:
+            _MAPPED[str(path)] = os.fstat(file.fileno())
         is_legacy = trusted and path.suffix != ".safetensors" and _is_pickle(file)
         if not is_legacy:
             _verify(file, path)
@@ -106,11 +108,34 @@ def read_checkpoint(
             warnings.warn(f"'{path}' {reason}; loaded all the same, because of trusted=True.", stacklevel=2)
             file.seek(0)
             checkpoint = torch.load(file, map_location=map_location, weights_only=False)
+    if mapped:
+        check_mapped(path)
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
             f"'{path}' holds a {type(checkpoint).__name__}, not a dict: save {{'state_dict': model.state_dict()}}."
         )
     return checkpoint
+
+
+_MAPPED: dict[
+    str, os.stat_result
+] = {}  # files whose tensors were left on the disk, as they were before they were verified
+
+
+def check_mapped(path: str | Path) -> None:
+    """Refuse a file that was written to since its tensors were left there; a page that is gone is SIGBUS, and no error.
+
+    To be asked before tensors are looked at, and behind that. One that was replaced keeps its pages.
+    """
+    before = _MAPPED.get(str(path))
+    with contextlib.suppress(OSError):
+        now = os.stat(path)
+        is_it = before is not None and (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino)
+        if is_it and before is not None and (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise DamagedError(
+                f"'{path}' was written to while it was read ({before.st_size:,} bytes before, {now.st_size:,} now): use another"
+                " file, or type the same again once it is whole"
+            )
 
 
 def load_header(path: str | Path) -> dict[str, Any]:

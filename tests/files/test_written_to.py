@@ -1,0 +1,133 @@
+"""A file that another program cuts off while its tensors lie on the disk, or between two readings: an error, and no SIGBUS.
+
+Cut at a known call, in processes of their own, which a page that is gone would kill.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from externally import externally
+from lightning.fabric.strategies import ModelParallelStrategy
+from modules import Classifier, by_epoch, quiet
+
+from fabric_template import FabricLoop
+from fabric_template.files import bring, shards
+from fabric_template.files.errors import CheckpointError
+from fabric_template.tools import convert as converting
+from fabric_template.tools.convert import convert
+
+mapped = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux only")
+CUT = (
+    "'one.ckpt' was written to while it was read ({:,} bytes before, 8,192 now): use another file, or type the same again once"
+    " it is whole"
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A checkpoint of many pages, and the same in pieces."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.save({"state_dict": Wide().state_dict()}, "one.ckpt")
+    convert(Path("one.ckpt"), Path("split.ckpt"), pieces=2)
+
+
+class Wide(Classifier):
+    """With 256 KB of weights."""
+
+    def __init__(self):
+        super().__init__(by_epoch, hidden=2**13)
+
+
+def cut(path, size=8192):
+    os.truncate(path, size)
+
+
+def then(module, name, after):
+    """Do something once a function of a module has returned."""
+    real = getattr(module, name)
+
+    def call(*args, **words):
+        result = real(*args, **words)
+        after()
+        return result
+
+    setattr(module, name, call)
+
+
+def told(function, *args, **words):
+    """What is said of it."""
+    with pytest.raises(CheckpointError) as caught:
+        function(*args, **words)
+    return str(caught.value)
+
+
+def shard(model, mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+def load(rank, path, module, name, change):
+    def on_rank_zero():
+        torch.distributed.barrier()
+        if rank == 0:
+            change()
+        torch.distributed.barrier()
+
+    then(module, name, on_rank_zero)
+    loop = FabricLoop(strategy=ModelParallelStrategy(shard, 2, 1), devices=2, **quiet())
+    torch.save(told(loop.validate, Wide(), [torch.zeros(1)], load=path), f"told{rank}.pt")
+
+
+def converted(rank, path, module, name, change, words):
+    then(module, name, change)
+    torch.save(told(convert, Path(path), Path("out.ckpt"), **words), "told0.pt")
+
+
+def ended(function, *args, ranks):
+    codes, errors = externally(function, *args, ranks=ranks, is_launched=ranks > 1)
+    assert codes == [0] * ranks, errors
+    return [torch.load(f"told{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+@mapped
+def test_one_file_that_ranks_have_mapped():
+    """Each takes its part of it, page by page."""
+    size = Path("one.ckpt").stat().st_size
+    for line in ended(load, "one.ckpt", bring, "_targets", lambda: cut("one.ckpt"), ranks=2):
+        assert line == CUT.format(size)
+
+
+@mapped
+def test_one_file_that_becomes_pieces():
+    """Nothing is left of them."""
+    size, names = Path("one.ckpt").stat().st_size, {"one.ckpt", "split.ckpt", "step=0.shards", "err0", "told0.pt"}
+    (line,) = ended(converted, "one.ckpt", converting, "brought_back", lambda: cut("one.ckpt"), {"pieces": 2}, ranks=1)
+    assert line == CUT.format(size)
+    assert {path.name for path in Path().iterdir()} == names
+
+
+PIECE = "step=0.shards/__1_0.distcp"
+CHANGES = {
+    "cut": (lambda: cut(PIECE), "ends within a tensor: use another checkpoint"),
+    "gone": (lambda: os.unlink(PIECE), "Checkpoint file not found"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_piece_that_goes_once_it_was_checked(how):
+    """Between its checksum and its tensors."""
+    change, words = CHANGES[how]
+    piece = Path(PIECE).read_bytes()
+    for line in ended(load, "split.ckpt", bring, "check_pieces", change, ranks=2)[1:]:
+        assert words in line
+        assert PIECE in line
+    Path(PIECE).write_bytes(piece)
+    (line,) = ended(converted, "split.ckpt", shards, "check_pieces", change, {}, ranks=1)
+    assert words in line
+    assert PIECE in line
+    assert not Path("out.ckpt").exists()
