@@ -91,9 +91,10 @@ class BackgroundKeeper(Keeper):
             return state, given_up(path, self._writing.failure)
         return {**state, SHARDS: self._writing.index}, None
 
-    def _tidy(self, known: dict[str, str] | None) -> None:
-        if self.settling is None:  # else as the next save begins: training would wait for it
-            super()._tidy(known)
+    def tidy(self, run: Run, known: dict[str, str] | None = None) -> None:
+        """Remove pieces that no file names; not as a save counts, but as the next one begins: training would wait for it."""
+        if self.settling is None:
+            super().tidy(run, known)
 
     # ---- it is waited for
 
@@ -102,8 +103,7 @@ class BackgroundKeeper(Keeper):
         self.settle(run)
         super().finish(run, interrupted)
         self.settle(run)
-        if self._has_pieces(run):
-            self._tidy(None)
+        self.tidy(run)
         self._writing.close()
 
     def save_failed(self, run: Run) -> Path | None:

@@ -195,8 +195,7 @@ class Keeper:
             from .reading import read_checkpoint
 
             self._write(run, self.folder / "last.ckpt", read_checkpoint(path, trusted=run.config.trusted), "last")
-        if self._has_pieces(run):
-            self._tidy(None)
+        self.tidy(run)
 
     def complaint(self) -> str | None:
         """What could not be saved to the end, None if all is well."""
@@ -224,8 +223,7 @@ class Keeper:
                 failure = f"could not save '{path}': {cause_of(error)}."
         if self.settling != "alone":
             failure = run.fabric.broadcast(failure)
-        if self._has_pieces(run):
-            self._tidy({path.name: state[SHARDS]["folder"]} if failure is None and SHARDS in state else None)
+        self.tidy(run, {path.name: state[SHARDS]["folder"]} if failure is None and state.get(SHARDS) else None)
         if failure is None:
             self._failures.pop(kind, None)
             return True
@@ -249,15 +247,12 @@ class Keeper:
             self._made = state[OURS]["ranks"], made
         return {**made, OURS: state[OURS]}, None
 
-    def _has_pieces(self, run: Run) -> bool:
-        """Whether this is rank zero, and there are pieces: the model's, or those that a run in parts has left."""
-        return run.fabric.is_global_zero and (in_pieces(run) or self._follows_pieces)
+    def tidy(self, run: Run, known: dict[str, str] | None = None) -> None:
+        """Remove, on rank zero, the pieces that no file names any more: the model's, or those that a run in parts has left."""
+        if run.fabric.is_global_zero and (in_pieces(run) or self._follows_pieces):
+            from .shards import clear_unnamed
 
-    def _tidy(self, known: dict[str, str] | None) -> None:
-        """Remove the pieces that no file names any more."""
-        from .shards import clear_unnamed
-
-        clear_unnamed(self.folder, known)
+            clear_unnamed(self.folder, known)
 
     def settle(self, run: Run, alone: bool = False) -> None:
         """What is being written while training goes on counts from now: nothing is, here."""
@@ -335,7 +330,7 @@ class KeepsNothing:
         """Nothing is kept."""
 
     begin_epoch = save_epoch = save_validation = save_step = cut_short = save_failed = finish = nothing_to_do = _nothing
-    complaint = load_state_dict = goes_on_from = know = settle = _nothing
+    complaint = load_state_dict = goes_on_from = know = settle = tidy = _nothing
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to know again."""

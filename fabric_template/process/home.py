@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from ..core.config import Settings
 from ..core.errors import MisuseOfType
 from ..core.ranks import is_joined
+from ..core.run import Run
 from ..core.steps import is_shared_out
 from ..files.disk import claim_version
 from ..files.errors import CheckpointError, cause_of
@@ -46,10 +47,12 @@ def with_safe_files(fabric: Fabric, config: Settings) -> Fabric:
     return fabric
 
 
-def settle_files(fabric: Fabric, kind: type | None, error: BaseException | None, *_: Any) -> None:
+def settle_files(run: Run, kind: type | None, error: BaseException | None, *_: Any) -> None:
     """On the way out of training: what a CheckpointIO writes in the background is on disk, or the error of that is raised."""
     try:
-        getattr(door(fabric), "teardown", lambda: None)()
+        getattr(door(run.fabric), "teardown", lambda: None)()
+        if error is None:
+            run.keeper.tidy(run)
     except Exception as another:
         if error is None:  # else that is the one to be told
             raise not_all(cause_of(another)) from another

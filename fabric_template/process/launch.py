@@ -190,7 +190,7 @@ def _in_process(fabric: Fabric, folder: str, loop: TrainerFace, plan: Plan, keep
 def _fit(loop: TrainerFace, run: Run) -> None:
     """Train."""
     signals, listening = run.stop.signals, ExitStack()
-    listening.push(partial(settle_files, run.fabric))
+    listening.push(partial(settle_files, run))
     if signals.together:  # alone, a signal ends the set-up at once; here the others would wait for ever
         listening.enter_context(signals)
     with listening, session(loop, run), torch.autograd.set_detect_anomaly(run.config.detect_anomaly):

@@ -3,6 +3,7 @@
 The ranks come by themselves, as under torchrun; each writes what it has found, and it is read here.
 """
 
+import threading
 import warnings
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from fabric_template import FabricLoop
 from fabric_template.core.errors import Misuse
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.files.shards import whole
+from fabric_template.files.storage import AtomicCheckpointIO
 from fabric_template.process.choose import newest_good
 from fabric_template.tools.cli import main
 from fabric_template.tools.convert import convert
@@ -162,6 +164,37 @@ def test_one_file_as_pieces(capsys):
     told = capsys.readouterr().err
     assert "it is one file already, which every run reads; type --pieces 4 for four pieces" in told
     assert "--pieces 0: expected a number of ranks >= 1" in told
+
+
+class Held(AtomicCheckpointIO):
+    """Writes once training is over."""
+
+    over = threading.Event()
+
+    def save_checkpoint(self, *args, **words):
+        self.over.wait()
+        super().save_checkpoint(*args, **words)
+
+
+class Behind(AsyncCheckpointIO):
+    """A thread's files, of which the first is begun as training ends."""
+
+    def teardown(self):
+        self.checkpoint_io.over.set()
+        super().teardown()
+
+
+def test_pieces_that_no_file_names_once_a_thread_has_written():
+    """One file takes their place after the last look at them: they are removed on the way out."""
+    fit("alone", "auto", ranks=1, max_epochs=1, monitor=None)
+    path = f"alone/{HOME}/last.ckpt"
+    assert main(["convert", path, "--pieces", "2", "--out", f"alone/{HOME}/split.ckpt"]) == 0
+    Path("alone", HOME, "split.ckpt").rename(path)
+    assert tree(f"alone/{HOME}") == ["last.ckpt", "step=10.shards/__0_0.distcp", "step=10.shards/__1_0.distcp"]
+    words = {"plugins": Behind(Held(in_run=True)), "monitor": None, "save_every_n_steps": None, "max_epochs": 2}
+    fit("alone", "auto", ranks=1, resume="last", **words)
+    assert tree(f"alone/{HOME}") == ["last.ckpt"]
+    assert read_checkpoint(path)["global_step"] == 20
 
 
 def on_three(rank):
