@@ -34,6 +34,16 @@ class BackgroundKeeper(Keeper):
         self._writing = _Writing()
         self._waits: Callable[[], None] | None = None  # what is left to do of the save that is on its way
         self._run: Run | None = None
+        self._step: int | None = None  # the steps in what is on its way to last.ckpt,
+        self._perhaps: int | None = None  # and those in what rank zero alone writes after an error
+
+    @property
+    def saved_step(self) -> Any:
+        """The optimizer steps in ``last.ckpt``; after an error only rank zero knows what of the last save has come there."""
+        step, perhaps = super().saved_step, self._perhaps
+        if perhaps is None:
+            return step
+        return f"{perhaps}{'' if step is None else f' (or {step})'}, if rank 0 could still write that"
 
     # ---- it begins
 
@@ -54,6 +64,7 @@ class BackgroundKeeper(Keeper):
         except CheckpointError as error:  # on all ranks
             plain, self._writing.failure = state, str(error)
         self._run, self._waits = run, partial(self._count, run, own, plain, place, kept, files)
+        self._step = place[2] if files.get("last", True) else None
 
     # ---- it counts
 
@@ -76,6 +87,8 @@ class BackgroundKeeper(Keeper):
         try:
             if not alone or run.fabric.is_global_zero:
                 waits()
+            elif self._writing.failure is None and self._writing.is_over():
+                self._perhaps = self._step
         finally:
             self.settling = None
 

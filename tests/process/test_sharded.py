@@ -412,6 +412,7 @@ def written_meanwhile(rank, full, words):
         with pytest.raises((SystemExit, ValueError, RuntimeError)) as caught:
             trained(fsdp(), Adam, root=name, callbacks=[Ends(what)], **{**words, "save_every_n_steps": 4})
         found[name] = type(caught.value).__name__
+    found["notes"] = caught.value.__notes__[-1]
     return found
 
 
@@ -430,6 +431,8 @@ def test_checkpoints_in_pieces(capsys):
         assert list(behind["counts"].values()) == [None, None, None, 2, 2, 4, 5, 6, 6, 8, 8, 10, 10, 12, 12]
         assert behind["signal"] == "SIGTERMException"
         assert behind["error"] == ("RuntimeError", "ValueError")[rank]
+        on = "resume='last' goes on after step 4"
+        assert behind["notes"].endswith((on, f"{on}, if rank 0 could still write that")[rank]), behind["notes"]
     told, name, step = torch.load("found0.pt", weights_only=True)["window"]
     assert (name, step) == ("Adam", 2)
     assert told[0].endswith("as a model in parts has gradients then that no checkpoint can hold;"
