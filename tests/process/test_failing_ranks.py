@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]  # the tests' modules, the package
+
 import pytest
 import torch
 from externally import externally
