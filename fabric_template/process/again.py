@@ -6,11 +6,14 @@ sends next they would take for that, and crash of it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 
 PATIENCE = timedelta(seconds=60)  # that a rank waits for those whom the same error has ended
+_MET: list[Any] = []  # the group of the last meeting
 
 
 def meet_again() -> None:
@@ -26,4 +29,9 @@ def meet_again() -> None:
             "an error has ended the run before on this rank, and the others are not here, as they wait for it in that run:"
             " let the error end the process instead of catching it, and start all ranks again; resume='auto' goes on"
         ) from error
-    torch.distributed.destroy_process_group(group)
+    while (
+        _MET
+    ):  # all have been in that one; into the new one another rank may still be on its way, and would find it closed
+        with suppress(ValueError):  # it went with all groups
+            torch.distributed.destroy_process_group(_MET.pop())
+    _MET.append(group)

@@ -79,6 +79,28 @@ def test_a_run_behind_an_error_that_was_caught(tmp_path, monkeypatch):
     assert waited[3].startswith(refused)
 
 
+def met_and_used(rank):
+    torch.distributed.init_process_group("gloo")
+    found = []
+    for _ in range(3):
+        again.meet_again()
+        (group,) = again._MET
+        torch.distributed.all_reduce(number := torch.tensor(rank + 1), group=group)
+        found.append(int(number))
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("gloo")
+    again.meet_again()  # the one before went with all groups
+    torch.save(found, f"found{rank}.pt")
+
+
+def test_nobody_closes_the_group_in_which_others_are_still_meeting(tmp_path, monkeypatch):
+    """It stands until the next meeting: a rank that is done with it may be far ahead."""
+    monkeypatch.chdir(tmp_path)
+    codes, errors = externally(met_and_used)
+    assert codes == [0, 0], errors
+    assert [torch.load(f"found{rank}.pt", weights_only=True) for rank in range(2)] == [[3, 3, 3]] * 2
+
+
 # ---- another number of processes
 
 
