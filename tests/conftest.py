@@ -5,6 +5,7 @@ import random
 import signal
 import sys
 import threading
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 # before torch or matplotlib are imported, and inherited by the processes that tests start
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from interpreter import end, ready_python
 from ports import free_port
 
 # of whoever runs this: a git of theirs, words for launchers and for the look of a terminal
 for name in list(os.environ):
-    if name.startswith(("GIT_", "SLURM_", "TORCHELASTIC_", "PL_", "PYTHONWARN", "PYTEST_ADDOPTS")) or name in (
+    if name.startswith(("GIT_", "SLURM_", "TORCHELASTIC_", "PL_", "PYTHONWARN", "PYTHONUNBUF", "PYTEST_ADDOPTS")) or name in (
         "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     ):  # fmt: skip
         del os.environ[name]
@@ -62,6 +64,10 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, which `pytest -m gpu` alone sees"))
+
+
+def pytest_sessionfinish():
+    end()  # of what starts interpreters
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -145,6 +151,13 @@ def signals_as_found():
             signal.signal(number, before[number])
     names = ", ".join(signal.Signals(number).name for number in changed)
     assert not changed, f"this test left another handler for {names}"
+
+
+@pytest.fixture
+def quick_spawn(monkeypatch):
+    """Processes that multiprocessing spawns have imported torch and Lightning already."""
+    resource_tracker.ensure_running()  # which is started so, too, and outlives the test
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(ready_python()))
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from interpreter import ready
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader
@@ -129,7 +130,7 @@ class Snapshots(Callback):
 def source_of(code, file=__file__):
     """A command that runs the code in a Python of its own, with the tests' modules and what lies beside `file` at hand."""
     path = [str(Path(__file__).parent), str(Path(__file__).parent.parent), str(Path(file).parent)]
-    return [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"]
+    return ready([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"])
 
 
 def copied(rank, source, target):

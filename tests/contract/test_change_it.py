@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from interpreter import ready
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "change-it.md").read_text(encoding="utf-8")
@@ -127,7 +128,7 @@ def done(tmp_path_factory):
         code += f"except BaseException:\n    print(traceback.format_exc(), file=open({str(work / 'failed')!r}, 'w'))\n"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
     words = {"capture_output": True, "text": True, "cwd": folder, "env": environment}
-    ended = subprocess.run([sys.executable, "-c", code], **words)
+    ended = subprocess.run(ready([sys.executable, "-c", code]), **words)
     failures = [path.read_text() if (path := folder / f"work_{n}/failed").exists() else "" for n in range(len(CHECKS))]
     assert ended.stdout.splitlines().count("well") == failures.count(""), ended.stderr[-3000:]
     return dict(zip(CHECKS, failures, strict=True))

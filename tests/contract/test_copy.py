@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreter import ready
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fabric_template"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -60,7 +61,7 @@ print("trained")
 def run(code, folder):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
-    command = [sys.executable, "-c", BLOCK + code]
+    command = ready([sys.executable, "-c", BLOCK + code])
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torchmetrics
 from externally import externally
+from interpreter import ready
 from modules import (
     Classifier,
     assert_same_metrics,
@@ -492,6 +493,7 @@ class Ranked(Classifier):
         self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
 
+@pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_two_processes_have_trainers_bits(strategy):
     words = {"max_epochs": 2, "devices": 2, "accumulate_grad_batches": 2}
@@ -560,7 +562,7 @@ def test_only_the_file_in_an_empty_folder_under_any_name_or_pasted(tmp_path):
         ALONE.format(how=how) for how in ("from my_own_loop import MiniLoop", "exec(open('my_own_loop.py').read())")
     ]
     twice = "".join(f"exec({way!r}, {{'__name__': '__main__'}})\n" for way in ways)
-    done = subprocess.run([sys.executable, "-c", twice], **words)
+    done = subprocess.run(ready([sys.executable, "-c", twice]), **words)
     assert done.stdout.count("well\n") == 2, done.stderr
 
 

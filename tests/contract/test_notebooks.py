@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from clock import DURATION
+from interpreter import ready, ready_python
 from nbclient import NotebookClient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -24,7 +25,7 @@ def execute(notebook, folder, timeout=900):
     """Run every cell in a new kernel of this very Python, made known in the folder; returns the executed copy."""
     spec = folder / "jupyter" / "kernels" / KERNEL / "kernel.json"
     spec.parent.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    argv = ready([sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
     spec.write_text(json.dumps({"argv": argv, "display_name": KERNEL, "language": "python"}))
     work = folder / "work"
     work.mkdir()
@@ -35,10 +36,11 @@ def execute(notebook, folder, timeout=900):
         "PYTHONPATH": str(REPOSITORY),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # as a kernel has it: pictures belong into the notebook
+        "READY_PYTHON": ready_python(),  # for those that it starts
     }
     before = dict(os.environ)
     os.environ.update(private)
-    os.environ.pop("MPLBACKEND", None)  # pictures belong into the notebook
     try:
         words = {"kernel_name": KERNEL, "timeout": timeout, "resources": {"metadata": {"path": str(work)}}}
         words["coalesce_streams"] = True  # or lines come in as many outputs as the clock decides

@@ -22,6 +22,7 @@ import sklearn.datasets  # noqa: F401
 import torch
 import torchmetrics  # noqa: F401
 from externally import externally
+from interpreter import ready
 
 from fabric_template.core.config import LoopConfig
 from fabric_template.core.elsewhere import FABRIC_WORDS, TRAINER_ONLY
@@ -159,7 +160,7 @@ def test_the_terminal_shows_what_is_printed_and_the_files_are_those_that_are_lef
     shown = [line for line in shown.splitlines() if "it/s" not in line]  # the bar is a terminal's
     short = ["--limit_train_batches", "2", "--max_epochs", "2", "--log_every_n_steps", "1"]
     command = [sys.executable, "-m", "fabric_template", "fit", *short]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    done = subprocess.run(ready(command), capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
 
     def without_numbers(lines):
@@ -244,7 +245,7 @@ def test_a_few_files_are_enough_for_what_they_are_taken_for(tmp_path):
             shutil.copy(REPOSITORY / "fabric_template" / name, target)
             lines.append(f"import mine_{number}.{name.removesuffix('.py').replace('/', '.')}")
     code = "import sys; sys.modules['fabric_template'] = None\n" + "\n".join(lines)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(ready([sys.executable, "-c", code]), capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from interpreter import ready
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fabric_template"
 
@@ -186,7 +187,7 @@ tell("validated")
 
 def test_what_a_run_imports_is_little_and_lies_in_no_tool_and_no_demo(tmp_path):
     """Those that are imported by the way, inside functions, are seen as well: two runs are made, and one of them resumed."""
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n{RUN}"]
+    command = ready([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n{RUN}"])
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     told = re.findall(r"^(imported|trained|resumed|validated) (fabric_template.*)$", done.stdout, re.M)

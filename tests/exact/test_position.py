@@ -300,6 +300,7 @@ def test_a_loader_without_batches(tmp_path, persistent):
         assert loaded(loader) == 4 * (24 - batch + batch % 2)
 
 
+@pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.parametrize(
     ("make", "words"),
     [

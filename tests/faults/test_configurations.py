@@ -7,12 +7,13 @@ from pathlib import Path
 
 import configurations
 import pytest
+from interpreter import ready
 
 SCRIPT = Path(__file__).with_name("configurations.py")
 
 
 def run(*words):
-    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
+    return subprocess.run(ready([sys.executable, str(SCRIPT), *words]), capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 20), (2, 3)])

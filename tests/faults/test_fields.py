@@ -15,11 +15,12 @@ from pathlib import Path
 import fields
 import pytest
 import torch
+from interpreter import ready
 
 
 def test_altered_fields():
     """In a process of its own: one that has run a backward cannot fork another that does."""
-    command = [sys.executable, fields.__file__, "--fields", "27", "--seed", "1"]
+    command = ready([sys.executable, fields.__file__, "--fields", "27", "--seed", "1"])
     done = subprocess.run(command, capture_output=True, text=True)
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["losses"] == [], done.stderr

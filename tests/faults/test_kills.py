@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from interpreter import ready
 
 SCRIPT = Path(__file__).with_name("kills.py")
 
@@ -13,7 +14,7 @@ SCRIPT = Path(__file__).with_name("kills.py")
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 30), (2, 5)])
 def test_nothing_is_lost(ranks, kills):
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--ranks", str(ranks), "--kills", str(kills), "--seed", "0"],
+        ready([sys.executable, str(SCRIPT), "--ranks", str(ranks), "--kills", str(kills), "--seed", "0"]),
         capture_output=True,
         text=True,
     )

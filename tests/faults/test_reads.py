@@ -5,13 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from interpreter import ready
+
 SCRIPT = Path(__file__).with_name("reads.py")
 
 
 def test_no_error_of_a_look_costs_a_file():
     sweeps = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--every", "6", "--files", files],
+            ready([sys.executable, str(SCRIPT), "--every", "6", "--files", files]),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

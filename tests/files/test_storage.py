@@ -22,6 +22,7 @@ import torch
 from calls import calls_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from interpreter import ready
 from lightning.fabric import Fabric
 
 from fabric_template.files import locks, storage
@@ -61,7 +62,12 @@ def message(call, *args, **kwargs):
 
 def python(code, **kwargs):
     return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, **kwargs
+        ready([sys.executable, "-c", code]),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        **kwargs,
     )
 
 
@@ -744,21 +750,22 @@ def test_inside(tmp_path):
 def test_lock_between_processes_and_after_a_kill(tmp_path):
     folder = tmp_path / "version_0"
     code = f"""
+import os
 from fabric_template.files.locks import one_writer
 lock = one_writer([{str(folder)!r}])
 lock.__enter__()
-print("held", flush=True)
+print(os.getpid(), flush=True)
 input()
 """
     with python(code) as holder:
-        assert holder.stdout.readline() == "held\n"
+        pid = int(holder.stdout.readline())
         assert message(one_writer([folder]).__enter__) == (
-            f"'{folder}' is being written by another run (process {holder.pid}): give this one another name=... or "
+            f"'{folder}' is being written by another run (process {pid}): give this one another name=... or "
             "version=..., or stop the other."
         )
         with one_writer([tmp_path / "version_1"]):
             pass
-        holder.kill()
+        os.kill(pid, signal.SIGKILL)
         holder.wait()
     with one_writer([folder]):
         message(one_writer([folder]).__enter__)
@@ -774,13 +781,13 @@ from fabric_template.files.locks import one_writer
 lock = one_writer([{str(tmp_path)!r}])
 lock.__enter__()
 if os.fork() == 0:
-    print(os.getpid(), flush=True)  # by now it has dropped what it must not keep
+    print(os.getppid(), os.getpid(), flush=True)  # by now it has dropped what it must not keep
 time.sleep(10_000)
 os._exit(0)
 """
     with python(code) as process:
-        child = int(process.stdout.readline())
-        process.kill()
+        holder, child = map(int, process.stdout.readline().split())
+        os.kill(holder, signal.SIGKILL)
         process.wait()
         try:
             with one_writer([tmp_path]):

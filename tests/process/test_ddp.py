@@ -187,6 +187,7 @@ def test_the_bits_of_trainer(name):
     assert (loop.current_epoch, loop.global_step) == (2, 4 if "accumulate_grad_batches" in words else 10)
 
 
+@pytest.mark.usefixtures("quick_spawn")
 def test_spawned_processes_give_the_same_bits_as_forked_ones():
     """Everything travels by pickle, through memory that the ranks would share: each needs weights of its own."""
     forked, expected = run_loop(Synced, train, val, max_epochs=2, **FORK)
@@ -228,6 +229,7 @@ def test_layers_made_in_configure_model_come_back():
     assert loop.validate(module, val(), verbose=False)[0]["val_loss"] == loop.callback_metrics["val_loss"].item()
 
 
+@pytest.mark.usefixtures("quick_spawn")
 def test_each_spawned_rank_has_its_own_copy_of_an_optimizer_given_to_fit():
     """Adam with the state of a fit before it: moments in shared memory would be updated by both ranks."""
     nets = []

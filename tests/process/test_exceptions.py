@@ -1,5 +1,6 @@
 """An exception in user code reaches the caller unchanged, with a note of where it came; what is saved resumes exactly."""
 
+import os
 import re
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from interpreter import ready, ready_python
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from modules import Classifier, make_data, make_loader
 from runs import assert_same_end, fit, logs_of, same, source_of, val_loader
@@ -336,7 +338,9 @@ fit({root!r}, OneRankFails, max_epochs=2, strategy="ddp", devices=2)
 def test_one_rank_of_a_script_that_fails_ends_all(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(source_of("", __file__)[-1] + SCRIPT.format(bad=0, root=str(tmp_path / "run")))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    environment = {**os.environ, "READY_PYTHON": ready_python()}
+    words = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
+    done = subprocess.run(ready([sys.executable, str(script)]), **words)
     is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
     assert done.returncode in (1, -signal.SIGKILL) or is_torchs, done.stderr  # see test_interrupt.py
     assert "only here" in done.stderr

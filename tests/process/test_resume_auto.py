@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreter import ready, ready_python
 from modules import Classifier
 from runs import assert_same_end, fit, logs_of, source_of, tree, val_loader, without_time
 
@@ -205,9 +206,9 @@ def test_torchrun(tmp_path):
     fit(parts, max_epochs=2, **words)
     flip(parts / FOLDER / "last.ckpt")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    command = [*launch, str(script), str(parts)]
+    command = ready([*launch, str(script), str(parts)])
     # torch's own: a store shared over restarts still names the ports of ranks that are gone, and gloo would wait for them
-    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHON_EXEC": ready_python()}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is set aside as") == 1, done.stderr

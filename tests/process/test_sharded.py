@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from externally import externally
+from interpreter import ready
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -495,7 +496,7 @@ def test_failing_operations_of_two_ranks():
     """Operations of a save fail on each of two ranks, here each third, in a thread too: the old or the new file is whole."""
     script = Path(__file__).parents[1] / "faults" / "piece_sweep.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--kinds", "EIO", "--every", "3"], capture_output=True, text=True
+        ready([sys.executable, str(script), "--kinds", "EIO", "--every", "3"]), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     figures = json.loads(done.stdout)

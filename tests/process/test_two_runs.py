@@ -1,5 +1,6 @@
 """Two processes started at once with the same name: each has a version of its own, and one version has one writer."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from runs import fit, logs_of, source_of, tree, without_time
 from fabric_template.files.errors import CheckpointError
 
 RUN = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from lightning.pytorch.callbacks import Callback
 from modules import make_loader
@@ -24,6 +25,7 @@ class Meet(Callback):
         while not Path({root!r}, {waits_for!r}).exists():
             time.sleep(0.01)
 
+Path({root!r}, f"pid{{sys.argv[1]}}").write_text(str(os.getpid()))
 Path({root!r}, f"imported{{sys.argv[1]}}").touch()
 while not Path({root!r}, "imported1").exists() or not Path({root!r}, "imported0").exists():
     time.sleep(0.001)
@@ -59,19 +61,20 @@ def test_at_once(tmp_path):
 def test_one_version_has_one_writer_and_a_kill_leaves_no_lock(tmp_path):
     (tmp_path / "imported1").touch()
     first = start(tmp_path, 0, waits_for="never", version=0, save_every_n_steps=1)
+    while not (tmp_path / "ready0").exists():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.01)
+    pid = int((tmp_path / "pid0").read_text())
     try:
-        while not (tmp_path / "ready0").exists():
-            assert first.poll() is None, first.communicate()
-            time.sleep(0.01)
         for resume in (None, "auto"):
             with pytest.raises(CheckpointError) as error:
                 fit(tmp_path, Classifier, version=0, resume=resume, max_epochs=1)
             assert str(error.value) == (
-                f"'{tmp_path}/logs/run/version_0' is being written by another run (process {first.pid}): give this one"
+                f"'{tmp_path}/logs/run/version_0' is being written by another run (process {pid}): give this one"
                 " another name=... or version=..., or stop the other."
             )
     finally:
-        first.send_signal(signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         first.communicate()
     _, _, history = fit(tmp_path, Classifier, version=0, resume="auto", max_epochs=1)
     assert history["epoch"].tolist() == [0]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from clock import DURATION
+from interpreter import ready
 
 HERE = Path(__file__).resolve()
 
@@ -53,7 +54,7 @@ def fit(title, act=lambda net, epoch, batch_idx: None, **words):
 
 def interrupt(net, epoch, batch_idx):
     if (epoch, batch_idx) == (1, 2):
-        print("mine: about to be interrupted")
+        print("mine: about to be interrupted", flush=True)
         signal.raise_signal(signal.SIGINT)
 
 
@@ -133,7 +134,9 @@ def run(tmp_path, terminal):
     script = f"import sys; sys.path[:0] = [{str(HERE.parents[2])!r}, {str(HERE.parents[1])!r}]\n{SCRIPT}"
     command, words = [sys.executable, "-c", script], {"cwd": tmp_path}
     if not terminal:
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **words).stdout
+        return subprocess.run(
+            ready(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **words
+        ).stdout
     import fcntl
     import pty
     import struct

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from clock import DURATION
+from interpreter import ready, ready_python
 from ports import free_port
 
 from fabric_template.files.reading import read_checkpoint
@@ -391,7 +392,7 @@ def test_plot_says_where_the_picture_is(capsys):
 
 def test_a_copy_has_the_command_line_too(tmp_path):
     cli.main(["copy", "my_loop"])
-    command = [sys.executable, "-m", "my_loop", *FIT, "--max_epochs", "1"]
+    command = ready([sys.executable, "-m", "my_loop", *FIT, "--max_epochs", "1"])
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -451,6 +452,7 @@ TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per
 )
 def test_the_same_script_under_every_launcher(launcher, strategy, ranks):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment["READY_PYTHON"] = ready_python()  # for those that it starts
     if launcher is FABRIC:
         launcher = [*FABRIC, f"--main-port={free_port()}"]  # a fixed one otherwise: two suites at once would meet there
     for attempt in ("first", "second"):
@@ -458,7 +460,7 @@ def test_the_same_script_under_every_launcher(launcher, strategy, ranks):
         os.chdir(attempt)
         Path("lit.py").write_text(LIT)
         Path("script.py").write_text(SCRIPT)
-        command = [*launcher, "script.py", strategy]
+        command = ready([*launcher, "script.py", strategy])
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         # On a busy machine one of gloo's threads may meet the interpreter's end after all is done: torch's, see
         # https://github.com/pytorch/pytorch/pull/179291

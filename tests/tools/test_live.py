@@ -7,6 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from clock import Clock
+from interpreter import ready
 from modules import Classifier, make_loader
 from nbclient import NotebookClient
 from test_pictures import history
@@ -130,14 +131,14 @@ loop.fit(net, data, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), trainin
 def test_in_a_saved_notebook_one_plain_picture_is_left(tmp_path, monkeypatch):
     spec = tmp_path / "jupyter/kernels/live/kernel.json"
     spec.parent.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    argv = ready([sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
     spec.write_text(json.dumps({"argv": argv, "display_name": "live", "language": "python"}))
     for name, value in {
         "JUPYTER_PATH": tmp_path / "jupyter", "JUPYTER_RUNTIME_DIR": tmp_path / "jupyter/runtime",
         "IPYTHONDIR": tmp_path / "ipython", "PYTHONPATH": REPOSITORY, "CUDA_VISIBLE_DEVICES": "",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, str(value))
-    monkeypatch.delenv("MPLBACKEND", raising=False)
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # as a kernel has it
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
     done = NotebookClient(
         notebook, kernel_name="live", timeout=900, resources={"metadata": {"path": str(tmp_path)}}

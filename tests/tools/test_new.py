@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from interpreter import ready
 from test_cli import refused, run, typed  # noqa: F401
 from upstreams import Newer, edit, tree
 
@@ -36,7 +37,9 @@ def python(folder, *argv):
     (blocker / "fabric_template").mkdir(parents=True, exist_ok=True)
     (blocker / "fabric_template" / "__init__.py").write_text("raise ImportError('blocked')")
     words = {"cwd": folder, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, *argv], env={**ENVIRONMENT, "PYTHONPATH": str(blocker.resolve())}, **words)
+    done = subprocess.run(
+        ready([sys.executable, *argv]), env={**ENVIRONMENT, "PYTHONPATH": str(blocker.resolve())}, **words
+    )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pandas as pd
 import pytest
 import yaml
 from calls import calls_of
+from interpreter import ready
 
 from fabric_template import CSVLogger, FabricLoop, list_runs
 from fabric_template.files.locks import one_writer
@@ -250,13 +252,13 @@ def test_listing_needs_no_torch():
 
 
 TRAIN = """
-import time, torch
+import os, time, torch
 from fabric_template import FabricLoop, TensorLoader
 
 class Slow:
     def on_train_epoch_start(self, trainer, module):
         if trainer.current_epoch == 2:
-            print("there", flush=True)
+            print(os.getpid(), flush=True)
             time.sleep(10_000)
 
 def train(resume=None, **words):
@@ -270,13 +272,12 @@ def train(resume=None, **words):
 
 def test_a_run_from_its_begin_to_its_end():
     """Running while it trains; interrupted, since it was killed; resumed, and finished: from what a fit leaves."""
-    command = [sys.executable, "-c", f"{TRAIN}\ntrain(callbacks=[Slow()])"]
+    command = ready([sys.executable, "-c", f"{TRAIN}\ntrain(callbacks=[Slow()])"])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        while process.stdout.readline() != "there\n":
-            assert process.poll() is None
+        pid = next(int(line) for line in process.stdout if line.strip().isdigit())
         assert list_runs()[["state", "epochs"]].values.tolist() == [["running", 2]]
         assert list_runs("checkpoints").empty
-        process.kill()
+        os.kill(pid, signal.SIGKILL)
     assert list_runs()[["state", "epochs"]].values.tolist() == [["interrupted", 2]]
     names = {}
     exec(TRAIN, names)
