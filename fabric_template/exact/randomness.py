@@ -15,6 +15,8 @@ import numpy
 import torch
 from torch import nn
 
+PLAIN: frozenset[type] = frozenset((bool, int, float, str, type(None)))
+HOLD_NONE = PLAIN | {torch.Tensor, nn.Parameter}  # generators
 MOST_ITEMS = 100  # of a list or dict that is searched for generators: longer ones are data
 LIBRARIES: dict[str, Any] = {"torch": torch.default_generator, "python": random, "numpy": numpy.random}
 
@@ -77,11 +79,11 @@ def find_generators(*owners: Any) -> list[Any]:
         >>> [type(found).__name__ for found in find_generators(Noisy())]
         ['Random', 'Generator']
     """
-    return list(find({str(index): owner for index, owner in enumerate(owners)}, is_generator).values())
+    return list(find({str(index): owner for index, owner in enumerate(owners)}, is_generator, HOLD_NONE).values())
 
 
-def find(owners: Mapping[str, Any], wanted: Callable[[Any], bool]) -> dict[str, Any]:
-    """What objects hold of a kind, in their attributes or further down, by the way to it.
+def find(owners: Mapping[str, Any], wanted: Callable[[Any], bool], passed: frozenset[type] = PLAIN) -> dict[str, Any]:
+    """What objects hold of a kind, in their attributes or further down, by the way to it; without a look at some types.
 
     Example:
         >>> class Noisy:
@@ -96,14 +98,14 @@ def find(owners: Mapping[str, Any], wanted: Callable[[Any], bool]) -> dict[str, 
     left = list(owners.items())[::-1]
     while left:
         path, item = left.pop()
-        if type(item) in PLAIN or id(item) in seen:
+        if type(item) in passed or id(item) in seen:
             continue
         if wanted(item):
             seen.add(id(item))
             found[path] = item
         elif not isinstance(item, _LEAVES) and not _knows_the_run(path, item):
             seen.add(id(item))
-            left += [(f"{path}.{name}", part) for name, part in reversed(_parts(item))]
+            left += [(f"{path}.{name}", part) for name, part in _parts(item) if type(part) not in passed][::-1]
     return found
 
 
@@ -162,10 +164,10 @@ def _state(generator: Any) -> Any:
 def _plain(state: Any) -> Any:
     if isinstance(state, tuple) and len(state) == 3:  # Python's
         version, words, gauss = state
-        return [version, torch.tensor(words), gauss]
+        return [version, torch.from_numpy(numpy.array(words, dtype="int64")), gauss]
     if isinstance(state, tuple):  # NumPy's old one
         name, keys, position, has_gauss, cached = state
-        return [name, torch.tensor(keys.astype("int64")), int(position), int(has_gauss), float(cached)]
+        return [name, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)]
     if isinstance(state, dict):  # a bit generator's, which it takes back with lists for arrays
         return {key: _plain(value) for key, value in state.items()}
     return state.tolist() if isinstance(state, numpy.ndarray | numpy.generic) else state
@@ -179,7 +181,6 @@ def is_generator(item: Any) -> bool:
 _KINDS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.Tensor)
 _OF_MODULES = frozenset(vars(nn.Module()))  # mostly empty, or parameters
-PLAIN = frozenset((bool, int, float, str, type(None)))
 _OF_THE_RUN = {"trainer", "_trainer", "_fabric", "log", "log_dict", "_parameters", "_buffers", "_modules"}
 
 

@@ -5,6 +5,7 @@ A leaf: the standard library only.
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import secrets
@@ -176,7 +177,7 @@ def make_folder(folder: Path, is_new: bool = False) -> None:
     Raises:
         FileExistsError: with ``is_new``, if the folder is there already, or somebody else was faster.
     """
-    missing = [p for p in (folder, *folder.parents) if not p.exists()]
+    missing = list(itertools.takewhile(lambda part: not part.exists(), itertools.chain([folder], folder.parents)))
     for new in reversed(missing or [folder] * is_new):
         try:
             fs.mkdir(new)

@@ -213,7 +213,7 @@ class Keeper:
             state, failure = self._in_parts(run, path, state)
         if run.fabric.is_global_zero and failure is None:
             try:
-                inside(self.folder, path)  # not through a symbolic link to somewhere else
+                inside(self.folder, path.name)  # not through a symbolic link to somewhere else
                 run.hooks.timed(door(run.fabric).save_checkpoint, "save_checkpoint")(state, path)
             except UnsyncedError as error:  # it is there, and what we know of it must be of this file
                 warnings.warn(str(error), stacklevel=2)

@@ -40,7 +40,7 @@ def ordinary_bytes(content: Any) -> int | None:
                 seen.add(id(item))
                 left.append(getattr(item, "__dict__", None))  # the _metadata of a state_dict
                 for parts in [item] if kind in (list, tuple) else [item, item.values()]:
-                    left += () if _are_small(parts) else parts
+                    left += () if _are_small(parts) else [part for part in parts if type(part) not in _READ]
         elif not _are_small([item]):
             return None
     return size

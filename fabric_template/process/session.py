@@ -48,7 +48,7 @@ def session(loop: TrainerFace, run: Run) -> ExitStack:
             from .choose import folders_of_callbacks
 
             theirs += folders_of_callbacks(loop)
-        for folder in [*mine, *theirs]:
+        for folder in dict.fromkeys([*mine, *theirs]):
             clear_stale(folder)  # what killed runs of this name have left unfinished
         found.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         _set_switches(run, found)

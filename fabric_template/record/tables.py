@@ -104,6 +104,9 @@ class Table:
             stamp = self._stamp_now()
             if not self._is_sure or (stamp is not None and stamp == self._stamp):
                 return
+            if stamp is None:  # there is none
+                self._know([], 0)
+                return
             if (plain := _plain_table(self.path)) is not None:
                 self._is_ours, is_whole = True, True
                 columns, _, number = plain

@@ -33,9 +33,8 @@ class Terminal(Screen):
             if columns(stream := getattr(sys, name)) is not None:
                 self._found[name] = stream
                 setattr(sys, name, Above(stream, self))
-        named = logging.root.manager.loggerDict.values()
-        for logger in (logging.root, *(logger for logger in named if isinstance(logger, logging.Logger))):
-            for handler in logger.handlers:  # which hold the stream that they were made with
+        for logger in (logging.root, *logging.root.manager.loggerDict.values()):  # of which some only keep a place
+            for handler in getattr(logger, "handlers", ()):  # which hold the stream that they were made with
                 for name, stream in self._found.items():
                     if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
                         self._handlers.append((handler, handler.setStream(getattr(sys, name))))
@@ -50,10 +49,10 @@ class Terminal(Screen):
         except UnicodeEncodeError:
             is_ascii = True
         width, values = (columns(self._out) or WIDTH) - ROOM - 1, meter["postfix"].split(", ")
-        while len(tqdm.format_meter(**meter, ncols=0)) + LEAST_BAR > width and values:
-            values.pop()  # the lines have them all
-            meter = {**meter, "postfix": ", ".join(values)}
-        self._text = tqdm.format_meter(**meter, ncols=width, ascii=is_ascii)
+        needs = len(tqdm.format_meter(**meter, ncols=0)) + LEAST_BAR
+        while needs > width and values:
+            needs -= len(", " + values.pop())  # the lines have them all
+        self._text = tqdm.format_meter(**{**meter, "postfix": ", ".join(values)}, ncols=width, ascii=is_ascii)
         if not self._in_line:
             self._put("\r" + self._text + " " * (self._width - len(self._text)))
             self._width = len(self._text)

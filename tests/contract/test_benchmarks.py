@@ -57,3 +57,7 @@ def test_instructions_are_counted_by_valgrind(monkeypatch, tmp_path):
         ["plain, same metrics", "2,000", "2.000", "1.000"],
         ["ours, barebones", "1,030", "1.030", "0.515"],
     ]
+    for child, count in enumerate((300, 50_300, 350_300)):
+        (tmp_path / str(child)).write_text(f"events: Ir\nsummary: {count} \n")
+    (tmp_path / "names").write_text("0 0 FabricLoop\n1 1 FabricLoop\n2 11 FabricLoop\n")
+    assert instructions.table_once(tmp_path).splitlines()[1].split() == ["FabricLoop", "50,000", "30,000"]

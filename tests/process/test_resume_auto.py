@@ -128,6 +128,22 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path):
             fit(tmp_path, resume=word, max_epochs=2)
 
 
+@pytest.mark.parametrize("root", [None, "."], ids=["absolute", "relative"])
+def test_a_link_out_of_the_folder_is_not_written_over(tmp_path, monkeypatch, root):
+    monkeypatch.chdir(tmp_path)
+    last, precious = tmp_path / FOLDER / "last.ckpt", tmp_path / "elsewhere.ckpt"
+    last.parent.mkdir(parents=True)
+    precious.write_bytes(b"mine")
+    last.symlink_to(precious)
+    with (
+        pytest.warns(UserWarning, match=r"leads out of '.*version_0' to '.*elsewhere\.ckpt'"),
+        pytest.raises(CheckpointError, match=r"not everything is on disk: .*leads out of"),
+    ):
+        fit(tmp_path if root is None else Path(root), max_epochs=1, version=0)
+    assert last.is_symlink()
+    assert precious.read_bytes() == b"mine"
+
+
 def test_killed_before_the_first_checkpoint(tmp_path):
     """In a version given by name, the rows of the attempt that cannot be continued are set aside."""
 
