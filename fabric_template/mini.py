@@ -331,14 +331,13 @@ class MiniLoop:
             on_step, on_epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
             everywhere = self.fabric if sync_dist and self.world_size > 1 else None
             entry = log[name] = Logged(on_step, on_epoch, reduce_fx, everywhere)
-        if hasattr(value, "compute"):  # keeps its sums itself, and what forward() returned for this very purpose
+        if not isinstance(value, Tensor) and hasattr(value, "compute"):  # keeps its sums itself
             entry.metric, entry.last = value, getattr(value, "_forward_cache", None)
             return
-        if self._batch_size is None:
-            self._batch_size = size_of(self._batch) or 1
-        value = value.detach().squeeze() if isinstance(value, Tensor) else torch.tensor(value, dtype=wide())
+        self._batch_size = self._batch_size or size_of(self._batch) or 1
+        value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=wide())
         value = value if value.dtype in (torch.float32, torch.float64) else value.to(wide())
-        entry.add(value, batch_size or self._batch_size)
+        entry.add(value.squeeze() if value.dim() else value, batch_size or self._batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **words: Any) -> None:
         """The same for a dict, or for a torchmetrics MetricCollection."""
@@ -348,9 +347,9 @@ class MiniLoop:
     def _log_returned(self, output: Any, stage: str) -> None:
         """What a step returned and did not log: the history of a module that logs nothing; of one that logs, its loss."""
         logged, loss = self._logged[stage], f"{stage}_loss"
-        own = [name for name, entry in logged.items() if not entry.is_returned]
-        if loss in own and (self._parts or isinstance(output, Tensor)):
+        if loss in logged and not logged[loss].is_returned and (self._parts or isinstance(output, Tensor)):
             return
+        own = [name for name, entry in logged.items() if not entry.is_returned]
         output = dict(zip(("loss", "acc"), output, strict=False)) if isinstance(output, tuple) else output
         for name, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
             name = name if name.startswith(f"{stage}_") else f"{stage}_{name}"
@@ -712,16 +711,18 @@ class Logged:
     def __init__(self, on_step: bool, on_epoch: bool, reduce: Any, fabric: Any) -> None:
         self.on_step, self.on_epoch, self.fabric = on_step, on_epoch, fabric
         self.reduce = reduce if isinstance(reduce, str) else reduce.__name__
+        self.is_mean, self.weight, self.is_returned = self.reduce == "mean", 0, False
         self.combine = {"max": torch.maximum, "min": torch.minimum}.get(self.reduce, torch.add)
         nothing: Any = None
         self.total = self.last = self.metric = nothing
-        self.weight, self.is_returned = 0, False
 
     def add(self, value: Tensor, size: int) -> None:
         """A mean is the sum of value x batch size over the sum of batch sizes, in this order, as in Trainer."""
-        self.last = value.clone() if self.on_step else value
-        if self.reduce == "mean":
-            value, self.weight = value * size, self.weight + size
+        self.last, self.weight = value.clone() if self.on_step else value, self.weight + size
+        if self.is_mean and self.total is not None and size & (size - 1) == 0:  # exact: one operation rounds as two
+            self.total = torch.add(self.total, value, alpha=size)
+            return
+        value = value * size if self.is_mean else value
         if self.total is None:
             self.total = value.to(torch.promote_types(value.dtype, wide()))
         else:
@@ -734,7 +735,7 @@ class Logged:
         total, weight = self.total, torch.tensor(self.weight, dtype=self.total.dtype, device=self.total.device)
         if self.fabric is not None:
             total, weight = (self.fabric.all_reduce(part.clone(), reduce_op=self.reduce) for part in (total, weight))
-        return total / weight if self.reduce == "mean" else total
+        return total / weight if self.is_mean else total
 
 
 class Door(nn.Module):
@@ -804,10 +805,9 @@ def size_of(batch: Any) -> int | None:
     """The number of samples in a batch: the first dimension of the first tensor in it, however deep."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else 1
-    parts: Any = batch.values() if isinstance(batch, Mapping) else batch
+    parts: Any = () if isinstance(batch, str | bytes) else batch.values() if isinstance(batch, Mapping) else batch
     if not isinstance(parts, Iterable):
         parts = [getattr(batch, name) for name in getattr(batch, "__dataclass_fields__", ())]
-    parts = () if isinstance(batch, str | bytes) else parts
     return next((size for part in parts if (size := size_of(part)) is not None), None)
 
 
