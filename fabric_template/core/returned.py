@@ -12,9 +12,7 @@ LOOK_EVERY = 32  # steps between two looks, on the device, for a loss that is no
 
 
 class Returned:
-    """The means of what a step returned, weighted by batch size: the history of a module that logs nothing.
-
-    Sums are kept on their device; nothing is read back before the epoch ends.
+    """The means of what a step returned, weighted by batch size: sums on their device, read as the epoch ends.
 
     Example:
         >>> returned = Returned()
@@ -25,16 +23,21 @@ class Returned:
     """
 
     def __init__(self) -> None:
+        self._together: Any = None  # where losses wait that are not in the sums yet
         self.reset()
 
     def reset(self) -> None:
         """Start the next epoch."""
+        self._add_up()
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, int] = {}
+        self.total: Tensor | None = None  # of these, the training losses'
+        self._together = None
         self._bad_step: Tensor | None = None  # by which the loss was not finite, on the device; -1: it is
 
     def add(self, values: dict[str, Tensor], batch_size: int, step: int) -> None:
         """Add one step's values (0-dim tensors) for a batch of so many samples."""
+        self._add_up()
         for name, value in values.items():
             total = self._sums.get(name)
             if total is None:
@@ -43,11 +46,30 @@ class Returned:
                 self._weights[name] = 0
             self._sums[name] = torch.add(total, value, alpha=batch_size)  # cheaper than in place
             self._weights[name] += batch_size
+        self.total = self._sums.get("train_loss")
         if step % LOOK_EVERY == LOOK_EVERY - 1:
             self._look(step)
 
+    def add_later(self, loss: Tensor, batch_size: int, step: int, together: Any) -> None:
+        """The same for a copy of the training loss that `self.log` has made: with what is logged, before anybody looks."""
+        total = self.total
+        if self._together is None and total is not None and together.takes(total):
+            self._together = together
+        if self._together is None or total is None or total.dtype is not loss.dtype:
+            self.add({"train_loss": loss}, batch_size, step)
+            return
+        together.add(self, loss, batch_size)
+        self._weights["train_loss"] += batch_size
+        if step % LOOK_EVERY == LOOK_EVERY - 1:
+            self._look(step)
+
+    def _add_up(self) -> None:
+        if self._together is not None:
+            self._together.add_up()
+
     def means(self, all_reduce: Callable[..., Tensor] | None = None) -> dict[str, float]:
         """The mean of each name so far, over all ranks when told how to add them. CPU-GPU sync point."""
+        self._add_up()
         found = {}
         for name, total in self._sums.items():
             weight = torch.tensor(self._weights[name], dtype=total.dtype, device=total.device)
@@ -63,14 +85,15 @@ class Returned:
         return None if found < 0 else found
 
     def _look(self, step: int) -> None:
-        total = self._sums.get("train_loss")
-        if total is not None:
+        self._add_up()
+        if (total := self.total) is not None:
             now = torch.where(torch.isfinite(total), -1, step)
             before = self._bad_step
             self._bad_step = now if before is None else torch.where(before < 0, now, before)
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far, for a checkpoint in the middle of an epoch."""
+        self._add_up()
         return {
             "sums": {k: v.clone().cpu() for k, v in self._sums.items()},
             "weights": dict(self._weights),
@@ -79,6 +102,7 @@ class Returned:
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Go on from a checkpoint's sums."""
+        self.reset()
         self._sums = {name: total.to(device, copy=True) for name, total in state["sums"].items()}
-        self._weights = dict(state["weights"])
+        self._weights, self.total = dict(state["weights"]), self._sums.get("train_loss")
         self._bad_step = None if state["bad_step"] is None else torch.tensor(state["bad_step"], device=device)

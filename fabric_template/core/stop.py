@@ -62,15 +62,6 @@ class Stop(Limits):
         """A signal has ended training; None: none has."""
         self.signal = signal
 
-    def note_loss(self, is_finite: bool, batch: int) -> None:
-        """How the loss of a batch of this fit is: after on_nan in a row that are not finite, training is to end."""
-        if is_finite:
-            self.bad = 0
-            return
-        self.bad_since = self.bad_since if self.bad else batch
-        self.bad += 1
-        self.should_stop |= self.is_nan
-
     @property
     def is_nan(self) -> bool:
         """Whether there were as many of them as end training."""
@@ -125,13 +116,3 @@ class Stop(Limits):
         """Whether the run is to stop, and the seconds that it has trained."""
         now = 0.0 if self._began is None else time.monotonic() - self._began
         return {"should_stop": self.should_stop, "elapsed": self.elapsed + now}
-
-    def load_state_dict(self, state: Mapping[str, Any], is_auto: bool) -> None:
-        """Know again that a run was to stop, and how much of its time is over.
-
-        A run that ``should_stop`` has ended stays so for ``resume="auto"``, the word of a requeue. "last" or a path is a
-        wish to go on. Where min_epochs or min_steps still kept it going, it goes on knowing that it is to stop then.
-        """
-        self.elapsed = state.get("elapsed", 0.0)
-        if state.get("should_stop") and (is_auto or not self.may_stop):
-            self.should_stop = True

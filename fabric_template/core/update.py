@@ -59,7 +59,8 @@ class AutomaticUpdate:
         # None: manual, with one of its own
         self.optimizer: Any = (*run.optimizing.optimizers, None)[0]
         self.scaler: Any = getattr(self.fabric.strategy.precision, "scaler", None)
-        self.keeps = not run.config.barebones or hooks.heard("on_train_batch_end")
+        self.shows = hooks.heard("on_train_batch_end")
+        self.keeps = not run.config.barebones or self.shows
         self.heard = any(map(hooks.heard, UPDATE_HOOKS))
         parts = {name: overrides(self.owner, name) for name in OWN}
         own = {name: None if part is None else hooks.named(name, part) for name, part in parts.items()}
@@ -146,13 +147,8 @@ class AutomaticUpdate:
         """Whether only the step runs, as StochasticWeightAveraging wants it for BatchNorm's statistics."""
         return "closure" in vars(self)
 
-    @skips_backward.setter
-    def skips_backward(self, skips: bool) -> None:
-        vars(self).pop("closure", None)
-        if skips:  # in the place of the usual one, which is spared the question
-            vars(self)["closure"] = self._forward_only
-
-    def _forward_only(self) -> Tensor | None:
+    def forward_only(self) -> Tensor | None:
+        """The closure without backward, for the place of the usual one, which is spared the question."""
         output = self.step(*self._batch)
         loss = output if isinstance(output, Tensor) else loss_in(output, self.run)
         if loss is not None and self.keeps:
@@ -173,14 +169,17 @@ class AutomaticUpdate:
 
     def _keep(self, output: Any, loss: Tensor) -> None:
         """Keep the loss, and what was returned with it, for hooks and history; hooks get it divided by the window."""
-        run, value = self.run, loss.detach()
-        if output is loss:
-            run.history.train.add({"train_loss": value}, run.log.size_of_batch(), run.at.total_batches - 1)
+        run, copy = self.run, self.run.metrics.copy_of(loss)
+        if output is not loss:
+            run.log.note_returned(output, loss.detach())
+        elif copy is None:
+            run.history.train.add({"train_loss": loss.detach()}, run.log.size_of_batch(), run.at.total_batches - 1)
         else:
-            run.log.note_returned(output, value)
-        if run.at.window > 1:
-            value = value / run.at.window
-        self._outputs = {**output, "loss": value} if isinstance(output, dict) else {"loss": value}
+            together = run.metrics.train.together
+            run.history.train.add_later(copy, run.log.size_of_batch(), run.at.total_batches - 1, together)
+        if self.shows:
+            value = loss.detach() / run.at.window if run.at.window > 1 else loss.detach()
+            self._outputs = {**output, "loss": value} if isinstance(output, dict) else {"loss": value}
 
     def plain_step(self) -> None:
         """The ordinary case: an optimizer that needs no closure."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .returned import Returned
+from .stop import Stop
 
 
 class Watched(Returned):
-    """The loss of each batch is read: a CPU-GPU sync point."""
+    """The loss of each batch is read: a CPU-GPU sync point. After so many bad ones in a row it ends."""
 
-    def __init__(self, note: Callable[[bool, int], None], all_reduce: Callable[..., Tensor] | None) -> None:
+    def __init__(self, stop: Stop, all_reduce: Callable[..., Tensor] | None) -> None:
         super().__init__()
-        self._note, self._all_reduce = note, all_reduce
+        self._stop, self._all_reduce = stop, all_reduce
 
     def add(self, values: dict[str, Tensor], batch_size: int, step: int) -> None:
         """Add them, and note whether the loss is finite, on all ranks."""
@@ -23,4 +25,15 @@ class Watched(Returned):
         if (loss := values.get("train_loss")) is not None:
             bad = (~torch.isfinite(loss)).float()
             bad = bad if self._all_reduce is None else self._all_reduce(bad, reduce_op="sum")
-            self._note(not bad.any(), step)
+            self._note(bool(bad.any()), step)
+
+    def _note(self, is_bad: bool, step: int) -> None:
+        stop = self._stop
+        if is_bad and not stop.bad:
+            stop.bad_since = step
+        stop.bad = stop.bad + 1 if is_bad else 0
+        stop.should_stop |= is_bad and stop.is_nan
+
+    def add_later(self, loss: Tensor, batch_size: int, step: int, together: Any) -> None:
+        """At once."""
+        self.add({"train_loss": loss}, batch_size, step)

@@ -98,8 +98,8 @@ def load_training_state(run: Run, checkpoint: dict[str, Any], path: str | Path) 
         return
     run.at.load(step, ours)
     run.origin.saved_in = ours["saved_in"]
-    run.stop.load_state_dict(ours, run.origin.is_auto)
-    run.log.load_state_dict(ours, mine["metrics"])
+    know_the_stop(run, ours)
+    run.log.rates, run.metrics.callback = list(ours["rates"]), dict(mine["metrics"]["callback"])
     run.keeper.load_state_dict(ours["kept"])
     run.keeper.goes_on_from(run, path)
 
@@ -138,3 +138,15 @@ def load_callbacks(run: Run, checkpoint: dict[str, Any], path: str | Path) -> No
         state = states.get(getattr(callback, "state_key", type(callback).__qualname__))
         if callable(getattr(callback, "load_state_dict", None)):
             put_into_callback(callback, state, path, checkpoint.get("global_step", 0))
+
+
+def know_the_stop(run: Run, state: Mapping[str, Any]) -> None:
+    """Know again that a run was to stop, and how much of its time is over.
+
+    A run that ``should_stop`` has ended stays so for ``resume="auto"``, the word of a requeue. "last" or a path is a
+    wish to go on. Where min_epochs or min_steps still kept it going, it goes on knowing that it is to stop then.
+    """
+    stop = run.stop
+    stop.elapsed = state.get("elapsed", 0.0)
+    if state.get("should_stop") and (run.origin.is_auto or not stop.may_stop):
+        stop.ask()

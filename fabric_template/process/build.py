@@ -93,7 +93,7 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
     if isinstance(config.on_nan, int):
         from ..core.watched import Watched
 
-        run.history.train = Watched(run.stop.note_loss, run.log.all_reduce)
+        run.history.train = Watched(run.stop, run.log.all_reduce)
     run.data = Feed(run, plan.given)
     run.validation = Validation(run)
     run.bookmark = Bookmark(run)

@@ -14,6 +14,7 @@ import torch
 
 from ..core.errors import Misuse, MisuseOfType
 from ..core.ranks import share_of
+from ..core.run import Run
 from ..core.steps import is_plain
 from ..files.storage import AtomicCheckpointIO, door
 from ..record.tables import number_of
@@ -101,7 +102,7 @@ class Parts(TrainerFace):
             means: Any = self.fabric.all_reduce(own)
             scalars = {**dict(zip(scalars, means.tolist(), strict=True)), **_counts(scalars)}
         if (run := self._run) is not None and run.at.stage is not None:
-            run.log.given(scalars, step)
+            _log_beside(run, scalars, step)
             return
         for logger in self.loggers:
             if "epoch" in scalars and hasattr(logger, "log_epoch"):
@@ -148,6 +149,13 @@ def _with_own_names(kind: type) -> type:
         "__deepcopy__": _copied,
     }
     return type(kind.__name__, (kind,), own)
+
+
+def _log_beside(run: Run, scalars: dict[str, Any], step: int | None) -> None:
+    """Of a hook or a step; with the epoch that runs among them, they join that one's row."""
+    if joins := run.fn == "fit" and not run.at.between_epochs and scalars.get("epoch") == run.at.current_epoch:
+        run.metrics.row.update({name: value for name, value in scalars.items() if name not in ("epoch", "step")})
+    run.log.values(scalars, step, by_row=not joins)
 
 
 def _copied(wrapper: Any, memo: dict[int, Any]) -> Any:

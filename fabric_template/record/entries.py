@@ -26,22 +26,26 @@ class Entry:
     """One logged name: its last value and its running sum, both on the device of what was logged."""
 
     def __init__(self, meta: Meta, args: tuple, all_reduce: Callable[..., Tensor], together: Together) -> None:
-        self.meta, self.args, self._all_reduce, self._together = meta, args, all_reduce, together
-        self._on_step, self._on_epoch, self._mean = meta.on_step, meta.on_epoch, meta.reduce == "mean"
-        self._synced = meta.sync_dist and not meta.rank_zero_only
-        self.needs_size = meta.on_epoch and self._mean
+        self.args, self._all_reduce, self._together = args, all_reduce, together
+        self._ask(meta)
         self._factor_of: int | None = None
         self.metric: Any = None  # a torchmetrics.Metric, if that is what was logged
         self.step_value: Tensor | None = None
         self.live = False  # logged since the last reset
-        self.waits = False  # its last value is not in the total yet
         self.reset()
+
+    def _ask(self, meta: Meta) -> None:
+        self.meta = meta
+        self._on_step, self._on_epoch, self._mean = meta.on_step, meta.on_epoch, meta.reduce == "mean"
+        self._synced = meta.sync_dist and not meta.rank_zero_only
+        self.needs_size = meta.on_epoch and self._mean
+        self.copies = meta.on_step and not self._synced  # what was logged, into `step_value`
+        self._may_wait = meta.on_epoch and self._mean and self.copies and not (meta.enable_graph or meta.sync_dist)
 
     def is_asked_again(self, meta: Meta) -> bool:
         """Whether it comes from a run of one process, which did not note whether several would share it; now they do."""
-        is_first = not self.args and dataclasses.replace(self.meta, sync_dist=meta.sync_dist) == meta
-        if is_first:
-            self.meta, self._synced = meta, meta.sync_dist and not meta.rank_zero_only
+        if is_first := not self.args and dataclasses.replace(self.meta, sync_dist=meta.sync_dist) == meta:
+            self._ask(meta)
         return is_first
 
     def reset(self) -> None:
@@ -60,17 +64,13 @@ class Entry:
         self._epoch_value = None
         self.live = True
         if self._on_step:
+            value = value.clone()  # nobody changes that one
             if value.dtype is self._waits_in:
-                together = self._together
-                if self.waits or together.batch_size != batch_size:
-                    together.add_up(batch_size)
-                self.waits = True
-                together.entries.append(self)
-                self.step_value, self.weight = value.clone(), self.weight + batch_size
+                self.step_value, self.weight = value, self.weight + batch_size
+                self._together.add(self, value, batch_size)
                 return
-            if self.waits:
-                self._together.add_up()
-            self.step_value = self._sync(value.clone()) if self._synced else value.clone()
+            self._together.add_up()
+            self.step_value = self._sync(value) if self._synced else value
             if not self._on_epoch:
                 return
         if self._mean:
@@ -86,7 +86,7 @@ class Entry:
             value = value * self._factor
         if self.total is None:  # under 64-true a float32 value is summed in float64
             self.total = value.to(torch.promote_types(value.dtype, float_type()), copy=True)
-            if self._together.takes(self.meta, self.total):
+            if self._may_wait and self._together.takes(self.total):
                 self._waits_in = self.total.dtype
         elif self._mean:
             self.total = self.total + value
@@ -140,35 +140,47 @@ class Entry:
 
 
 class Together:
-    """Values of a batch that wait to be added to their totals, all in one operation: each by itself takes twice as long."""
+    """Values that wait to be added: a batch's in one operation, and many batches in a row, while its code is at hand."""
+
+    MOST = 256  # values that wait
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.batch_size = 0  # of all that wait,
-        self._factor: Tensor | None = None  # as a tensor on their device
+        self._waiting: list[tuple[Any, Tensor]] = []
+        self._batch_size = 0  # of all that wait,
+        self._factor: Tensor | None = None  # as a tensor on their device, where it does not scale exactly
         self._device: torch.device | None = None
 
-    def takes(self, meta: Meta, total: Tensor) -> bool:
-        """Whether values for such a total can wait here: a value per step is a copy, which nobody changes meanwhile."""
-        if not (meta.on_step and meta.on_epoch and meta.reduce == "mean") or meta.enable_graph or meta.sync_dist:
-            return False
+    def takes(self, total: Tensor) -> bool:
+        """Whether copies of its dtype can wait here for this total; not what others may change meanwhile."""
         self._device = self._device or total.device
         return type(total) is Tensor and total.device == self._device and not total.is_inference()
 
-    def add_up(self, batch_size: int | None = None) -> None:
-        """Add what waits; what waits from now on stands for so many samples."""
-        if entries := self.entries:
-            totals, values = [e.total for e in entries], [e.step_value for e in entries]
+    def add(self, entry: Any, value: Tensor, batch_size: int) -> None:
+        """Add a value of so many samples to that entry's ``total``, before anybody looks at it, or has the value in hand."""
+        if batch_size != self._batch_size or len(self._waiting) == self.MOST:
+            self.add_up()
+            if batch_size != self._batch_size:
+                self._batch_size = batch_size
+                is_exact = batch_size in POWERS_OF_TWO
+                self._factor = (
+                    None if is_exact else torch.full((), batch_size, dtype=torch.float32, device=self._device)
+                )
+        self._waiting.append((entry, value))
+
+    def add_up(self) -> None:
+        """Add what waits, each name's values in their order."""
+        waiting, self._waiting = self._waiting, []
+        batches: list[dict[Any, Tensor]] = []
+        for entry, value in waiting:
+            if not batches or entry in batches[-1]:
+                batches.append({})
+            batches[-1][entry] = value
+        for batch in batches:
+            totals, values = [entry.total for entry in batch], list(batch.values())
             if self._factor is None:
-                torch._foreach_add_(totals, values, alpha=self.batch_size)  # type: ignore[arg-type]
+                torch._foreach_add_(totals, values, alpha=self._batch_size)
             else:
-                torch._foreach_add_(totals, torch._foreach_mul(values, self._factor))  # type: ignore[arg-type]
-            for entry in entries:
-                entry.waits = False
-            self.entries = []
-        if batch_size is not None and batch_size != self.batch_size:
-            is_exact, self.batch_size = batch_size in POWERS_OF_TWO, batch_size
-            self._factor = None if is_exact else torch.full((), batch_size, dtype=torch.float32, device=self._device)
+                torch._foreach_add_(totals, torch._foreach_mul(values, self._factor))
 
 
 class Collection(dict):
@@ -182,6 +194,7 @@ class Collection(dict):
         self.batch_size: int | None = None
         self.said_size: int | None = None  # what self.log(..., batch_size=) has said of the batch at hand
         self.dataloader_idx: int | None = None
+        self.copied: tuple[Tensor, int, Any] | None = None  # what was logged with a graph, its version, and the copy
         self.any_on_step = False  # whether any name has a value per step
 
     def live(self) -> Iterator[Entry]:
@@ -191,7 +204,15 @@ class Collection(dict):
     def size_of_batch(self) -> int:
         """The batch size found in the batch at hand, looked for once."""
         if self.batch_size is None:
-            self.batch_size = 1 if self.batch is None else batch_size_of(self.batch)
+            batch = self.batch
+            if type(batch) in (list, tuple) and 0 < len(batch) < 3:  # (inputs, targets), nearly always
+                one, two = batch[0], batch[-1]
+                if type(one) is type(two) is Tensor and (x := one.shape) and (y := two.shape) and x[0] == y[0]:
+                    self.batch_size = x[0]
+                    return x[0]
+            from .sizes import batch_size_of
+
+            self.batch_size = 1 if batch is None else batch_size_of(batch)
         return self.batch_size
 
     def reset(self, fx: str | None = None, tensors_only: bool = False) -> None:
@@ -199,23 +220,3 @@ class Collection(dict):
         for entry in self.values():
             if (fx is None or entry.meta.fx == fx) and not (tensors_only and entry.metric is not None):
                 entry.reset()
-
-
-def batch_size_of(batch: Any, said: int | None = None) -> int:
-    """The number of samples in a batch: the first dimension of the first tensor in it, however deep.
-
-    Args:
-        batch: whatever a loader gives.
-        said: what it is where the tensors do not agree, or there is none; None: that of the first, with a warning.
-
-    Example:
-        >>> batch_size_of({"x": torch.zeros(4, 3), "y": torch.zeros(4)})
-        4
-    """
-    if type(batch) in (list, tuple) and 0 < len(batch) < 3:  # (inputs, targets), nearly always
-        first, second = batch[0], batch[-1]
-        if type(first) is type(second) is Tensor and (shape := first.shape[:1]) and shape == second.shape[:1]:
-            return shape[0]
-    from .sizes import size_in
-
-    return size_in(batch, said)

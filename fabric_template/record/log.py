@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..core.outputs import name_outputs
 from ..core.run import Run
-from .entries import batch_size_of
 from .loggers import Loggers, rows_state
 
 if TYPE_CHECKING:
@@ -36,11 +35,13 @@ class Log:
 
     def size_of_batch(self) -> int:
         """The size of the batch at hand; 1 where none can be found. Where its tensors do not agree, what the step has said."""
-        collection = self.metrics.active
+        active = self.metrics.active
+        if active.batch_size is None and active.said_size is not None:
+            from .sizes import batch_size_of
+
+            return batch_size_of(active.batch, active.said_size)
         try:
-            if collection.said_size is not None and collection.batch_size is None:
-                return batch_size_of(collection.batch, collection.said_size)
-            return collection.batch_size or collection.size_of_batch()
+            return active.batch_size or active.size_of_batch()
         except ValueError:
             return 1
 
@@ -136,14 +137,6 @@ class Log:
             found = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
             self.screen.row({**place, **found, "time": time.monotonic() - self.began}, None)
 
-    def given(self, metrics: Mapping[str, Any], step: int | None) -> None:
-        """What a hook or a step gives to ``loop.log_dict``; with the epoch that runs among it, it joins that one's row."""
-        run = self.run
-        joins = run.fn == "fit" and not run.at.between_epochs and metrics.get("epoch") == run.at.current_epoch
-        if joins:
-            run.metrics.row.update({name: value for name, value in metrics.items() if name not in ("epoch", "step")})
-        self.values(metrics, step, by_row=not joins)
-
     def note_rates(self) -> None:
         """The learning rates of the step just taken, before a scheduler of the epoch changes them."""
         self.rates = self.run.optimizing.learning_rates()
@@ -160,28 +153,13 @@ class Log:
         row = run.history.add(run.at.current_epoch, run.at.global_step, run.metrics.take_row(), rates, seconds)
         self.rates = []
         if self.screen is not None:
-            self.screen.row(row, self._seconds_left(row))
-        self.loggers.row(row)
+            from .screen import seconds_left
 
-    def _seconds_left(self, row: Mapping[str, Any]) -> float | None:
-        """How long training is going to take, as the last epochs went; None: nobody knows."""
-        run, rows = self.run, self.history.rows[-5:]
-        epochs, steps = run.stop.limits()
-        each = sum(row["time"] for row in rows) / len(rows)
-        left = [(epochs - row["epoch"] - 1) * each] if epochs != -1 else []
-        if steps != -1 and (per_epoch := run.at.steps_in_epoch):
-            left.append((steps - row["step"]) / per_epoch * each)
-        if (deadline := run.stop.signals.deadline) is not None:
-            left.append(deadline - time.monotonic())
-        return min(left, default=None)
+            self.screen.row(row, seconds_left(run, row))
+        self.loggers.row(row)
 
     # ---- across a restart
 
     def rows_state(self) -> dict[str, Any]:
         """Where the rows so far are, for a checkpoint."""
         return rows_state(self.run)
-
-    def load_state_dict(self, ours: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-        """Know again what was logged last."""
-        self.rates = list(ours["rates"])
-        self.metrics.callback = dict(metrics["callback"])

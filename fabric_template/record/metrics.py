@@ -7,15 +7,14 @@ bit: a mean is the sum of value x batch size over the sum of batch sizes, in flo
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.errors import Misuse
-from .entries import Collection, Entry
+from .entries import Collection
 from .loggable import as_float, check_loggable, float_type, of_one_element, refuse
 from .reported import Reported
 
@@ -65,8 +64,10 @@ class Metrics(Reported):
             if self._in_batches is not False:  # a new epoch begins for this hook
                 collection.reset(fx=fx, tensors_only=True)
             self._last_fx = fx
+        source = None
         if isinstance(value, Tensor):
             if value.requires_grad and not enable_graph:
+                source = value
                 value = value.detach()
         elif isinstance(value, numbers.Number):
             value = torch.tensor(value, dtype=float_type())
@@ -75,14 +76,16 @@ class Metrics(Reported):
             entry.update_metric(value)
             return
         if value.dim():
-            value = of_one_element(name, value)
+            value, source = of_one_element(name, value), None
         if value.dtype not in _EXACT:
-            value = as_float(entry, value)
+            value, source = as_float(entry, value), None
         if batch_size is None:
             batch_size = (collection.batch_size or collection.size_of_batch()) if entry.needs_size else 1
         else:
             collection.said_size = batch_size
         entry.update(value, batch_size)
+        if source is not None and entry.copies:
+            collection.copied = source, source._version, entry.step_value
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
         """Log every item of a dict or of a torchmetrics MetricCollection."""
@@ -94,17 +97,19 @@ class Metrics(Reported):
 
     # ---- what the loop calls
 
-    @contextmanager
-    def recording(self, logged: list) -> Iterator[None]:
-        """What is logged inside is noted, and counts nowhere: (name, value, the further words of log)."""
-        from .recording import Recording
+    def copy_of(self, loss: Tensor) -> Tensor | None:
+        """The copy that was made when the step logged this very tensor; asked once, since it lets go of the graph behind it."""
+        copied, self.active.copied = self.active.copied, None
+        if copied is None or copied[0] is not loss:
+            return None
+        _, version, copy = copied
+        return copy if version == loss._version and copy._version == 0 else None  # neither was changed in place since
 
-        kept = self.active, self._last_fx, self.fx
-        self.active = Recording(self.active, logged)
-        try:
-            yield
-        finally:
-            self.active, self._last_fx, self.fx = kept
+    def recording(self, logged: list) -> AbstractContextManager[None]:
+        """What is logged inside is noted, and counts nowhere: (name, value, the further words of log)."""
+        from .recording import recording
+
+        return recording(self, logged)
 
     def start(self, collection: Collection | None) -> None:
         """Log into this collection from now on; None: logging is refused."""
@@ -115,7 +120,7 @@ class Metrics(Reported):
         self._in_batches = self._in_batches is None
         collection = self.active
         collection.batch, collection.dataloader_idx = batch, dataloader_idx
-        collection.batch_size = collection.said_size = None
+        collection.batch_size = collection.said_size = collection.copied = None
 
     def batch_taken(self, batch: Any) -> None:
         """A step has taken a batch itself: that is the one at hand."""
@@ -123,7 +128,7 @@ class Metrics(Reported):
 
     def batch_ends(self) -> None:
         """Let go of the batch."""
-        self.active.batch = self.active.batch_size = self.active.said_size = None
+        self.active.batch = self.active.batch_size = self.active.said_size = self.active.copied = None
 
     def batches_end(self) -> None:
         """The batches (of one loader) are over: from now on the epoch's values count."""
@@ -155,21 +160,3 @@ class Metrics(Reported):
         """Go on after `pause`."""
         self.active, self._in_batches, self._last_fx = kept
         self._paused = None
-
-    def _register(
-        self, collection: Collection, entry: Entry | None, name: str, value: Any, args: tuple, index: int | None
-    ) -> Entry:
-        """The entry of a name that is logged for the first time, or in other words than before."""
-        from .asked import asked
-
-        meta = asked(self.fx or "", name, value, args, collection.dataloader_idx, self._module, self.has_logger)
-        meta.sync_dist = meta.sync_dist and self._distributed
-        if entry is None:
-            entry = collection[(meta.fx, name, index)] = Entry(meta, args, self._all_reduce, collection.together)
-            collection.any_on_step |= meta.on_step
-        elif entry.meta != meta and not entry.is_asked_again(meta):
-            raise Misuse(
-                f"You called `self.log({name}, ...)` twice in `{meta.fx}` with different arguments. This is not allowed"
-            )
-        entry.args = args
-        return entry

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +41,7 @@ class Noted:
     """An entry that notes its name, its value and the words of log."""
 
     __hash__ = None  # type: ignore[assignment]
+    copies = False
 
     def __init__(self, name: str, logged: list) -> None:
         self.name, self._logged = name, logged
@@ -61,3 +64,14 @@ class Noted:
     def update_metric(self, metric: Any) -> None:
         """Objects make new tensors at each step."""
         raise Misuse(f"self.log({self.name!r}, ...) got a {type(metric).__name__}: expected a plain tensor")
+
+
+@contextmanager
+def recording(metrics: Any, logged: list) -> Iterator[None]:
+    """What is logged inside is noted, and counts nowhere: (name, value, the further words of log)."""
+    kept = metrics.active, metrics._last_fx, metrics.fx
+    metrics.active = Recording(metrics.active, logged)
+    try:
+        yield
+    finally:
+        metrics.active, metrics._last_fx, metrics.fx = kept

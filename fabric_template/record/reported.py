@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from ..core.errors import Misuse
 from .entries import Collection, Entry
 from .loggable import metrics_in
 
@@ -26,7 +27,7 @@ class Reported:
 
     def __init__(self, all_reduce: Callable[..., Any] | None = None) -> None:
         self._all_reduce = all_reduce or _alone
-        self._distributed = False
+        self._distributed, self.has_logger = False, True
         self.train, self.val = Collection(training=True), Collection(training=False)
         self._closed = Collection(training=False)  # into which nothing can be logged
         self.active = self._closed
@@ -106,6 +107,24 @@ class Reported:
             self._states = MetricStates(self._module)
         return self._states
 
+    def _register(
+        self, collection: Collection, entry: Entry | None, name: str, value: Any, args: tuple, index: int | None
+    ) -> Entry:
+        """The entry of a name that is logged for the first time, or in other words than before."""
+        from .asked import asked
+
+        meta = asked(self.fx or "", name, value, args, collection.dataloader_idx, self._module, self.has_logger)
+        meta.sync_dist = meta.sync_dist and self._distributed
+        if entry is None:
+            entry = collection[(meta.fx, name, index)] = Entry(meta, args, self._all_reduce, collection.together)
+            collection.any_on_step |= meta.on_step
+        elif entry.meta != meta and not entry.is_asked_again(meta):
+            raise Misuse(
+                f"You called `self.log({name}, ...)` twice in `{meta.fx}` with different arguments. This is not allowed"
+            )
+        entry.args = args
+        return entry
+
     def state_dict(self) -> dict[str, Any]:
         """The epoch's sums so far and the three views, for a checkpoint in the middle of an epoch."""
         states = self._objects()
@@ -132,26 +151,9 @@ class Reported:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a checkpoint's sums; each name is checked again when it is logged."""
-        from .asked import Meta
+        from .sums import load_sums
 
-        parts = {}
-        if (objects := self._objects()) is not None:
-            objects.load_state_dict(state["objects"], device)
-            parts = objects.parts()
-        state = move_data_to_device({**state, "objects": None}, device)
-        for name in state.get("resets", ()):
-            if name in parts:
-                parts[name].reset()
-        for part in state["train"]:
-            meta = Meta(**part["meta"])
-            meta.sync_dist &= self._distributed  # the run may have had more processes
-            entry = Entry(meta, (), self._all_reduce, self.train.together)
-            entry.total, entry.weight, entry.step_value = part["total"], part["weight"], part["step_value"]
-            entry.metric, entry.live = parts.get(part["object"]), True
-            self.train[(meta.fx, meta.name, meta.dataloader_idx if meta.suffix else None)] = entry
-            self.train.any_on_step |= meta.on_step
-        self.callback, self.row = dict(state["callback"]), dict(state["row"])
-        self._in_batches, self._last_fx = state["in_batches"], state["last_fx"]
+        load_sums(self, state, device)
 
 
 def _alone(value: Tensor, **words: Any) -> Tensor:

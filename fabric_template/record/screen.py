@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..core.run import Run
     from .lines import Lines
 
 SECONDS_BETWEEN = 0.2  # what is drawn more often costs steps and shows no more
@@ -57,3 +59,16 @@ def columns(stream: Any) -> int | None:
         return os.get_terminal_size(stream.fileno()).columns or WIDTH
     except (OSError, ValueError, AttributeError):
         return WIDTH
+
+
+def seconds_left(run: Run, row: Mapping[str, Any]) -> float | None:
+    """How long training is going to take, as the last epochs went; None: nobody knows."""
+    rows = run.history.rows[-5:]
+    epochs, steps = run.stop.limits()
+    each = sum(row["time"] for row in rows) / len(rows)
+    left = [(epochs - row["epoch"] - 1) * each] if epochs != -1 else []
+    if steps != -1 and (per_epoch := run.at.steps_in_epoch):
+        left.append((steps - row["step"]) / per_epoch * each)
+    if (deadline := run.stop.signals.deadline) is not None:
+        left.append(deadline - time.monotonic())
+    return min(left, default=None)

@@ -12,8 +12,21 @@ from torch import Tensor
 from ..core.errors import Misuse
 
 
-def size_in(batch: Any, said: int | None) -> int:
-    """The first dimension of the first tensor, however deep; where others have another: what was said, or a warning."""
+def batch_size_of(batch: Any, said: int | None = None) -> int:
+    """The number of samples in a batch: the first dimension of the first tensor in it, however deep.
+
+    Args:
+        batch: whatever a loader gives.
+        said: what it is where the tensors do not agree, or there is none; None: that of the first, with a warning.
+
+    Raises:
+        Misuse: nothing was said, and there is no tensor.
+
+    Example:
+        >>> import torch
+        >>> batch_size_of({"x": torch.zeros(4, 3), "y": torch.zeros(4)})
+        4
+    """
     sizes = _sizes(batch)
     size = next(sizes, said)
     if size is None:
@@ -26,7 +39,7 @@ def size_in(batch: Any, said: int | None) -> int:
             return said
         warnings.warn(
             "Trying to infer the `batch_size` from an ambiguous collection. The batch size we found is"
-            f" {size}. To avoid any miscalculations, use `self.log(..., batch_size=batch_size)`.", stacklevel=5,
+            f" {size}. To avoid any miscalculations, use `self.log(..., batch_size=batch_size)`.", stacklevel=4,
         )  # fmt: skip
     return size
 

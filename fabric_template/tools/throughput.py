@@ -14,7 +14,7 @@ from torch import nn
 
 from ..core.net import net_of
 from ..loop import FabricLoop
-from ..record.entries import batch_size_of
+from ..record.sizes import batch_size_of
 from .jobs import Job
 from .rebuilt import can_resize, has_tensors, with_rebuilt
 

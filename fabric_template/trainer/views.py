@@ -70,11 +70,17 @@ class FitLoopView(_View):
     batch_idx = property(lambda self: self._run.at.batches_done - 1, doc="The batch at hand, counted in its epoch.")
     total_batch_idx = property(lambda self: self._run.at.total_batches - 1, doc="The same, counted over all epochs.")
     epoch_loop = property(lambda self: EpochLoopView(self._loop), doc="The loop over the batches.")
-    _skip_backward = property(
-        lambda self: self._run.update.skips_backward,
-        lambda self, value: setattr(self._run.update, "skips_backward", value),
-        doc="Whether only the step runs.",
-    )
+
+    @property
+    def _skip_backward(self) -> bool:
+        return self._run.update.skips_backward
+
+    @_skip_backward.setter
+    def _skip_backward(self, value: bool) -> None:
+        update = self._run.update
+        vars(update).pop("closure", None)
+        if value:
+            vars(update)["closure"] = update.forward_only
 
     def _should_accumulate(self) -> bool:
         return self._run.at.accumulates

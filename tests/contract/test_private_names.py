@@ -67,6 +67,7 @@ def _stepped():
 
 NEEDED = [  # name, who has it, and what we need it for
     ("_foreach_add_", lambda: torch, "entries.py", "sums of all names of a batch in one operation; documented"),
+    ("_version", lambda: torch.zeros(()), "metrics.py", "whether a loss was changed in place since it was logged"),
     ("_foreach_mul", lambda: torch, "entries.py", "the same"),
     ("_hparams_name", lambda: Configured({"a": 1}), "checkpoint.py", "hyperparameters that load_from_checkpoint gives back"),
     ("_last_global_step_saved", ModelCheckpoint, "fitting.py", "a step that is saved already, after a resume as before"),

@@ -1,12 +1,14 @@
 """Sums that are taken further together, as the next batch begins: Trainer's bits, whatever comes between."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from modules import Classifier, make_loader, run_loop, run_trainer
-from runs import fit, same
+from runs import Plain, fit, same
 
+from fabric_template.record.entries import Together
 from fabric_template.record.metrics import Metrics
 
 NAMES = ("one", "two", "three")
@@ -95,3 +97,85 @@ def test_what_several_processes_share_does_not_wait():
         log_three(both)
         both.epoch_ends()
     assert asked == 2 * [1.0, 2.0, 4.0]
+
+
+class Returning(Plain):
+    """Returns a loss; what of it is logged, and what is done to it then, is up to others."""
+
+    def __init__(self, log=lambda module, loss: None, behind=lambda outputs: None):
+        super().__init__()
+        self.log_loss, self.behind = log, behind
+
+    def training_step(self, batch):
+        loss = super().training_step(batch) * 1.0
+        self.log_loss(self, loss)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.behind(outputs)
+
+
+def logs_it(module, loss, **words):
+    module.log("again", loss, on_step=True, **words)
+
+
+def logs_it_twice(module, loss):
+    module.log("again", loss, on_step=True, on_epoch=True)
+    module.log("again", loss * 2, on_step=True, on_epoch=True)
+
+
+def changes_it(module, loss):
+    module.log("again", loss, on_step=True, on_epoch=True)
+    loss *= 2  # noqa: PLW2901
+
+
+def changes_what_was_logged(module, loss):
+    module.log("again", loss, on_step=True, on_epoch=True)
+    module.log.__self__.merge()
+    module.log.__self__.callback["again_step"].mul_(100)
+
+
+def logs_now_and_then(module, loss):
+    if loss < 1.1:
+        module.log("again", loss, on_step=True, on_epoch=True)
+
+
+WAYS = [
+    (logs_it, {}),
+    (partial(logs_it, on_epoch=True), {}),
+    (partial(logs_it, on_epoch=True, enable_graph=True), {}),
+    (logs_it_twice, {}),
+    (changes_what_was_logged, {}),
+    (logs_now_and_then, {}),
+    (partial(logs_it, on_epoch=True), {"accumulate_grad_batches": 2}),
+    (partial(logs_it, on_epoch=True), {"precision": "bf16-true"}),
+]
+
+
+@pytest.mark.parametrize("batch_size", [4, 3])
+@pytest.mark.parametrize(("log", "words"), WAYS)
+def test_the_returned_loss_counts_as_if_it_were_not_logged(tmp_path, monkeypatch, batch_size, log, words):
+    """Its copy is the one that was logged, if there is one; who changes what the hook behind a batch gets changes no sum."""
+    monkeypatch.setattr(Together, "MOST", 5)
+    make_train = lambda: make_loader(40, batch_size=batch_size)  # noqa: E731
+    words = {"max_epochs": 2, "log_every_n_steps": 4, **words}
+    silent = fit(tmp_path / "silent", Returning, make_train, **words)[2]
+    behind = lambda outputs: outputs["loss"].mul_(7)  # noqa: E731
+    logged = fit(tmp_path / "logged", partial(Returning, log, behind), make_train, **words)[2]
+    assert logged["train_loss"].tolist() == pytest.approx(
+        silent["train_loss"].tolist(), rel=0 if batch_size == 4 else 3e-7
+    )
+    cut = {**words, "save_every_n_steps": 2, "max_steps": 4 // words.get("accumulate_grad_batches", 1)}
+    fit(tmp_path / "cut", partial(Returning, log, behind), make_train, **cut)
+    resumed = fit(tmp_path / "cut", partial(Returning, log, behind), make_train, resume="auto", **words)[2]
+    assert resumed["train_loss"].tolist() == logged["train_loss"].tolist()
+
+
+def test_a_loss_that_is_changed_behind_its_log(tmp_path):
+    """The history has what was returned."""
+    doubled = lambda module, loss: loss.mul_(2)  # noqa: E731
+    (_, _, one), (_, _, other) = (
+        fit(tmp_path / name, partial(Returning, log), max_epochs=2)
+        for name, log in {"one": changes_it, "other": doubled}.items()
+    )
+    assert one["train_loss"].tolist() == other["train_loss"].tolist()
