@@ -12,6 +12,7 @@ ROWS = {
     "loader": ["TensorLoader", "DataLoader, 0 workers"],
     "once": ["FabricLoop: once: a fit of one step", "MiniLoop: a validation of one batch", "Trainer: a checkpoint"],
     "scaling": ["64", "grown", "metrics.csv, 5,000", "the last of 23", "among 23", "25", "shuffled, 2 workers"],
+    "steps": ["plain, same metrics", "ours, everything on", "MiniLoop, everything on"],
     "tuned": ["as it is", "threads 1, TensorLoader, fused optimizer", "tune / the best by hand"],
 }
 TOY = {
@@ -20,6 +21,7 @@ TOY = {
     "loader": ["--toy"],
     "once": ["--toy"],
     "scaling": ["--toy"],
+    "steps": ["--rounds", "1", "--steps", "40"],
     "tuned": ["--toy", "--rounds", "1", "--seconds", "0.05"],
 }
 
