@@ -69,7 +69,7 @@ class Entry:
                 self.step_value, self.weight = value, self.weight + batch_size
                 self._together.add(self, value, batch_size)
                 return
-            self._together.add_up()
+            self._end_wait()
             self.step_value = self._sync(value) if self._synced else value
             if not self._on_epoch:
                 return
@@ -95,7 +95,7 @@ class Entry:
 
     def update_metric(self, metric: Any) -> None:
         """Note that a torchmetrics object was logged; it keeps its own sums."""
-        self._together.add_up()
+        self._end_wait()
         default = torch.get_default_dtype()
         if metric is self.metric and getattr(metric, "dtype", default) is not default:
             # as Trainer, which moves it once more with every log: it computes in what is now the default dtype
@@ -104,6 +104,10 @@ class Entry:
         if self.meta.on_step:
             # torchmetrics keeps what forward() returned for this very purpose, and has no public name for it
             self.step_value = getattr(metric, "_forward_cache", None)
+
+    def _end_wait(self) -> None:
+        if self._waits_in is not None:  # else none of its values waits, and the others may
+            self._together.add_up()
 
     def epoch_value(self) -> Tensor | None:
         """The reduction over the epoch so far; over all ranks when sync_dist."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from modules import Classifier, make_loader, run_loop, run_trainer
 from runs import Plain, fit, same
+from torchmetrics import MeanMetric
 
 from fabric_template.record.entries import Together
 from fabric_template.record.metrics import Metrics
@@ -179,3 +180,23 @@ def test_a_loss_that_is_changed_behind_its_log(tmp_path):
         for name, log in {"one": changes_it, "other": doubled}.items()
     )
     assert one["train_loss"].tolist() == other["train_loss"].tolist()
+
+
+def test_other_names_do_not_end_the_wait(monkeypatch):
+    """A value per step only, one per epoch only and a metric's object are logged beside; nobody looks before the end."""
+    metrics, mean, batches = Metrics(), MeanMetric(), []
+    added = Together.add_up
+    monkeypatch.setattr(Together, "add_up", lambda self: batches.append(len(self._waiting)) or added(self))
+    metrics.start(metrics.train)
+    metrics.fx = "training_step"
+    for value in map(float, range(10)):
+        metrics.batch_starts((torch.zeros(2, 1), torch.zeros(2)))
+        metrics.log("step", torch.tensor(value), on_step=True)
+        metrics.log("both", torch.tensor(value), on_step=True, on_epoch=True)
+        mean.update(value)
+        metrics.log("object", mean, on_step=False, on_epoch=True)
+        metrics.log("epoch", torch.tensor(value), on_step=False, on_epoch=True)
+        metrics.batch_ends()
+    metrics.batches_end()
+    assert metrics.merge()["both_epoch"] == metrics.callback["epoch"] == metrics.callback["object"] == 4.5
+    assert [count for count in batches if count] == [9]
