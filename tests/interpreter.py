@@ -9,6 +9,7 @@ Not for what is about imports, a terminal or groups of processes. Who kills one 
 own number: the asker that is killed is gone a moment before.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -20,70 +21,94 @@ SIZE = 8  # bytes of a number on the wire
 FORWARDED = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
-_server = []  # its address and its process, once it has been asked for
+POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_server = []  # its folder and its process, once it has been asked for
+
+
+def has_means():
+    """Whether this system can end a fork with who has asked for it; some have the call, and forbid it."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def ready(command):
     """The same command, by a fork of a Python that has imported torch and Lightning (where the system has such means)."""
-    if not hasattr(os, "pidfd_open") or command[1][0] == "-" and command[1] not in ("-c", "-m", *OPTIONS):
+    if command[1][0] == "-" and command[1] not in ("-c", "-m", *OPTIONS) or not has_means():
         return command
     assert command[0] == sys.executable, command
-    return [sys.executable, "-I", "-S", __file__, "ask", _address(), *map(str, command[1:])]
+    return [sys.executable, "-I", "-S", __file__, "ask", _folder(), *map(str, command[1:])]
 
 
 def ready_python():
-    """The file that is such a Python, for who starts `sys.executable` by itself; where there is none, Python's own."""
-    return _address().replace("socket", "python") if hasattr(os, "pidfd_open") else sys.executable
+    """The file that is such a Python, for who starts `sys.executable` by itself; where there can be none, Python's own."""
+    path = os.path.join(_folder(), "python") if has_means() else sys.executable
+    return path if os.access(path, os.X_OK) else sys.executable  # folders for temporary files may be mounted without
 
 
-def _address():
+def _folder():
+    """Where the server is to be asked; it is started if there is none, or if it has been killed."""
     import shlex
     import subprocess
     import tempfile
 
+    if _server and _server[1].poll() is not None:
+        end()
     if not _server:
-        folder = tempfile.mkdtemp(prefix="python-")  # the server's, which removes it
-        address = os.path.join(folder, "socket")
+        folder = tempfile.mkdtemp(prefix="python-")
         with open(os.path.join(folder, "python"), "w") as file:
-            words = [sys.executable, "-I", "-S", __file__, "ask", address]
+            words = [sys.executable, "-I", "-S", __file__, "ask", folder]
             file.write(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
             os.chmod(file.name, 0o700)
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MPL"))}
-        clean["OMP_NUM_THREADS"] = "1"  # a process with threads does not fork well
+        clean |= dict.fromkeys(POOLS, "1")  # a process with threads does not fork well
         words = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": folder, "env": clean}
-        command = [sys.executable, __file__, "serve", address]
-        server = subprocess.Popen(command, start_new_session=True, **words)
-        assert server.stdout.readline() == b"ready\n"
-        _server.extend([address, server])
+        command = [sys.executable, __file__, "serve", folder]
+        _server.extend([folder, subprocess.Popen(command, start_new_session=True, **words)])
+        if (said := _server[1].stdout.readline()) != b"ready\n":
+            end()
+            raise RuntimeError(f"the Python to be forked has not started, and said {said!r}: see what it wrote above")
     return _server[0]
 
 
 def end():
     """End the server, which would otherwise end with this process."""
+    import shutil
+
     if _server:
-        _server[1].communicate()
+        folder, server = _server
         _server.clear()
+        server.communicate()
+        shutil.rmtree(folder, ignore_errors=True)  # which it does itself, but where it was killed
 
 
-def ask(address, *words):
+def ask(folder, *words):
     """In the place of a Python: hand on what there is, pass on what comes, end as the fork has ended."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it is known whom to pass them on to
     inherited = [number for number in range(256) if _is_open(number)]
     with socket.socket(socket.AF_UNIX) as line:
-        line.connect(address)
         said = json.dumps([inherited, words, os.getcwd(), dict(os.environ)]).encode()
+        os.chdir(folder)
+        line.connect("socket")  # a whole path may be too long for one
         socket.send_fds(line, [len(said).to_bytes(SIZE, "big")], inherited)
         line.sendall(said)
         pid = _number(line)
         for number in FORWARDED:
             if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda number, frame: os.kill(pid, number))
+                signal.signal(number, lambda number, frame: _pass_on(pid, number))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         code = os.waitstatus_to_exitcode(_number(line))
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _pass_on(pid, number):
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, number)
 
 
 def _is_open(number):
@@ -103,9 +128,8 @@ def _number(line):
     return int.from_bytes(found, "big")
 
 
-def serve(address):
+def serve(folder):
     """Fork for each that asks, until the input ends; returns only in the forks, with what is to be run."""
-    import contextlib
     import gc
     import select
     import shutil
@@ -116,7 +140,7 @@ def serve(address):
     gc.freeze()  # or each fork's first collection would copy all of it
     assert len(os.listdir("/proc/self/task")) == 1, "it has threads"
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
+        listener.bind("socket")  # in its folder
         listener.listen(64)
         os.write(1, b"ready\n")
         while listener in select.select([listener, 0], [], [])[0]:
@@ -132,13 +156,12 @@ def serve(address):
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-    shutil.rmtree(os.path.dirname(address))
+    shutil.rmtree(folder)
     os._exit(0)
 
 
 def _shepherd(line):
     """One per fork: it says how that ended, and ends it when nobody is there any more to hear it."""
-    import contextlib
     import fcntl
     import select
 
@@ -162,12 +185,13 @@ def _shepherd(line):
     os.closerange(0, 3)
     for stream in streams:
         os.close(stream)
-    line.sendall(child.to_bytes(SIZE, "big"))
+    with contextlib.suppress(OSError):  # the asker may be gone by now
+        line.sendall(child.to_bytes(SIZE, "big"))
     if line in select.select([line, ended := os.pidfd_open(child)], [], [])[0]:
         os.kill(child, signal.SIGKILL)
     os.close(ended)
     status = os.waitpid(child, 0)[1]
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         line.sendall(status.to_bytes(SIZE, "big"))
     return None
 

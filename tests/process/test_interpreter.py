@@ -1,13 +1,15 @@
 """The tests' quick interpreter does what Python does: whatever is typed, printed, raised and signalled."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import interpreter
 import pytest
-from interpreter import ready
+from interpreter import end, has_means, ready, ready_python
 
 FAILS = """
 import sys
@@ -36,7 +38,10 @@ TYPED = {
 }
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="it is Python itself there")
+here_only = pytest.mark.skipif(not has_means(), reason="it is Python itself there")
+
+
+@here_only
 @pytest.mark.parametrize("what", TYPED)
 def test_does_what_python_does(what):
     Path("script.py").write_text(FAILS)
@@ -81,3 +86,79 @@ def test_signals_arrive_and_whoever_is_killed_takes_it_along():
         process.stdout.readline()
         process.kill()
         assert process.stdout.read() == ""  # nobody holds the other end any more
+
+
+SAYS = [sys.executable, "-c", "import sys; print(*sorted({'torch', 'site'} & sys.modules.keys()))"]
+
+
+@pytest.fixture
+def own_server(monkeypatch):
+    """None has been asked for; whichever is asked for then goes with the test."""
+    monkeypatch.setattr(interpreter, "_server", [])
+    yield
+    end()
+
+
+@here_only
+def test_a_folder_for_temporary_files_whose_name_is_long(tmp_path, monkeypatch, own_server):
+    """A socket's name has 108 bytes at most; nothing is left there in the end."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert subprocess.check_output(ready(SAYS), text=True) == "site torch\n"
+    assert subprocess.check_output([ready_python(), *SAYS[1:]], text=True) == "site torch\n"
+    end()
+    assert list(folder.glob("python-*")) == []
+
+
+@here_only
+def test_a_server_that_was_killed_has_a_successor(tmp_path, monkeypatch, own_server):
+    """Only who was about to ask it is lost; its folder goes, too."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    lost = ready(SAYS)
+    folder, server = interpreter._server
+    server.kill()
+    server.wait()
+    assert subprocess.run(lost, capture_output=True).returncode == 1
+    assert subprocess.check_output(ready(SAYS), text=True) == "site torch\n"
+    assert not Path(folder).exists()
+
+
+@here_only
+def test_an_asker_that_is_gone_before_it_knows_whom_it_has(monkeypatch, own_server):
+    """What was forked for it ends."""
+    import json
+    import socket
+
+    monkeypatch.chdir(Path(ready(SAYS)[5]))
+    reads, writes = os.pipe()
+    said = json.dumps([[1], ["-c", "while True: pass"], os.getcwd(), dict(os.environ)]).encode()
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect("socket")
+        socket.send_fds(line, [len(said).to_bytes(8, "big")], [writes])
+        line.sendall(said)
+        line.shutdown(socket.SHUT_RD)  # who sends finds nobody
+        os.close(writes)
+    assert os.read(reads, 1) == b""  # nobody holds the other end any more
+    os.close(reads)
+
+
+def test_where_there_are_no_means_it_is_python(monkeypatch):
+    """Systems that lack the call, and those that forbid it."""
+
+    def forbidden(pid, flags=0):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden, raising=False)
+    assert (ready(SAYS), ready_python()) == (SAYS, sys.executable)
+    monkeypatch.delattr(os, "pidfd_open")
+    assert (ready(SAYS), ready_python()) == (SAYS, sys.executable)
+
+
+@here_only
+def test_where_no_file_may_be_run_it_is_python():
+    os.chmod(file := ready_python(), 0o600)
+    try:
+        assert ready_python() == sys.executable
+    finally:
+        os.chmod(file, 0o700)
