@@ -34,14 +34,15 @@ def gathered(run: Run, part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _sample(run: Run) -> int:
-    """A checksum of some elements of all that the ranks should have alike: read once from each device."""
-    pieces: dict[torch.device, list[Tensor]] = {}
+    """A checksum of some elements of all that the ranks should have alike: read once from each device, of each dtype."""
+    pieces: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in _tensors(run):
         flat = tensor.detach().flatten()[:: max(tensor.numel() // SAMPLES, 1)]
-        pieces.setdefault(tensor.device, []).append(flat.contiguous().view(torch.uint8))
+        pieces.setdefault((tensor.device, tensor.dtype), []).append(flat.contiguous())
     crc = 0
     for parts in pieces.values():
-        crc = zlib.crc32(torch.cat(parts).cpu().numpy().tobytes(), crc)
+        # stacked before they are bytes: one element may have any stride, and calls itself contiguous
+        crc = zlib.crc32(torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes(), crc)
     return crc
 
 
@@ -53,5 +54,7 @@ def _tensors(run: Run) -> Iterator[Tensor]:
             continue
         states = [state for one in whole if isinstance(state := one.state.get(parameter), Mapping)]
         for value in (parameter, *(value for state in states for value in state.values())):
-            if isinstance(value, Tensor) and value.layout is torch.strided and value.numel():
+            is_plain = isinstance(value, Tensor) and value.layout is torch.strided
+            # not of a class of its own (moments in 8 bits), which need not be able to give single elements
+            if is_plain and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__ and value.numel():
                 yield value

@@ -34,7 +34,7 @@ class Buckets:
         They are laid by a backward of zeros, in which nobody's code takes part.
         """
         ddp = self.ddp
-        is_mid = bool(ours and ours["batches_that_stepped"] and torch.distributed.get_rank() == 0)
+        is_mid = bool(ddp is not None and ours and ours["batches_that_stepped"] and torch.distributed.get_rank() == 0)
         for hook, state in ddp._comm_hooks if ddp is not None and is_mid else ():
             kind = type(state).__name__
             if not (state is None or isinstance(state, torch.distributed.ProcessGroup) or kind[0] == "_"):

@@ -117,9 +117,8 @@ def read_checkpoint(
     return checkpoint
 
 
-_MAPPED: dict[
-    str, os.stat_result
-] = {}  # files whose tensors were left on the disk, as they were before they were verified
+# files whose tensors were left on the disk, as they were before they were verified
+_MAPPED: dict[str, os.stat_result] = {}
 
 
 def check_mapped(path: str | Path) -> None:

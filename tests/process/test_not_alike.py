@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powe
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from fabric_template import FabricLoop, MiniLoop
+from fabric_template.core.buckets import Buckets
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own use of what it has deprecated
@@ -263,3 +264,70 @@ def test_ranks_with_weights_of_their_own():
             f" other weights or moments than rank 0, and each would write its part of them {why}: leave out"
             " checkpoint='sharded'; the old file is unchanged. Mend that, or save to another folder."
         )
+
+
+class Bits(torch.Tensor):
+    """Numbers that are computed from others, as moments in 8 bits are; gives none of them singly."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    def __reduce_ex__(self, protocol):
+        return Bits, (self.codes,)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), words=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        raise NotImplementedError(function)
+
+
+class InBits(torch.optim.SGD):
+    """Keeps some."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("bits", Bits(torch.zeros(40, dtype=torch.uint8)))
+        return loss
+
+
+class Odd(Net):
+    """One number out of a table, whose neighbour is five further."""
+
+    def __init__(self, make):
+        super().__init__(make)
+        self.scale = nn.Parameter(torch.ones(3, 5)[:1, 0])
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def odd(rank):
+    def bits(parameters):
+        return InBits(parameters, lr=0.1)
+
+    told = {"odd": fit("odd", kind=Odd)[1], "bits": fit("bits", bits, trusted=True)[1]}
+    torch.save({name: [line for line in lines if "sav" in line] for name, lines in told.items()}, f"told{rank}.pt")
+
+
+def test_what_cannot_be_looked_at_as_bytes():
+    """It is saved like all else."""
+    codes, errors = externally(odd)
+    assert codes == [0, 0], errors
+    assert [torch.load(f"told{rank}.pt", weights_only=True) for rank in range(2)] == [{"odd": [], "bits": []}] * 2
+    files = [torch.load(f"{name}/{HOME}/last.ckpt", weights_only=False) for name in ("odd", "bits")]
+    assert [file["global_step"] for file in files] == [15, 15]
+    assert type(files[1]["optimizer_states"][0]["state"][0]["bits"]) is Bits
+
+
+def test_buckets_of_what_is_no_ddp():
+    """A strategy without a group of torch's goes on with a run, too."""
+    buckets = Buckets(nn.Linear(2, 1), 1)
+    buckets.begin({"batches_that_stepped": 3}, lambda loss: None)
+    assert buckets.order == []
