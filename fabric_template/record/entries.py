@@ -64,13 +64,13 @@ class Entry:
         self._epoch_value = None
         self.live = True
         if self._on_step:
-            value = value.clone()  # nobody changes that one
-            if value.dtype is self._waits_in:
-                self.step_value, self.weight = value, self.weight + batch_size
-                self._together.add(self, value, batch_size)
+            copy = value.clone()  # nobody changes that one
+            if copy.dtype is self._waits_in:
+                self.step_value, self.weight = copy, self.weight + batch_size
+                self._together.add(self, copy, batch_size)
                 return
             self._end_wait()
-            self.step_value = self._sync(value) if self._synced else value
+            self.step_value = self._sync(copy)
             if not self._on_epoch:
                 return
         if self._mean:

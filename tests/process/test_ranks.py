@@ -5,8 +5,10 @@ import os
 import re
 import shutil
 import sys
+import time
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,10 +89,20 @@ def met_and_used(rank):
         (group,) = again._MET
         torch.distributed.all_reduce(number := torch.tensor(rank + 1), group=group)
         found.append(int(number))
+    both_are_through(rank, "groups")
     torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group("gloo")
+    # by a file: the store at the port goes with the first rank's group, and who came to it too early would wait for ever
+    torch.distributed.init_process_group("gloo", init_method=f"file://{Path.cwd()}/store", rank=rank, world_size=2)
     again.meet_again()  # the one before went with all groups
     torch.save(found, f"found{rank}.pt")
+    both_are_through(rank, "again")
+
+
+def both_are_through(rank, name):
+    """Wait for the other rank without the groups, which are about to be closed."""
+    Path(f"{name}{rank}").touch()
+    while not Path(f"{name}{1 - rank}").exists():
+        time.sleep(0.01)
 
 
 def test_nobody_closes_the_group_in_which_others_are_still_meeting(tmp_path, monkeypatch):
