@@ -29,7 +29,7 @@ def calls_of_fit(make, epochs):
 
 @pytest.mark.parametrize("further", [0, 10], ids=["once", "each-epoch"])
 def test_calls(tmp_path, monkeypatch, further):
-    """Some 2.8 times as many as MiniLoop's, which writes the same files by the same libraries; up to 2.89 behind other tests."""
+    """Some 2.8 times as many as MiniLoop's, which writes the same files; up to 2.89 behind other tests."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fabric_template.record.bar.SECONDS_BETWEEN", float("inf"))  # a slow machine draws more often
     counts = []
