@@ -719,7 +719,7 @@ class Logged:
     def add(self, value: Tensor, size: int) -> None:
         """A mean is the sum of value x batch size over the sum of batch sizes, in this order, as in Trainer."""
         self.last, self.weight = value.clone() if self.on_step else value, self.weight + size
-        if self.is_mean and self.total is not None and size & (size - 1) == 0:  # exact: one operation rounds as two
+        if self.is_mean and self.total is not None and isinstance(size, int) and size & (size - 1) == 0:  # rounds once
             self.total = torch.add(self.total, value, alpha=size)
             return
         value = value * size if self.is_mean else value

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 PLAIN: frozenset[type] = frozenset((bool, int, float, str, type(None)))
-HOLD_NONE = PLAIN | {torch.Tensor, nn.Parameter}  # generators
+HOLD_NONE = PLAIN | {torch.Tensor, nn.Parameter}  # types of which no object holds a generator
 MOST_ITEMS = 100  # of a list or dict that is searched for generators: longer ones are data
 LIBRARIES: dict[str, Any] = {"torch": torch.default_generator, "python": random, "numpy": numpy.random}
 

@@ -29,9 +29,8 @@ def meet_again() -> None:
             "an error has ended the run before on this rank, and the others are not here, as they wait for it in that run:"
             " let the error end the process instead of catching it, and start all ranks again; resume='auto' goes on"
         ) from error
-    while (
-        _MET
-    ):  # all have been in that one; into the new one another rank may still be on its way, and would find it closed
+    # all have been in the one before; into the new one another rank may still be on its way, and would find it closed
+    while _MET:
         with suppress(ValueError):  # it went with all groups
             torch.distributed.destroy_process_group(_MET.pop())
     _MET.append(group)

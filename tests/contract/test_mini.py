@@ -650,3 +650,21 @@ def test_in_a_thread_it_trains_without_a_handler_of_its_own():
     thread.start()
     thread.join()
     assert len(done) == 1
+
+
+class Sized(Classifier):
+    """Says how much each value weighs, once as a float."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("float", loss, on_epoch=True, batch_size=float(2 + batch_idx))
+        self.log("int", loss, on_epoch=True, batch_size=2 + batch_idx)
+        return loss
+
+
+def test_a_batch_size_need_not_be_an_int(tmp_path):
+    """A value that counts by a sum of weights, which is a float."""
+    loop = MiniLoop(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path)
+    loop.fit(Sized(), make_loader(16))
+    found = loop.callback_metrics
+    assert found["float_epoch"] == found["int_epoch"]
