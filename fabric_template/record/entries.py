@@ -146,7 +146,7 @@ class Entry:
 class Together:
     """Values that wait to be added: a batch's in one operation, and many batches in a row, while its code is at hand."""
 
-    MOST = 256  # values that wait
+    MOST = 32  # values that wait
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Any, Tensor]] = []
