@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,8 +48,8 @@ class Returned:
             self._sums[name] = torch.add(total, value, alpha=batch_size)  # cheaper than in place
             self._weights[name] += batch_size
         self.total = self._sums.get("train_loss")
-        if step % LOOK_EVERY == LOOK_EVERY - 1:
-            self._look(step)
+        if self.total is not None and step % LOOK_EVERY == LOOK_EVERY - 1:
+            self._look(self.total, step)
 
     def add_later(self, loss: Tensor, batch_size: int, step: int, together: Any) -> None:
         """The same for a copy of the training loss that `self.log` has made: with what is logged, before anybody looks."""
@@ -61,7 +62,8 @@ class Returned:
         together.add(self, loss, batch_size)
         self._weights["train_loss"] += batch_size
         if step % LOOK_EVERY == LOOK_EVERY - 1:
-            self._look(step)
+            self._add_up()
+            self._look(total, step)
 
     def _add_up(self) -> None:
         if self._together is not None:
@@ -80,16 +82,16 @@ class Returned:
 
     def bad_step(self, step: int) -> int | None:
         """The step by which the training loss was no number any more, None if it still is. CPU-GPU sync point."""
-        self._look(step)
-        found = -1 if self._bad_step is None else int(self._bad_step)
-        return None if found < 0 else found
-
-    def _look(self, step: int) -> None:
         self._add_up()
-        if (total := self.total) is not None:
-            now = torch.where(torch.isfinite(total), -1, step)
-            before = self._bad_step
-            self._bad_step = now if before is None else torch.where(before < 0, now, before)
+        if self.total is None or math.isfinite(self.total.item()):  # then it was so by every step
+            return None
+        return int(self._look(self.total, step))
+
+    def _look(self, total: Tensor, step: int) -> Tensor:
+        now = torch.where(torch.isfinite(total), -1, step)
+        before = self._bad_step
+        self._bad_step = now if before is None else torch.where(before < 0, now, before)
+        return self._bad_step
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far, for a checkpoint in the middle of an epoch."""

@@ -66,17 +66,18 @@ class Table:
         """Write the rows that wait, all of them or none."""
         if not self.waiting:
             return
-        known = dict.fromkeys(self.position()["columns"])
-        columns = list(known | dict.fromkeys(column for row in self.waiting for column in row))
+        self._look_again()
+        known = self._columns
+        added = dict.fromkeys(column for row in self.waiting for column in row if column not in known)
         # a new column; or a power cut, a full disk, in mid-row: back to the last good one
-        if len(columns) > len(known) or not self._is_whole:
+        if added or not self._is_whole:
             rank = {column: i for i, column in enumerate(self.first)}
-            columns.sort(key=lambda column: rank.get(column, len(rank)))
-            self._replace(columns, self._widened(list(known), columns) + to_lines(columns, self.waiting))
+            columns = sorted([*known, *added], key=lambda column: rank.get(column, len(rank)))
+            self._replace(columns, self._widened(known, columns) + to_lines(columns, self.waiting))
             self._num_rows += len(self.waiting)
             self.waiting = []
             return
-        lines = to_lines(columns, self.waiting)
+        lines = to_lines(known, self.waiting)
         with writing(self.path):
             fd = fs.open(self.path, os.O_WRONLY | os.O_APPEND | NOT_A_LINK | BINARY)
             self._is_whole = self._is_sure = False  # some of it may be there, or all
@@ -90,13 +91,16 @@ class Table:
 
     def position(self) -> dict[str, Any]:
         """Rows and columns on disk, and the rows that wait, if there are any: plain values for a checkpoint."""
+        self._look_again()
+        waiting = {"waiting": [dict(row) for row in self.waiting]} if self.waiting else {}
+        return {"rows": self._num_rows, "columns": list(self._columns), **waiting}
+
+    def _look_again(self) -> None:
         try:
             self._look()
         except LogsError:
             if not self._is_known:  # otherwise: as we have written it
                 raise
-        waiting = {"waiting": [dict(row) for row in self.waiting]} if self.waiting else {}
-        return {"rows": self._num_rows, "columns": list(self._columns), **waiting}
 
     def _look(self) -> None:
         """Read the file where it is new to us, or changed by another hand."""
@@ -257,9 +261,13 @@ def to_table(columns: list[str], rows: list[dict[str, str]]) -> bytes:
 
 def to_lines(columns: list[str], rows: list[dict[str, str]]) -> bytes:
     """Rows as they stand in the file; a missing cell is empty."""
-    text = io.StringIO(newline="")
-    csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
-    return text.getvalue().encode("utf-8", "surrogateescape")
+    text = "".join([",".join([row.get(column, "") for column in columns]) + "\n" for row in rows])
+    cells = text.count(",") + text.count("\n")
+    if len(columns) == 1 or '"' in text or "\r" in text or cells != len(columns) * len(rows):  # a cell has to be quoted
+        file = io.StringIO(newline="")
+        csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
+        text = file.getvalue()
+    return text.encode("utf-8", "surrogateescape")
 
 
 def number_of(name: str, value: Any) -> Any:

@@ -1,5 +1,7 @@
 """A table with ever more columns: each new one costs a pass over the file's bytes, and no cell of it is taken apart."""
 
+import csv
+import io
 import itertools
 
 import pandas as pd
@@ -122,3 +124,17 @@ def test_what_is_not_taken_apart_would_be_the_same(tmp_path):
             assert tables.to_table(columns, again[1]) == data == path.read_bytes()
             plain += 1
     assert plain == 4
+
+
+def test_lines_are_those_of_the_csv_module_whatever_stands_in_the_cells():
+    cells = ["", "1", "0.5", "a b", " a", "a,b", 'a"b', '"', ",", "a\nb", "a\rb", "'", "ä"]
+    for width in (1, 2, 3):
+        columns = list("xyz"[:width])
+        rows = [
+            {name: cell for name, cell in zip(columns, row, strict=True) if cell != "'"}  # one that is not there
+            for row in itertools.product(cells, repeat=width)
+        ]
+        for lines in (*([row] for row in rows), rows):
+            text = io.StringIO(newline="")
+            csv.DictWriter(text, columns, restval="", lineterminator="\n").writerows(lines)
+            assert tables.to_lines(columns, lines) == text.getvalue().encode()
