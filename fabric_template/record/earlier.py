@@ -11,7 +11,8 @@ from typing import Any
 from ..core.config import is_name
 from ..core.run import Run
 from .loggers import CSV, count_of
-from .tables import cell_of, read_table, value_of, writing
+from .parsing import read_table, value_of
+from .tables import cell_of, writing
 
 
 def bring_back(run: Run, ours: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .logger import FILES
-from .tables import read_table
+from .parsing import read_table
 
 if TYPE_CHECKING:
     import pandas as pd

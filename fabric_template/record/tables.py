@@ -1,7 +1,6 @@
 """Tables: one CSV file that only grows; its rows, its cells, and what is done when the disk refuses them."""
 
 import csv
-import errno
 import io
 import os
 import warnings
@@ -13,9 +12,6 @@ from typing import Any
 from ..files.disk import BINARY, NOT_A_LINK, clear_stale, fs, replace_file, write_all
 
 FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # the last four: full-width ones
-
-_END = "\0end"  # read behind the last row; no cell of ours, and not seen if a quote was left open
-_CELLS = bytes(sorted({*range(256)} - {*b",\n"}))  # all bytes but those between cells
 
 
 class LogsError(ValueError):
@@ -111,13 +107,15 @@ class Table:
             if stamp is None:  # there is none
                 self._know([], 0)
                 return
-            if (plain := _plain_table(self.path)) is not None:
+            from .parsing import bytes_of, plain_table, read_table
+
+            if (plain := plain_table(self.path)) is not None:
                 self._is_ours, is_whole = True, True
                 columns, _, number = plain
             else:
                 columns, rows, is_whole = read_table(self.path)
                 content, number = to_table(columns, rows), len(rows)
-                self._is_ours = content.count(b"\n") == number + 1 and _bytes_of(self.path) == content
+                self._is_ours = content.count(b"\n") == number + 1 and bytes_of(self.path) == content
             self._know(columns, number, is_whole)
             self._stamp = stamp
 
@@ -151,7 +149,9 @@ class Table:
     def _found(self, most: int) -> tuple[list[str], int, bool, Callable[[list[str]], bytes]]:
         """The columns and rows that are there, whether that is all, and what makes a table of the first rows."""
         with writing(self.path):
-            plain = _plain_table(self.path)
+            from .parsing import parsed, plain_table, read_table
+
+            plain = plain_table(self.path)
             if plain is None:
                 old, rows, whole = read_table(self.path)
                 return old, len(rows), whole, lambda columns: to_table(columns, rows[:most])
@@ -159,7 +159,7 @@ class Table:
 
         def cut(kept: list[str]) -> bytes:
             first = data.rsplit(b"\n", max(number - most, 0) + 1)[0] + b"\n"
-            return first if kept == columns else to_table(kept, _parsed(first)[1])
+            return first if kept == columns else to_table(kept, parsed(first)[1])
 
         return columns, number, True, cut
 
@@ -182,7 +182,12 @@ class Table:
             if self._is_whole and self._is_ours and len(known) > 1 and columns[: len(known)] == known:
                 _, _, lines = Path(self.path).read_bytes().partition(b"\n")
                 return to_table(columns, []) + lines.replace(b"\n", b"," * (len(columns) - len(known)) + b"\n")
-            return to_table(columns, read_table(self.path)[1][: self._num_rows])
+            rows: list[dict[str, str]] = []
+            if self._num_rows:
+                from .parsing import read_table
+
+                rows = read_table(self.path)[1][: self._num_rows]
+            return to_table(columns, rows)
 
     def _replace(self, columns: list[str], content: bytes) -> None:
         with writing(self.path):
@@ -203,55 +208,6 @@ class Table:
             found = os.stat(self.path)
             return found.st_ino, found.st_size, found.st_mtime_ns
         return None
-
-
-def read_table(path: str | os.PathLike) -> tuple[list[str], list[dict[str, str]], bool]:
-    """The header, the whole rows, and whether that was everything: a line counts once its newline is there."""
-    return _parsed(_bytes_of(path))
-
-
-def _bytes_of(path: str | os.PathLike) -> bytes:
-    """A whole file; of one that is not there nothing."""
-    with suppress(FileNotFoundError), open(path, "rb") as file:
-        data = file.read()
-        if len(data) < os.fstat(file.fileno()).st_size:
-            raise OSError(errno.EIO, "the file ended before its size")
-        return data
-    return b""
-
-
-def _plain_table(path: str) -> tuple[list[str], bytes, int] | None:
-    """Columns, bytes and number of rows of a file with the bytes that we write, a row in each line; no cell is taken apart.
-
-    None: it has to be looked at cell by cell, for its quotes or another number of cells.
-    """
-    data = _bytes_of(path)
-    head, end, _ = data.partition(b"\n")
-    columns = head.decode("utf-8", "surrogateescape").split(",")
-    odd = any(mark in data for mark in (b'"', b"\r", b"\0", "\ufeff".encode()))
-    if odd or not data.endswith(b"\n") or not 1 < len(columns) == len(set(columns)):
-        return None
-    line, marks, lines = b"," * (len(columns) - 1) + b"\n", data.translate(None, _CELLS), data.count(b"\n")
-    is_plain = len(marks) == len(line) * lines and marks == line * lines  # else that may be any amount of memory
-    return (columns, data, lines - 1) if is_plain else None
-
-
-def _parsed(data: bytes) -> tuple[list[str], list[dict[str, str]], bool]:
-    whole = data[: data.rfind(b"\n") + 1]
-    text = io.TextIOWrapper(io.BytesIO(whole + _END.encode()), "utf-8-sig", "surrogateescape", newline="")
-    limit = csv.field_size_limit(len(data) + len(_END))  # a long text was logged: no reason not to read it
-    try:
-        # another program's cell with a \r in it would not be quoted again when it is written
-        head, *cells = [[cell.replace("\r", "\\r") for cell in row] for row in csv.reader(text) if row]
-    finally:
-        csv.field_size_limit(limit)
-    if head == [_END]:
-        return [], [], len(whole) == len(data)
-    closed = bool(cells) and cells.pop() == [_END]  # otherwise a quote is open, and has swallowed all that follows it
-    torn = not closed or (bool(cells) and len(cells[-1]) != len(head))
-    columns = [column.lstrip("\ufeff") for column in head]
-    rows = [dict(zip(columns, row, strict=False)) for row in (cells[:-1] if torn and closed else cells)]
-    return columns, rows, not torn and len(whole) == len(data)
 
 
 def to_table(columns: list[str], rows: list[dict[str, str]]) -> bytes:
@@ -304,19 +260,6 @@ def cell_of(value: Any) -> str:
             text = "'" + text
     # One line per row, whatever was logged: so a torn row is found by its missing newline, and tail and grep work.
     return text.replace("\r", "\\r").replace("\n", "\\n").encode("utf-8", "backslashreplace").decode()
-
-
-def value_of(cell: str) -> Any:
-    """What was logged, of the text of its cell: the very number, True, False, or text.
-
-    Example:
-        >>> value_of("0.1"), value_of("3"), value_of("True"), value_of("nan")
-        (0.1, 3, True, nan)
-    """
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(cell)
-    return {"True": True, "False": False}.get(cell, cell)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.config import LoopConfig
-from ..record.tables import read_table
+from ..record.parsing import read_table
 from .columns import NOT_METRICS, Column
 from .journal import Journal, read_journal
 from .words import words_of

@@ -122,7 +122,7 @@ def test_a_few_files_do_their_work_alone(tmp_path):
     """TensorLoader from one file, the reader of checkpoints from four; the CSV logger and its reader from four."""
     shutil.copy(PACKAGE / "data" / "tensors.py", tmp_path / "my_data.py")
     files = {
-        "my_logs/record": ("record/logger", "record/read_back", "record/tables"),
+        "my_logs/record": ("record/logger", "record/parsing", "record/read_back", "record/tables"),
         "my_logs/files": ("files/disk",),
         "my_files": ("files/reading", "files/opening", "files/errors", "files/ordinary"),
     }

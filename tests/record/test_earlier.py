@@ -14,7 +14,8 @@ from runs import fit, logs_of, same, without_time
 from fabric_template import CSVLogger
 from fabric_template.files import disk
 from fabric_template.files.reading import read_checkpoint
-from fabric_template.record.tables import cell_of, value_of
+from fabric_template.record.parsing import value_of
+from fabric_template.record.tables import cell_of
 
 LAST = "checkpoints/run/version_0/last.ckpt"
 

@@ -11,7 +11,8 @@ from runs import assert_same_end, fit, logs_of, tree
 
 from fabric_template import CSVLogger
 from fabric_template.files import disk
-from fabric_template.record.tables import LogsError, read_table
+from fabric_template.record.parsing import read_table
+from fabric_template.record.tables import LogsError
 
 EIO = OSError(errno.EIO, os.strerror(errno.EIO))
 ROWS = "epoch,step,val_loss\n0,10,\n1,20,0.5\n2,30,\n"

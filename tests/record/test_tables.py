@@ -8,8 +8,9 @@ import pandas as pd
 import pytest
 
 from fabric_template.files import disk
-from fabric_template.record import tables
-from fabric_template.record.tables import Table, read_table
+from fabric_template.record import parsing, tables
+from fabric_template.record.parsing import read_table
+from fabric_template.record.tables import Table
 
 FIRST = ("epoch", "step")
 
@@ -23,7 +24,7 @@ def count_rows_read(monkeypatch):
         rows.extend(found[1])
         return found
 
-    monkeypatch.setattr(tables, "read_table", counting)
+    monkeypatch.setattr(parsing, "read_table", counting)
     return rows
 
 
@@ -117,7 +118,7 @@ def test_what_is_not_taken_apart_would_be_the_same(tmp_path):
     path, plain = tmp_path / "metrics.csv", 0
     for marks in itertools.product(b'a,\n\r"', repeat=4):
         path.write_bytes(b"a,b\n" + bytes(marks))
-        if (found := tables._plain_table(str(path))) is not None:
+        if (found := parsing.plain_table(str(path))) is not None:
             columns, data, number = found
             again = read_table(path)
             assert (columns, number, True) == (again[0], len(again[1]), again[2])

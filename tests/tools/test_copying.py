@@ -230,13 +230,13 @@ def test_a_part_is_its_file_and_what_that_imports(capsys):
     assert (code, out.splitlines()) == (
         0,
         [
-            "copied      files/disk.py, record/logger.py, record/tables.py to src/bits; they are yours now",
+            "copied      files/disk.py, record/logger.py, record/parsing.py, record/tables.py to src/bits; they are yours now",
             "use         import bits.record.logger",
             "compare     fabric-template diff src/bits",
             "update      fabric-template update src/bits",
         ],
     )
-    modules = {"files/disk.py", "record/logger.py", "record/tables.py"}
+    modules = {"files/disk.py", "record/logger.py", "record/parsing.py", "record/tables.py"}
     inits = {"__init__.py", "files/__init__.py", "record/__init__.py"}
     beside = {"LICENSE", "fabric_template.json", "fabric_template.tar.gz"}
     assert tree("src/bits").keys() == {*modules, *inits, *beside}
@@ -309,7 +309,7 @@ def test_a_part_of_one_file_can_be_a_file(capsys):
     assert text.endswith("# SOFTWARE.\n")
     assert run(capsys, "diff", "my_tensors.py") == (0, "", "")
     assert refused(capsys, "copy", "--parts", "csv", "csv_logger.py") == (
-        "copy --parts csv csv_logger.py: these are 3 files: give a folder, such as csv_logger"
+        "copy --parts csv csv_logger.py: these are 4 files: give a folder, such as csv_logger"
     )
 
 
