@@ -174,8 +174,7 @@ class MiniLoop:
     def _train_epoch(self, batches: Any) -> None:
         began = time.monotonic()
         self._call("on_train_epoch_start")
-        batches = batches or self._begin_pass()
-        self.batch_idx, self.is_last_batch = -1, False
+        batches, self.batch_idx, self.is_last_batch = batches or self._begin_pass(), -1, False
         for self.batch_idx, (batch, self.is_last_batch) in enumerate(batches):
             self._batch = batch = self._to_device(batch)
             self._batch_size, self._in_batch = None, True
@@ -232,9 +231,9 @@ class MiniLoop:
             return outputs, loss
         if "optimizer_step" in self._hooks:
             self._hooks["optimizer_step"](self.current_epoch, self.batch_idx, optimizer, closure)
-        elif self._scaler is None:
+        elif self._closes:
             optimizer.step(closure=closure)
-        elif closure() is not None:  # a scaler's step takes no closure
+        elif closure() is not None:  # a scaler's step takes no closure, nor do those of a few optimizers
             self.strategy.optimizer_step(optimizer)
         self.global_step += 1
         return outputs, loss
@@ -276,8 +275,7 @@ class MiniLoop:
         known, sign = {**self._metrics, **row}, 1 if self.mode == "min" else -1
         score: Any = known.get(self.monitor or "")
         is_best = score is not None and bool(sign * score < sign * self.best.get("best.ckpt", sign * math.inf))
-        if is_best:
-            self.best = {"best.ckpt": float(score)}
+        self.best = {"best.ckpt": float(score)} if is_best else self.best
         self._save(is_best)
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in list(row.items())[2:])
         self.fabric.print(f"epoch {self.current_epoch}/{self.max_epochs}: {numbers}")
@@ -433,6 +431,7 @@ class MiniLoop:
         optimizer, self.lr_scheduler_configs = parse_optimizers(self._hooks["configure_optimizers"]())
         self.optimizers, self._scaler = [optimizer], getattr(self.strategy.precision, "scaler", None)
         self._backward = Tensor.backward if self._scaler is None else self.fabric.backward
+        self._closes = not self._scaler and {"closure", "kwargs"} & {*inspect.signature(optimizer.step).parameters}
         self._net.zero_grad()
 
     def _step(self, name: str) -> Callable:
@@ -533,6 +532,9 @@ class MiniLoop:
         loader = self._hooks[f"{stage}_dataloader"]()
         if isinstance(loader, DataLoader):
             shared = self.fabric.setup_dataloaders(loader, move_to_device=False)  # seeds its workers, too
+            for sampler in samplers_of(shared)[::2]:  # to train, Trainer's shuffle, whatever the loader did
+                if hasattr(sampler, "shuffle") and sampler not in samplers_of(loader):
+                    sampler.shuffle |= stage == "train"
             return shared if self.world_size > 1 else loader
         several = isinstance(loader, list | tuple) and any(isinstance(part, DataLoader) for part in loader)
         if self.world_size > 1 or several or isinstance(loader, Mapping | Tensor) or not hasattr(loader, "__iter__"):
@@ -544,8 +546,7 @@ class MiniLoop:
         """Begin a pass now; its batches come one by one, each with whether it is the last."""
         announce_pass(self.train_dataloader, self.current_epoch, is_first)
         batches, length = iter(self.train_dataloader), self.num_training_batches
-        if batches is self.train_dataloader:  # which begins anew whenever it is asked, and a for loop asks, too
-            batches = map(next, repeat(batches))
+        batches = map(next, repeat(batches)) if batches is self.train_dataloader else batches  # iter() begins anew
         if length != math.inf:  # nothing is fetched beyond it: a sampler's end may draw random numbers
             return ((batch, number == length) for number, batch in enumerate(islice(batches, length), 1))
         # without a length one is looked ahead, and the first one is fetched now, as Trainer's
@@ -824,9 +825,8 @@ def announce_pass(loader: Any, epoch: int, is_first: bool) -> None:
         iter(loader)  # to see whether one can, as Trainer: its own iterator, which shuffles then, shuffles once more
     if hasattr(loader, "_num_iter_calls"):
         loader._num_iter_calls = epoch
-    for sampler in samplers_of(loader)[::2]:
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+    for sampler in (one for one in samplers_of(loader)[::2] if hasattr(one, "set_epoch")):
+        sampler.set_epoch(epoch)
 
 
 def samplers_of(loader: Any) -> list[Any]:

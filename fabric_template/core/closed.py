@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,7 +45,12 @@ class ClosedStep:
                 prepare(optimizer)
             return result
 
-        return self._run.fabric.strategy.optimizer_step(optimizer, closure=closure_and_clip, **arguments)
+        step = self._run.fabric.strategy.optimizer_step
+        if not _takes_closure(type(optimizer).step):  # one of torch's (PostLocalSGDOptimizer), and others written so
+            result = closure_and_clip()
+            step(optimizer, **arguments)
+            return result
+        return step(optimizer, closure=closure_and_clip, **arguments)
 
     def _scaled(self, optimizer: Optimizer, closure: Callable, **arguments: Any) -> Any:
         """With a GradScaler: torch takes no closure here, and gradients are unscaled before anyone looks at them."""
@@ -76,3 +83,12 @@ class ClosedStep:
                 " could also happen because the `optimizer.step(optimizer_closure)` call did not execute it internally: write"
                 " optimizer.step(closure=optimizer_closure), and loss = closure() in an optimizer of your own"
             )
+
+
+@cache
+def _takes_closure(step: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(step).parameters
+    except (TypeError, ValueError):
+        return True
+    return "closure" in parameters or any(word.kind is word.VAR_KEYWORD for word in parameters.values())

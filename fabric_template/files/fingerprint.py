@@ -38,14 +38,13 @@ def settings_of(run: Run) -> dict[str, str]:
     """The numbers and words that optimizers and schedulers are made with, which a resume takes from the file."""
     parts: list[tuple[Any, dict[str, Any]]] = []
     for optimizer in run.optimizing.optimizers:
-        for index, group in enumerate(optimizer.param_groups):
+        for index, group in enumerate(optimizer.param_groups):  # of which there may be hundreds
             own = {**group, "lr": group.get("initial_lr", group.get("lr")), "initial_lr": None}
-            rates = {key: own[key] for key in ("lr", "weight_decay") if key in own}
-            parts.append((optimizer, rates if index else own))  # of groups there may be hundreds
+            parts.append((optimizer, {key: own[key] for key in ("lr", "weight_decay") if key in own} if index else own))
     parts += [(config.scheduler, config.scheduler.state_dict()) for config in run.optimizing.schedulers]
     found: dict[str, str] = {}
     for number, (part, values) in enumerate(parts):
-        name = type(part).__name__ + f" {number}" * any(type(part) is type(other) for other, _ in parts[:number])
+        name = kin(part)[0] + f" {number}" * any(type(part) is type(other) for other, _ in parts[:number])
         for key, value in values.items():
             value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             if isinstance(value, bool | int | float | str) or key == "betas":
@@ -57,11 +56,8 @@ def of_data(run: Run) -> dict[str, Any]:
     """The part about the training data, as the first pass begins; nothing where loaders are made anew each epoch."""
     if run.config.reload_dataloaders_every_n_epochs:
         return {}
-    batches = run.at.num_batches
-    return {
-        "batches": None if batches == INFINITE else batches,
-        "data": [_data(part) for part in run.data.train.loaders],
-    }
+    batches = None if run.at.num_batches == INFINITE else run.at.num_batches
+    return {"batches": batches, "data": [_data(part) for part in run.data.train.loaders]}
 
 
 def _data(loader: Any) -> dict[str, Any]:
@@ -80,4 +76,7 @@ def _data(loader: Any) -> dict[str, Any]:
 
 def kin(optimizer: Any) -> list[str]:
     """An optimizer's class and those that it is derived from."""
+    optimizer = (
+        optimizer.optim if hasattr(optimizer, "consolidate_state_dict") else optimizer
+    )  # whose states it shares out
     return [base.__name__ for base in type(optimizer).__mro__ if base not in (torch.optim.Optimizer, object)]

@@ -47,23 +47,6 @@ class Net(Classifier):
         return self.make(self.parameters())
 
 
-class ByHand(Net):
-    """Steps by itself, as torch's PostLocalSGDOptimizer takes no closure."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.manual_backward(loss)
-        optimizer.optimizer.step()
-        return loss
-
-    def on_train_epoch_end(self):
-        """No scheduler is stepped."""
-
-
 class Hooked(DDPStrategy):
     """With a communication hook."""
 
@@ -134,6 +117,16 @@ def redundant(rank):
                     fit(root := f"{name}{batches}", zero, callbacks=[Fails(batches)], **words)
             weights, _ = fit(root, zero, resume="auto", seed=7, **words)
             found[name] &= same(weights, plain) and same(moments(root), moments("adam"))
+    for batches, start, other in (
+        (5, "snaps", zero),
+        (9, "snaps", zero),
+        (5, "file_snaps", adam),
+        (9, "pieces_snaps", adam),
+    ):
+        root = copied(rank, f"{start}/{batches}", f"{start}{batches}other")
+        weights, said = fit(root, other, resume="auto", seed=7)
+        found["changed"] = found.get("changed", True) and same(weights, plain) and same(moments(root), moments("adam"))
+        found["changed"] &= not any("other" in line for line in said)
     buckets, _ = fit("buckets", lambda parameters: zero(parameters, parameters_as_bucket_view=True))
     found["buckets"] = same(buckets, plain) and same(moments("buckets"), moments("adam"))
     words = {"loop": MiniLoop, "accelerator": "cpu", "name": "mini"}
@@ -155,12 +148,12 @@ THREE = {"snaps": adam, "file_snaps": zero}
 
 
 def test_an_optimizer_with_a_part_on_each_rank():
-    """ZeroRedundancyOptimizer: the weights and the files of the optimizer in it, killed and resumed, by three ranks, too."""
+    """ZeroRedundancyOptimizer: the weights and files of the optimizer in it, resumed, also by that or by three ranks."""
     codes, errors = externally(redundant)
     assert codes == [0, 0], errors
     for rank in range(2):
         found = torch.load(f"found{rank}.pt", weights_only=True)
-        assert found == dict.fromkeys(("file", "pieces", "behind", "buckets", "mini"), True)
+        assert found == dict.fromkeys(("file", "pieces", "behind", "changed", "buckets", "mini"), True)
     codes, errors = externally(on_three, ranks=3)
     assert codes == [0, 0, 0], errors
     assert [torch.load(f"three{rank}.pt", weights_only=True) for rank in range(3)] == [{5: True, 9: True}] * 3
@@ -235,7 +228,7 @@ def compressed(ddp):
 
 
 def apart(rank):
-    local, more = {"make": local_sgd, "kind": ByHand}, {"resume": "last", "max_epochs": 4}
+    local, more = {"make": local_sgd}, {"resume": "last", "max_epochs": 4}
     told = {"file": fit("file", strategy=Hooked(alone), **local)[1]}
     told["on"] = fit("file", strategy=Hooked(alone), **local, **more)[1]
     told["power"] = fit("power", strategy=Hooked(compressed))[1]
