@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
 from .errors import Misuse
+from .functions import FunctionSteps
+from .overrides import class_of
 
 TENSOR_PARALLEL = "tensor_parallel"  # Fabric's name for that dimension of its mesh
 
@@ -25,17 +28,18 @@ TENSOR_PARALLEL = "tensor_parallel"  # Fabric's name for that dimension of its m
 class Sharded:
     """A net in parts: made, stepped through, clipped, and put together again."""
 
-    def __init__(self, fabric: Fabric, net: nn.Module, name: str) -> None:
-        self.fabric, self.net, self.name = fabric, net, name
+    def __init__(self, fabric: Fabric, net: nn.Module, owner: Any) -> None:
+        self.fabric, self.net = fabric, net
+        self.name = class_of(net if isinstance(owner, FunctionSteps) else owner).__name__
         self.through: Callable[..., Any] | None = None  # runs a step as a forward of the net; None: it has no hooks
 
     def set_up(self) -> None:
         """Give all ranks rank zero's weights, and each its part; what is sharded already stays as it is."""
         if not is_sharded(self.net):
             make_equal(self._tensors())
-            self._shard()
-        else:  # in configure_model, or by a run before: what is left to do is Fabric's
-            self.fabric.strategy.precision.convert_module(self.net)
+            self._make(self._shard)
+        else:
+            self._make(self._leave)
         self._check()
         if isinstance(self.net, FSDPModule):
             # a step is a forward of the whole, also where it calls the net's parts
@@ -45,15 +49,39 @@ class Sharded:
             self.through = net.step_through
             del net.step_through
 
-    def _shard(self) -> None:
-        fabric, strategy = self.fabric, self.fabric.strategy
+    def _shard(self) -> nn.Module:
+        strategy = self.fabric.strategy
+        return strategy.setup_module(strategy.precision.convert_module(self.net))
+
+    def _leave(self) -> nn.Module:
+        """One that is in parts already, by its configure_model or a run before, gets memory where it has none."""
+        strategy, bare = self.fabric.strategy, set[str]()
+        if any(tensor.is_meta for tensor in self._tensors()):
+            self.net.to_empty(device=strategy.root_device)
+            for part in self.net.modules():
+                if not [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
+                    continue
+                if callable(reset := getattr(part, "reset_parameters", None)):
+                    reset()
+                else:
+                    bare.add(type(part).__name__)
+        if bare and self.fabric.is_global_zero:
+            warnings.warn(
+                f"no reset_parameters() in {', '.join(sorted(bare))}, made on the meta device: what lies in their weights is"
+                " whatever was in memory, until a hook of yours fills them",
+                stacklevel=2,
+            )
+        return strategy.precision.convert_module(self.net)
+
+    def _make(self, make: Callable[[], nn.Module]) -> None:
+        fabric = self.fabric
         empty = [name for name, tensor in self._named() if tensor.is_meta]
         # on the CPU each rank draws its own part: with one seed the parts would be copies of each other
         with torch.random.fork_rng(devices=[]) if empty else nullcontext(), warnings.catch_warnings():
             if empty:
                 warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
                 torch.manual_seed(torch.initial_seed() + fabric.global_rank)
-            made = strategy.setup_module(strategy.precision.convert_module(self.net))
+            made = make()
         if made is not self.net:
             raise Misuse(
                 f"parallelize_fn returned another object than {self.name}, a {type(made).__name__}: expected the model that it"
@@ -87,6 +115,27 @@ class Sharded:
                     " data-parallel groups, which would train it apart: write fully_shard(model,"
                     " mesh=mesh['data_parallel']) with the whole model as its last line"
                 )
+
+    def step(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A step as a forward of the whole net; what it returns is whole, as all that reads it expects."""
+
+        def step(*args: Any) -> Any:
+            output = method(*args) if self.through is None else self.through(partial(method, *args))
+            return wholes(output)
+
+        return step
+
+    def backward(self, loss: Tensor, *args: Any, **words: Any) -> None:
+        """Fabric's backward; what torch says of a loss that needs more around it is said in other words."""
+        try:
+            self.fabric.backward(loss, *args, **words)
+        except RuntimeError as error:
+            if "nll_loss_backward" not in str(error):
+                raise
+            raise Misuse(
+                f"{self.name} computes its loss under loss_parallel(), which its backward needs, too: write a method"
+                " backward(self, loss) beside training_step, with `with loss_parallel(): loss.backward()` in it"
+            ) from error
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -150,3 +199,12 @@ def clip_norm(parameters: Iterable[Tensor], most: float) -> None:
 def whole(value: Any) -> Any:
     """A tensor put together from its parts, on all ranks; anything else as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def wholes(item: Any) -> Any:
+    """What a step returns, with whole tensors, for a backward, too."""
+    if type(item) is dict:
+        return {key: wholes(value) for key, value in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(map(wholes, item))
+    return whole(item)

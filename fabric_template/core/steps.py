@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .net import Modes, with_a_note
-from .overrides import class_of
 
 if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricModule
@@ -67,7 +66,7 @@ class Steps:
         if is_shared_out(self.fabric):
             from .sharded import Sharded
 
-            self.sharded = Sharded(self.fabric, self.net, class_of(self.owner).__name__)
+            self.sharded = Sharded(self.fabric, self.net, self.owner)
             self.sharded.set_up()
         elif training and any(p.requires_grad for p in self.net.parameters()):
             wrapped = self.fabric.setup(StepModule(self.net))
@@ -98,11 +97,6 @@ class Steps:
         """Whether each step, in a validation too, waits for the other ranks: for weights, or rank zero's buffers in DDP."""
         return self.sharded is not None or (self.ddp is not None and self.ddp.will_sync_module_buffers())
 
-    @property
-    def is_plain(self) -> bool:
-        """One device in float32: ``fabric.backward`` and the strategy's step come to ``loss.backward()`` and ``step()``."""
-        return is_plain(self.fabric)
-
     def get(self, name: str) -> Callable:
         """The step of this name with precision, strategy and compilation around it."""
         method = getattr(self.owner, name)
@@ -112,8 +106,8 @@ class Steps:
             by_hand = name == "training_step" and not getattr(self.owner, "automatic_optimization", True)
             through = partial(_by_hand, self.ddp) if by_hand and self.ddp is not None else _through
             method = partial(through, self.wrapped, method)
-        elif self.sharded is not None and self.sharded.through is not None:
-            method = partial(_through, self.sharded.through, method)
+        elif self.sharded is not None:
+            method = self.sharded.step(method)
         context = self.context()
         return method if context is None else _inside(context, method)
 
@@ -143,7 +137,7 @@ def is_shared_out(fabric: Fabric) -> bool:
 
 
 def is_plain(fabric: Fabric) -> bool:
-    """One device in float32: Fabric's strategy and precision do nothing there."""
+    """One device in float32: Fabric's backward and its strategy's step come to ``loss.backward()`` and ``step()``."""
     return type(fabric.strategy) is SingleDeviceStrategy and type(fabric.strategy.precision) is Precision
 
 

@@ -13,6 +13,7 @@ from .functions import takes_batch_idx
 from .outputs import loss_in, refuse_without_gradient
 from .overrides import class_of, overrides
 from .run import Run
+from .steps import is_plain
 
 if TYPE_CHECKING:
     from .closed import ClosedStep
@@ -51,7 +52,7 @@ class AutomaticUpdate:
     def set_up(self) -> None:
         """Know what there is to call; once more where a callback brings other optimizers."""
         run, hooks, timed = self.run, self.hooks, self.hooks.timed
-        self.fabric, self.owner, self.is_plain = run.fabric, run.trained.owner, run.steps.is_plain
+        self.fabric, self.owner, self.is_plain = run.fabric, run.trained.owner, is_plain(run.fabric)
         strategy = f"[Strategy]{type(self.fabric.strategy).__name__}"  # so profilers call these parts
         self.named = f"[LightningModule]{class_of(self.owner).__name__}"
         self.step = hooks.named("training_step", timed(run.steps.get("training_step"), f"{strategy}.training_step"))
@@ -65,7 +66,9 @@ class AutomaticUpdate:
         parts = {name: overrides(self.owner, name) for name in OWN}
         own = {name: None if part is None else hooks.named(name, part) for name, part in parts.items()}
         self.own_step, self.own_zero, self.own_backward, self.own_clip = (own[name] for name in OWN)
-        self._backward = timed(Tensor.backward if self.is_plain else self.fabric.backward, f"{strategy}.backward")
+        self._backward = timed(
+            Tensor.backward if self.is_plain else (run.steps.sharded or self.fabric).backward, f"{strategy}.backward"
+        )
         if self.own_backward is not None:
             self.own_backward = timed(self.own_backward, f"{strategy}.backward")
         if hooks.profiler is not None:

@@ -28,6 +28,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
+from ..core.errors import MisuseOfType
 from ..core.overrides import overrides
 from ..core.ranks import is_joined
 from ..core.run import Run
@@ -116,6 +117,14 @@ def desk() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="fabric_template_", suffix=".desk")
     try:
         yield folder
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        if error.__cause__ is None and "pickle" in str(error):  # no rank's own: they have not begun
+            raise MisuseOfType(
+                "a strategy that spawns sends all that a run is given to its processes by pickle, and this cannot be:"
+                f" {error}; write functions and classes at the top of a file, or strategy='ddp' in a script, 'ddp_fork' in a"
+                " notebook"
+            ) from error
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -18,7 +18,7 @@ from ..core.progress import Progress
 from ..core.ranks import is_joined
 from ..core.run import Failure, Home, Predicted, Run
 from ..core.said import Said
-from ..core.steps import Steps
+from ..core.steps import Steps, is_shared_out
 from ..core.stop import Stop
 from ..core.trained import Trained
 from ..core.validation import Validation
@@ -62,7 +62,10 @@ def build(plan: Plan, loop: TrainerFace, fabric: Fabric) -> Run:
     if plan.again is not None:
         at.follow_evaluations(plan.again)
     plan.home.loggers, plan.home.recipe = loop.loggers, loop.recipe
-    metrics = Metrics(fabric.all_reduce, distributed=not is_alone, predicts=plan.fn == "predict",
+    kind: type[Metrics] = Metrics
+    if is_shared_out(fabric):
+        from ..record.gathered import GatheredMetrics as kind
+    metrics = kind(fabric.all_reduce, distributed=not is_alone, predicts=plan.fn == "predict",
                       enabled=not config.barebones, has_logger=bool(plan.home.loggers))  # fmt: skip
     hooks = Hooks(loop, loop.callbacks, trained.owner, metrics, loop.own_profiler, partial(_shown_to, trained))
     # a launcher may pass on to this process what it has already been sent

@@ -361,7 +361,7 @@ class TrainerFace:
         prove(run, filepath)
         self.fabric.barrier("save_checkpoint")
 
-    init_module = shows("fabric.init_module", "Makes a module on the device and in the precision; see Fabric's.")
+    init_module = shows("fabric.strategy.module_init_context", "Makes a module on the device and in the precision.")
     print = shows("fabric.print", "Prints on rank zero.")
 
     def _begin(self, run: Run) -> None:
