@@ -96,11 +96,11 @@ class FabricLoop(Parts):
         self.recipe = {**vars(given), **where, **{word: value for word, value in more.items() if value is not None}}
         if fabric is None and not isinstance(plugins, ClusterEnvironment):
             devices, num_nodes = as_launched(devices, num_nodes)
-        if strategy != "auto" or fabric is not None:
-            from .trainer.strategies import as_fabrics, with_files
+        if strategy != "auto" or plugins is not None or fabric is not None:
+            from .trainer.strategies import as_fabrics, plugins_as_fabrics, with_files
 
             strategy = as_fabrics(strategy)
-            plugins = with_files(strategy, plugins)
+            plugins = with_files(strategy, plugins_as_fabrics(plugins))
         words = {"accelerator": accelerator, "strategy": strategy, "devices": devices, "num_nodes": num_nodes,
                  "precision": precision, "plugins": plugins}  # fmt: skip
         if fabric is not None:
@@ -116,7 +116,7 @@ class FabricLoop(Parts):
             as_fabrics(fabric.strategy)  # refuses what cannot run here
         if loggers is not None and given.logger is not None:
             raise Misuse("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
-        self.fabric = with_safe_files(fabric if fabric is not None else Fabric(**words), self.config)
+        self.fabric = with_safe_files(fabric if fabric is not None else _made(words), self.config)
         check_launched(self.fabric)
         self.callbacks = []
         if callbacks is not None:
@@ -284,3 +284,13 @@ def _public(name: str) -> Any:
         if not str(error.name).startswith(f"{__package__}.tools"):
             raise
         raise Misuse(f"loop.{name} needs the folder tools/, which this copy of the loop lacks: copy it, too") from error
+
+
+def _made(words: dict[str, Any]) -> Fabric:
+    """Fabric; what it refuses, Trainer's users catch as from Trainer."""
+    try:
+        return Fabric(**words)
+    except (ValueError, TypeError, RuntimeError) as error:
+        from .trainer.strategies import refusal
+
+        raise refusal(error) from error

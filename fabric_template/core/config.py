@@ -25,10 +25,10 @@ class LoopConfig:
     Example:
         >>> LoopConfig(max_epochs=3, accumulate_grad_batches=4).max_epochs
         3
-        >>> LoopConfig(max_epochs=-7)
+        >>> LoopConfig(mode="best")
         Traceback (most recent call last):
         ...
-        fabric_template.core.errors.Misuse: max_epochs=-7: expected None, -1 (no limit) or an int >= 0
+        fabric_template.core.errors.Misuse: mode='best': expected "min" or "max"
     """
 
     # How long
@@ -146,15 +146,17 @@ class LoopConfig:
     nothing; a whole training step is recorded once per epoch and replayed, for small models on a GPU, with the same bits."""
 
     def __post_init__(self) -> None:
-        wrong_type, wrong_value = [], []
+        wrong_type: list[str] = []
+        wrong_value: list[str] = []
         for field in dataclasses.fields(self):
             if field.name in _CHECKS:
                 types, in_range, expected = _CHECKS[field.name]
                 value = getattr(self, field.name)
-                if not _is_one_of(value, types):
-                    wrong_type.append(f"{field.name}={value!r}: expected {expected}")
-                elif not in_range(value):
-                    wrong_value.append(f"{field.name}={value!r}: expected {expected}")
+                wrong = wrong_value if (is_type := _is_one_of(value, types)) else wrong_type
+                if not is_type or not in_range(value):
+                    from .elsewhere import trainers_words
+
+                    wrong.append(f"{field.name}={value!r}: expected {expected}{trainers_words(field.name, value)}")
         if not (wrong_type or wrong_value):
             wrong_value += self._contradictions()
         if wrong_type or wrong_value:
@@ -167,8 +169,9 @@ class LoopConfig:
         found = []
         if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
             found.append(
-                f"val_check_interval={self.val_check_interval!r} with check_val_every_n_epoch=None: expected an int "
-                "(batches, counted across epochs) or a time"
+                "`val_check_interval` should be an integer or a time-based duration (str 'DD:HH:MM:SS', datetime.timedelta, or"
+                " dict kwargs for timedelta) when `check_val_every_n_epoch=None`."
+                f" It is {self.val_check_interval!r}; expected batches, counted across epochs, or a time"
             )
         if self.validate_every_n_steps and (self.val_check_interval, self.check_val_every_n_epoch) not in (
             (None, 1), (self.validate_every_n_steps, None)
@@ -184,12 +187,10 @@ class LoopConfig:
         if self.barebones:
             off = ("logger", "enable_checkpointing", *_SHOWN, "log_every_n_steps", "num_sanity_val_steps", "fast_dev_run",
                    "detect_anomaly", "profiler", "on_nan")  # fmt: skip
-            for word in (
-                f"{name}={value!r}" for name in off if (value := getattr(self, name)) not in (None, "warn") and value
-            ):
-                found.append(
-                    f"`FabricLoop(barebones=True, {word})` was passed: barebones switches it off, leave it out"
-                )
+            from .elsewhere import off_in_barebones
+
+            given = {name: value for name in off if (value := getattr(self, name)) not in (None, "warn") and value}
+            found += [off_in_barebones(name, value) for name, value in given.items()]
         return found
 
     def resolved(self) -> Settings:

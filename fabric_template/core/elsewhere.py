@@ -41,6 +41,63 @@ TRAINER_ONLY = {
     "weights_only": "checkpoints are read with weights_only=True, unless trusted=True; fit and the other verbs take it, too",
 }
 
+# what Trainer says of a value that it does not take
+_IN_RANGE = "You have passed invalid value {value} for {name}, it has to be in [0.0, 1.0] or an int."
+_LIMITED = (
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+)
+_TRAINERS_WORDS = {
+    **dict.fromkeys((*_LIMITED, "val_check_interval"), _IN_RANGE),
+    "max_epochs": "`max_epochs` must be a non-negative integer or -1. You passed in {value}.",
+    "max_steps": "`max_steps` must be a non-negative integer or -1 (infinite steps). You passed in {value}.",
+    "max_time": "`Timer(duration={value!r})` is not a valid duration. Expected a string in the format DD:HH:MM:SS.",
+    "fast_dev_run": "fast_dev_run={value} is not a valid configuration. It should be >= 0.",
+    "check_val_every_n_epoch": "`check_val_every_n_epoch` should be an integer, found {value!r}.",
+    "reload_dataloaders_every_n_epochs": "`reload_dataloaders_every_n_epochs` should be an int >= 0, got {value}.",
+    "gradient_clip_val": "`gradient_clip_val` should be an int or a float. Got {value}.",
+    "gradient_clip_algorithm": "`gradient_clip_algorithm` {value} is invalid. Allowed algorithms: ['value', 'norm'].",
+}
+
+
+def trainers_words(name: str, value: object) -> str:
+    """The same in Trainer's words, for who looks for them; nothing where it has none.
+
+    Example:
+        >>> trainers_words("max_epochs", -7)
+        ' (`max_epochs` must be a non-negative integer or -1. You passed in -7.)'
+    """
+    words = _TRAINERS_WORDS.get(name, "")
+    if name == "val_check_interval" and isinstance(value, str):
+        words = "Invalid time format for `val_check_interval`: {value!r}. Expected 'DD:HH:MM:SS'."
+    return words and f" ({words.format(name=name, value=value)})"
+
+
+_SLOW = {
+    "logger": "Logging", "log_every_n_steps": "Logging", "enable_checkpointing": "Checkpointing", "profiler": "Profiling",
+    "enable_progress_bar": "The progress bar", "enable_model_summary": "Model summary",
+    "num_sanity_val_steps": "Sanity checking", "detect_anomaly": "Anomaly detection", "on_nan": "Reading each loss",
+}  # fmt: skip
+
+
+def off_in_barebones(name: str, value: object) -> str:
+    """Why a word cannot be given beside barebones, in Trainer's words.
+
+    Example:
+        >>> off_in_barebones("logger", True)[:42]
+        '`Trainer(barebones=True, logger=True)` was'
+    """
+    why = (
+        f"{_SLOW[name]} can impact raw speed"
+        if name in _SLOW
+        else "Development run is not meant for raw speed evaluation"
+    )
+    what = f"`Trainer(barebones=True, {name}={value!r})` was passed"
+    return f"{what}. {why} so it is disabled in barebones mode. Leave {name}= out"
+
 
 def why_unknown(word: str, known: list[str]) -> str:
     """What to write for a word that is none of the loop's: what it is called here, or the nearest known one."""

@@ -11,10 +11,10 @@ class Misuse(MisconfigurationException, ValueError):
     Example:
         >>> from fabric_template import FabricLoop
         >>> try:
-        ...     FabricLoop(max_epochs=-7)
+        ...     FabricLoop(mode="best")
         ... except MisconfigurationException as error:
         ...     print(isinstance(error, ValueError), error)
-        True max_epochs=-7: expected None, -1 (no limit) or an int >= 0
+        True mode='best': expected "min" or "max"
     """
 
 

@@ -54,8 +54,9 @@ def takes_batch_idx(step: Callable) -> bool:
     if takes(step, "batch_idx"):
         return True
     words = [word for word in inspect.signature(step).parameters.values() if word.name != "dataloader_idx"]
+    words = [word for word in words if word.kind < word.KEYWORD_ONLY]
     if isinstance(step, partial):
-        words = [word for word in words if word.default is word.empty and word.kind < word.KEYWORD_ONLY]
+        words = [word for word in words if word.default is word.empty]
     return len(words) >= 2
 
 

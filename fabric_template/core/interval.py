@@ -32,7 +32,8 @@ def val_check_batch(config: LoopConfig, num_batches: int | float, validates: boo
         if interval == 1.0:
             return INFINITE
         raise Misuse(
-            f"val_check_interval={interval}: the train loader has no length, so there is no fraction of it; expected 1.0,"
-            " an int (batches) or a time"
+            f"val_check_interval={interval}: the train loader has no length, so there is no fraction of it. When using an"
+            " IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be time based, `1.0` or an int. An"
+            " int k specifies checking validation every k training batches."
         )
     return max(1, int(num_batches * interval))

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from .errors import Misuse, MisuseOfType
 from .overrides import class_of
 
+_OUTPUT = ". Output from `model.configure_optimizers()` should be one of:"
 _SHAPES = (
     "None, Optimizer, [Optimizer, ...], ([Optimizer, ...], [scheduler or its dict, ...]),"
     ' {"optimizer": Optimizer, "lr_scheduler": scheduler or its dict, "monitor": name}, or a list of such dicts'
@@ -66,7 +67,8 @@ def parse_optimizers(
     monitor = None
     schedulers: list[Any] = []
     if returned is None:
-        warnings.warn(f"{where} returned `None`, this fit will run with no optimizer", stacklevel=2)
+        said = "`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer"
+        warnings.warn(said, stacklevel=2)
         optimizers = [NoOptimizer()]
     elif isinstance(returned, Optimizer) or _steps(returned):
         optimizers = [returned]
@@ -96,7 +98,8 @@ def parse_optimizers(
     else:
         hint = "; write torch.optim.Adam(model.parameters(), lr=1e-3)" if not isinstance(returned, list | tuple) else ""
         raise MisuseOfType(
-            f"Unknown configuration for model optimizers: {where} {_describe(returned)}{hint}; expected one of {_SHAPES}"
+            f"Unknown configuration for model optimizers{_OUTPUT if owner is not None else ': expected one of'} {_SHAPES};"
+            f" {where} {_describe(returned)}{hint}"
         )
     configs = [_parse_scheduler(item, monitor, automatic, where) for item in schedulers]
     if automatic and not optimizers:
@@ -192,8 +195,8 @@ def _as_dict(scheduler: Any) -> dict:
 def _check_keys(item: Mapping, where: str) -> None:
     if not _steps(item.get("optimizer")):
         raise MisuseOfType(
-            f"Unknown configuration for model optimizers: {where} returned a dict without an optimizer under"
-            f' "optimizer"; expected one of {_SHAPES}'
+            f"Unknown configuration for model optimizers{_OUTPUT if '(' in where else ': expected one of'}"
+            f' {_SHAPES}; {where} returned a dict without an optimizer under "optimizer"'
         )
     _warn_of_keys(item, {"optimizer", "lr_scheduler", "monitor"}, "the optimizer configuration")
 
@@ -229,9 +232,9 @@ def _parse_scheduler(item: Any, monitor: str | None, automatic: bool, where: str
         config.monitor = config.monitor or monitor
         if config.monitor is None:
             raise Misuse(
-                f"{where}: `configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used, the"
-                " logged metric that it follows; write"
-                ' {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}'
+                "The lr scheduler dict must include a monitor when a `ReduceLROnPlateau` scheduler is used. For example:"
+                ' {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "your_loss"}}, with the name of'
+                f" a logged metric: {where} returned none"
             )
     if isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch":
         warnings.warn(

@@ -27,7 +27,7 @@ def loss_in(output: Any, run: Run) -> Tensor | None:
         loss = output.get("loss")
         if loss is None:
             raise Misuse(
-                "In automatic optimization, when `training_step` returns a dict, the 'loss' key needs to be present;"
+                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present;"
                 f" found the keys {sorted(map(str, output))}: write return {{'loss': loss, ...}}"
             )
     if not isinstance(loss, Tensor):

@@ -58,7 +58,7 @@ class Steps:
 
     def convert_net(self) -> None:
         """Give the net its precision's dtype: before it takes weights, which a narrower one would round."""
-        if self._is_true_precision:
+        if self._converts:
             self.precision.convert_module(self.net)
 
     def setup(self, training: bool) -> None:
@@ -79,13 +79,14 @@ class Steps:
         self.syncs = self.wrapped is not None or self.sharded is not None
         for part in with_a_note(self.net):
             part.to(self.fabric.device)
-            if self._is_true_precision:
+            if self._converts:
                 # as Trainer: double() leaves a torchmetric's sums as they are, to() would not
                 self.precision.convert_module(part)
 
     @property
-    def _is_true_precision(self) -> bool:
-        return str(self.precision.precision).endswith("-true") and self.precision.precision != "32-true"
+    def _converts(self) -> bool:
+        is_own = not type(self.precision).__module__.startswith("lightning.")  # somebody's, who knows what it converts
+        return is_own or (str(self.precision.precision).endswith("-true") and self.precision.precision != "32-true")
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -122,7 +123,7 @@ class Steps:
 
     def convert(self) -> Callable[[Any], Any] | None:
         """What turns a batch into the precision's dtype; None where it stays as it is."""
-        return self.precision.convert_input if self._is_true_precision else None
+        return self.precision.convert_input if self._converts else None
 
     def no_sync(self) -> Any:
         """A context in which gradients are not averaged over the ranks: all but the last batch of a window."""

@@ -61,7 +61,7 @@ def train_epoch(run: Run) -> None:
     run.validation.begin_epoch()
     run.bar.start(run.stop.place(), at.num_batches, at.batches_done)
     then = Then.GO_ON
-    for batch in batches:
+    for batch in batches if not run.stop.is_asked else ():  # by a hook at the epoch's start
         batch_idx = at.begin_batch(batches.is_last)
         if transfer is not None:
             batch = transfer(batch, 0)

@@ -81,8 +81,8 @@ class Loaders:
             return
         if self.stage == "train":
             raise Misuse(
-                '`FitLoop` does not support the `CombinedLoader(mode="sequential")` mode: expected "max_size_cycle",'
-                ' "min_size" or "max_size"'
+                '`_FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. The available modes are:'
+                " ['min_size', 'max_size_cycle', 'max_size']"
             )
         if self.stage == "predict":
             raise Misuse('`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.')
@@ -234,8 +234,8 @@ def no_fraction(loader: Any, limit: float, stage: str) -> str:
     """What is wrong with a fraction of a loader without length; Trainer's reason, and what to write."""
     return (
         f"limit_{stage}_batches={limit}: the {stage} loader ({type(loader).__name__}) has no length, so there is no fraction"
-        f" of it. When using an `IterableDataset`, `Trainer(limit_{stage}_batches)` must be `1.0` or an int: write"
-        f" limit_{stage}_batches=100"
+        f" of it. When using an `IterableDataset`, `Trainer(limit_{stage}_batches)` must be `1.0` or an int. An"
+        f" int specifies `num_{stage}_batches` to use: write limit_{stage}_batches=100"
     )
 
 

@@ -30,12 +30,19 @@ def check_format(checkpoint: Mapping[str, Any], path: str | Path) -> None:
         )
 
 
+class OtherModel(CheckpointError, RuntimeError):
+    """A checkpoint of another model: a RuntimeError, too, as torch's ``load_state_dict`` raises it."""
+
+
 def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Refuse a checkpoint of another model, naming the first keys and shapes that differ."""
     expected = net.state_dict()
     difference = explain_mismatch(expected, find_weights(dict(checkpoint), expected))
     if difference:
-        raise CheckpointError(f"'{path}' is of another model: {difference}; build the model with the same arguments")
+        raise OtherModel(
+            f"Error(s) in loading state_dict for {type(net).__name__}: '{path}' is of another model: {difference}; build the"
+            " model with the same arguments"
+        )
 
 
 def check_trained(checkpoint: Mapping[str, Any], path: str | Path) -> None:

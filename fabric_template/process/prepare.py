@@ -10,9 +10,9 @@ from typing import Any
 from lightning.fabric import is_wrapped
 from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from torch import Tensor, nn
+from torch import nn
 
-from ..core.errors import MissingLoader, Misuse, MisuseOfType
+from ..core.errors import Misuse, MisuseOfType
 from ..core.functions import FunctionSteps, takes_batch_idx
 from ..core.inputs import check_names, check_object, check_parameters, check_path, check_signature, length_of
 from ..core.limits import is_endless
@@ -66,7 +66,9 @@ def prepare(
             raise Misuse(f"{fn} got two datamodules: give it as datamodule= only")
         datamodule, loaders = loaders[first], {**loaders, first: None}
     if datamodule is not None and any(given is not None for given in loaders.values()):
-        raise Misuse(f"{fn} got dataloaders and a datamodule: expected one of them")
+        from .missing import two_sources
+
+        raise two_sources(fn)
     if resume is not None and load is not None:
         raise Misuse(
             f"{fn}(resume={str(resume)!r}, load={str(load)!r}): expected one of them; resume= continues a run with its"
@@ -105,8 +107,10 @@ def prepare(
             from ..trainer.strategies import check_window
 
             check_window(loop.fabric.strategy, loop.callbacks, plan.config.accumulate_grad_batches)
-        if loop.loggers:
-            _check_hyperparameters(plan)
+        if loop.loggers and plan.trained.datamodule is not None:
+            from .merged import check_hyperparameters
+
+            check_hyperparameters(plan)
         if plan.config.enable_checkpointing or loop.checkpoint_callbacks:
             for part in (plan.trained.owner, plan.trained.datamodule):
                 hyperparameters_of(part, plan.config.trusted, plan.said)
@@ -131,15 +135,15 @@ def _from_last_run(loop: TrainerFace, fn: str, model: Any, load: Any) -> tuple:
     if model is not None:
         return model, load
     if (last := loop._run) is None:
-        raise TypeError(
-            f"`FabricLoop.{fn}()` requires a `LightningModule` or another model: expected {fn}(model, ...), or a fit"
-            " before it"
-        )
+        from .missing import no_model
+
+        raise no_model(fn)
     best, chooses = loop.checkpoint_path("best"), loop.checkpoint_callbacks or loop.config.monitor
     if load is None and best is not None and chooses:
         warnings.warn(
-            f"`.{fn}()` was called without a model. The best model of the previous `fit` call will be used ('{best}');"
-            f" write {fn}(load='best') to say so, load='last' for the last, or {fn}(model) for the model as it is",
+            f"`.{fn}(ckpt_path=None)` was called without a model. The best model of the previous `fit` call will be used."
+            f" You can pass `.{fn}(ckpt_path='best')` to use the best model or `.{fn}(ckpt_path='last')` to use the last"
+            f" model. It is '{best}'; write {fn}(model) for the model as it is",
             stacklevel=5,
         )
         load = best
@@ -175,24 +179,20 @@ def _check_steps(plan: Plan, fn: str) -> None:
     name = plan.trained.name
     if fn == "predict":
         if not any(callable(getattr(plan.trained.owner, word, None)) for word in ("predict_step", "forward")):
-            raise Misuse(
-                f"predict requires `forward` method to run, or `predict_step`: {name} has neither; expected a method"
-                " predict_step(batch, batch_idx), or predict(..., predict_step=fn)"
-            )
+            from .missing import no_step
+
+            raise no_step(plan, fn, step)
         return
     if overrides(plan.trained.owner, step) is None:
-        raise Misuse(
-            f"No `{step}()` method defined in {name}: expected a method {step}(batch, batch_idx)"
-            f"{' that returns the loss' if fn == 'fit' else ''}, or a function given as {fn}(..., {step}=fn) with"
-            " fn(model, batch, batch_idx)"
-        )
+        from .missing import no_step
+
+        raise no_step(plan, fn, step)
     if fn == "fit":
         _check_validation(plan, name)
     if "optimizer_idx" in inspect.signature(getattr(plan.trained.owner, step)).parameters:
-        raise RuntimeError(
-            f"Training with several optimizers is manual. Remove the `optimizer_idx` argument from `{step}` in {name}: set"
-            " `self.automatic_optimization = False`, and step each of `self.optimizers()` yourself"
-        )
+        from .missing import one_by_one
+
+        raise one_by_one(step)
     steps = {step, "validation_step"} if fn == "fit" and plan.given.has("val") else {step}
     for each in sorted(name for name in steps if overrides(plan.trained.owner, name) is not None):
         check_signature(
@@ -201,10 +201,9 @@ def _check_steps(plan: Plan, fn: str) -> None:
     for old in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
         new = f"on_{old.replace('training', 'train')}"
         if plan.trained.is_lightning and callable(getattr(plan.trained.owner, old, None)):
-            raise NotImplementedError(
-                f"Support for `{old}` has been removed in v2.0.0 of Lightning, and {name} has it: write `{new}`, with what"
-                " the steps returned kept in a list of your own"
-            )
+            from .missing import dropped
+
+            raise dropped(old, new, name)
 
 
 def _check_validation(plan: Plan, name: str) -> None:
@@ -220,10 +219,10 @@ def _check_validation(plan: Plan, name: str) -> None:
             " batch_idx) (or validation_step=fn); leave val_dataloaders out to train without validation"
         )
     if has_loader and not has_step and plan.trained.is_lightning:
-        plan.said.warn(f"You passed in a `val_dataloader` but have no `validation_step` in {name}. Skipping val loop.")
+        plan.said.warn(f"You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop of {name}.")
     if has_step and not has_loader and plan.trained.is_lightning:
         plan.said.warn(
-            f"You defined a `validation_step` in {name} but have no `val_dataloader`. Skipping val loop.",
+            f"You defined a `validation_step` but have no `val_dataloader`. Skipping val loop of {name}.",
             PossibleUserWarning,
         )
 
@@ -231,14 +230,9 @@ def _check_validation(plan: Plan, name: str) -> None:
 def _check_loaders(plan: Plan, fn: str) -> None:
     stage = LOADER_OF[fn]
     if not plan.given.has(stage):
-        trained, method = plan.trained, " or as datamodule="
-        if trained.owner is trained.model or trained.datamodule is not None:
-            home = trained.name if trained.datamodule is None else type(trained.datamodule).__name__
-            method = f", as datamodule=, or write a method {stage}_dataloader in {home}"
-        raise MissingLoader(
-            f"An invalid dataloader was passed to `Trainer.{fn}({loader_argument(fn, stage)}=...)`. Found None: {fn} has no"
-            f" {stage} loader; give it as {fn}(model, loader){method}"
-        )
+        from .missing import no_loader
+
+        raise no_loader(plan, fn, stage)
     given = plan.given.loaders.get(stage)
     if fn == "fit" and given is not None and all(length_of(loader) == 0 for loader in loaders_in(given)):
         raise Misuse(f"fit got an empty train loader ({type(given).__name__} of length 0): expected at least one batch")
@@ -256,10 +250,9 @@ def _check_loaders(plan: Plan, fn: str) -> None:
 def _check_optimizer(plan: Plan) -> None:
     has_own = overrides(plan.trained.owner, "configure_optimizers") is not None
     if plan.optimizer is None and not has_own:
-        raise Misuse(
-            f"No `configure_optimizers()` method defined in {plan.trained.name}, and fit got no optimizer: write"
-            " fit(..., optimizer=torch.optim.Adam(model.parameters())) or a method configure_optimizers"
-        )
+        from .missing import no_optimizer
+
+        raise no_optimizer(plan)
     if plan.optimizer is not None:
         from ..core.optimizers import is_maker, parse_optimizers
 
@@ -271,33 +264,14 @@ def _check_optimizer(plan: Plan) -> None:
         if plan.config.gradient_clip_val:
             raise Misuse(
                 "Automatic gradient clipping is not supported for manual optimization. Remove"
-                f" gradient_clip_val={plan.config.gradient_clip_val} or switch to automatic optimization."
+                f" `Trainer(gradient_clip_val={plan.config.gradient_clip_val})` or switch to automatic optimization."
             )
         if plan.config.accumulate_grad_batches != 1:
             raise Misuse(
-                "Automatic gradient accumulation is not supported for manual optimization. Remove"
-                f" accumulate_grad_batches={plan.config.accumulate_grad_batches} or switch to automatic optimization."
+                "Automatic gradient accumulation is not supported for manual optimization. Remove `Trainer("
+                f"accumulate_grad_batches={plan.config.accumulate_grad_batches})` or switch to automatic optimization."
             )
         if plan.config.accumulate_weights is not None:
             raise Misuse(
                 "accumulate_weights= is for automatic optimization: leave it out, and weigh the losses in training_step"
             )
-
-
-def _check_hyperparameters(plan: Plan) -> None:
-    """The module's and the datamodule's are logged together: a name that both have has one value."""
-    parts = [part for part in (plan.trained.owner, plan.trained.datamodule) if getattr(part, "_log_hyperparams", False)]
-    if len(parts) < 2:
-        return
-    ours, theirs = (dict(part.hparams_initial) for part in parts)
-    both = (name for name in ours if name in theirs and name != "_class_path")  # LightningCLI's own
-    if different := [name for name in both if not _are_equal(ours[name], theirs[name])]:
-        raise RuntimeError(
-            f"Error while merging hparams: the keys {different} are present in both the LightningModule's and"
-            " LightningDataModule's hparams but have different values: rename them, or write"
-            " save_hyperparameters(logger=False) in one of the two"
-        )
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other))

@@ -193,8 +193,9 @@ def start_fit(run: Run) -> None:
     # others are left as they are, as Trainer does
     if sleeping := sum(not module.training for module in run.trained.net.modules()):
         run.said.warn(
-            f"Found {sleeping} module(s) in eval mode at the start of training: no dropout there, BatchNorm frozen; write"
-            " model.train() before fit unless this is what you want",
+            f"Found {sleeping} module(s) in eval mode at the start of training. This may lead to unexpected behavior during"
+            " training. If this is intentional, you can ignore this warning: no dropout there, BatchNorm frozen; or write"
+            " model.train() before fit",
             PossibleUserWarning,
         )
     run.metrics.start(None)
@@ -211,8 +212,8 @@ def start_fit(run: Run) -> None:
         epochs, _ = run.stop.limits()
         if epochs != -1 and run.at.epochs_done > epochs:
             raise Misuse(
-                f"You restored a checkpoint with current_epoch={run.at.epochs_done}, but you have set max_epochs={epochs}:"
-                f" write max_epochs={run.at.epochs_done + 1} or more to go on"
+                f"You restored a checkpoint with current_epoch={run.at.epochs_done}, but you have set Trainer(max_epochs="
+                f"{epochs}): write max_epochs={run.at.epochs_done + 1} or more to go on"
             )
     run.origin.checkpoint = None
     if run.fabric.is_global_zero and not (run.origin.resume_path is not None and ended_by(run)):

@@ -16,7 +16,8 @@ from ..core.errors import Misuse
 def check_loggable(name: str, value: Any) -> None:
     """Refuse what is neither a number, a tensor nor a metric."""
     if isinstance(value, Mapping):
-        raise Misuse(f"`self.log({name}, {value})` was called, but nested dictionaries cannot be logged")
+        what = "nested dictionaries" if any(isinstance(part, Mapping) for part in value.values()) else "`dict` values"
+        raise Misuse(f"`self.log({name}, {value})` was called, but {what} cannot be logged")
     if not (isinstance(value, Tensor | numbers.Number) or is_metric(value)):
         raise Misuse(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")
 
@@ -48,7 +49,9 @@ def as_float(entry: Any, value: Tensor) -> Tensor:
         warnings.warn(
             f"You called `self.log({entry.meta.name!r}, ...)` in your `{entry.meta.fx}` but the value needs to be"
             f" floating to be reduced. Converting it to {float_type()}. You can silence this warning by converting"
-            " the value to floating point yourself.", stacklevel=4,
+            " the value to floating point yourself. If you don't intend to reduce the value (for instance when logging the"
+            f" global step or epoch) then you can use `self.logger.log_metrics({{'{entry.meta.name}': ...}})` instead.",
+            stacklevel=4,
         )  # fmt: skip
     return value.to(float_type())
 
@@ -57,20 +60,3 @@ def float_type() -> torch.dtype:
     """The default dtype, but no narrower than float32, so that long sums stay exact enough."""
     default = torch.get_default_dtype()
     return default if default in (torch.float32, torch.float64) else torch.float32
-
-
-def refuse(name: str, fx: str | None, enabled: bool, predicts: bool) -> None:
-    """Say why nothing can be logged here; under barebones, once and by the way."""
-    if not enabled:
-        warnings.warn(
-            f"self.log({name!r}) does nothing: `FabricLoop(barebones=True)` is configured; leave barebones out to log",
-            stacklevel=3,
-        )
-        return
-    where = f"inside `{fx}`" if fx else "outside of the loop's hooks"
-    if predicts:
-        where = "in prediction (a result collection is not registered yet, and none will be)"
-    raise Misuse(
-        f"You can't `self.log({name!r})` {where}; log in training_step, validation_step, test_step or the hooks"
-        " around them, or write to `self.logger` directly"
-    )

@@ -33,9 +33,15 @@ class Loggers:
         for logger in self.by_value:
             if hparams:
                 logger.log_hyperparams(hparams)
-            # a graph is traced from the example
-            if getattr(run.trained.owner, "example_input_array", None) is not None and hasattr(logger, "log_graph"):
+            # a graph is traced from the example; Lightning's loggers look for it themselves
+            kinds = [base.__module__ for base in logger.__class__.__mro__] if run.trained.is_lightning else []
+            is_lightnings = any(kind.startswith(("lightning.pytorch.", "pytorch_lightning.")) for kind in kinds)
+            if hasattr(logger, "log_graph") and (
+                is_lightnings or getattr(run.trained.owner, "example_input_array", None) is not None
+            ):
                 logger.log_graph(run.trained.owner)
+            if is_lightnings:
+                logger.save()
         for logger in self.by_row:
             logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
 

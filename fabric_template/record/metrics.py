@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .entries import Collection
-from .loggable import as_float, check_loggable, float_type, of_one_element, refuse
+from .loggable import as_float, check_loggable, float_type, of_one_element
 from .reported import Reported
 
 _EXACT = frozenset({torch.float32, torch.float64})
@@ -51,6 +51,8 @@ class Metrics(Reported):
         """Log a number, a tensor of one element or a torchmetrics object under a name; see LightningModule.log."""
         collection, fx = self.active, self.fx
         if collection is self._closed or not self.enabled:
+            from .refused import refuse
+
             refuse(name, self.fx, self.enabled, self.predicts)
             return
         args = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,

@@ -333,8 +333,8 @@ class TrainerFace:
 
         if self._run is None:
             raise AttributeError(
-                "Saving a checkpoint is only possible if a model is attached to the Trainer: expected save_checkpoint after or"
-                " in fit, validate, test or predict"
+                "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
+                " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         run = self._run
         if self._fitted is not None and self._fitted.trained.model is run.trained.model:  # so that it can be resumed

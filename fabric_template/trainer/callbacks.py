@@ -47,8 +47,8 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
     bars = [type(callback).__name__ for callback in callbacks if is_a(callback, "ProgressBar")]
     if len(bars) > 1:
         raise Misuse(
-            f"You added multiple progress bar callbacks, {', '.join(bars)}, but only one progress bar is supported: leave"
-            " one of them"
+            "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is supported. Leave"
+            f" one of {', '.join(bars)}"
         )
     savers = [type(callback).__name__ for callback in callbacks if is_a(callback, "Checkpoint")]
     for word, found in (("enable_progress_bar", bars), ("enable_checkpointing", savers)):
@@ -63,8 +63,9 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
             continue
         if callback.state_key in keys:
             raise RuntimeError(
-                f"Found more than one stateful callback of type `{type(callback).__name__}`. In the current configuration"
-                " both would be saved under one key; give them different arguments, or a `state_key` of their own"
+                f"Found more than one stateful callback of type `{type(callback).__name__}`. In the current configuration,"
+                " this callback does not support being saved alongside other instances of the same type. Give them different"
+                " arguments, or a `state_key` of their own"
             )
         keys.add(callback.state_key)
     return in_order(callbacks)

@@ -15,7 +15,10 @@ def make_profiler(asked: Any) -> Any:
     """The profiler that was asked for, by its word or as an object; None for one that does nothing."""
     if isinstance(asked, str):
         if asked.lower() not in _WORDS:
-            raise Misuse(f"profiler={asked!r}: expected {_EXPECTED} or a Lightning profiler")
+            raise Misuse(
+                f"When passing string value for the `profiler` parameter of `Trainer`, it can only be one of {list(_WORDS)}:"
+                f" profiler={asked!r}; or give a Lightning profiler"
+            )
         from lightning.pytorch import profilers
 
         return getattr(profilers, _WORDS[asked.lower()])()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, precision
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from ..core.errors import Misuse
+from ..core.errors import Misuse, MisuseOfType
 from ..core.overrides import is_a
 from ..files.storage import AtomicCheckpointIO
 
@@ -22,6 +23,9 @@ _SHARDS = (
     " fully_shard(model, mesh=mesh['data_parallel']) in parallelize_fn(model, mesh), or strategy='ddp'"
 )
 _SIZES = ("_data_parallel_size", "_tensor_parallel_size", "_save_distributed_checkpoint", "_process_group_backend")
+_TRAINERS_PLUGINS = ("lightning.pytorch.plugins.", "pytorch_lightning.plugins.")
+# what the one's strategy calls in other ways than the other's
+_STEPS = ("pre_backward", "backward", "post_backward", "optimizer_step")
 _TRAINERS_ONLY = {"_ddp_comm_hook": "ddp_comm_hook", "_model_averaging_period": "model_averaging_period"}
 
 
@@ -41,6 +45,8 @@ def as_fabrics(strategy: Any) -> Any:
         why = "is FSDP's first form, which torch replaces by fully_shard" if is_fsdp else "is not run here"
         raise Misuse(f"strategy={names[0]}: it {why}: {_SHARDS}")
     if isinstance(strategy, str):
+        if strategy.lower() == "single_device":
+            return "auto"  # of one device this is it
         found = re.fullmatch("ddp(|_spawn|_fork|_notebook)_find_unused_parameters_(true|false)", strategy.lower())
         if found is None:
             return strategy
@@ -68,6 +74,60 @@ def as_fabrics(strategy: Any) -> Any:
     same = ("parallel_devices", "cluster_environment", "process_group_backend")
     words = {name: getattr(strategy, name) for name in same}
     return DDPStrategy(timeout=strategy._timeout, start_method=strategy._start_method, **words, **strategy._ddp_kwargs)
+
+
+def plugins_as_fabrics(plugins: Any) -> Any:
+    """Trainer's precisions as Fabric's, and all other plugins as they are.
+
+    Raises:
+        Misuse: for one of somebody's own that does more than convert: what calls that is Trainer's strategy.
+
+    Example:
+        >>> from lightning.pytorch.plugins import DoublePrecision
+        >>> type(plugins_as_fabrics([DoublePrecision()])[0]).__module__
+        'lightning.fabric.plugins.precision.double'
+    """
+    if plugins is None:
+        return None
+    given = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+    return [_precision(plugin) if isinstance(plugin, precision.Precision) else plugin for plugin in given]
+
+
+def _precision(plugin: Any) -> Any:
+    own: list[type] = []
+    base: type = precision.Precision
+    for base in type(plugin).__mro__:
+        if f"{base.__module__}.".startswith(_TRAINERS_PLUGINS):
+            break
+        if base is precision.Precision:
+            return plugin  # Fabric's, or somebody's own after Fabric's
+        own.append(base)
+    twin = getattr(precision, base.__name__, None)
+    steps = set(_STEPS) & {name for kind in own for name in vars(kind)}
+    if twin is None or steps or (own and any(name in vars(twin) for name in _STEPS if twin is not precision.Precision)):
+        why = f", whose strategy calls its {min(steps)}" if steps else ""
+        raise Misuse(
+            f"plugins={type(plugin).__name__}(...) is made for Trainer{why}: expected one of"
+            f" lightning.fabric.plugins.precision, or a class of your own after its {base.__name__}"
+        )
+    kind = twin if not own else type(own[0].__name__, (own[0],), {name: getattr(twin, name) for name in _STEPS})
+    made = object.__new__(kind)
+    vars(made).update(vars(plugin))
+    return made
+
+
+class MissingDevice(MisconfigurationException, RuntimeError):
+    """An accelerator that this machine does not have: MisconfigurationException and RuntimeError."""
+
+
+def refusal(error: Exception) -> Exception:
+    """What Fabric's constructor refuses, as a Misuse of the same kind."""
+    text = " ".join(str(error).splitlines()).replace("`Fabric(", "`FabricLoop(")
+    if isinstance(error, MisconfigurationException):
+        return error
+    if isinstance(error, RuntimeError):
+        return MissingDevice(text)
+    return MisuseOfType(text) if isinstance(error, TypeError) else Misuse(text)
 
 
 def with_files(strategy: Any, plugins: Any) -> Any:

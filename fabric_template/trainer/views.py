@@ -214,6 +214,23 @@ class StrategyFace:
         """Reduce a tensor over all processes."""
         return self._loop.fabric.all_reduce(tensor, group=group, reduce_op=reduce_op)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state."""
+        return self._loop.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """An optimizer's state."""
+        return optimizer.state_dict()
+
+    def save_checkpoint(self, checkpoint: Any, filepath: str | Path, storage_options: Any = None) -> None:
+        """Write what is given to a file, on rank zero."""
+        if self._loop.fabric.is_global_zero:
+            door(self._loop.fabric).save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """What stands in a file."""
+        return door(self._loop.fabric).load_checkpoint(checkpoint_path)
+
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint file, on rank zero."""
         if self._loop.fabric.is_global_zero:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import LightningModule
 from modules import Classifier, make_data, make_loader
 from runs import Plain, fit, loud, tree, val_loader
 from torch import nn
@@ -57,11 +58,16 @@ def fitting(root, *args, words=None, **given):
 
 def test_no_training_step(tmp_path):
     words = (
-        "No `training_step()` method defined in {}: expected a method training_step(batch, batch_idx) that returns the"
+        "No `training_step()` method defined{}: expected a method training_step(batch, batch_idx) that returns the"
         " loss, or a function given as fit(..., training_step=fn) with fn(model, batch, batch_idx)"
     )
-    refused(Misuse, words.format("Broken"), fitting(tmp_path, Broken(), make_loader()), tmp_path)
-    refused(Misuse, words.format("Linear"), fitting(tmp_path, nn.Linear(8, 3), make_loader()), tmp_path)
+    refused(Misuse, words.format(" in Broken"), fitting(tmp_path, Broken(), make_loader()), tmp_path)
+    refused(Misuse, words.format(" in Linear"), fitting(tmp_path, nn.Linear(8, 3), make_loader()), tmp_path)
+    trainers = (
+        ". Lightning `Trainer` expects as minimum a `training_step()`, `train_dataloader()` and `configure_optimizers()` to be"
+        " defined. It is missing in LightningModule"
+    )
+    refused(Misuse, words.format(trainers), fitting(tmp_path, LightningModule(), make_loader()), tmp_path)
 
 
 def test_no_module(tmp_path):
@@ -94,7 +100,8 @@ def test_validation_loader_without_step(tmp_path):
 
 def test_no_loader(tmp_path):
     words = (
-        "An invalid dataloader was passed to `Trainer.fit(train_dataloaders=...)`. Found None: fit has no train loader;"
+        "`train_dataloader` must be implemented to be used with the Lightning Trainer. An invalid dataloader was passed to"
+        " `Trainer.fit(train_dataloaders=...)`. Found None: fit has no train loader;"
         " give it as fit(model, loader), as datamodule=, or write a method train_dataloader in Plain"
     )
     refused(TypeError, words, fitting(tmp_path, Plain()), tmp_path)
@@ -109,7 +116,8 @@ def test_empty_loader(tmp_path):
 def test_fraction_of_a_loader_without_length(tmp_path, stage):
     words = (
         f"limit_{stage}_batches=0.5: the {stage} loader (Endless) has no length, so there is no fraction of it. When using"
-        f" an `IterableDataset`, `Trainer(limit_{stage}_batches)` must be `1.0` or an int: write limit_{stage}_batches=100"
+        f" an `IterableDataset`, `Trainer(limit_{stage}_batches)` must be `1.0` or an int. An int"
+        f" specifies `num_{stage}_batches` to use: write limit_{stage}_batches=100"
     )
     loaders = {"train": make_loader(), "val": make_loader()} | {stage: Endless()}
     call = fitting(tmp_path, Plain(), loaders["train"], loaders["val"], words={f"limit_{stage}_batches": 0.5})
@@ -121,7 +129,9 @@ def test_two_sources_of_data(tmp_path):
         def train_dataloader(self):
             return make_loader()
 
-    words = "fit got dataloaders and a datamodule: expected one of them"
+    words = (
+        "You cannot pass `train_dataloader` or `val_dataloaders` to `trainer.fit(datamodule=...)`: expected one of them"
+    )
     refused(ValueError, words, fitting(tmp_path, Plain(), make_loader(), datamodule=Data()), tmp_path)
 
 
@@ -145,7 +155,7 @@ def test_two_sources_of_data(tmp_path):
         (
             lambda self, batch: {"los": torch.zeros(())},
             ValueError,
-            "In automatic optimization, when `training_step` returns a dict, the 'loss' key needs to be present;"
+            "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present;"
             " found the"
             " keys ['los']: write return {'loss': loss, ...}",
         ),
@@ -240,25 +250,31 @@ def test_unknown_word_like_nothing_lists_all(tmp_path):
 @pytest.mark.parametrize(
     ("given", "kind", "words"),
     [
-        ({"max_epochs": "3"}, TypeError, "max_epochs='3': expected None, -1 (no limit) or an int >= 0"),
-        ({"max_epochs": True}, TypeError, "max_epochs=True: expected None, -1 (no limit) or an int >= 0"),
         (
-            {"max_epochs": -2, "accumulate_grad_batches": 0, "mode": "least"},
+            {"max_epochs": "3"},
+            TypeError,
+            "max_epochs='3': expected None, -1 (no limit) or an int >= 0 (`max_epochs` must be a non-negative integer or -1."
+            " You passed in 3.)",
+        ),
+        ({"accumulate_grad_batches": True}, TypeError, "accumulate_grad_batches=True: expected an int >= 1"),
+        (
+            {"min_epochs": -2, "accumulate_grad_batches": 0, "mode": "least"},
             ValueError,
-            'max_epochs=-2: expected None, -1 (no limit) or an int >= 0; accumulate_grad_batches=0: expected an'
+            'min_epochs=-2: expected None or an int >= 0; accumulate_grad_batches=0: expected an'
             ' int >= 1;'
             " mode='least': expected \"min\" or \"max\"",
         ),
         (
-            {"max_epochs": 1.5, "accumulate_grad_batches": 0},
+            {"min_epochs": 1.5, "accumulate_grad_batches": 0},
             TypeError,
-            "max_epochs=1.5: expected None, -1 (no limit) or an int >= 0; accumulate_grad_batches=0: expected an"
+            "min_epochs=1.5: expected None or an int >= 0; accumulate_grad_batches=0: expected an"
             " int >= 1",
         ),
         (
             {"limit_train_batches": 1.5},
             ValueError,
-            "limit_train_batches=1.5: expected None, an int >= 0 (batches) or a float from 0.0 to 1.0 (a fraction)",
+            "limit_train_batches=1.5: expected None, an int >= 0 (batches) or a float from 0.0 to 1.0 (a fraction)"
+            " (You have passed invalid value 1.5 for limit_train_batches, it has to be in [0.0, 1.0] or an int.)",
         ),
         (
             {"save_top_k": 3},
@@ -336,7 +352,8 @@ def test_another_model(tmp_path, word):
     root = tmp_path / "mine"
     root.mkdir()
     words = (
-        f"'{path}' is of another model: 3 differences: 'net.0.weight' has shape (16, 8) in the file, (4, 8)"
+        f"Error(s) in loading state_dict for Classifier: '{path}'"
+        " is of another model: 3 differences: 'net.0.weight' has shape (16, 8) in the file, (4, 8)"
         f" in the model;"
         " 'net.0.bias' has shape (16,) in the file, (4,) in the model; 'net.3.weight' has shape (3, 16) in"
         " the file, (3, 4)"
@@ -350,7 +367,8 @@ def test_another_model(tmp_path, word):
             self.head, self.net[3] = nn.Linear(1, 1), nn.Identity()
 
     words = (
-        f"'{path}' is of another model: 4 differences: missing 'head.weight'; missing 'head.bias'; unexpected"
+        f"Error(s) in loading state_dict for Other: '{path}'"
+        " is of another model: 4 differences: missing 'head.weight'; missing 'head.bias'; unexpected"
         " 'net.3.weight'; and 1 more; build the model with the same arguments"
     )
     refused(ValueError, words, fitting(root, Other(), make_loader(), **{word: path}), root)
@@ -432,8 +450,8 @@ def test_a_table_that_is_a_folder(tmp_path):
 
 def test_validate_without_model():
     words = (
-        "`FabricLoop.validate()` requires a `LightningModule` or another model: expected validate(model, ...), or a fit"
-        " before it"
+        "`FabricLoop.validate()` requires a `LightningModule` when it hasn't been passed in a previous run: expected"
+        " validate(model, ...), with that or another model, or a fit before it"
     )
     refused(TypeError, words, lambda: FabricLoop(**loud(logger=False)).validate())
 
@@ -449,14 +467,14 @@ def test_tensor_loader():
 
 
 def test_a_lightning_module_with_half_of_a_validation_trains_without_it(tmp_path):
-    words = "You defined a `validation_step` in Classifier but have no `val_dataloader`. Skipping val loop."
+    words = "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop of Classifier."
     with pytest.warns(PossibleUserWarning, match=f"^{re.escape(words)}$"):
         fitting(tmp_path, Classifier(), make_loader())()
 
     class Half(Classifier):
         validation_step = None
 
-    words = "You passed in a `val_dataloader` but have no `validation_step` in Half. Skipping val loop."
+    words = "You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop of Half."
     with pytest.warns(UserWarning, match=f"^{re.escape(words)}$"):
         fitting(tmp_path, Half(), make_loader(), make_loader())()
 
@@ -483,14 +501,15 @@ def test_keys_that_manual_optimization_ignores(tmp_path):
         (
             "training_epoch_end",
             NotImplementedError,
-            "Support for `training_epoch_end` has been removed in v2.0.0 of Lightning, and Old has it: write"
-            " `on_train_epoch_end`, with what the steps returned kept in a list of your own",
+            "Support for `training_epoch_end` has been removed in v2.0.0. `Old` implements this method. You can use the"
+            " `on_train_epoch_end` hook instead. To access outputs, save them in-memory as instance attributes.",
         ),
         (
             "training_step",
             RuntimeError,
-            "Training with several optimizers is manual. Remove the `optimizer_idx` argument from `training_step` in Old:"
-            " set `self.automatic_optimization = False`, and step each of `self.optimizers()` yourself",
+            "Training with multiple optimizers is only supported with manual optimization. Remove the `optimizer_idx`"
+            " argument from `training_step`, set `self.automatic_optimization = False` and access your optimizers in"
+            " `training_step` with `opt1, opt2, ... = self.optimizers()`.",
         ),
     ],
 )

@@ -299,11 +299,14 @@ def test_an_object_as_an_argument(capsys):
         ),
         (["fit", "ten"], "'ten' has no option before it: expected options, such as --max_epochs 10"),
         (["fit", "--max_epochs"], "--max_epochs has no value: expected --max_epochs VALUE"),
-        ([*FIT, "--max_epochs", "ten"], "--max_epochs=ten: expected None, -1 (no limit) or an int >= 0"),
         (
-            [*FIT, "--max_epochs", "-7", "--seed=-1"],
-            "--max_epochs=-7: expected None, -1 (no limit) or an int >= 0; "
-            "--seed=-1: expected None or an int from 0 to 4294967295",
+            [*FIT, "--max_epochs", "ten"],
+            "--max_epochs=ten: expected None, -1 (no limit) or an int >= 0 (`max_epochs`"
+            " must be a non-negative integer or -1. You passed in ten.)",
+        ),
+        (
+            [*FIT, "--min_epochs", "-7", "--seed=-1"],
+            "--min_epochs=-7: expected None or an int >= 0; --seed=-1: expected None or an int from 0 to 4294967295",
         ),
         (
             [*FIT, "--model.depth", "3"],

@@ -562,7 +562,7 @@ class Keyed(pl.Callback):
     [
         (cb.BatchSizeFinder(), {}, "cannot work here: it trains by Trainer's tuner: `fabric-template tune` finds the size"),
         (cb.LearningRateFinder(), {}, "here: it trains by Trainer's tuner: `fabric-template tune --lr` finds the rate"),
-        ([cb.TQDMProgressBar(), cb.RichProgressBar()], {}, "You added multiple progress bar callbacks, TQDMProgressBar"),
+        ([cb.TQDMProgressBar(), cb.RichProgressBar()], {}, "You added multiple progress bar callbacks to the"),
         (cb.TQDMProgressBar(), {"enable_progress_bar": False}, "`enable_progress_bar=False` but found `TQDMProgressBar`"),
         (cb.ModelCheckpoint(), {"enable_checkpointing": False}, "`enable_checkpointing=False` but found `ModelCheckpoint`"),
         (cb.ModelCheckpoint(), {"barebones": True}, "`enable_checkpointing=False` but found `ModelCheckpoint`"),

@@ -284,5 +284,5 @@ def test_no_profiler_wraps_nothing():
     loop = FabricLoop(accelerator="cpu")
     assert type(loop.profiler).__name__ == "PassThroughProfiler"
     assert loop.own_profiler is None
-    with pytest.raises(ValueError, match='profiler=\'fast\': expected "simple", "advanced", "pytorch" or a Lightning'):
+    with pytest.raises(ValueError, match="it can only be one of .'simple', 'advanced', 'pytorch'.: profiler='fast'"):
         FabricLoop(accelerator="cpu", profiler="fast")
