@@ -45,12 +45,20 @@ def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: str | 
         )
 
 
+class WeightsOnly(CheckpointError, KeyError):
+    """A checkpoint without the state of a training: a KeyError, too, as Trainer has it."""
+
+    __str__ = ValueError.__str__  # a KeyError's is in quotes
+
+
 def check_trained(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Refuse a checkpoint that has no state of a training."""
     if missing := [key for key in ("optimizer_states", "lr_schedulers") if key not in checkpoint]:
-        raise CheckpointError(
+        what = "optimizer" if missing[0] == "optimizer_states" else "learning rate scheduler"
+        raise WeightsOnly(
             f"resume={str(path)!r}: the file holds weights only ({missing[0]} is missing); use load= to start a new run from"
-            " them"
+            f" them. Trying to restore {what} state but checkpoint contains only the model. This is probably due to"
+            " `ModelCheckpoint.save_weights_only` being set to `True`."
         )
 
 

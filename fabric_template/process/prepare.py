@@ -52,6 +52,8 @@ def prepare(
     check_path("resume", resume, ("last", "best", "auto"))
     check_path("load", load, ("last", "best"))
     check_path("ckpt_path", ckpt_path, ("last", "best"))
+    if ckpt_path is resume is load is None:
+        ckpt_path = loop._set_path
     if ckpt_path is not None:  # Trainer's word, in calls that packages make themselves
         if resume is not None or load is not None:
             raise Misuse(f"{fn} got ckpt_path= and {'resume' if load is None else 'load'}=: expected one of them")

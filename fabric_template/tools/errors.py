@@ -16,6 +16,10 @@ class UsageError(ValueError):
     """What was typed cannot be done; the message is one line that says what to type instead."""
 
 
+# how Trainer's sentences begin that stand behind a word's: who types has not met it
+TRAINERS = "`(?:Timer|max_|check_|reload_|gradient_)|You have passed invalid|Invalid time|fast_dev_run="
+
+
 def as_typed(text: str) -> str:
     """A message of the loop with its words as they are typed.
 
@@ -25,7 +29,8 @@ def as_typed(text: str) -> str:
         >>> as_typed("fit(resume='a', load='b'): expected one of them")
         '--resume=a, --load=b: expected one of them'
     """
-    text = re.sub(r"An invalid dataloader was passed to `Trainer\.\w+\(.*?\)`\. Found None: ", "", text)
+    text = re.sub(r"`\w+` must be implemented to be used with the Lightning Trainer\. .*? Found None: ", "", text)
+    text = re.sub(rf" \((?:{TRAINERS}).*?\.\)", "", text)
     text = re.sub(rf"(?<![.\w])(?:FabricLoop|fit|validate|test|predict)\(((?:{WORDS})=[^()]*)\)", r"\1", text)
     text = re.sub(rf"(?<![\w./'-])({WORDS})=", r"--\1=", text)
     text = re.sub(rf"(--(?:{WORDS})=)'([\w./:-]+)'", r"\1\2", text)  # quotes are Python's

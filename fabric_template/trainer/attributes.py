@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import signal
 from functools import cached_property
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +30,17 @@ def _view(name: str, doc: str | None = None) -> property:
         return getattr(views, name)(self)
 
     return property(view, doc=doc)
+
+
+def _setter(deed: str, *names: str) -> Any:
+    """What sets a property, by one of the deeds of set.py; who sets none never imports them."""
+
+    def set_it(self: Any, value: Any) -> None:
+        from . import set as deeds
+
+        getattr(deeds, deed)(self, *names, value)
+
+    return set_it
 
 
 class TrainerFace:
@@ -76,11 +86,12 @@ class TrainerFace:
 
     gradient_clip_algorithm = property(
         lambda self: self.config.gradient_clip_algorithm and Word(self.config.gradient_clip_algorithm),
+        _setter("set_word", "gradient_clip_algorithm"),
         doc="What gradient_clip_val limits.",
     )
     accumulate_grad_batches = property(
         lambda self: self._run.at.window if self._run else self.config.accumulate_grad_batches,
-        lambda self, value: self._required("accumulate_grad_batches").at.accumulate(value),
+        _setter("accumulate"),
         doc="Batches per optimizer step; a callback may change it between epochs.",
     )
     num_training_batches = shows("_fitted.at.num_batches", "Training batches of an epoch.", math.inf)
@@ -219,20 +230,28 @@ class TrainerFace:
         """The first callback that saves checkpoints; without one, the loop's own saver."""
         return next(iter(self.checkpoint_callbacks), self._run.keeper if self._run and self._run.keeper.keeps else None)
 
-    @property
-    def profiler(self) -> Any:
-        """The profiler, one that does nothing when none was asked for."""
+    def _profiler(self) -> Any:
         if self.own_profiler is not None:
             return self.own_profiler
         from lightning.pytorch.profilers import PassThroughProfiler
 
         return PassThroughProfiler()
 
+    profiler = property(
+        _profiler, _setter("set_profiler"), doc="The profiler, one that does nothing when none was asked for."
+    )
+
+    _set_path: Any = None  # by whoever writes loop.ckpt_path = path
+
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that this run started from."""
-        path = self._run and self._run.origin.path
+        """The checkpoint that this run started from; set it to start the next runs from there."""
+        path = self._set_path or (self._run and self._run.origin.path)
         return str(path) if path else None
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: Any) -> None:
+        self._set_path = path
 
     # ---- loops: Lightning's callbacks look into them
 
@@ -327,39 +346,9 @@ class TrainerFace:
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
         """Write a checkpoint of the run as it stands now; after a test of what was trained, of its training."""
-        from ..files.checkpoint import in_pieces, state_of
-        from ..files.keeper import prove
-        from ..files.storage import door
+        from .saving import save_checkpoint
 
-        if self._run is None:
-            raise AttributeError(
-                "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
-                " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
-            )
-        run = self._run
-        if self._fitted is not None and self._fitted.trained.model is run.trained.model:  # so that it can be resumed
-            run = self._fitted
-        if self._status == "interrupted" and self.fabric.world_size > 1 and run.stop.signals.agreed is None:
-            raise RuntimeError(
-                "an error has ended the run on this rank, and the others cannot be asked for their part of a checkpoint: with"
-                " several processes none is saved then; resume='last' goes on from the one before"
-            )
-        state = state_of(run, weights_only=bool(weights_only))
-        run.log.loggers.sync()  # what it says of the logs is on disk before it
-        if in_pieces(run):
-            from ..files.pieces import for_file
-
-            run.keeper.settle(run)  # whose pieces no file names as yet
-            state = for_file(run, Path(filepath), state)
-        if self.fabric.is_global_zero:
-            save = run.hooks.timed(door(self.fabric).save_checkpoint, "save_checkpoint")
-            save(state, filepath, storage_options=storage_options)
-            if in_pieces(run):
-                from ..files.shards import clear_unnamed
-
-                clear_unnamed(Path(filepath).parent)
-        prove(run, filepath)
-        self.fabric.barrier("save_checkpoint")
+        save_checkpoint(self, filepath, bool(weights_only), storage_options)
 
     init_module = shows("fabric.strategy.module_init_context", "Makes a module on the device and in the precision.")
     print = shows("fabric.print", "Prints on rank zero.")
@@ -374,6 +363,13 @@ class TrainerFace:
         if self._run is None:
             raise RuntimeError(f"FabricLoop.{what}: nothing has run yet; call fit, validate, test or predict first")
         return self._run
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        config = self.__dict__.get("config")
+        if config is None or name not in vars(config) or name == "default_root_dir" or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            _setter("set_word", name)(self, value)
 
     def __getattr__(self, name: str) -> Any:
         # only for names that nothing else answers: the configuration's words, then a clear refusal

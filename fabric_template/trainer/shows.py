@@ -43,4 +43,7 @@ class State(SimpleNamespace):
         return all(getattr(other, name, None) == value for name, value in vars(self).items())
 
     finished = property(lambda self: self.status == "finished", doc="Whether the last run came to its end.")
+    stopped = property(
+        lambda self: self.finished or self.interrupted, doc="Whether it is over, in one way or the other."
+    )
     interrupted = property(lambda self: self.status == "interrupted", doc="Whether it was interrupted or failed.")

@@ -62,6 +62,20 @@ class FitLoopView(_View):
         if loop._run is not None:
             loop._run.stop.max_epochs = value
 
+    max_steps = property(
+        lambda self: self._loop.max_steps if self._loop._run is None else self._run.stop.limits()[1],
+        lambda self, value: self._set_steps(value),
+        doc="The limit of optimizer steps, -1 for none; set it to train longer or shorter.",
+    )
+
+    def _set_steps(self, value: int) -> None:
+        loop = self._loop
+        loop.max_steps = value
+        if loop._run is not None:
+            loop._run.stop._max_steps = value
+
+    min_epochs = shows("_loop.min_epochs", "How many epochs no ``should_stop`` can end.")
+    min_steps = shows("_loop.config.min_steps", "How many steps no ``should_stop`` can end.")
     max_batches = property(
         lambda self: self._run.at.num_batches,
         lambda self, value: self._run.at.expect(value),
@@ -88,6 +102,9 @@ class FitLoopView(_View):
 
 class EpochLoopView(_View):
     """``trainer.fit_loop.epoch_loop``."""
+
+    batch_idx, total_batch_idx = FitLoopView.batch_idx, FitLoopView.total_batch_idx
+    max_steps, min_steps, _set_steps = FitLoopView.max_steps, FitLoopView.min_steps, FitLoopView._set_steps
 
     global_step = shows("_run.at.global_step", "Optimizer steps so far.")
     _batches_that_stepped = shows("_run.at.batches_that_stepped", "The step that loggers see.")

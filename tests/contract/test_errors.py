@@ -396,7 +396,8 @@ def test_resume_from_weights(tmp_path):
     root.mkdir()
     words = (
         f"resume='{path}': the file holds weights only (optimizer_states is missing); use load= to start a new"
-        " run from them"
+        " run from them. Trying to restore optimizer state but checkpoint contains only the model. This is probably due to"
+        " `ModelCheckpoint.save_weights_only` being set to `True`."
     )
     refused(ValueError, words, fitting(root, Classifier(), make_loader(), resume=path), root)
 
