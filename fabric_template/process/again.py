@@ -6,6 +6,7 @@ sends next they would take for that, and crash of it.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 
 PATIENCE = timedelta(seconds=60)  # that a rank waits for those whom the same error has ended
-_MET: list[Any] = []  # the group of the last meeting
+# the group of the last meeting; held by torch alone, or its store would outlive all groups, and a group that the script opens
+# after them, at the same port, would find in it where those listened that are gone
+_MET: list[weakref.ref[Any]] = []
 
 
 def meet_again() -> None:
@@ -31,6 +34,7 @@ def meet_again() -> None:
         ) from error
     # all have been in the one before; into the new one another rank may still be on its way, and would find it closed
     while _MET:
-        with suppress(ValueError):  # it went with all groups
-            torch.distributed.destroy_process_group(_MET.pop())
-    _MET.append(group)
+        if (before := _MET.pop()()) is not None:
+            with suppress(ValueError):  # it went with all groups
+                torch.distributed.destroy_process_group(before)
+    _MET.append(weakref.ref(group))

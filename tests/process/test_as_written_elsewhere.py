@@ -3,6 +3,8 @@
 Ranks (gloo) come by themselves, as under torchrun; each writes what it has found, and it is read here.
 """
 
+import gc
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -205,3 +207,34 @@ def test_what_cannot_be_sent_to_a_spawned_process_is_said():
     assert str(caught.value).endswith(
         "write functions and classes at the top of a file, or strategy='ddp' in a script, 'ddp_fork' in a notebook"
     )
+
+
+# ---- a script that opens its group once more
+
+
+class Fails(Classifier):
+    def training_step(self, batch, batch_idx):
+        raise ArithmeticError("on all ranks")
+
+
+def left(rank):
+    from fabric_template.process import again
+
+    torch.distributed.init_process_group("gloo")
+    words = quiet(max_epochs=1, strategy="ddp", devices=2)
+    with pytest.raises(ArithmeticError):
+        FabricLoop(**words).fit(Fails(), make_loader())
+    FabricLoop(**words).fit(Classifier(), make_loader())
+    (met,) = again._MET
+    assert met() is not None
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    gc.collect()
+    torch.save(met() is None, f"found{rank}.pt")
+
+
+def test_nothing_holds_a_group_that_its_script_has_left():
+    """Else its store stays, and the next group at that port finds in it where those listened that are gone, and hangs."""
+    codes, errors = externally(left)
+    assert codes == [0, 0], errors
+    assert [torch.load(f"found{rank}.pt") for rank in range(2)] == [True, True]
