@@ -23,8 +23,8 @@ def gathered(run: Run, part: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank gives to a checkpoint; where ranks have other weights than rank zero that is noted, and said once."""
     found = gather(run.fabric, (_sample(run), part))
     others = [rank for rank, (sample, _) in enumerate(found) if sample != found[0][0]]
-    assert run.steps.buckets is not None
-    run.steps.buckets.parted = others
+    if run.steps.buckets is not None:
+        run.steps.buckets.parted = others
     if others and run.fabric.is_global_zero:
         run.said.warn(
             f"rank {others[0]} has other weights or moments than rank 0, whose checkpoints hold: after a resume all ranks have"

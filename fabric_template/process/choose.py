@@ -23,7 +23,7 @@ from ..files.found import find_checkpoint, folders_of
 from ..files.opening import names_in
 from ..files.ordinary import SHARDS
 from ..files.plain import brought_back
-from ..files.reading import load_header, read_checkpoint
+from ..files.reading import forget_mapped, load_header, read_checkpoint
 from ..files.restoring import check_fits, check_format, check_trained
 from ..files.schema import check_resumable
 from ..files.storage import AtomicCheckpointIO, door, inside
@@ -94,6 +94,7 @@ def load_file(fabric: Fabric, path: str | Path, trusted: bool, to_compare: bool 
 
             checkpoint = unmapped(checkpoint)
     else:
+        forget_mapped(path)  # which may have been left on the disk by a run before, and written to since
         takes_it = "weights_only" in inspect.signature(io.load_checkpoint).parameters
         checkpoint = io.load_checkpoint(path, **({"weights_only": not trusted} if takes_it else {}))
     if SHARDS in checkpoint and (to_compare or not in_parts):

@@ -8,7 +8,7 @@ from ..files.errors import CheckpointError
 from ..files.opening import is_file
 from ..files.ordinary import SHARDS
 from ..files.plain import brought_back
-from ..files.reading import check_mapped, read_checkpoint, verify_checkpoint
+from ..files.reading import looking_at, read_checkpoint, verify_checkpoint
 from ..files.shards import check_file, remove, whole
 from ..files.storage import AtomicCheckpointIO
 from .errors import UsageError
@@ -39,20 +39,17 @@ def convert(path: Path, out: Path | None, trusted: bool = False, pieces: int | N
     if is_file(target):
         raise UsageError(f"convert {path}: there is a '{target}' already: type --out with another name")
     files, made = AtomicCheckpointIO(trusted), whole(brought_back(checkpoint), path)
-    check_mapped(path)
     if pieces is not None:
         from ..files.splitting import split
 
-        made = split(made, target.parent, pieces)
+        with looking_at(path):
+            made = split(made, target.parent, pieces)
     try:
-        check_mapped(path)
-        files.save_checkpoint(made, target)
-        try:
-            check_mapped(path)
-        except CheckpointError:
-            files.remove_checkpoint(target)
-            raise
+        with looking_at(path):
+            files.save_checkpoint(made, target)
     except BaseException:
+        if is_file(target):  # there was none before
+            files.remove_checkpoint(target)
         if pieces is not None:
             remove(target.parent / made[SHARDS]["folder"])
         raise

@@ -11,7 +11,8 @@ import pytest
 import torch
 from externally import externally
 from lightning.fabric.strategies import ModelParallelStrategy
-from modules import Classifier, by_epoch, quiet
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from modules import Classifier, by_epoch, make_data, quiet
 
 from fabric_template import FabricLoop
 from fabric_template.files import bring, shards
@@ -100,6 +101,28 @@ def test_one_file_that_ranks_have_mapped():
     size = Path("one.ckpt").stat().st_size
     for line in ended(load, "one.ckpt", bring, "_targets", lambda: cut("one.ckpt"), ranks=2):
         assert line == CUT.format(size)
+
+
+def by_plugin(rank):
+    words = quiet(devices=2)
+    FabricLoop(strategy=ModelParallelStrategy(shard, 2, 1), **words).validate(
+        Wide(), [make_data()[:4]], load="one.ckpt"
+    )
+    torch.distributed.barrier()
+    if rank == 0:
+        state = {"state_dict": {name: torch.ones_like(value) for name, value in Wide().state_dict().items()}, "more": 1}
+        with open("one.ckpt", "wb") as file:  # the same file, with other bytes in it
+            torch.save(state, file)
+    torch.distributed.barrier()
+    strategy, model = ModelParallelStrategy(shard, 2, 1, save_distributed_checkpoint=False), Wide()
+    loop = FabricLoop(strategy=strategy, plugins=[AsyncCheckpointIO()], **words)
+    loop.validate(model, [make_data()[:4]], load="one.ckpt")
+    torch.save(bool((model.net[0].weight.full_tensor() == 1).all()), f"told{rank}.pt")
+
+
+def test_one_that_a_plugin_reads_once_it_was_written_anew():
+    """It is another file then than the one that a run before has left on the disk."""
+    assert ended(by_plugin, ranks=2) == [True, True]
 
 
 @mapped
