@@ -21,7 +21,7 @@ class Noting(Classifier):
         return loss
 
 
-@pytest.mark.filterwarnings("ignore:self.log")
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 @pytest.mark.parametrize("words", [{}, {"barebones": True, "logger": None, "enable_checkpointing": None}])
 def test_the_last_one_and_no_other(words):
     module = Noting()

@@ -198,7 +198,7 @@ def test_somebody_elses_stream_stays(tmp_path, tty):
     assert "train_loss" in own.getvalue()  # the lines are printed
 
 
-@pytest.mark.filterwarnings("ignore:self.log")
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 @pytest.mark.parametrize(
     "words",
     [{"enable_progress_bar": False}, {"enable_progress_bar": None, "barebones": True}, {"theirs": True}],
