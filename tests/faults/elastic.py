@@ -406,7 +406,8 @@ def main():
         "--meanwhile", dest="kind", action="store_const", const="meanwhile", help="... saved by threads"
     )
     parser.add_argument("--forked", action="store_true", help="workers are forked, and import nothing")
-    parser.add_argument("--kind", choices=KINDS, default="whole", help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
+    parser.set_defaults(kind="whole")  # of three arguments
     parser.add_argument("--work", help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.work:
