@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO, precision
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.nn.parallel import DistributedDataParallel
 
 from ..core.errors import Misuse, MisuseOfType
 from ..core.overrides import is_a
@@ -52,6 +54,7 @@ def as_fabrics(strategy: Any) -> Any:
             return strategy
         return DDPStrategy(start_method=_STARTS[found[1]], find_unused_parameters=found[2] == "true")
     if not any(f"{base.__module__}.".startswith(_TRAINERS) for base in type(strategy).__mro__):
+        _check_words(strategy)
         return strategy
     name = type(strategy).__name__
     is_own = not f"{type(strategy).__module__}.".startswith(_TRAINERS)  # what a class of one's own does would be lost
@@ -128,6 +131,17 @@ def refusal(error: Exception) -> Exception:
     if isinstance(error, RuntimeError):
         return MissingDevice(text)
     return MisuseOfType(text) if isinstance(error, TypeError) else Misuse(text)
+
+
+def _check_words(strategy: Any) -> None:
+    """Refuse words that Fabric's DDPStrategy hands on to DDP, which knows nothing of them, before ranks are started."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    if unknown := sorted(getattr(strategy, "_ddp_kwargs", {}).keys() - known):
+        hook = " (register_comm_hook, in setup_module of a subclass)" * (unknown[0] == "ddp_comm_hook")
+        raise MisuseOfType(
+            f"strategy={type(strategy).__name__}({unknown[0]}=...): torch's DistributedDataParallel has no such word{hook}:"
+            " leave it out"
+        )
 
 
 def with_files(strategy: Any, plugins: Any) -> Any:

@@ -316,6 +316,9 @@ def test_refused_before_the_launch(tmp_path):
         Misuse, match=r"^strategy=DDPStrategy\(static_graph=True\) with accumulate_grad_batches=2: .* leave"
     ):
         FabricLoop(strategy=DDPStrategy(static_graph=True), accumulate_grad_batches=2, **TWO).fit(Classifier(), train())
+    words = r"^strategy=DDPStrategy\(ddp_comm_hook=\.\.\.\): .* no such word .* leave it out$"
+    with pytest.raises(TypeError, match=words):
+        FabricLoop(strategy=DDPStrategy(ddp_comm_hook=print), **TWO)
     for io, name in (
         (TorchCheckpointIO(), r"TorchCheckpointIO\(\)"),
         (AsyncCheckpointIO(TorchCheckpointIO()), r"AsyncCheckpointIO\(TorchCheckpointIO\(\)\)"),
