@@ -164,7 +164,10 @@ def load_header(path: str | Path) -> dict[str, Any]:
     with opened(local_path(path)) as file:
         if damage := _zip_damage(file, os.fstat(file.fileno()).st_size, read_all=False):
             raise DamagedError(f"'{path}' is damaged or no checkpoint: {damage}.")
-        content, reason = _load_plain(file, "meta")
+        try:
+            content, reason = _load_plain(file, "meta")
+        except RuntimeError:  # since torch 2.15 no sparse tensor is made without its elements
+            content, reason = _load_plain(file, "cpu")
     if reason is not None:
         raise CheckpointError(_needs_trust(path, reason))
     return content if isinstance(content, dict) else {}

@@ -24,6 +24,10 @@ from .errors import UsageError
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
+_NONE_TOO = ("skip_none", "skip_unset")  # jsonargparse's word for values that are None, before 4.49 and since
+
+_OTHERS = ("Expected a <class", "Not a valid subclass", "a class path (", "a dict with")  # reasons of a union's other kinds
+
 
 @dataclass
 class Options:
@@ -52,14 +56,20 @@ class Options:
 
         words: dict[str, Any] = {}
         set_dumper("as it is", lambda data: words.update(data) or "")  # objects, too, which no text could hold
-        self.parser.dump(self.settings, skip_none=False, skip_validation=True, format="as it is")
+        self.parser.dump(self.settings, skip_validation=True, format="as it is", **{_NONE_TOO[self._is_new]: False})
         return {**{word: value for word, value in words.items() if word not in OWN_HELP}, "about": {"command": command}}
 
     def _made(self, *words: str) -> dict[str, Any]:
         from jsonargparse import Namespace
 
         asked = Namespace(**{word: self.settings[word] for word in words})
-        return vars(self.parser.instantiate_classes(asked, instantiate_groups=words != (*PLACES,)))
+        instantiate = self.parser.instantiate if self._is_new else self.parser.instantiate_classes
+        return vars(instantiate(asked, instantiate_groups=words != (*PLACES,)))
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether it is jsonargparse 4.49 or later, in which two words have other names."""
+        return hasattr(self.parser, "instantiate")
 
 
 def read_options(verb: str, argv: list[str], program: str, description: str) -> Options | None:
@@ -340,8 +350,8 @@ def _wrong_class(word: str, text: str) -> str:
     """What is wrong with a callback's or logger's arguments, in a line."""
     found = re.search(r"given class_path '([\w.]+)': (.*?)(?: - |$)", text)
     name, why = (found[1].rpartition(".")[2], found[2]) if found else ("", reason_in(text))
-    if match := re.search(r"Option '(\w+)' is required", why):
-        return f"--{word}.{match[1]} is missing: {name} needs it; --{word}.help={name} lists what it takes"
+    if match := re.search(r"Option '(\w+)' is required|arguments are required: (\w+)", why):
+        return f"--{word}.{match[1] or match[2]} is missing: {name} needs it; --{word}.help={name} lists what it takes"
     if match := re.search(r"Option '(\w+)' is not accepted", why):
         return f"--{word}.{match[1]}: {name} has no such argument; --{word}.help={name} lists what it takes"
     if match := re.search(r'Parser key "(\w+)": Expected an? (?:<class )?(.*?)>?\. Got value: (.*)', why):
@@ -351,8 +361,9 @@ def _wrong_class(word: str, text: str) -> str:
 
 
 def reason_in(text: str) -> str:
-    """The one reason in what jsonargparse says of a union, the last: that of the class."""
+    """The one reason in what jsonargparse says of a union: the class's own, among those of what it was not."""
     if "Errors:" not in text:
         return text
     text = " ".join(text.partition("Errors:")[2].partition("Given value")[0].split())
-    return text.rpartition(" - ")[2]
+    reasons = text.removeprefix("- ").split(" - ")
+    return next((reason for reason in reversed(reasons) if not reason.startswith(_OTHERS)), reasons[-1])

@@ -214,7 +214,7 @@ def others(value, outside, draw):
         "None": None, "True": True, "minus": -1, "zero": 0, "huge": 2**62, "beyond": 10**30, "float": -0.5, "nan": float("nan"),
         "inf": float("inf"), "empty text": "", "text": "x", "formula": "=1+1", "lines": "a\nb", "path": "../../../secret.ckpt",
         "absolute": str(outside), "empty list": [], "empty dict": {}, "thrice": [value, value, value], "wrapped": {"a": value},
-        "deep": nest(5000), "bytes": b"x", "long": "y" * 100_000, "million": 10**6,
+        "deep": nest(2000), "bytes": b"x", "long": "y" * 100_000, "million": 10**6,
         "no elements": torch.zeros(0), "vector": torch.arange(3.0), "expanded": torch.zeros(1).expand(10**9),
         "tensor": torch.tensor(0.5), "meta": torch.zeros(2, device="meta"),
     }  # fmt: skip

@@ -68,9 +68,9 @@ def test_no_error_of_a_read_is_taken_for_damage(tmp_path, function):
     torch.save(TREE, path)
     with Failing(tmp_path) as layer:
         function(path)
-    assert layer.count > 4
+    assert (count := layer.count) > 4
     for cause, error in ERRORS.items():
-        for n in range(1, layer.count + 1):
+        for n in range(1, count + 1):
             told = None
             with Failing(tmp_path, [n], error) as layer:
                 try:

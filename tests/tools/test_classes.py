@@ -76,6 +76,7 @@ def test_a_logger_by_its_class(capsys):
          " --callbacks.help=EarlyStopping lists what it takes"),
         ([*STOP, "--callbacks.patience=x"], "--callbacks.patience=x: EarlyStopping expects int"),
         ([*STOP, "--callbacks.mode=x"], "`mode` can be min, max, got x"),
+        (["--callbacks=EarlyStopping", *STOP[1:], "--callbacks.mode=x"], "`mode` can be min, max, got x"),
         (["--callbacks.monitor=x"], "--callbacks.monitor=x before any class: expected --callbacks+=Class first, then its"
          " arguments"),
         (["--callbacks=lit.No"], "--callbacks lit.No: there is no class 'No' in '{lit}'; it has Lit, Data, Broken, Picky"),
