@@ -253,10 +253,11 @@ def parse_config(words: dict[str, Any]) -> LoopConfig:
     """
     known = [field.name for field in dataclasses.fields(LoopConfig)]
     if unknown := [word for word in words if word not in known]:
-        from .elsewhere import why_unknown
+        from .elsewhere import AS_HERE, why_unknown
 
-        raise TypeError("; ".join(why_unknown(word, known) for word in unknown))
-    return LoopConfig(**words)
+        if refused := [word for word in unknown if words[word] is not AS_HERE.get(word, ...)]:
+            raise TypeError("; ".join(why_unknown(word, known) for word in refused))
+    return LoopConfig(**{word: value for word, value in words.items() if word in known})
 
 
 def parse_duration(value: str | timedelta | dict[str, int]) -> timedelta:

@@ -41,6 +41,14 @@ TRAINER_ONLY = {
     "weights_only": "checkpoints are read with weights_only=True, unless trusted=True; fit and the other verbs take it, too",
 }
 
+# what is so here, too: given as Trainer has it by default, such a word asks for nothing more
+AS_HERE = {
+    "use_distributed_sampler": True,
+    "sync_batchnorm": False,
+    "enable_autolog_hparams": True,
+    "model_registry": None,
+}
+
 # what Trainer says of a value that it does not take
 _IN_RANGE = "You have passed invalid value {value} for {name}, it has to be in [0.0, 1.0] or an int."
 _LIMITED = (

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _NONE_TOO = ("skip_none", "skip_unset")  # jsonargparse's word for values that are None, before 4.49 and since
 
-_OTHERS = ("Expected a <class", "Not a valid subclass", "a class path (", "a dict with")  # reasons of a union's other kinds
+# reasons of a union's other kinds
+_OTHERS = ("Expected a <class", "Not a valid subclass", "a class path (", "a dict with")
 
 
 @dataclass
@@ -63,7 +64,8 @@ class Options:
         from jsonargparse import Namespace
 
         asked = Namespace(**{word: self.settings[word] for word in words})
-        instantiate = self.parser.instantiate if self._is_new else self.parser.instantiate_classes
+        parser: Any = self.parser
+        instantiate = parser.instantiate if self._is_new else parser.instantiate_classes
         return vars(instantiate(asked, instantiate_groups=words != (*PLACES,)))
 
     @property

@@ -1,5 +1,6 @@
 """Trainer's words in the four verbs: ckpt_path and weights_only mean what they mean there; files that are written beside."""
 
+import inspect
 import threading
 from pathlib import Path
 
@@ -145,3 +146,12 @@ def test_what_could_not_be_written_beside_it_is_raised_at_the_end(tmp_path):
         match="training has come to its end, but not everything is on disk: .*(No space|the disk is full)",
     ):
         fit(tmp_path, max_epochs=1, plugins=AsyncCheckpointIO(Full()))
+
+
+def test_every_word_of_trainer_at_its_default(tmp_path):
+    defaults = {name: word.default for name, word in inspect.signature(pl.Trainer).parameters.items()}
+    loop = FabricLoop(**defaults | {"accelerator": "cpu", "default_root_dir": tmp_path})
+    assert loop.config == FabricLoop(accelerator="cpu", default_root_dir=tmp_path).config
+    for word, value in {"use_distributed_sampler": False, "sync_batchnorm": True, "model_registry": "lit:3"}.items():
+        with pytest.raises(TypeError, match=f"FabricLoop has no argument {word}: "):
+            FabricLoop(**defaults | {word: value})
