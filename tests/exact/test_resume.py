@@ -396,7 +396,9 @@ def test_at_max_epochs_does_nothing(tmp_path):
 
 def test_beyond_max_epochs_is_refused(tmp_path):
     fit(tmp_path, max_epochs=2)
-    with pytest.raises(ValueError, match=r"current_epoch=2, but you have set max_epochs=1: write max_epochs=3"):
+    with pytest.raises(
+        ValueError, match=r"current_epoch=2, but you have set Trainer\(max_epochs=1\): write max_epochs=3"
+    ):
         fit(tmp_path, resume="last", max_epochs=1)
 
 
