@@ -231,10 +231,12 @@ def _parse_scheduler(item: Any, monitor: str | None, automatic: bool, where: str
     if config.reduce_on_plateau:
         config.monitor = config.monitor or monitor
         if config.monitor is None:
+            who, example = "`configure_optimizers`", 'scheduler, "monitor": "metric_to_track"}'
+            if isinstance(item, Mapping):
+                who, example = "The lr scheduler dict", '{"scheduler": scheduler, "monitor": "your_loss"}}'
             raise Misuse(
-                "The lr scheduler dict must include a monitor when a `ReduceLROnPlateau` scheduler is used. For example:"
-                ' {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "your_loss"}}, with the name of'
-                f" a logged metric: {where} returned none"
+                f"{who} must include a monitor when a `ReduceLROnPlateau` scheduler is used. For example:"
+                f' {{"optimizer": optimizer, "lr_scheduler": {example}, with the name of a logged metric: {where} returned none'
             )
     if isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch":
         warnings.warn(

@@ -55,12 +55,10 @@ def logging(value):
     return training_step
 
 
-def rate(self):
+def rate(self, in_a_dict=True):
     optimizer = torch.optim.SGD(self.parameters(), 0.1)
-    return {
-        "optimizer": optimizer,
-        "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)},
-    }
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler} if in_a_dict else scheduler}
 
 
 REFUSED = {
@@ -93,6 +91,7 @@ REFUSED = {
     "training_epoch_end": fit(training_epoch_end=lambda self, outputs: None),
     "optimizer_idx": fit(training_step=lambda self, batch, batch_idx, optimizer_idx: None),
     "a plateau of nothing": fit(configure_optimizers=rate),
+    "a plateau by itself": fit(configure_optimizers=lambda self: rate(self, in_a_dict=False)),
     "manual and clipping": manual(gradient_clip_val=2),
     "manual and accumulation": manual(accumulate_grad_batches=2),
     "a dict": fit(training_step=logging({"b": 1.0})),
