@@ -201,7 +201,7 @@ class TrainerFace:
 
     @logger.setter
     def logger(self, logger: Any) -> None:
-        self.loggers, self._own_logger = [] if logger is None else [logger], False
+        self.loggers, self._own_logger = [] if logger is None or logger is False else [logger], False
 
     @property
     def log_dir(self) -> str | None:

@@ -143,3 +143,13 @@ def test_a_value_that_means_nothing_is_refused_as_in_the_constructor():
     with pytest.raises(Misuse, match="limit_val_batches=1.5: expected"):
         loop.limit_val_batches = 1.5
     assert loop.limit_val_batches == 1.0
+
+
+@pytest.mark.parametrize("nothing", [None, False])
+def test_no_logger(nothing, tmp_path):
+    for kind in LOOPS.values():
+        trainer = made(kind, tmp_path, max_epochs=1, logger=True)
+        trainer.logger = nothing
+        trainer.fit(Notes())
+        assert (trainer.loggers, trainer.logger) == ([], None)
+    assert not [*tmp_path.rglob("metrics.csv")]
