@@ -76,7 +76,6 @@ def _data(loader: Any) -> dict[str, Any]:
 
 def kin(optimizer: Any) -> list[str]:
     """An optimizer's class and those that it is derived from."""
-    optimizer = (
-        optimizer.optim if hasattr(optimizer, "consolidate_state_dict") else optimizer
-    )  # whose states it shares out
+    if hasattr(optimizer, "consolidate_state_dict"):
+        optimizer = optimizer.optim  # whose states it shares out
     return [base.__name__ for base in type(optimizer).__mro__ if base not in (torch.optim.Optimizer, object)]

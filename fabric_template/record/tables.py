@@ -63,8 +63,8 @@ class Table:
         if not self.waiting:
             return
         self._look_again()
-        known = self._columns
-        added = dict.fromkeys(column for row in self.waiting for column in row if column not in known)
+        known, names = self._columns, set(self._columns)
+        added = dict.fromkeys(column for row in self.waiting for column in row if column not in names)
         # a new column; or a power cut, a full disk, in mid-row: back to the last good one
         if added or not self._is_whole:
             rank = {column: i for i, column in enumerate(self.first)}
