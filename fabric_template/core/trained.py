@@ -51,7 +51,7 @@ class Trained:
         """Whether the loop steps the optimizer (False: the module does)."""
         return getattr(self.owner, "automatic_optimization", True)
 
-    @property
+    @cached_property
     def hands_iterator(self) -> bool:
         """Whether the training step takes its batches itself, from ``dataloader_iter``."""
         return takes_iterator(self.owner.training_step)

@@ -78,7 +78,7 @@ def state_of(run: Run, weights_only: bool = False, epoch: int | None = None) -> 
 def hyperparameters_of(owner: Any, trusted: bool, said: Said) -> dict[str, Any]:
     """The hyperparameters of a module or datamodule that a file can hold; said once of the others what becomes of them."""
     hparams = dict(getattr(owner, "hparams", None) or {})
-    if trusted or ordinary_bytes(hparams) is not None:
+    if not hparams or trusted or ordinary_bytes(hparams) is not None:
         return hparams
     from .plain import without_odd
 

@@ -178,12 +178,14 @@ def make_folder(folder: Path, is_new: bool = False) -> None:
         FileExistsError: with ``is_new``, if the folder is there already, or somebody else was faster.
     """
     missing = list(itertools.takewhile(lambda part: not part.exists(), itertools.chain([folder], folder.parents)))
-    for new in reversed(missing or [folder] * is_new):
+    missing = missing or [folder] * is_new
+    for new in reversed(missing):
         try:
             fs.mkdir(new)
         except FileExistsError:  # another rank was faster
             if is_new and new == folder:
                 raise
+    for new in missing:  # behind all of them: a file system that keeps a journal writes it once
         fsync_folder(new.parent)
 
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from interpreter import ready
 from lightning.fabric import Fabric
 
-from fabric_template.files import locks, storage
+from fabric_template.files import disk, locks, storage
 from fabric_template.files.locks import one_writer
 from fabric_template.files.names import safe_name
 from fabric_template.files.reading import (
@@ -230,6 +230,20 @@ def test_order_is_write_fsync_replace_fsync_folder(tmp_path, monkeypatch):
     save(STATE, tmp_path / "a.ckpt")
     order = [c for i, c in enumerate(calls) if i == 0 or calls[i - 1] != c]
     assert order == ["open", "write", "fsync", "replace", "open", "fsync"]
+
+
+def test_folders_are_made_first_and_synced_behind(tmp_path, monkeypatch):
+    """Each of the parents holds a new name; a file system with a journal writes it once for all of them."""
+    done = []
+    mkdir, fsync = disk.fs.mkdir, disk.fs.fsync
+    monkeypatch.setattr(disk.fs, "mkdir", lambda path: (done.append(f"mkdir {path.name}"), mkdir(path)))
+    monkeypatch.setattr(
+        disk.fs, "fsync", lambda fd: (done.append("fsync " + Path(os.readlink(f"/proc/self/fd/{fd}")).name), fsync(fd))
+    )
+    disk.make_folder(tmp_path / "a" / "b" / "c")
+    assert done == ["mkdir a", "mkdir b", "mkdir c", "fsync b", "fsync a", f"fsync {tmp_path.name}"]
+    disk.make_folder(tmp_path / "a" / "b")
+    assert len(done) == 6
 
 
 def test_interrupt_is_not_hidden_and_leaves_nothing(tmp_path, monkeypatch):
