@@ -29,7 +29,7 @@ class Optimizing:
     def set_up(self, trained: Trained, configure: Callable[[], Any] | None) -> None:
         """Ask the module for its optimizers and schedulers, or take the ones that fit was given."""
         returned = self.given
-        if returned is not None:
+        if returned is not None and not isinstance(returned, Optimizer):
             from .optimizers import is_maker
 
             returned = returned(trained.model) if is_maker(returned) else returned

@@ -11,6 +11,7 @@ from lightning.fabric import is_wrapped
 from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import nn
+from torch.optim import Optimizer
 
 from ..core.errors import Misuse, MisuseOfType
 from ..core.functions import FunctionSteps, takes_batch_idx
@@ -79,7 +80,7 @@ def prepare(
     last = loop._run if fn != "fit" else None
     owner, net = _owner_of(model, functions or {}, last)
     optimizer = optimizer.optimizer if is_wrapped(optimizer) else optimizer
-    if isinstance(owner, FunctionSteps) and optimizer is not None:
+    if isinstance(owner, FunctionSteps) and isinstance(optimizer, list | tuple):
         from ..core.optimizers import are_several
 
         if are_several(optimizer):  # whoever gives several steps them
@@ -255,13 +256,9 @@ def _check_optimizer(plan: Plan) -> None:
         from .missing import no_optimizer
 
         raise no_optimizer(plan)
-    if plan.optimizer is not None:
-        from ..core.optimizers import is_maker, parse_optimizers
-
-        if not is_maker(plan.optimizer):
-            optimizers, _ = parse_optimizers(plan.optimizer, automatic=plan.trained.is_automatic)
-            if overrides(plan.trained.owner, "configure_model") is None:  # which may make the parameters
-                check_parameters(optimizers, plan.trained.net, plan.trained.name)
+    given = _given_optimizers(plan)
+    if overrides(plan.trained.owner, "configure_model") is None:  # which may make the parameters
+        check_parameters(given, plan.trained.net, plan.trained.name)
     if not plan.trained.is_automatic:
         if plan.config.gradient_clip_val:
             raise Misuse(
@@ -277,3 +274,13 @@ def _check_optimizer(plan: Plan) -> None:
             raise Misuse(
                 "accumulate_weights= is for automatic optimization: leave it out, and weigh the losses in training_step"
             )
+
+
+def _given_optimizers(plan: Plan) -> list[Any]:
+    """Those that fit was given; none as long as a function is to make them."""
+    given = plan.optimizer
+    if given is None or isinstance(given, Optimizer):
+        return [] if given is None else [given]
+    from ..core.optimizers import is_maker, parse_optimizers
+
+    return [] if is_maker(given) else parse_optimizers(given, automatic=plan.trained.is_automatic)[0]
