@@ -272,7 +272,7 @@ class MiniLoop:
         self._forget("train")
         self.current_epoch += 1
         self.history.append(row | {"time": time.monotonic() - began})
-        known, sign = {**self._metrics, **row}, 1 if self.mode == "min" else -1
+        known, sign = {**row, **self._metrics}, 1 if self.mode == "min" else -1
         score: Any = known.get(self.monitor or "")
         is_best = score is not None and bool(sign * score < sign * self.best.get("best.ckpt", sign * math.inf))
         self.best = {"best.ckpt": float(score)} if is_best else self.best

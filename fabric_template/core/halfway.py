@@ -20,6 +20,8 @@ def finish_batch(run: Run) -> None:
             if ends_window and run.metrics.train.any_on_step:
                 run.log.step()
             validation.after_batch()
+        else:
+            validation.ran_behind = at.total_batches
         if ends_window:
             step_schedulers(run, "step", plateau=True)
             at.end_window()

@@ -23,7 +23,7 @@ class Validation:
         self.seconds = 0.0  # between validations that go by the clock
         self.validated_at = 0.0
         self.is_on = False  # in the epoch that runs
-        self.has_run = False
+        self.ran_behind = 0  # how many training batches in all it ran last
 
     def set_up(self, num_batches: int | float) -> None:
         """Know the length of an epoch."""
@@ -75,7 +75,7 @@ class Validation:
         score = None if run.log.measured() is before else run.log.score()
         run.metrics.resume(kept)
         run.keeper.save_validation(run, score)
-        self.has_run = True
+        self.ran_behind = run.at.total_batches
         self.start_clock()
 
     def is_planned(self) -> bool:

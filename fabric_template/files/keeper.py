@@ -88,7 +88,7 @@ class Keeper:
     def _check_monitor(self, run: Run) -> None:
         """Refuse a monitor that was never logged, once the epoch is safe on disk."""
         rows = run.history.rows
-        if (run.validation.validates and not run.validation.has_run) or any(self.monitor in row for row in rows):
+        if (run.validation.validates and not run.validation.ran_behind) or any(self.monitor in row for row in rows):
             return  # max_steps has ended this epoch before its validation
         known = sorted(rows[-1].keys() - {"epoch", "step", "time"}) if rows else []
         raise Misuse(

@@ -54,7 +54,7 @@ class Log:
 
     def end_batches(self) -> None:
         """The epoch's batches are over: its means are known."""
-        self.metrics.batches_end()
+        self.metrics.batches_end(seen=self.run.validation.ran_behind == self.run.at.total_batches)
         self.history.end_train(self.run.at.total_batches - 1, self.all_reduce)
 
     def evaluated(self, index: int) -> None:

@@ -132,10 +132,13 @@ class Metrics(Reported):
         """Let go of the batch."""
         self.active.batch = self.active.batch_size = self.active.said_size = self.active.copied = None
 
-    def batches_end(self) -> None:
-        """The batches (of one loader) are over: from now on the epoch's values count."""
-        if self._in_batches is not None:
-            self.merge()  # the last step's values stay visible under their own names
+    def batches_end(self, seen: bool = False) -> None:
+        """The batches (of one loader) are over: from now on the epoch's values count.
+
+        The last step's stay visible under their own names; where a validation has ``seen`` them, its own are newer.
+        """
+        if self._in_batches is not None and not seen:
+            self.merge()
         self._in_batches = None
 
     def batches_go_on(self) -> None:

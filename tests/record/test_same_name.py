@@ -1,0 +1,88 @@
+"""A name that is logged in training and in validation: whoever asks sees the newest of both, as under Trainer."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
+from modules import quiet
+from torch.utils.data import DataLoader
+
+from fabric_template import FabricLoop, MiniLoop
+
+BOTH, EPOCH = {"on_step": True, "on_epoch": True}, {"on_step": False, "on_epoch": True}
+
+
+class Same(pl.LightningModule):
+    """Logs "x" in both steps: 100 and more in training, falling from 200 in validation."""
+
+    def __init__(self, train, val):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.words, self.val_words = train, val
+
+    def training_step(self, batch, batch_idx):
+        self.log("x", 100.0 + self.global_step, **self.words)
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("x", 200.0 - 10 * self.current_epoch + batch_idx, **self.val_words)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def seer():
+    """A callback, and what it sees behind each hook: the three views of what was logged."""
+    seen = []
+
+    def see(where):
+        def hook(trainer, *given):
+            views = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics
+            seen.append((where, *({name: float(value) for name, value in view.items()} for view in views)))
+
+        return hook
+
+    hooks = "on_train_batch_end", "on_validation_end", "on_train_epoch_end", "on_train_end"
+    return LambdaCallback(**{hook: see(hook) for hook in hooks}), seen
+
+
+def loader(length):
+    return DataLoader(torch.ones(length, 1))
+
+
+@pytest.mark.parametrize("interval", [1.0, 2], ids=["end", "inside"])
+@pytest.mark.parametrize("length", [3, 4])
+@pytest.mark.parametrize("val", [{}, {"on_step": True}], ids=["epoch", "step"])
+@pytest.mark.parametrize("train", [{"prog_bar": True}, BOTH, EPOCH], ids=["step", "both", "epoch"])
+def test_a_name_of_both_stages(tmp_path, train, val, length, interval):
+    seen = []
+    for make in (pl.Trainer, FabricLoop):
+        stopping = EarlyStopping("x", patience=1, mode="max")
+        best = ModelCheckpoint(tmp_path / make.__name__, "{epoch}-{x}", "x", mode="max", save_top_k=2)
+        callback, views = seer()
+        words = quiet(callbacks=[stopping, best, callback], enable_checkpointing=True, default_root_dir=tmp_path)
+        trainer = make(max_epochs=4, val_check_interval=interval, **words)
+        trainer.fit(Same(train, val), loader(length), loader(2))
+        files = sorted(path.name for path in (tmp_path / make.__name__).glob("*.ckpt"))
+        seen.append((views, stopping.state_dict(), files, trainer.current_epoch, trainer.global_step))
+    assert seen[0] == seen[1]
+
+
+def test_a_resumed_run_sees_the_same(tmp_path):
+    """From a checkpoint of the validation behind an epoch's last batch."""
+    keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
+    (first, whole), (second, resumed) = seer(), seer()
+    words = quiet(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path)
+    FabricLoop(callbacks=[keep, first], **words).fit(Same({}, {}), loader(3), loader(2))
+    FabricLoop(callbacks=[second], **words).fit(Same({}, {}), loader(3), loader(2), resume=tmp_path / "epoch=0.ckpt")
+    behind = [where for where, *_ in whole].index("on_train_epoch_end")
+    assert [views[:2] for views in resumed] == [views[:2] for views in whole[behind:]]  # where, and callback_metrics
+    assert resumed[0][:2] == ("on_train_epoch_end", {"x": 200.5})
+
+
+@pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
+def test_the_monitor_follows_validation(tmp_path, make):
+    loop = make(max_epochs=2, monitor="x", mode="min", default_root_dir=tmp_path)
+    loop.fit(Same({}, {}), loader(3), loader(2))
+    best = torch.load(next(tmp_path.rglob("best.ckpt")), weights_only=True)
+    assert best["epoch"] == 1  # 190.5 is less than 200.5; what the training step logged, 105, is more than 102
