@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
+from functools import partial
 from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO, precision
@@ -97,25 +99,27 @@ def plugins_as_fabrics(plugins: Any) -> Any:
 
 
 def _precision(plugin: Any) -> Any:
-    own: list[type] = []
-    base: type = precision.Precision
-    for base in type(plugin).__mro__:
-        if f"{base.__module__}.".startswith(_TRAINERS_PLUGINS):
-            break
-        if base is precision.Precision:
-            return plugin  # Fabric's, or somebody's own after Fabric's
-        own.append(base)
-    twin = getattr(precision, base.__name__, None)
+    """Fabric's twin of one of Trainer's; somebody's own after Trainer's stays what it is, and steps as Fabric's do."""
+    kinds = type(plugin).__mro__
+    trainers = next((kind for kind in kinds if f"{kind.__module__}.".startswith(_TRAINERS_PLUGINS)), None)
+    if trainers is None:
+        return plugin  # Fabric's, or somebody's own after Fabric's
+    own = kinds[: kinds.index(trainers)]
+    twin = getattr(precision, trainers.__name__, None)
     steps = set(_STEPS) & {name for kind in own for name in vars(kind)}
-    if twin is None or steps or (own and any(name in vars(twin) for name in _STEPS if twin is not precision.Precision)):
+    twin_steps = twin is not precision.Precision and not vars(twin or object).keys().isdisjoint(_STEPS)
+    if twin is None or steps or (own and twin_steps):
         why = f", whose strategy calls its {min(steps)}" if steps else ""
         raise Misuse(
             f"plugins={type(plugin).__name__}(...) is made for Trainer{why}: expected one of"
-            f" lightning.fabric.plugins.precision, or a class of your own after its {base.__name__}"
+            f" lightning.fabric.plugins.precision, or a class of your own after its {trainers.__name__}"
         )
-    kind = twin if not own else type(own[0].__name__, (own[0],), {name: getattr(twin, name) for name in _STEPS})
-    made = object.__new__(kind)
-    vars(made).update(vars(plugin))
+    if not own:
+        made = object.__new__(twin)
+        vars(made).update(vars(plugin))
+        return made
+    made = copy.copy(plugin)
+    vars(made).update({name: partial(getattr(twin, name), made) for name in _STEPS})  # spawned ranks unpickle that
     return made
 
 

@@ -1,5 +1,7 @@
 """Ways in which user code meets a Trainer that are easily forgotten: its plugins, its strategy's words, loggers, steps."""
 
+import pickle
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -50,6 +52,20 @@ class Clamps(Precision):
 def test_trainers_precisions(make, tmp_path):
     trainers = on_both(BoringModel, tmp_path, plugins=lambda: [make()], gradient_clip_val=0.5)
     assert trainers[0].precision == trainers[1].precision
+
+
+def test_ones_own_precision_stays_of_its_class_and_reaches_spawned_ranks_with_fabrics_steps():
+    own = Clamps()
+    here = FabricLoop(**quiet(accelerator="cpu", plugins=own)).fabric.strategy.precision
+    there = pickle.loads(pickle.dumps(here))
+    for made in (here, there):
+        assert type(made) is Clamps
+        parameter = torch.ones(1, requires_grad=True)
+        made.backward(
+            (parameter * 2).sum(), None
+        )  # Trainer's asks its second argument for a LightningModule's backward
+        assert parameter.grad == 2
+    assert vars(own) == {}
 
 
 def test_a_precision_whose_work_would_be_lost_is_refused():
