@@ -28,10 +28,9 @@ class FunctionSteps:
 
     def __init__(self, net: nn.Module, **functions: Callable | None) -> None:
         self.net = net
-        for name, function in functions.items():
-            if function is not None:
-                setattr(self, name, partial(function, net))
         self.functions = {name: function for name, function in functions.items() if function is not None}
+        for name, function in self.functions.items():
+            setattr(self, name, partial(function, net))
 
     def __getattr__(self, name: str) -> Any:
         if name in (*STEPS, "forward", "configure_optimizers", "automatic_optimization"):

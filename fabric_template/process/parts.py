@@ -21,6 +21,8 @@ from ..record.tables import number_of
 from ..trainer.attributes import TrainerFace
 from .world import meet_anew
 
+_PLACE = ("epoch", "step")  # where a row stands, which is no measurement
+
 
 class Parts(TrainerFace):
     """What FabricLoop offers by itself, without `fit`.
@@ -100,7 +102,8 @@ class Parts(TrainerFace):
                 [float(value) for value in scalars.values()], dtype=torch.float64, device=self.fabric.device
             )
             means: Any = self.fabric.all_reduce(own)
-            scalars = {**dict(zip(scalars, means.tolist(), strict=True)), **_counts(scalars)}
+            means_by_name = dict(zip(scalars, means.tolist(), strict=True))
+            scalars |= {name: mean for name, mean in means_by_name.items() if name not in _PLACE}
         if (run := self._run) is not None and run.at.stage is not None:
             _log_beside(run, scalars, step)
             return
@@ -154,7 +157,7 @@ def _with_own_names(kind: type) -> type:
 def _log_beside(run: Run, scalars: dict[str, Any], step: int | None) -> None:
     """Of a hook or a step; with the epoch that runs among them, they join that one's row."""
     if joins := run.fn == "fit" and not run.at.between_epochs and scalars.get("epoch") == run.at.current_epoch:
-        run.metrics.row.update({name: value for name, value in scalars.items() if name not in ("epoch", "step")})
+        run.metrics.row.update({name: value for name, value in scalars.items() if name not in _PLACE})
     run.log.values(scalars, step, by_row=not joins)
 
 
@@ -162,10 +165,6 @@ def _copied(wrapper: Any, memo: dict[int, Any]) -> Any:
     copied = memo[id(wrapper)] = object.__new__(type(wrapper))
     object.__setattr__(copied, "__dict__", copy.deepcopy(vars(wrapper), memo))
     return copied
-
-
-def _counts(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in scalars.items() if name in ("epoch", "step")}
 
 
 def _check(method: str, value: Any, kind: Any, expected: str) -> None:

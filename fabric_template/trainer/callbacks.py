@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+from ..core.called import keyword_names
 from ..core.config import LoopConfig
 from ..core.errors import Misuse, MisuseOfType
 from ..core.inputs import check_object
-from ..core.listeners import keyword_names
 from ..core.overrides import HOOKS, is_a, overrides
 
 _REFUSED = {
