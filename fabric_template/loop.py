@@ -104,15 +104,7 @@ class FabricLoop(Parts):
         words = {"accelerator": accelerator, "strategy": strategy, "devices": devices, "num_nodes": num_nodes,
                  "precision": precision, "plugins": plugins}  # fmt: skip
         if fabric is not None:
-            if isinstance(fabric, type) or not all(hasattr(fabric, name) for name in ("launch", "setup", "strategy")):
-                what = f"the class {fabric.__name__}" if isinstance(fabric, type) else f"a {type(fabric).__name__}"
-                raise MisuseOfType(
-                    f"FabricLoop(fabric) got {what}: expected a ready lightning.Fabric, FabricLoop(Fabric(devices=2)); all"
-                    " other words are given by name, as in FabricLoop(max_epochs=10, accelerator='cpu')"
-                )
-            defaults = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": 1}
-            if both := [word for word, value in words.items() if value != defaults.get(word)]:
-                raise Misuse(f"FabricLoop got a ready fabric and {', '.join(both)}: give these to Fabric itself")
+            _check_ready(fabric, words)
             as_fabrics(fabric.strategy)  # refuses what cannot run here
         if loggers is not None and given.logger is not None:
             raise Misuse("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
@@ -284,6 +276,18 @@ def _public(name: str) -> Any:
         if not str(error.name).startswith(f"{__package__}.tools"):
             raise
         raise Misuse(f"loop.{name} needs the folder tools/, which this copy of the loop lacks: copy it, too") from error
+
+
+def _check_ready(fabric: Any, words: dict[str, Any]) -> None:
+    """Refuse what is no Fabric, and words beside one that are Fabric's own."""
+    if isinstance(fabric, type) or not all(hasattr(fabric, name) for name in ("launch", "setup", "strategy")):
+        what = f"the class {fabric.__name__}" if isinstance(fabric, type) else f"a {type(fabric).__name__}"
+        raise MisuseOfType(
+            f"FabricLoop(fabric) got {what}: expected a ready lightning.Fabric, FabricLoop(Fabric(devices=2)); all"
+            " other words are given by name, as in FabricLoop(max_epochs=10, accelerator='cpu')"
+        )
+    if both := [word for word, value in words.items() if value != getattr(Words, word)]:
+        raise Misuse(f"FabricLoop got a ready fabric and {', '.join(both)}: give these to Fabric itself")
 
 
 def _made(words: dict[str, Any]) -> Fabric:

@@ -107,6 +107,7 @@ class Keeper:
         run.hooks.enter(None)
 
     def _keep(self, run: Run, score: float | None, over: int | None, place: str) -> None:
+        """Keep the state of now, or of where its epoch was cut short: as one of the best, if it is that, and as the last."""
         path = None if score is None or self.top_k == 0 else self._path_for(place, score)
         if self.monitor is not None:
             path, score = run.fabric.broadcast((path, score))  # they may differ: rank zero's count

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
@@ -32,6 +32,15 @@ from .signals import ending, starts_processes
 from .world import come_by_themselves, meet_anew
 
 
+class Job(NamedTuple):
+    """What each process is to do."""
+
+    loop: TrainerFace
+    plan: Plan
+    keep: bool  # what is measured or predicted
+    caller: int  # the process in which the verb was called
+
+
 def launch(loop: TrainerFace, plan: Plan, keep: bool = True) -> Outcome:
     """Run the plan in the strategy's processes; what is learned is back here afterwards, in ``loop._run``.
 
@@ -47,7 +56,7 @@ def launch(loop: TrainerFace, plan: Plan, keep: bool = True) -> Outcome:
         with _kept(*seeds):
             if seeds:
                 Fabric.seed_everything(plan.config.seed, workers=True, verbose=False)
-            outcome = _anywhere(loop.fabric, loop, plan, keep, os.getpid())
+            outcome = _anywhere(loop.fabric, Job(loop, plan, keep, caller=os.getpid()))
         run = loop._required(plan.fn)
         if outcome.learned is not None:
             from .away import bring_back
@@ -69,13 +78,13 @@ def launch(loop: TrainerFace, plan: Plan, keep: bool = True) -> Outcome:
 _ENDED: list[type] = []  # the error of the run before in this process, if it had one
 
 
-def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
+def _anywhere(fabric: Fabric, job: Job) -> Outcome:
     """Where the strategy says: in this process, in others, or in all that somebody else has launched.
 
     While other processes run, a signal to this one reaches them, too. An error of theirs is raised here as it was there.
     """
     if os.environ.get("LT_CLI_USED") == "1":  # fabric run has launched already
-        return _in_process(fabric, "", *rest)
+        return _in_process(fabric, "", job)
     launcher, starts = fabric.strategy.launcher, starts_processes(fabric)
     scripts = getattr(launcher, "procs", None)
     makes_scripts = scripts is not None and (scripts or not come_by_themselves(fabric))
@@ -101,7 +110,7 @@ def _anywhere(fabric: Fabric, *rest: Any) -> Outcome:
             folder = around.enter_context(away.desk())
         try:
             # with no arguments: Lightning would walk through them in spawned processes, into the plan's dataclasses, too
-            outcome = fabric.launch(partial(_caught, folder, rest))
+            outcome = fabric.launch(partial(_caught, folder, job))
             del store  # which had to stay until the ranks have met
         except ProcessException as error:
             if forward is not None and (number := forward.meaning(error)) is not None:
@@ -134,12 +143,12 @@ def _kept(*names: str) -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-def _caught(folder: str, rest: tuple, fabric: Fabric) -> Any:
+def _caught(folder: str, job: Job, fabric: Fabric) -> Any:
     """In the caller's process an error is handed back: Fabric's launch leaves DataLoader patched if it passes through."""
     try:
-        return _in_process(fabric, folder, *rest)
+        return _in_process(fabric, folder, job)
     except BaseException as error:
-        if os.getpid() == rest[-1]:
+        if os.getpid() == job.caller:
             _ENDED.append(type(error))
             return error
         from .away import leave_error
@@ -150,10 +159,11 @@ def _caught(folder: str, rest: tuple, fabric: Fabric) -> Any:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error  # which torch takes for a good end
 
 
-def _in_process(fabric: Fabric, folder: str, loop: TrainerFace, plan: Plan, keep: bool, caller: int) -> Any:
+def _in_process(fabric: Fabric, folder: str, job: Job) -> Any:
     """What each process does: its own set-up, the run, and the way back."""
+    loop, plan = job.loop, job.plan
     loop.fabric = fabric
-    elsewhere = os.getpid() != caller
+    elsewhere = os.getpid() != job.caller
     if elsewhere:
         from . import away
 
@@ -171,7 +181,7 @@ def _in_process(fabric: Fabric, folder: str, loop: TrainerFace, plan: Plan, keep
         if run.fn == "fit":
             _fit(loop, run)
         else:
-            results = _evaluate(loop, run, keep)
+            results = _evaluate(loop, run, job.keep)
     except BaseException as error:
         stopped = run is not None and run.stop.signal is not None and not isinstance(error, Exception)
         for process in () if stopped else getattr(fabric.strategy.launcher, "procs", ()):

@@ -55,28 +55,12 @@ def prepare(
     check_path("ckpt_path", ckpt_path, ("last", "best"))
     if ckpt_path is resume is load is None:
         ckpt_path = loop._set_path
-    if ckpt_path is not None:  # Trainer's word, in calls that packages make themselves
-        if resume is not None or load is not None:
-            raise Misuse(f"{fn} got ckpt_path= and {'resume' if load is None else 'load'}=: expected one of them")
-        resume, load = (ckpt_path, None) if fn == "fit" else (None, ckpt_path)
+    resume, load = _files(fn, resume, load, ckpt_path)
     if fn != "fit":
         model, load = _from_last_run(loop, fn, model, load)
     check_object("model", model)
     check_object("datamodule", datamodule)
-    first = LOADER_OF[fn]
-    if any(hasattr(loaders.get(first), f"{stage}_dataloader") for stage in LOADER_OF.values()):  # a datamodule there
-        if datamodule is not None:
-            raise Misuse(f"{fn} got two datamodules: give it as datamodule= only")
-        datamodule, loaders = loaders[first], {**loaders, first: None}
-    if datamodule is not None and any(given is not None for given in loaders.values()):
-        from .missing import two_sources
-
-        raise two_sources(fn)
-    if resume is not None and load is not None:
-        raise Misuse(
-            f"{fn}(resume={str(resume)!r}, load={str(load)!r}): expected one of them; resume= continues a run with its"
-            " optimizer and counters, load= takes the weights only and starts a new one"
-        )
+    loaders, datamodule = _sources(fn, loaders, datamodule)
     last = loop._run if fn != "fit" else None
     owner, net = _owner_of(model, functions or {}, last)
     optimizer = optimizer.optimizer if is_wrapped(optimizer) else optimizer
@@ -88,7 +72,7 @@ def prepare(
     given = Given(loaders, owner if datamodule is None else datamodule)
     if last is not None and datamodule is None:  # the last one stays, as under Trainer, and its hooks are called;
         datamodule = last.trained.datamodule
-        if datamodule is not None and not given.has(first):  # its loaders where there are no others
+        if datamodule is not None and not given.has(LOADER_OF[fn]):  # its loaders where there are no others
             given.source = datamodule
     origin = Origin(
         may_lack=ckpt_path == "last", trusted=loop.config.trusted if weights_only is None else not weights_only
@@ -105,23 +89,7 @@ def prepare(
 
         check_sharded(loop, plan)
     if fn == "fit":
-        _check_optimizer(plan)
-        if not isinstance(loop.fabric.strategy, SingleDeviceStrategy):
-            from ..trainer.strategies import check_window
-
-            check_window(loop.fabric.strategy, loop.callbacks, plan.config.accumulate_grad_batches)
-        if loop.loggers and plan.trained.datamodule is not None:
-            from .merged import check_hyperparameters
-
-            check_hyperparameters(plan)
-        if plan.config.enable_checkpointing or loop.checkpoint_callbacks:
-            for part in (plan.trained.owner, plan.trained.datamodule):
-                hyperparameters_of(part, plan.config.trusted, plan.said)
-        if plan.config.max_epochs is None and not is_endless(plan.config, loop.callbacks):
-            plan.said.warn(
-                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set `max_epochs=-1`.",
-                PossibleUserWarning,
-            )
+        _check_fit(loop, plan)
     # find and check the checkpoint, choose the version, prove that logs can be written
     if resume is not None or load is not None or come_by_themselves(loop.fabric):
         from .choose import choose_checkpoint
@@ -131,6 +99,34 @@ def prepare(
     if alone or starts_processes(loop.fabric):
         choose_place(loop, plan)  # elsewhere all ranks run this already, and have to agree first
     return plan
+
+
+def _files(fn: str, resume: Any, load: Any, ckpt_path: Any) -> tuple[Any, Any]:
+    """(resume, load), one of them at most; ``ckpt_path`` is Trainer's word for it, in calls that packages make themselves."""
+    if ckpt_path is not None:
+        if resume is not None or load is not None:
+            raise Misuse(f"{fn} got ckpt_path= and {'resume' if load is None else 'load'}=: expected one of them")
+        return (ckpt_path, None) if fn == "fit" else (None, ckpt_path)
+    if resume is not None and load is not None:
+        raise Misuse(
+            f"{fn}(resume={str(resume)!r}, load={str(load)!r}): expected one of them; resume= continues a run with its"
+            " optimizer and counters, load= takes the weights only and starts a new one"
+        )
+    return resume, load
+
+
+def _sources(fn: str, loaders: dict[str, Any], datamodule: Any) -> tuple[dict[str, Any], Any]:
+    """(loaders, datamodule), of which one is given; a datamodule may come in the loaders' place."""
+    first = LOADER_OF[fn]
+    if any(hasattr(loaders.get(first), f"{stage}_dataloader") for stage in LOADER_OF.values()):
+        if datamodule is not None:
+            raise Misuse(f"{fn} got two datamodules: give it as datamodule= only")
+        datamodule, loaders = loaders[first], {**loaders, first: None}
+    if datamodule is not None and any(given is not None for given in loaders.values()):
+        from .missing import two_sources
+
+        raise two_sources(fn)
+    return loaders, datamodule
 
 
 def _from_last_run(loop: TrainerFace, fn: str, model: Any, load: Any) -> tuple:
@@ -178,52 +174,49 @@ def _owner_of(model: Any, functions: dict[str, Callable | None], last: Run | Non
 
 
 def _check_steps(plan: Plan, fn: str) -> None:
-    step = STEP_OF[fn]
-    name = plan.trained.name
-    if fn == "predict":
-        if not any(callable(getattr(plan.trained.owner, word, None)) for word in ("predict_step", "forward")):
-            from .missing import no_step
-
-            raise no_step(plan, fn, step)
-        return
-    if overrides(plan.trained.owner, step) is None:
+    step, owner = STEP_OF[fn], plan.trained.owner
+    is_there = overrides(owner, step) is not None
+    if fn == "predict":  # what has no step is called with the batch
+        is_there = any(callable(getattr(owner, word, None)) for word in (step, "forward"))
+    if not is_there:
         from .missing import no_step
 
         raise no_step(plan, fn, step)
+    if fn == "predict":
+        return
     if fn == "fit":
-        _check_validation(plan, name)
-    if "optimizer_idx" in inspect.signature(getattr(plan.trained.owner, step)).parameters:
+        _check_validation(plan)
+    if "optimizer_idx" in inspect.signature(getattr(owner, step)).parameters:
         from .missing import one_by_one
 
         raise one_by_one(step)
     steps = {step, "validation_step"} if fn == "fit" and plan.given.has("val") else {step}
-    for each in sorted(name for name in steps if overrides(plan.trained.owner, name) is not None):
-        check_signature(
-            getattr(plan.trained.owner, each), each, takes_idx=takes_batch_idx(getattr(plan.trained.owner, each))
-        )
+    for each in sorted(name for name in steps if overrides(owner, name) is not None):
+        method = getattr(owner, each)
+        check_signature(method, each, takes_idx=takes_batch_idx(method))
     for old in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
-        new = f"on_{old.replace('training', 'train')}"
-        if plan.trained.is_lightning and callable(getattr(plan.trained.owner, old, None)):
+        if plan.trained.is_lightning and callable(getattr(owner, old, None)):
             from .missing import dropped
 
-            raise dropped(old, new, name)
+            raise dropped(old, f"on_{old.replace('training', 'train')}", plan.trained.name)
 
 
-def _check_validation(plan: Plan, name: str) -> None:
+def _check_validation(plan: Plan) -> None:
     """A step and its loader come together; a LightningModule that has one of them trains without validation."""
-    has_step, has_loader = overrides(plan.trained.owner, "validation_step") is not None, plan.given.has("val")
-    if isinstance(plan.trained.owner, FunctionSteps) and "epoch_end" in plan.trained.owner.functions and not has_loader:
+    owner, name, is_lightning = plan.trained.owner, plan.trained.name, plan.trained.is_lightning
+    has_step, has_loader = overrides(owner, "validation_step") is not None, plan.given.has("val")
+    if isinstance(owner, FunctionSteps) and "epoch_end" in owner.functions and not has_loader:
         raise Misuse(
             "fit got epoch_end=, which is told what validation_step returned, but no val_dataloaders: give both"
         )
-    if has_loader and not has_step and not plan.trained.is_lightning and plan.given.loaders.get("val") is not None:
+    if has_loader and not has_step and is_lightning:
+        plan.said.warn(f"You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop of {name}.")
+    elif has_loader and not has_step and plan.given.loaders.get("val") is not None:
         raise Misuse(
             f"fit got val_dataloaders but {name} has no validation_step: expected a method validation_step(batch,"
             " batch_idx) (or validation_step=fn); leave val_dataloaders out to train without validation"
         )
-    if has_loader and not has_step and plan.trained.is_lightning:
-        plan.said.warn(f"You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop of {name}.")
-    if has_step and not has_loader and plan.trained.is_lightning:
+    if has_step and not has_loader and is_lightning:
         plan.said.warn(
             f"You defined a `validation_step` but have no `val_dataloader`. Skipping val loop of {name}.",
             PossibleUserWarning,
@@ -248,6 +241,27 @@ def _check_loaders(plan: Plan, fn: str) -> None:
             check_iterable(loader, f"passed to `Trainer.{fn}({loader_argument(fn, name)}=...)`")
             if needs_length and length_of(loader) == INFINITE:
                 raise Misuse(no_fraction(loader, limit, name))
+
+
+def _check_fit(loop: TrainerFace, plan: Plan) -> None:
+    """What is asked of a fit only: optimizers, and what the strategy, the loggers and the checkpoints want of it."""
+    _check_optimizer(plan)
+    if not isinstance(loop.fabric.strategy, SingleDeviceStrategy):
+        from ..trainer.strategies import check_window
+
+        check_window(loop.fabric.strategy, loop.callbacks, plan.config.accumulate_grad_batches)
+    if loop.loggers and plan.trained.datamodule is not None:
+        from .merged import check_hyperparameters
+
+        check_hyperparameters(plan)
+    if plan.config.enable_checkpointing or loop.checkpoint_callbacks:
+        for part in (plan.trained.owner, plan.trained.datamodule):
+            hyperparameters_of(part, plan.config.trusted, plan.said)
+    if plan.config.max_epochs is None and not is_endless(plan.config, loop.callbacks):
+        plan.said.warn(
+            "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set `max_epochs=-1`.",
+            PossibleUserWarning,
+        )
 
 
 def _check_optimizer(plan: Plan) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -11,16 +10,14 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 
-from ..core.errors import Misuse
 from ..core.functions import FunctionSteps
 from ..core.net import Modes, device_of, with_a_note
-from ..core.overrides import is_a, overrides
+from ..core.overrides import is_a
 from ..core.reasons import ended_by, why_ended
 from ..core.run import Run
 from ..core.said import count
 from ..core.steps import is_shared_out
 from ..core.update import AutomaticUpdate
-from ..files.checkpoint import OURS
 from ..files.disk import clear_stale, newest_in
 from ..files.keeper import KeepsNothing
 from ..files.locks import one_writer
@@ -160,21 +157,10 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     heed_signals(run)
     if is_shared_out(fabric):
         run.steps.setup(training=run.fn == "fit")
-    if (path := run.origin.path) is not None:
-        from ..files.restoring import load_callbacks, load_weights
-        from ..files.schema import check_resumable
-        from .choose import load_file
+    if run.origin.path is not None:
+        from .loaded import load_parts
 
-        run.origin.checkpoint = load_file(fabric, path, run.origin.trusted)
-        if run.origin.resume_path is not None:  # once more: the file may be another one by now
-            check_resumable(run.origin.checkpoint, path)
-        ours = run.origin.checkpoint.pop(OURS, None)  # hooks see Trainer's keys only
-        run.steps.convert_net()
-        load_weights(run, run.origin.checkpoint, path)
-        if run.origin.resume_path is not None:
-            run.origin.pending = ours
-        if run.origin.resume_path is not None or run.fn != "fit":  # a fit that takes the weights only is a new one
-            load_callbacks(run, run.origin.checkpoint, path)
+        load_parts(run, run.origin.path)
     if not is_shared_out(fabric):
         run.steps.setup(training=run.fn == "fit")
 
@@ -184,37 +170,16 @@ def start_fit(run: Run) -> None:
     has_summary = any(is_a(callback, "ModelSummary") for callback in run.hooks.callbacks)  # which prints it already
     if run.config.enable_model_summary and run.fabric.is_global_zero and not has_summary:
         print(summarize(run.trained.net))
-    if isinstance(run.trained.owner, FunctionSteps) and not run.trained.net.training:
-        run.said.warn(
-            f"{run.trained.name} came in eval mode: it is put into training mode, as model.train() does before a loop of one's"
-            " own; what is to stay in eval mode is put there in training_step"
-        )
-        run.trained.net.train()
-    # others are left as they are, as Trainer does
-    if sleeping := sum(not module.training for module in run.trained.net.modules()):
-        run.said.warn(
-            f"Found {sleeping} module(s) in eval mode at the start of training. This may lead to unexpected behavior during"
-            " training. If this is intentional, you can ignore this warning: no dropout there, BatchNorm frozen; or write"
-            " model.train() before fit",
-            PossibleUserWarning,
-        )
+    _tell_modes(run)
     run.metrics.start(None)
     run.bookmark.held.set_up()
     run.optimizing.set_up(run.trained, run.hooks.own(run.trained.owner, "configure_optimizers"))
     run.bookmark.note_parts()
     run.hooks.call("on_fit_start")
     if (path := run.origin.resume_path) is not None:
-        assert run.origin.checkpoint is not None
-        from ..files.restoring import load_training_state
+        from .loaded import load_training
 
-        load_training_state(run, run.origin.checkpoint, path)
-        _tell_finished(run)
-        epochs, _ = run.stop.limits()
-        if epochs != -1 and run.at.epochs_done > epochs:
-            raise Misuse(
-                f"You restored a checkpoint with current_epoch={run.at.epochs_done}, but you have set Trainer(max_epochs="
-                f"{epochs}): write max_epochs={run.at.epochs_done + 1} or more to go on"
-            )
+        load_training(run, path)
     run.origin.checkpoint = None
     if run.fabric.is_global_zero and not (run.origin.resume_path is not None and ended_by(run)):
         run.log.loggers.hyperparameters()
@@ -240,6 +205,23 @@ def start_fit(run: Run) -> None:
     run.trained.net.zero_grad()
 
 
+def _tell_modes(run: Run) -> None:
+    """What is in eval mode as training begins: the whole model of step functions is not left in it, all else is."""
+    if isinstance(run.trained.owner, FunctionSteps) and not run.trained.net.training:
+        run.said.warn(
+            f"{run.trained.name} came in eval mode: it is put into training mode, as model.train() does before a loop of one's"
+            " own; what is to stay in eval mode is put there in training_step"
+        )
+        run.trained.net.train()
+    if sleeping := sum(not module.training for module in run.trained.net.modules()):
+        run.said.warn(
+            f"Found {sleeping} module(s) in eval mode at the start of training. This may lead to unexpected behavior during"
+            " training. If this is intentional, you can ignore this warning: no dropout there, BatchNorm frozen; or write"
+            " model.train() before fit",
+            PossibleUserWarning,
+        )
+
+
 def _update_of(run: Run) -> AutomaticUpdate:
     """How a batch trains: what is rare is imported where it is chosen."""
     if not run.trained.is_automatic:
@@ -251,19 +233,6 @@ def _update_of(run: Run) -> AutomaticUpdate:
 
         return GraphedUpdate(run)
     return AutomaticUpdate(run)
-
-
-def _tell_finished(run: Run) -> None:
-    """Say in one line that the run that is resumed is finished, if it is, and whose end may have done more to it."""
-    if not run.fabric.is_global_zero or not (why := ended_by(run)):
-        return
-    parts = (*run.hooks.callbacks, run.trained.owner)
-    own = [part for part in parts if not type(part).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))]
-    names = [type(part).__name__ for part in own if overrides(part, "on_train_end")]
-    said = f". What on_train_end of {', '.join(names)} does is not done again"
-    again = said if names and run.at.between_epochs else ""
-    place = f"'{run.origin.resume_path}' is of a finished run (epoch {run.at.epochs_done}, step {run.at.global_step})"
-    print(f"resume: {place}, nothing is trained: {why}{again}", file=sys.stderr)
 
 
 def tell_end(run: Run) -> None:
