@@ -34,7 +34,10 @@ def fit(run: Run) -> None:
     stop.start_clock()
     validation.start_clock()
     run.metrics.start(run.metrics.train)
-    run.hooks.call("on_train_start")
+    # a checkpoint that was saved behind an epoch's batches: to its end only the row is lacking
+    is_over = run.origin.saved_in == "on_train_epoch_end" and run.at.is_last_of_epoch and stop.limits()[1] == -1
+    with run.at.shown_in(run.at.current_epoch + is_over):
+        run.hooks.call("on_train_start")
     run.bookmark.training_begins()
     while (was_cut_short(run) or not stop.before_epoch()) and stop.signals.agreed is None:
         run.hooks.timed(train_epoch, "run_training_epoch")(run)

@@ -217,10 +217,13 @@ class Feed:
         Those of the sanity check serve the first epoch, too; if that does not validate, they are due at once.
         """
         if self.val is None or self._is_due("val"):
+            at = self.run.at
+            before = at.enter("validate" if at.stage == "train" else at.stage)  # as whoever makes them sees it
             self.val = self._remade("val", self.val)
+            at.enter(before)
             self._evaluate_together()
-            if self.run.at.stage != "sanity_check" or self.run.validation.in_this_epoch:
-                self.made_in["val"] = self.run.at.current_epoch
+            if at.stage != "sanity_check" or self.run.validation.in_this_epoch:
+                self.made_in["val"] = at.current_epoch
 
     def set_up_evaluation(self, stage: str) -> bool:
         """Make the loaders of validate, test or predict, which shuffle by the last epoch; False under a limit of 0: none."""

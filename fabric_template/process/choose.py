@@ -68,6 +68,11 @@ def agree_on_checkpoint(loop: TrainerFace, plan: Plan) -> None:
 
 
 def _find(loop: TrainerFace, plan: Plan, resume: Any, load: Any) -> str | Path | None:
+    if "best" in (resume, load) and len(loop.checkpoint_callbacks) > 1:
+        plan.said.warn(
+            f'`.{plan.fn}(ckpt_path="best")` is called with Trainer configured with multiple `ModelCheckpoint` callbacks. It'
+            " will use the best checkpoint path from first checkpoint callback."
+        )
     try:
         plan.origin.resume_path, plan.origin.load_path = _path_of("resume", resume, loop), _path_of("load", load, loop)
     except MissingError:

@@ -227,6 +227,8 @@ def _evaluate(loop: TrainerFace, run: Run, keep: bool) -> list | None:
     with session(loop, run):
         if run.fn != "predict":
             run.metrics.name_metrics(run.trained.net)
+        if run.fabric.is_global_zero:
+            run.log.loggers.hyperparameters()
         run.data.set_up_transfer()
         if not run.data.set_up_evaluation(LOADER_OF[run.fn]):
             return None if run.fn == "predict" else []

@@ -88,6 +88,10 @@ def prepare(
         from .sharding import check_sharded
 
         check_sharded(loop, plan)
+    if loop.loggers and plan.trained.datamodule is not None:
+        from .merged import check_hyperparameters
+
+        check_hyperparameters(plan)
     if fn == "fit":
         _check_fit(loop, plan)
     # find and check the checkpoint, choose the version, prove that logs can be written
@@ -145,7 +149,7 @@ def _from_last_run(loop: TrainerFace, fn: str, model: Any, load: Any) -> tuple:
             f" model. It is '{best}'; write {fn}(model) for the model as it is",
             stacklevel=5,
         )
-        load = best
+        load = "best"
     return last.trained.model, load
 
 
@@ -244,16 +248,12 @@ def _check_loaders(plan: Plan, fn: str) -> None:
 
 
 def _check_fit(loop: TrainerFace, plan: Plan) -> None:
-    """What is asked of a fit only: optimizers, and what the strategy, the loggers and the checkpoints want of it."""
+    """What is asked of a fit only: optimizers, and what the strategy and the checkpoints want of it."""
     _check_optimizer(plan)
     if not isinstance(loop.fabric.strategy, SingleDeviceStrategy):
         from ..trainer.strategies import check_window
 
         check_window(loop.fabric.strategy, loop.callbacks, plan.config.accumulate_grad_batches)
-    if loop.loggers and plan.trained.datamodule is not None:
-        from .merged import check_hyperparameters
-
-        check_hyperparameters(plan)
     if plan.config.enable_checkpointing or loop.checkpoint_callbacks:
         for part in (plan.trained.owner, plan.trained.datamodule):
             hyperparameters_of(part, plan.config.trusted, plan.said)

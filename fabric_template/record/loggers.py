@@ -24,7 +24,7 @@ class Loggers:
         self.complaint: str | None = None  # what could not be written to the end
 
     def hyperparameters(self) -> None:
-        """Write the module's and datamodule's hyperparameters, and for the CSV the loop's configuration."""
+        """Write the module's and datamodule's hyperparameters; for the CSV a fit's, and the loop's configuration."""
         run = self._run
         hparams: dict[str, Any] = {}
         for owner in (run.trained.datamodule, run.trained.owner):
@@ -42,7 +42,7 @@ class Loggers:
                 logger.log_graph(run.trained.owner)
             if is_lightnings:
                 logger.save()
-        for logger in self.by_row:
+        for logger in self.by_row if run.fn == "fit" else ():
             logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
 
     def values(self, metrics: Mapping[str, Any] | None, for_csv: Mapping[str, Any] | None, step: int) -> None:

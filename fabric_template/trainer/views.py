@@ -135,7 +135,10 @@ class EvaluationLoopView(_View):
 class PredictLoopView(EvaluationLoopView):
     """``trainer.predict_loop``: what was predicted, and of which samples."""
 
-    epoch_batch_indices = shows("_run.predicted.indices", "The indices of the samples, by loader and batch.")
+    epoch_batch_indices = property(
+        lambda self: [[found for found in batches if found] for batches in self._run.predicted.indices],
+        doc="The indices of the samples, by loader and batch; of a loader that notes none an empty list.",
+    )
 
     @property
     def predictions(self) -> list[Any]:
