@@ -1,0 +1,256 @@
+"""What hooks, loggers and writers are told beside the numbers: under FabricLoop what Trainer tells them."""
+
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BasePredictionWriter,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from modules import quiet
+from torch.utils.data import DataLoader, IterableDataset
+
+from fabric_template import FabricLoop
+
+LOOPS = pl.Trainer, FabricLoop
+
+
+class Module(pl.LightningModule):
+    """A line, and all four loaders; `told` takes down where each of them is made."""
+
+    def __init__(self, rate=0.1, told=None):
+        super().__init__()
+        self.save_hyperparameters("rate")
+        self.layer, self.told = torch.nn.Linear(1, 1), told
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.layer(batch).sum())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test", self.layer(batch).sum())
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return batch
+
+    def loader(self):
+        if self.told is not None:
+            loop = self.trainer
+            stages = "training", "validating", "testing", "predicting", "sanity_checking"
+            on = [stage for stage in stages if getattr(loop, stage)]
+            self.told.append((loop.current_epoch, str(loop.state.stage.value), on))
+        return DataLoader(torch.ones(2, 1))
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Data(pl.LightningDataModule):
+    """What the module has, and hyperparameters of its own."""
+
+    def __init__(self, rate=0.1, size=3):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def loader(self):
+        return DataLoader(torch.ones(2, 1))
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
+
+
+class Notes(CSVLogger):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.told = []
+
+    def log_hyperparams(self, params=None):
+        self.told.append(("hyperparameters", dict(params)))
+        super().log_hyperparams(params)
+
+    def log_graph(self, model, input_array=None):
+        self.told.append("graph")
+
+    def log_metrics(self, metrics, step=None):
+        self.told.append(("metrics", sorted(metrics), step))
+        super().log_metrics(metrics, step)
+
+    def save(self):
+        self.told.append("save")
+        super().save()
+
+    def finalize(self, status):
+        self.told.append(("finalize", status))
+        super().finalize(status)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("reload", [0, 1])
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_where_loaders_are_made(sanity, reload, every):
+    told = [[], []]
+    for make, notes in zip(LOOPS, told, strict=True):
+        words = {"num_sanity_val_steps": sanity, "reload_dataloaders_every_n_epochs": reload}
+        loop = make(**quiet(max_epochs=3, check_val_every_n_epoch=every, **words))
+        loop.fit(module := Module(told=notes))
+        for verb in (loop.validate, loop.test, loop.predict):
+            verb(module)
+    assert told[0] == told[1]
+    val = (0, "sanity_check", ["sanity_checking"]) if sanity else (0 if every == 1 else 1, "validate", ["validating"])
+    assert val in told[1]
+
+
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+def test_loggers_hear_of_hyperparameters_in_each_verb(tmp_path, verb):
+    told = []
+    for make in LOOPS:
+        logger = Notes(tmp_path / make.__name__)
+        loop = make(**quiet(max_epochs=1, logger=logger))
+        getattr(loop, verb)(Module(), datamodule=Data(size=3))
+        told.append(logger.told)
+    assert told[0] == told[1]
+    assert told[1][:3] == [("hyperparameters", {"rate": 0.1, "size": 3}), "graph", "save"]
+
+
+def test_hyperparameters_stay_a_fit_s_in_our_own_files(tmp_path):
+    loop = FabricLoop(**quiet(max_epochs=1, logger=True), default_root_dir=tmp_path, name="run")
+    loop.fit(Module())
+    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*.yaml"))}
+    loop.test(Module(rate=0.5))
+    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*.yaml"))} == before
+    assert [path.name for path in before] == ["config.yaml", "hparams.yaml"]
+
+
+@pytest.mark.parametrize("make", LOOPS)
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+def test_one_name_has_one_value(tmp_path, make, verb):
+    loop = make(**quiet(max_epochs=1, logger=CSVLogger(tmp_path)))
+    with pytest.raises(RuntimeError, match=r"Error while merging hparams: the keys \['rate'\] are present in both"):
+        getattr(loop, verb)(Module(rate=0.1), datamodule=Data(rate=0.2))
+
+
+@pytest.mark.parametrize("given", [{}, {"ckpt_path": "best"}], ids=["no model", "best"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_first_of_two_checkpoints_is_named(tmp_path, count, given):
+    sentence = (
+        '`.test(ckpt_path="best")` is called with Trainer configured with multiple `ModelCheckpoint` callbacks. It will use the'
+        " best checkpoint path from first checkpoint callback."
+    )
+    for make in LOOPS:
+        keep = [ModelCheckpoint(tmp_path / make.__name__ / mode, monitor="val", mode=mode) for mode in ("min", "max")]
+        loop = make(**quiet(max_epochs=1, callbacks=keep[:count], enable_checkpointing=True, default_root_dir=tmp_path))
+        loop.fit(module := Module())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop.test(*([module] if given else []), **given)
+        said = [str(one.message) for one in caught]
+        assert [one for one in said if "multiple" in one] == [sentence] * (count - 1)
+        assert str(loop.ckpt_path) == keep[0].best_model_path
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("steps", [-1, 100], ids=["epochs", "steps"])
+def test_a_resumed_run_starts_in_the_epoch_to_come(tmp_path, steps):
+    """From a checkpoint of an epoch's last hook; where steps are counted, Trainer says the epoch before."""
+    keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    FabricLoop(**quiet(max_epochs=2, callbacks=[keep], enable_checkpointing=True)).fit(Module())
+    told = []
+    for make in LOOPS:
+        seen = []
+
+        def see(loop, module, seen=seen):
+            seen.append((loop.current_epoch, module.current_epoch, loop.global_step))
+
+        callback = LambdaCallback(on_train_start=see, on_train_epoch_end=see, on_train_end=see)
+        loop = make(**quiet(max_epochs=3, max_steps=steps, limit_val_batches=0, callbacks=[callback]))
+        loop.fit(Module(), ckpt_path=str(tmp_path / "epoch=1.ckpt"))
+        told.append(seen)
+    epoch = 2 if steps == -1 else 1
+    assert told[1] == [(epoch, epoch, 4), (2, 2, 6), (3, 3, 6)]
+    assert told[0][0] == told[1][0]
+    if steps == -1:  # else Trainer ends the epoch before once more
+        assert told[0] == told[1]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(3.0))
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.told = []
+
+    def write_on_batch_end(self, loop, module, prediction, indices, batch, batch_idx, dataloader_idx):
+        self.told.append((prediction.tolist(), indices, batch_idx, dataloader_idx))
+
+    def write_on_epoch_end(self, loop, module, predictions, indices):
+        self.told.append(indices)
+
+
+@pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
+def test_a_stream_has_no_indices():
+    """Trainer's writer is told, of a stream behind a dataset, the dataset's last ones once more; here none."""
+    told = []
+    for make in LOOPS:
+        for loaders in (DataLoader(Stream()), [DataLoader(Stream()), DataLoader(torch.arange(3), batch_size=2)]):
+            make(**quiet(callbacks=[writer := Writer()])).predict(Module(), loaders)
+            told.append(writer.told)
+    assert told[:2] == told[2:]
+    assert told[2][-1] == [[]]
+    assert told[3][-1] == [[], [[0, 1], [2]]]
+
+
+class Backed(Module):
+    """With a backbone that is thawed later."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Linear(1, 1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.layer.parameters(), 0.01)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize(
+    "make_callback",
+    [
+        lambda: ModelCheckpoint(monitor="val", every_n_epochs=2),
+        lambda: StochasticWeightAveraging(0.01, swa_epoch_start=2),
+        lambda: EarlyStopping("late", patience=0, mode="max", strict=False),
+        lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1),
+    ],
+    ids=["checkpoint", "averaging", "stopping", "finetuning"],
+)
+def test_a_callback_takes_the_state_of_before(tmp_path, make_callback):
+    """A file in which something was still None, given to the loop that has gone on since."""
+
+    def log_late(loop, module):
+        if loop.current_epoch:
+            module.log("late", 1.0 - 0.1 * loop.current_epoch)
+
+    told = []
+    for make in LOOPS:
+        torch.manual_seed(1)
+        callback, root = make_callback(), tmp_path / make.__name__
+        keep = ModelCheckpoint(root / "kept", "{epoch}", save_top_k=-1)
+        callbacks = [callback, LambdaCallback(on_validation_epoch_end=log_late), keep]
+        loop = make(**quiet(max_epochs=3, callbacks=callbacks, enable_checkpointing=True), default_root_dir=root)
+        loop.fit(module := Backed())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loop.test(module, ckpt_path=str(root / "kept" / "epoch=0.ckpt"))
+        told.append({name: str(value).replace(make.__name__, "") for name, value in callback.state_dict().items()})
+    assert told[0] == told[1]
