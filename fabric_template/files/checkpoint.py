@@ -235,5 +235,6 @@ def canonical(item: Any, words: dict[str, str] | None = None, depth: int = 20) -
     if kind not in (dict, list, tuple) or len(item) > MOST or not depth:
         return item
     if kind is dict:
-        return {canonical(key, words, 1): canonical(value, words, depth - 1) for key, value in item.items()}
+        keys = [words.setdefault(key, key) if type(key) is str else canonical(key, words, 1) for key in item]
+        return dict(zip(keys, [canonical(value, words, depth - 1) for value in item.values()], strict=True))
     return kind([canonical(value, words, depth - 1) for value in item])

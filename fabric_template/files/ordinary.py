@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ NOTES = "fabric_template_kinds"  # where a file says what its plain values stand
 SHARDS = "fabric_template.shards"  # where tensors lie that are not in the file
 
 _READ = frozenset({type(None), bool, float, str})
+_NESTS = frozenset({dict, OrderedDict, list, tuple})
 _NUMBERS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8,
                       torch.bool})  # fmt: skip
 SMALL = 2**26  # bytes of tensors that a file may claim, however small it is
+LONGEST = 512  # bits of a number from which on it is an odd one
 
 
 def ordinary_bytes(content: Any) -> int | None:
@@ -35,21 +37,23 @@ def ordinary_bytes(content: Any) -> int | None:
             if is_odd or item.device.type not in ("cpu", "cuda"):
                 return None
             size += item.nbytes
-        elif kind in (dict, OrderedDict, list, tuple):
+        elif kind in _NESTS:
             if id(item) not in seen:
                 seen.add(id(item))
-                left.append(getattr(item, "__dict__", None))  # the _metadata of a state_dict
-                for parts in [item] if kind in (list, tuple) else [item, item.values()]:
-                    left += () if _are_small(parts) else [part for part in parts if type(part) not in _READ]
-        elif not _are_small([item]):
+                if kind is OrderedDict:
+                    left.append(vars(item))  # the _metadata of a state_dict
+                for parts in (item,) if kind in (list, tuple) else (item, item.values()):
+                    kinds = set(map(type, parts))  # there may be many, all alike
+                    if kinds == {int}:
+                        left += max(parts), min(parts)
+                    elif not kinds <= _READ:
+                        left += [part for part in parts if type(part) not in _READ]
+        elif kind is int:
+            if item.bit_length() >= LONGEST:
+                return None
+        elif kind not in _READ:
             return None
     return size
-
-
-def _are_small(parts: Collection[Any]) -> bool:
-    """Whether these are texts, and numbers that are not too long, all alike: there may be many."""
-    kinds = set(map(type, parts))
-    return kinds <= _READ or (kinds == {int} and max(max(parts), -min(parts)).bit_length() < 512)
 
 
 def tensors_in(content: Any) -> Iterator[Tensor]:

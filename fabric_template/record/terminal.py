@@ -33,11 +33,12 @@ class Terminal(Screen):
             if columns(stream := getattr(sys, name)) is not None:
                 self._found[name] = stream
                 setattr(sys, name, Above(stream, self))
-        for logger in (logging.root, *logging.root.manager.loggerDict.values()):  # of which some only keep a place
-            for handler in getattr(logger, "handlers", ()):  # which hold the stream that they were made with
-                for name, stream in self._found.items():
-                    if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
-                        self._handlers.append((handler, handler.setStream(getattr(sys, name))))
+        loggers = [logging.root, *logging.root.manager.loggerDict.values()]  # of which some only keep a place
+        handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+        for handler in handlers:  # which hold the stream that they were made with
+            for name, stream in self._found.items():
+                if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+                    self._handlers.append((handler, handler.setStream(getattr(sys, name))))
 
     def draw(self, meter: dict[str, Any]) -> None:
         """Over what was drawn last."""
