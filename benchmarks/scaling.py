@@ -9,6 +9,7 @@ How it is measured:
 - metrics: a step that logs 0, 1, 4, 16, 64 values (per step and per epoch, with a CSV), beside a loop by hand that does the
   same arithmetic with tensors (a clone, a sum scaled by the batch's size) and nothing else. CPU time of long fits less that of
   short ones, the least of rounds in turn; a metric costs what a step costs more than one without metrics, ours less by hand.
+  "Of one more" is the same beside the row above: with the first one steps have rows, whose part in a step it bears.
 - steps: one fit in a process of its own, an epoch every 1,000 steps, with all that is on by default. Memory is what the
   system says this process holds (RSS), handles are its open files.
 - rows: a CSV of many rows is opened again as a resumed run does, and goes on. A row is the median of blocks.
@@ -138,11 +139,14 @@ def metrics(size: float) -> Iterator[str]:
         (name, number): 1e6 * (found[name, number, 3 * steps] - found[name, number, steps]) / (2 * steps)
         for name, number in product(("by hand", "ours"), numbers)
     }
-    yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}"
-    for number in numbers:
-        hand, own = each["by hand", number], each["ours", number]
-        beyond = f"{(own - hand - (each['ours', 0] - each['by hand', 0])) / number:22.2f}" if number else ""
-        yield f"{number:<24}{hand:20.1f}{own:10.1f}{beyond}"
+    beyond = {number: each["ours", number] - each["by hand", number] for number in numbers}  # what is not tensors
+    yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}{'of one more':>14}"
+    for before, number in zip((0, *numbers), numbers, strict=False):
+        row = f"{number:<24}{each['by hand', number]:20.1f}{each['ours', number]:10.1f}"
+        if number:
+            row += f"{(beyond[number] - beyond[0]) / number:22.2f}"
+            row += f"{(beyond[number] - beyond[before]) / (number - before):14.2f}"
+        yield row
 
 
 # ---- steps
