@@ -261,11 +261,15 @@ class FabricLoop(Parts):
         return {**vars(self), "_run": None, "_runs": {}}
 
     def checkpoint_path(self, word: str) -> Path | None:
-        """The "last" or "best" checkpoint that this loop, or a ModelCheckpoint among its callbacks, has saved."""
+        """The "last" or "best" checkpoint that this loop, or a ModelCheckpoint among its callbacks, has saved.
+
+        Of several the first says which is the best; the last is the newest.
+        """
         from .files.opening import is_file
 
-        path = getattr(self.checkpoint_callback, f"{word}_model_path", "")
-        return Path(path) if path and is_file(path) else None
+        savers = self.checkpoint_callbacks[: 1 if word == "best" else None] or [self.checkpoint_callback]
+        paths = [path for saver in savers if (path := getattr(saver, f"{word}_model_path", "")) and is_file(path)]
+        return Path(max(paths, key=os.path.getmtime)) if paths else None
 
 
 def _public(name: str) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,8 @@ def _path_of(argument: str, value: Any, loop: TrainerFace) -> str | Path | None:
     config = loop.config
     root = Path(config.default_root_dir or ".") / "checkpoints"
     if value in ("last", "best"):
-        found = loop.checkpoint_path(value) or find_checkpoint(value, root, config.name, config.version, config.mode)
-        if found is None and value == "last":
-            found = _last_of_callbacks(loop)
+        found = loop.checkpoint_path(value) or (_last_of_callbacks(loop) if value == "last" else None)
+        found = found or find_checkpoint(value, root, config.name, config.version, config.mode)
         if found is None:
             reason = _why_no_best(loop) if value == "best" else ""
             raise MissingError(
@@ -126,19 +126,27 @@ def _path_of(argument: str, value: Any, loop: TrainerFace) -> str | Path | None:
         return found
     if value == "auto":
         last = loop.checkpoint_path("last")
-        folders = [last.parent] if last is not None else folders_of_callbacks(loop)
-        folders = folders or folders_of(root, config.name, config.version)
-        return newest_good(folders, config.trusted)
+        own = [*([last.parent] if last is not None else ()), *_own_folders(loop)]
+        others = folders_of_callbacks(loop) or folders_of(root, config.name, config.version) if last is None else []
+        places = [*([tuple(dict.fromkeys(own))] if own else ()), *(folder for folder in others if folder not in own)]
+        return newest_good(places, config.trusted)
     return value if value is None or "://" in str(value) else Path(value)
 
 
 def _last_of_callbacks(loop: TrainerFace) -> Path | None:
-    """The newest ``last.ckpt`` of a ModelCheckpoint, of an earlier process too."""
+    """The newest ``last.ckpt`` of the ModelCheckpoints, of an earlier process too."""
     starts = tuple(name for c in loop.checkpoint_callbacks if (name := getattr(c, "CHECKPOINT_NAME_LAST", None)))
-    for folder in folders_of_callbacks(loop):
-        if found := [folder / one for one in names_in(folder) if one.startswith(starts) and one.endswith(".ckpt")]:
-            return max(found, key=lambda path: path.stat().st_mtime)
-    return None
+    own, found = _own_folders(loop), list[Path]()
+    for folder in (*own, *folders_of_callbacks(loop)):
+        if folder in own or not found:
+            found += [folder / one for one in names_in(folder) if one.startswith(starts) and one.endswith(".ckpt")]
+    return max(found, key=os.path.getmtime, default=None)
+
+
+def _own_folders(loop: TrainerFace) -> list[Path]:
+    """Those that the loop's ModelCheckpoints name."""
+    savers = [callback for callback in loop.checkpoint_callbacks if hasattr(callback, "CHECKPOINT_NAME_LAST")]
+    return [Path(own) for saver in savers if (own := getattr(saver, "dirpath", None))]
 
 
 def folders_of_callbacks(loop: TrainerFace) -> list[Path]:
@@ -205,17 +213,19 @@ def _check(plan: Plan, fabric: Fabric) -> None:
         )
 
 
-def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
+def newest_good(folders: Sequence[Path | tuple[Path, ...]], trusted: bool = False) -> Path | None:
     """What ``"auto"`` means: the checkpoint that is furthest, in the first folder that has any; None: start anew.
+
+    Several ModelCheckpoints keep those of one run in folders of their own: they are given together.
 
     A damaged one is named in a warning and set aside under another name, never deleted; the one before it is next. One
     that could not be read is no damaged one: the error is the caller's, and nothing is touched.
     """
     for folder in folders:
         aside: list[str] = []
-        for path in by_progress(folder):
+        for path in by_progress(*([folder] if isinstance(folder, Path) else folder)):
             try:
-                inside(folder, path.name)
+                inside(path.parent, path.name)
                 if SHARDS in read_checkpoint(path, trusted=trusted):
                     from ..files.shards import check_file
 
@@ -236,13 +246,14 @@ def newest_good(folders: list[Path], trusted: bool = False) -> Path | None:
     return None
 
 
-def by_progress(folder: Path) -> Iterator[Path]:
-    """The checkpoints in a folder, those of the furthest state first; what cannot be looked into before those that can.
+def by_progress(*folders: Path) -> Iterator[Path]:
+    """The checkpoints in a folder or several, the furthest state first; what cannot be looked into before what can.
 
     As few as possible are opened: a name that says how far it is ("epoch=3-...", "step=70") is opened only where nothing
     that was opened is as far. Names can be that old; the time of a file says nothing, once it was copied.
     """
-    unopened = {folder / name: _said(name) for name in names_in(folder) if name.endswith(".ckpt")}
+    files = (folder / name for folder in folders for name in names_in(folder) if name.endswith(".ckpt"))
+    unopened = {path: _said(path.name) for path in files}
     # the place of each, and the epochs and steps that are in it for certain
     opened: dict[Path, tuple[tuple[Any, ...], tuple[float, float]]] = {}
     while unopened or opened:

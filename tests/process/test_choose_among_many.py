@@ -3,11 +3,14 @@
 import shutil
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from modules import Classifier, make_loader
+from lightning.pytorch.callbacks import ModelCheckpoint
+from modules import Classifier, make_loader, quiet
 from runs import fit, val_loader
 
+from fabric_template import FabricLoop
 from fabric_template.files import disk
 from fabric_template.files.found import find_checkpoint
 from fabric_template.files.reading import load_header, read_checkpoint
@@ -122,3 +125,34 @@ def test_best_by_the_mode(tmp_path, mode, top_k):
     kept = read_checkpoint(folder / "last.ckpt")["fabric_template"]["kept"]["best"]
     assert len(kept) == (1 if top_k == -1 else 2)  # all are kept: only the best need be known
     shutil.rmtree(folder)
+
+
+# ---- several ModelCheckpoints, each with a folder of its own
+
+
+def seldom_and_often(folder):
+    """Of nine steps the first one's last is from the fifth, the other one's from the eighth."""
+    words = {"save_last": True, "filename": "{step}"}
+    return [ModelCheckpoint(folder / name, every_n_train_steps=n, **words) for name, n in (("seldom", 5), ("often", 2))]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:You're resuming from a checkpoint that ended before")
+@pytest.mark.parametrize("is_new", [False, True], ids=["same loop", "new loop"])
+@pytest.mark.parametrize("turn", [1, -1])
+@pytest.mark.parametrize("word", ["last", "auto", "trainer"])
+def test_the_newest_of_several_savers(tmp_path, word, turn, is_new):
+    """Not that of the first one that has any; nor that of a run without them at the same place."""
+    make = pl.Trainer if word == "trainer" else FabricLoop
+    if make is FabricLoop:
+        fit(tmp_path, Classifier, max_steps=3)
+
+    def loop(steps):
+        callbacks = seldom_and_often(tmp_path / "kept")[::turn]
+        return make(**quiet(max_steps=steps, callbacks=callbacks, enable_checkpointing=True, default_root_dir=tmp_path))
+
+    (first := loop(9)).fit(Classifier(), make_loader())
+    second = loop(10) if is_new else first
+    second.fit(Classifier(), make_loader(), **({"ckpt_path": "last"} if make is pl.Trainer else {"resume": word}))
+    found = Path(second.ckpt_path)
+    assert found.parent == tmp_path / "kept" / "often"
+    assert torch.load(found, weights_only=True)["global_step"] == 8 + 2 * is_new  # the second run has gone on to 9, or 10
