@@ -18,6 +18,8 @@ def set_word(loop: Any, name: str, value: Any) -> None:
     for config in [loop.config] if run is None else [loop.config, run.config]:
         object.__setattr__(config, name, value)  # in place: all that ask it share it
     loop.recipe[name] = value
+    if run is not None:
+        run.log.every = run.config.log_every_n_steps  # of which the log has a copy of its own
     if run is not None and run.update is not None:
         run.update.set_up()  # which keeps whether there is something to clip
 

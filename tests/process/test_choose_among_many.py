@@ -155,4 +155,5 @@ def test_the_newest_of_several_savers(tmp_path, word, turn, is_new):
     second.fit(Classifier(), make_loader(), **({"ckpt_path": "last"} if make is pl.Trainer else {"resume": word}))
     found = Path(second.ckpt_path)
     assert found.parent == tmp_path / "kept" / "often"
-    assert torch.load(found, weights_only=True)["global_step"] == 8 + 2 * is_new  # the second run has gone on to 9, or 10
+    steps = torch.load(found, weights_only=True)["global_step"]
+    assert steps == 8 + 2 * is_new  # the second run has gone on to 9, or to 10

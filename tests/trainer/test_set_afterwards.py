@@ -6,6 +6,7 @@ import torch
 from both import LOOPS
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from modules import quiet
 
@@ -153,3 +154,41 @@ def test_no_logger(nothing, tmp_path):
         trainer.fit(Notes())
         assert (trainer.loggers, trainer.logger) == ([], None)
     assert not [*tmp_path.rglob("metrics.csv")]
+
+
+class Rows(CSVLogger):
+    """Notes at which steps it is given what."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.steps = []
+
+    def log_metrics(self, metrics, step=None):
+        self.steps.append((sorted(metrics), step))
+
+
+class Logs(BoringModel):
+    def training_step(self, batch, batch_idx):
+        self.log("x", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "hook", ["setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_end"]
+)
+def test_how_often_is_logged(hook, tmp_path):
+    """The log asks at each step, of a number of its own."""
+    steps = []
+    for kind in LOOPS.values():
+
+        def log_often(self, trainer, *rest, **words):
+            if trainer.global_step > 1 or hook in ("setup", "on_fit_start", "on_train_start"):
+                trainer.log_every_n_steps = 2
+
+        logger = Rows(tmp_path / kind.__name__)
+        often = type("Often", (Callback,), {hook: log_often})()
+        made(kind, tmp_path, callbacks=[often], logger=logger, log_every_n_steps=3).fit(Logs())
+        steps.append(logger.steps)
+    assert steps[0] == steps[1]
+    early = {"on_train_epoch_start": [2, 5, 7, 9, 11], "on_train_batch_end": [1, 3, 5, 7, 9, 11]}
+    assert steps[1] == [(["epoch", "x"], step) for step in early.get(hook, [1, 3, 5, 7, 9, 11])]
