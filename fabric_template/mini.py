@@ -263,7 +263,9 @@ class MiniLoop:
         measured = self._evaluate() if self._validates else {}
         self._merge("train")
         self._call("on_train_epoch_end")
-        measured |= self._merge("train")
+        measured |= {
+            n: v for n, v in self._merge("train").items() if n not in measured or self._logged["train"][n].on_epoch
+        }
         self._step_schedulers("epoch", plateau=True)
         row: dict[str, Any] = {"epoch": self.current_epoch, "step": self.global_step}
         row |= {name: measured[name].item() for name in sorted(measured, key=lambda name: not name.startswith("train"))}

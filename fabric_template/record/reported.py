@@ -53,9 +53,9 @@ class Reported:
         on_step = self._in_batches is not None
         for entry in self.active.live():
             meta = entry.meta
-            if not meta.logger or (on_step and meta.on_epoch):
+            if not meta.logger or on_step == meta.on_epoch:  # of a step alone: it is there since its batch
                 continue
-            if (value := entry.value(not meta.on_epoch)) is not None:
+            if (value := entry.value(on_step)) is not None:
                 self.row[meta.name + meta.idx_suffix] = value
         return logged
 

@@ -83,6 +83,7 @@ def test_a_resumed_run_sees_the_same(tmp_path):
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
 def test_the_monitor_follows_validation(tmp_path, make):
     loop = make(max_epochs=2, monitor="x", mode="min", default_root_dir=tmp_path)
-    loop.fit(Same({}, {}), loader(3), loader(2))
+    history = loop.fit(Same({}, {}), loader(3), loader(2))
+    assert history["x"].tolist() == [200.5, 190.5]
     best = torch.load(next(tmp_path.rglob("best.ckpt")), weights_only=True)
     assert best["epoch"] == 1  # 190.5 is less than 200.5; what the training step logged, 105, is more than 102
