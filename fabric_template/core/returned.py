@@ -40,6 +40,8 @@ class Returned:
         """Add one step's values (0-dim tensors) for a batch of so many samples."""
         self._add_up()
         for name, value in values.items():
+            if value.dim():  # a loss for each sample: of manual optimization, or with a backward of one's own
+                value = value.mean(dtype=torch.promote_types(value.dtype, torch.float32))
             total = self._sums.get(name)
             if total is None:
                 dtype = torch.promote_types(value.dtype, torch.float32)
@@ -75,7 +77,7 @@ class Returned:
         found = {}
         for name, total in self._sums.items():
             weight = torch.tensor(self._weights[name], dtype=total.dtype, device=total.device)
-            pair = torch.stack([total.reshape(()), weight])  # a loss may have shape (1,)
+            pair = torch.stack([total, weight])
             total, weight = pair if all_reduce is None else all_reduce(pair, reduce_op="sum")
             found[name] = (total / weight).item()
         return found

@@ -23,9 +23,9 @@ class Watched(Returned):
         """Add them, and note whether the loss is finite, on all ranks."""
         super().add(values, batch_size, step)
         if (loss := values.get("train_loss")) is not None:
-            bad = (~torch.isfinite(loss)).float()
+            bad = (~torch.isfinite(loss)).any().float()
             bad = bad if self._all_reduce is None else self._all_reduce(bad, reduce_op="sum")
-            self._note(bool(bad.any()), step)
+            self._note(bool(bad), step)
 
     def _note(self, is_bad: bool, step: int) -> None:
         stop = self._stop
