@@ -33,6 +33,7 @@ class Progress:
         self.stepped_before = 0  # batches_that_stepped, of the epochs before
         self.is_last_batch = False
         self.between_epochs = True
+        self.ahead = False  # whether the next epoch is shown already
         self.window = window
         self.evaluated = self.evaluated_in_all = 0  # batches of this evaluation; of all since the epoch began
 
@@ -125,7 +126,7 @@ class Progress:
     @property
     def current_epoch(self) -> int:
         """The epoch that runs, or that would be next; counted from 0."""
-        return self.epochs_done
+        return self.epochs_done + self.ahead
 
     @property
     def is_last_of_epoch(self) -> bool:

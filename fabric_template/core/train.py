@@ -29,15 +29,15 @@ def fit(run: Run) -> None:
         run.keeper.nothing_to_do(run)
         return
     run.bookmark.note_data()
-    if validation.in_this_epoch and run.origin.pending is None:  # of a resumed run the bookmark knows whether it was
+    if run.origin.saved_in == "on_train_epoch_end" and run.at.is_last_of_epoch:  # to its end only the row is lacking:
+        run.at.ahead = stop.limits()[1] == -1  # the next one is shown
+    if validation.in_this_epoch and (run.origin.pending is None or run.bookmark.had_val()):
         run.data.set_up_val()
     stop.start_clock()
     validation.start_clock()
     run.metrics.start(run.metrics.train)
-    # a checkpoint that was saved behind an epoch's batches: to its end only the row is lacking
-    is_over = run.origin.saved_in == "on_train_epoch_end" and run.at.is_last_of_epoch and stop.limits()[1] == -1
-    with run.at.shown_in(run.at.current_epoch + is_over):
-        run.hooks.call("on_train_start")
+    run.hooks.call("on_train_start")
+    run.at.ahead = False
     run.bookmark.training_begins()
     while (was_cut_short(run) or not stop.before_epoch()) and stop.signals.agreed is None:
         run.hooks.timed(train_epoch, "run_training_epoch")(run)

@@ -221,6 +221,7 @@ class Feed:
             before = at.enter("validate" if at.stage == "train" else at.stage)  # as whoever makes them sees it
             self.val = self._remade("val", self.val)
             at.enter(before)
+            self.run.log.seen.clear()
             self._evaluate_together()
             if at.stage != "sanity_check" or self.run.validation.in_this_epoch:
                 self.made_in["val"] = at.current_epoch

@@ -55,6 +55,12 @@ class Bookmark:
 
             stay_finished(self._run)
 
+    def had_val(self) -> bool:
+        """Whether the validation loaders were made by then."""
+        from .resumed import had_val
+
+        return had_val(self._run)
+
     def go_on(self) -> None:
         """Put random numbers, loaders and running sums where the checkpoint left them, as the first epoch begins."""
         from .resumed import go_on

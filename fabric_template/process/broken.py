@@ -38,6 +38,8 @@ def tell(loop: TrainerFace, run: Run, error: BaseException) -> None:
         beside(f"on_exception of {type(part).__name__} failed", run.hooks.call_one, part, "on_exception", error)
     if (hook := overrides(run.trained.datamodule, "on_exception")) is not None:
         beside(f"on_exception of {type(run.trained.datamodule).__name__} failed", hook, error)
+    if run.fabric.world_size == 1:  # the others may be gone
+        beside("what was logged last could not be read", run.metrics.merge)
     beside("the loggers could not be closed", run.log.loggers.finalize, "failed")
 
 

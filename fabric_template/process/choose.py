@@ -75,7 +75,8 @@ def _find(loop: TrainerFace, plan: Plan, resume: Any, load: Any) -> str | Path |
             " will use the best checkpoint path from first checkpoint callback."
         )
     try:
-        plan.origin.resume_path, plan.origin.load_path = _path_of("resume", resume, loop), _path_of("load", load, loop)
+        plan.origin.resume_path = _path_of("resume", resume, loop, plan.fn)
+        plan.origin.load_path = _path_of("load", load, loop, plan.fn)
     except MissingError:
         if not plan.origin.may_lack:
             raise
@@ -110,7 +111,7 @@ def load_file(fabric: Fabric, path: str | Path, trusted: bool, to_compare: bool 
     return checkpoint
 
 
-def _path_of(argument: str, value: Any, loop: TrainerFace) -> str | Path | None:
+def _path_of(argument: str, value: Any, loop: TrainerFace, fn: str = "fit") -> str | Path | None:
     """The file, None for none."""
     config = loop.config
     root = Path(config.default_root_dir or ".") / "checkpoints"
@@ -118,7 +119,7 @@ def _path_of(argument: str, value: Any, loop: TrainerFace) -> str | Path | None:
         found = loop.checkpoint_path(value) or (_last_of_callbacks(loop) if value == "last" else None)
         found = found or find_checkpoint(value, root, config.name, config.version, config.mode)
         if found is None:
-            reason = _why_no_best(loop) if value == "best" else ""
+            reason = _why_no_best(loop, fn) if value == "best" else ""
             raise MissingError(
                 f"{argument}={value!r}{reason}: there is no {value}.ckpt under '{root / config.name}'; expected a run with"
                 f" name={config.name!r} to have saved one: leave {argument} out to start anew, or give a path"
@@ -170,13 +171,18 @@ def folders_of_callbacks(loop: TrainerFace) -> list[Path]:
     return list(dict.fromkeys(folders))
 
 
-def _why_no_best(loop: TrainerFace) -> str:
+def _why_no_best(loop: TrainerFace, fn: str) -> str:
     """Why this loop has no best checkpoint, where that is known."""
     if loop.checkpoint_callbacks:
         how = "to save the best model (expected save_top_k other than 0)"
         return f" is set but `ModelCheckpoint` is not configured {how}"
+    if loop.config.fast_dev_run:
+        return (
+            f': You cannot execute `.{fn}(ckpt_path="best")` with `fast_dev_run=True`. Please pass an exact checkpoint path to'
+            f" `.{fn}(ckpt_path=...)`"
+        )
     if not loop.config.enable_checkpointing:
-        return " is set but `ModelCheckpoint` is not configured. (enable_checkpointing=False, fast_dev_run: no files)"
+        return " is set but `ModelCheckpoint` is not configured. (enable_checkpointing=False: no files)"
     return ""
 
 

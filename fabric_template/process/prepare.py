@@ -55,6 +55,14 @@ def prepare(
     check_path("ckpt_path", ckpt_path, ("last", "best"))
     if ckpt_path is resume is load is None:
         ckpt_path = loop._set_path
+    elif loop._set_path is not None:
+        path = next(path for path in (ckpt_path, resume, load) if path is not None)
+        warnings.warn(
+            f"`trainer.ckpt_path = {str(loop._set_path)!r}` was called but then you passed `trainer.{fn}(ckpt_path="
+            f"{str(path)!r})`. The latter will be loaded.",
+            stacklevel=3,
+        )
+        loop._set_path = None
     resume, load = _files(fn, resume, load, ckpt_path)
     if fn != "fit":
         model, load = _from_last_run(loop, fn, model, load)

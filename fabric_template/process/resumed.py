@@ -42,12 +42,22 @@ def stay_finished(run: Run) -> None:
     averaging.end_again(run)
 
 
+def had_val(run: Run) -> bool:
+    """Whether the validation loaders were made by the time of the checkpoint, which says so of some."""
+    ours, every = run.origin.pending, run.config.check_val_every_n_epoch
+    if ours is None or ours["loaders_epoch"]:
+        return ours is not None and "val" in ours["loaders_epoch"]
+    before = run.config.num_sanity_val_steps > 0 or every in (None, 1) or run.at.epochs_done >= every
+    return of_this_rank(run, ours)["val"] is not None or (before and run.validation.in_this_epoch)
+
+
 def go_on(run: Run) -> None:
     """Put random numbers, loaders and running sums where the checkpoint left them, as the first epoch begins."""
-    feed, ours = run.data, run.origin.take_pending()
-    mine = of_this_rank(run, ours)
-    if mine["val"] is not None or "val" in ours["loaders_epoch"]:  # it was made by then
+    feed = run.data
+    if had_val(run):
         feed.set_up_val()
+    ours = run.origin.take_pending()
+    mine = of_this_rank(run, ours)
     if ours["loaders_epoch"]:  # what was made for this process alone is due when it was due then
         feed.made_in = dict(ours["loaders_epoch"])
     both = ((feed.train, mine["train"]), (feed.val, mine["val"]))

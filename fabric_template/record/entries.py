@@ -132,8 +132,8 @@ class Entry:
             found = self.epoch_value() if self.meta.on_epoch else None
         if found is not None and self.metric is not None and not isinstance(found, Tensor):
             raise Misuse(
-                f"self.log({self.meta.name!r}, metric): metric.compute() returned {type(found).__name__}, expected a "
-                "tensor; log a MetricCollection or the dict it returned with self.log_dict"
+                f"The `.compute()` return of the metric logged as {self.meta.name!r} must be a tensor. Found {found}: log a"
+                " MetricCollection or the dict it returned with self.log_dict"
             )
         return found if found is None or self.meta.enable_graph else found.detach()
 

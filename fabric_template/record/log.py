@@ -29,7 +29,7 @@ class Log:
         self.began = time.monotonic()
         self.rates: list[float] = []
         self.screen: Screen | None = None  # where the rows are seen, too
-        self._seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
+        self.seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
 
     # ---- a batch
 
@@ -59,8 +59,8 @@ class Log:
 
     def evaluated(self, index: int) -> None:
         """After an evaluation batch of this loader: values that are logged per step."""
-        seen = self._seen.get(index, 0)
-        self._seen[index] = seen + 1
+        seen = self.seen.get(index, 0)
+        self.seen[index] = seen + 1
         if self.metrics.active.any_on_step:
             self.values(self.metrics.views()[1], seen)
 

@@ -228,9 +228,7 @@ def test_best_where_nothing_keeps_it(tmp_path):
     ):
         loop.test(load="best", dataloaders=val_loader())
     loop, _, _ = fit(tmp_path, Scored, plain_loader, max_epochs=1, enable_checkpointing=False)
-    with pytest.raises(
-        ValueError, match=rf"{words}\. \(enable_checkpointing=False, fast_dev_run: no files\): there is"
-    ):
+    with pytest.raises(ValueError, match=rf"{words}\. \(enable_checkpointing=False: no files\): there is"):
         loop.test(load="best", dataloaders=val_loader())
 
 
