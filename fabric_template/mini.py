@@ -263,14 +263,12 @@ class MiniLoop:
         measured = self._evaluate() if self._validates else {}
         self._merge("train")
         self._call("on_train_epoch_end")
-        measured |= {
-            n: v for n, v in self._merge("train").items() if n not in measured or self._logged["train"][n].on_epoch
-        }
+        logged, of_train = self._logged["train"], self._merge("train")
+        measured |= {n: value for n, value in of_train.items() if n not in measured or logged[n].on_epoch}
         self._step_schedulers("epoch", plateau=True)
         row: dict[str, Any] = {"epoch": self.current_epoch, "step": self.global_step}
         row |= {name: measured[name].item() for name in sorted(measured, key=lambda name: not name.startswith("train"))}
-        for index, rate in enumerate(self._rates):
-            row.setdefault(f"lr_{index}" if index else "lr", float(rate))
+        row |= {n: float(rate) for i, rate in enumerate(self._rates) if (n := f"lr_{i}" if i else "lr") not in row}
         self._forget("train")
         self.current_epoch += 1
         self.history.append(row | {"time": time.monotonic() - began})
