@@ -64,43 +64,14 @@ def parse_optimizers(
         True
     """
     where = f"{class_of(owner).__name__}.configure_optimizers()" if owner is not None else "optimizer="
-    monitor = None
-    schedulers: list[Any] = []
-    if returned is None:
-        said = "`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer"
-        warnings.warn(said, stacklevel=2)
-        optimizers = [NoOptimizer()]
-    elif isinstance(returned, Optimizer) or _steps(returned):
-        optimizers = [returned]
-    elif isinstance(returned, Mapping):
-        _check_keys(returned, where)
-        optimizers, monitor = [returned["optimizer"]], returned.get("monitor")
-        schedulers = [returned["lr_scheduler"]] if returned.get("lr_scheduler") is not None else []
-    elif (
-        isinstance(returned, list | tuple) and len(returned) == 2 and isinstance(returned[0], list)
-        and all(_steps(item) for item in returned[0])
-    ):  # fmt: skip
-        optimizers = list(returned[0])
-        schedulers = list(returned[1]) if isinstance(returned[1], list | tuple) else [returned[1]]
-    elif isinstance(returned, list | tuple) and returned and all(isinstance(item, Mapping) for item in returned):
-        for item in returned:
-            _check_keys(item, where)
-        optimizers = [item["optimizer"] for item in returned]
-        schedulers = [
-            {"monitor": item.get("monitor"), **_as_dict(item["lr_scheduler"])}
-            for item in returned
-            if item.get("lr_scheduler") is not None
-        ]
-    elif isinstance(returned, list | tuple) and all(_steps(item) for item in returned):
-        optimizers = list(returned)
-    elif isinstance(returned, tuple) and len(returned) == 2 and _steps(returned[0]) and _is_scheduler(returned[1]):
-        optimizers, schedulers = [returned[0]], [returned[1]]
-    else:
+    found = _taken_apart(returned, where)
+    if found is None:
         hint = "; write torch.optim.Adam(model.parameters(), lr=1e-3)" if not isinstance(returned, list | tuple) else ""
         raise MisuseOfType(
             f"Unknown configuration for model optimizers{_OUTPUT if owner is not None else ': expected one of'} {_SHAPES};"
             f" {where} {_describe(returned)}{hint}"
         )
+    optimizers, schedulers, monitor = found
     configs = [_parse_scheduler(item, monitor, automatic, where) for item in schedulers]
     if automatic and not optimizers:
         raise MisuseOfType(f"{where} returned an empty list: expected one of {_SHAPES}; None trains nothing")
@@ -117,6 +88,39 @@ def parse_optimizers(
             )
         _check_api(config.scheduler, automatic and not custom_step)
     return optimizers, configs
+
+
+def _taken_apart(returned: Any, where: str) -> tuple[list[Any], list[Any], str | None] | None:
+    """(optimizers, schedulers or their dicts, the monitor beside them) of each shape; None for any other."""
+    if returned is None:
+        said = "`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer"
+        warnings.warn(said, stacklevel=3)
+        return [NoOptimizer()], [], None
+    if isinstance(returned, Optimizer) or _steps(returned):
+        return [returned], [], None
+    if isinstance(returned, Mapping):
+        _check_keys(returned, where)
+        scheduler = returned.get("lr_scheduler")
+        return [returned["optimizer"]], [] if scheduler is None else [scheduler], returned.get("monitor")
+    if not isinstance(returned, list | tuple):
+        return None
+    if len(returned) == 2 and isinstance(returned[0], list) and all(map(_steps, returned[0])):
+        optimizers, schedulers = returned
+        return list(optimizers), list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers], None
+    if returned and all(isinstance(item, Mapping) for item in returned):
+        for item in returned:
+            _check_keys(item, where)
+        schedulers = [
+            {"monitor": item.get("monitor"), **_as_dict(item["lr_scheduler"])}
+            for item in returned
+            if item.get("lr_scheduler") is not None
+        ]
+        return [item["optimizer"] for item in returned], schedulers, None
+    if all(map(_steps, returned)):
+        return list(returned), [], None
+    if isinstance(returned, tuple) and len(returned) == 2 and _steps(returned[0]) and _is_scheduler(returned[1]):
+        return [returned[0]], [returned[1]], None
+    return None
 
 
 def is_maker(given: Any) -> bool:

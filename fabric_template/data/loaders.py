@@ -34,6 +34,7 @@ class Loaders:
         self.source, self.stage = source, stage
         self.combined: Any = None  # Lightning's CombinedLoader, where several loaders give one batch
         self._evaluated: Iterator | None = None  # the loader whose evaluation is on
+        self._never_taken = 0  # batches of the training pass that count as done all the same, by another trainer's file
         # makes a pass end on all ranks at once, where that is not counted
         self.together: Callable[[Any], Any] | None = None
         found = loaders_in(source)
@@ -120,7 +121,7 @@ class Loaders:
             iterator = map(itemgetter(0), iter(self.combined.__next__, None))
             for _ in range(taken):  # the loaders stand behind these, and give nothing for them
                 next(iterator)
-        self._never_taken = done - taken  # that count as done all the same, by another trainer's file
+        self._never_taken = done - taken
         return make(iterator, done if is_over else self.num_batches, done, self.sources.note)
 
     def start_evaluation(self, most: int | float = INFINITE) -> Iterator[Turn]:

@@ -34,6 +34,8 @@ class Sources:
         self.each = [source_of(loader, records, trains, combined) for loader in loaders]
         self._resumed: dict[str, Any] | None = None
         self._ahead: Any = None  # positions and random numbers as the batch was fetched that was looked at ahead
+        self._before_ahead: dict[str, Any] | None = None  # of a pass that goes on: the latter, from the checkpoint
+        self._drawing: list[Any] = []  # the generators from which it may draw
         self.note = self._note if records and trains else None
         # to fetch a batch draws random numbers here, if only as another pass over one of several loaders begins with it
         self._draws_here = combined or not any(source.workers for source in self.each)

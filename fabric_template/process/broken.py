@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..core.overrides import is_a, overrides
+from ..core.overrides import overrides
 from ..core.run import Run
-from ..core.said import is_interactive
 from ..files.errors import cause_of
 from ..trainer.attributes import TrainerFace
-from .signals import ending, starts_processes
 
 
 def tell(loop: TrainerFace, run: Run, error: BaseException) -> None:
@@ -63,10 +59,10 @@ def _tell_where(run: Run, error: BaseException, beside: Callable) -> None:
         where = f"{place}, after step {run.at.global_step}"
         gone = ["another rank is gone without a word: killed, perhaps by the system for its memory"]
         gone *= any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer"))
-        error.add_note(f"fabric_template: {'; '.join([where, *gone, *_ways_on(run, *paths)])}")
+        error.add_note(f"fabric_template: {'; '.join([where, *gone, *ways_on(run, *paths)])}")
 
 
-def _ways_on(run: Run, beside: Path | None = None) -> list[str]:
+def ways_on(run: Run, beside: Path | None = None) -> list[str]:
     """What to type to go on after an error: from ``last.ckpt``, and from the state that lies beside it."""
     if not run.keeper.keeps:
         return []
@@ -79,37 +75,3 @@ def _ways_on(run: Run, beside: Path | None = None) -> list[str]:
         return [exact or "nothing was saved before"]
     inexact = f"resume={str(beside)!r} goes on after step {run.at.global_step}, not to the bit"
     return [inexact] if exact is None else [f"{exact}, to the bit", inexact]
-
-
-def leave_for(run: Run, number: int) -> None:
-    """After a signal: requeue the job where SLURM asks for it, and end as the signal would; a notebook goes on."""
-    where, carries = _way_on_after(run, number), number == signal.SIGINT and not starts_processes(run.fabric)
-    if run.fabric.is_global_zero:
-        if is_interactive() or not carries:
-            print(where, file=sys.stderr)
-        if not run.stop.signals.was_theirs:  # whose handler may do so itself
-            from .slurm import requeue
-
-            requeue(number, saved=run.keeper.keeps and run.keeper.complaint() is None)
-    if is_interactive():
-        return
-    environment = getattr(run.fabric.strategy, "cluster_environment", None)
-    if run.fabric.local_rank > 0 and type(environment).__name__ == "LightningEnvironment":
-        raise SystemExit(0)  # Lightning kills the first process, which may still be busy, for the exit code of another
-    if carries and run.fabric.is_global_zero:
-        raise KeyboardInterrupt(where)  # a traceback's last line
-    raise ending(number)
-
-
-def _way_on_after(run: Run, number: int) -> str:
-    """What is saved when a signal ends training, and what to type to go on."""
-    saver, what = run.keeper, "nothing was trained yet"
-    if run.at.total_batches and saver.keeps:
-        ways = "; ".join(_ways_on(run))
-        what = saver.complaint() or (f"'{saver.last_model_path}' is saved: {ways}" if saver.last_model_path else ways)
-    elif run.at.total_batches:
-        keeps = any(is_a(callback, "Checkpoint") for callback in run.hooks.callbacks)
-        nothing = "nothing is saved (enable_checkpointing=False)"
-        what = "resume='last' takes what callbacks have kept" if keeps else nothing
-    where = f"in epoch {run.at.current_epoch}, after step {run.at.global_step}"
-    return f"{signal.Signals(number).name}: training stops {where}; {what}"

@@ -5,14 +5,44 @@ Trainer's sentences are quoted whole: who knows one finds it again.
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 from ..core.errors import MissingLoader, Misuse
 from ..data.feed import loader_argument
+from ..trainer.attributes import TrainerFace
 from .build import Plan
 
 _MINIMUM = (
     ". Lightning `Trainer` expects as minimum a `training_step()`, `train_dataloader()` and `configure_optimizers()` to be"
     " defined. It is missing"
 )
+
+
+def from_last_run(loop: TrainerFace, fn: str, load: Any) -> tuple[Any, Any]:
+    """The run before has the model that was not given: (model, load), as Trainer takes them."""
+    if (last := loop._run) is None:
+        raise no_model(fn)
+    best, chooses = loop.checkpoint_path("best"), loop.checkpoint_callbacks or loop.config.monitor
+    if load is None and best is not None and chooses:
+        warnings.warn(
+            f"`.{fn}(ckpt_path=None)` was called without a model. The best model of the previous `fit` call will be used."
+            f" You can pass `.{fn}(ckpt_path='best')` to use the best model or `.{fn}(ckpt_path='last')` to use the last"
+            f" model. It is '{best}'; write {fn}(model) for the model as it is",
+            stacklevel=5,
+        )
+        load = "best"
+    return last.trained.model, load
+
+
+def tell_not_taken(loop: TrainerFace, fn: str, path: Any) -> None:
+    """The path that was set gives way to the one that is passed."""
+    warnings.warn(
+        f"`trainer.ckpt_path = {str(loop._set_path)!r}` was called but then you passed `trainer.{fn}(ckpt_path="
+        f"{str(path)!r})`. The latter will be loaded.",
+        stacklevel=5,
+    )
+    loop._set_path = None
 
 
 def no_step(plan: Plan, fn: str, step: str) -> Exception:

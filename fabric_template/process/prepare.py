@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,16 +55,14 @@ def prepare(
     if ckpt_path is resume is load is None:
         ckpt_path = loop._set_path
     elif loop._set_path is not None:
-        path = next(path for path in (ckpt_path, resume, load) if path is not None)
-        warnings.warn(
-            f"`trainer.ckpt_path = {str(loop._set_path)!r}` was called but then you passed `trainer.{fn}(ckpt_path="
-            f"{str(path)!r})`. The latter will be loaded.",
-            stacklevel=3,
-        )
-        loop._set_path = None
+        from .missing import tell_not_taken
+
+        tell_not_taken(loop, fn, next(path for path in (ckpt_path, resume, load) if path is not None))
     resume, load = _files(fn, resume, load, ckpt_path)
-    if fn != "fit":
-        model, load = _from_last_run(loop, fn, model, load)
+    if fn != "fit" and model is None:
+        from .missing import from_last_run
+
+        model, load = from_last_run(loop, fn, load)
     check_object("model", model)
     check_object("datamodule", datamodule)
     loaders, datamodule = _sources(fn, loaders, datamodule)
@@ -139,26 +136,6 @@ def _sources(fn: str, loaders: dict[str, Any], datamodule: Any) -> tuple[dict[st
 
         raise two_sources(fn)
     return loaders, datamodule
-
-
-def _from_last_run(loop: TrainerFace, fn: str, model: Any, load: Any) -> tuple:
-    """What the run before has, for what was not given: (model, load), as Trainer takes them."""
-    if model is not None:
-        return model, load
-    if (last := loop._run) is None:
-        from .missing import no_model
-
-        raise no_model(fn)
-    best, chooses = loop.checkpoint_path("best"), loop.checkpoint_callbacks or loop.config.monitor
-    if load is None and best is not None and chooses:
-        warnings.warn(
-            f"`.{fn}(ckpt_path=None)` was called without a model. The best model of the previous `fit` call will be used."
-            f" You can pass `.{fn}(ckpt_path='best')` to use the best model or `.{fn}(ckpt_path='last')` to use the last"
-            f" model. It is '{best}'; write {fn}(model) for the model as it is",
-            stacklevel=5,
-        )
-        load = "best"
-    return last.trained.model, load
 
 
 def _owner_of(model: Any, functions: dict[str, Callable | None], last: Run | None) -> tuple[Any, nn.Module]:

@@ -26,7 +26,7 @@ from ..record.logger import CSVLogger
 from ..record.recipe import write_recipe
 from ..trainer.attach import after_error, attach, attach_log
 from ..trainer.attributes import TrainerFace
-from .broken import leave_for, tell  # at once: an error may be that no file can be opened any more
+from .broken import tell  # at once: an error may be that no file can be opened any more
 
 
 def session(loop: TrainerFace, run: Run) -> ExitStack:
@@ -252,6 +252,8 @@ def stop_for(run: Run, number: int | None) -> None:
     """Leave the run for the signal that has ended it, if one has."""
     run.stop.end_for(number)
     if number is not None:
+        from .leaving import leave_for
+
         leave_for(run, number)
 
 

@@ -28,9 +28,8 @@ class Metrics(Reported):
         self, all_reduce: Callable[..., Any] | None = None, distributed: bool = False, predicts: bool = False,
         enabled: bool = True, has_logger: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(all_reduce)
-        self._distributed = distributed
-        self.predicts, self.enabled, self.has_logger = predicts, enabled, has_logger  # enabled=False: barebones
+        super().__init__(all_reduce, distributed, has_logger)
+        self.predicts, self.enabled = predicts, enabled  # enabled=False: barebones
 
     def __deepcopy__(self, memo: dict) -> Metrics:
         """Copies of a module made while it runs (EMA, pruning) log into the same run."""

@@ -25,9 +25,9 @@ class Reported:
         fx: the hook that runs now; it decides whether a value belongs to the step or to the epoch.
     """
 
-    def __init__(self, all_reduce: Callable[..., Any] | None = None) -> None:
+    def __init__(self, all_reduce: Callable[..., Any] | None, distributed: bool, has_logger: bool) -> None:
         self._all_reduce = all_reduce or _alone
-        self._distributed, self.has_logger = False, True
+        self._distributed, self.has_logger = distributed, has_logger
         self.train, self.val = Collection(training=True), Collection(training=False)
         self._closed = Collection(training=False)  # into which nothing can be logged
         self.active = self._closed

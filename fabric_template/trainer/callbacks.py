@@ -32,18 +32,29 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
     """
     callbacks = [] if given is None else list(given) if isinstance(given, list | tuple | set) else [given]
     for callback in callbacks:
-        check_object("callbacks", callback)
-        if isinstance(callback, str | dict | FunctionType | BuiltinFunctionType | None):
-            raise MisuseOfType(
-                f"callbacks got a {type(callback).__name__}: expected objects with methods named like hooks, such as"
-                " callbacks=[EarlyStopping('val_loss')]"
-            )
-        for hook in HOOKS if not hasattr(callback, "state_key") else ():
-            if (method := overrides(callback, hook)) is not None:
-                keyword_names(method, hook)  # raises where it could not be called
-        for kind, reason in _REFUSED.items():
-            if is_a(callback, kind):
-                raise Misuse(f"{type(callback).__name__} cannot work here: {reason}")
+        _check(callback)
+    _check_together(callbacks, config)
+    return in_order(callbacks)
+
+
+def _check(callback: Any) -> None:
+    """Refuse what is no callback, or one that cannot work here."""
+    check_object("callbacks", callback)
+    if isinstance(callback, str | dict | FunctionType | BuiltinFunctionType | None):
+        raise MisuseOfType(
+            f"callbacks got a {type(callback).__name__}: expected objects with methods named like hooks, such as"
+            " callbacks=[EarlyStopping('val_loss')]"
+        )
+    for hook in HOOKS if not hasattr(callback, "state_key") else ():
+        if (method := overrides(callback, hook)) is not None:
+            keyword_names(method, hook)  # raises where it could not be called
+    for kind, reason in _REFUSED.items():
+        if is_a(callback, kind):
+            raise Misuse(f"{type(callback).__name__} cannot work here: {reason}")
+
+
+def _check_together(callbacks: list[Any], config: LoopConfig) -> None:
+    """Refuse callbacks that exclude each other, or a word of the configuration."""
     bars = [type(callback).__name__ for callback in callbacks if is_a(callback, "ProgressBar")]
     if len(bars) > 1:
         raise Misuse(
@@ -68,7 +79,6 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
                 " arguments, or a `state_key` of their own"
             )
         keys.add(callback.state_key)
-    return in_order(callbacks)
 
 
 def in_order(callbacks: Iterable[Any]) -> list[Any]:

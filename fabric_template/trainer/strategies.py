@@ -49,12 +49,7 @@ def as_fabrics(strategy: Any) -> Any:
         why = "is FSDP's first form, which torch replaces by fully_shard" if is_fsdp else "is not run here"
         raise Misuse(f"strategy={names[0]}: it {why}: {_SHARDS}")
     if isinstance(strategy, str):
-        if strategy.lower() == "single_device":
-            return "auto"  # of one device this is it
-        found = re.fullmatch("ddp(|_spawn|_fork|_notebook)_find_unused_parameters_(true|false)", strategy.lower())
-        if found is None:
-            return strategy
-        return DDPStrategy(start_method=_STARTS[found[1]], find_unused_parameters=found[2] == "true")
+        return _of_name(strategy)
     if not any(f"{base.__module__}.".startswith(_TRAINERS) for base in type(strategy).__mro__):
         _check_words(strategy)
         return strategy
@@ -79,6 +74,16 @@ def as_fabrics(strategy: Any) -> Any:
     same = ("parallel_devices", "cluster_environment", "process_group_backend")
     words = {name: getattr(strategy, name) for name in same}
     return DDPStrategy(timeout=strategy._timeout, start_method=strategy._start_method, **words, **strategy._ddp_kwargs)
+
+
+def _of_name(name: str) -> Any:
+    """The same for a name."""
+    if name.lower() == "single_device":
+        return "auto"  # of one device this is it
+    found = re.fullmatch("ddp(|_spawn|_fork|_notebook)_find_unused_parameters_(true|false)", name.lower())
+    if found is None:
+        return name
+    return DDPStrategy(start_method=_STARTS[found[1]], find_unused_parameters=found[2] == "true")
 
 
 def plugins_as_fabrics(plugins: Any) -> Any:

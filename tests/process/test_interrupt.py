@@ -16,8 +16,8 @@ from runs import assert_same_end, fit, logs_of, source_of, val_loader
 from torch import nn
 
 import fabric_template.core.train
-import fabric_template.process.broken
 import fabric_template.process.launch
+import fabric_template.process.leaving
 import fabric_template.process.signals
 
 DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
@@ -52,7 +52,7 @@ class Interrupt(Callback):
 
 @pytest.fixture
 def notebook(monkeypatch):
-    for room in (fabric_template.core.train, fabric_template.process.broken, fabric_template.process.launch):
+    for room in (fabric_template.core.train, fabric_template.process.leaving, fabric_template.process.launch):
         monkeypatch.setattr(room, "is_interactive", lambda: True)
 
 
