@@ -221,9 +221,17 @@ class TrainerFace:
     early_stopping_callback = property(
         lambda self: next(iter(self.early_stopping_callbacks), None), doc="The first EarlyStopping callback."
     )
-    progress_bar_callback = property(
-        lambda self: next(iter(self._those("ProgressBar")), None), doc="A progress bar among the callbacks, if any."
-    )
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """A progress bar among the callbacks; whoever asks before a run gets Lightning's, in place of the loop's own."""
+        bars = self._those("ProgressBar")
+        if not bars and self.config.enable_progress_bar and self._status != "running":
+            from lightning.pytorch.callbacks import TQDMProgressBar
+
+            bars = [TQDMProgressBar()]
+            self.callbacks = [*bars, *self.callbacks]
+        return next(iter(bars), None)
 
     @property
     def checkpoint_callback(self) -> Any:
