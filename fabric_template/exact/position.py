@@ -35,7 +35,7 @@ class Sources:
         self._resumed: dict[str, Any] | None = None
         self._ahead: Any = None  # positions and random numbers as the batch was fetched that was looked at ahead
         self._before_ahead: dict[str, Any] | None = None  # of a pass that goes on: the latter, from the checkpoint
-        self._drawing: list[Any] = []  # the generators from which it may draw
+        self._drawing: list[Any] | None = None  # the generators from which it may draw, once that is asked
         self.note = self._note if records and trains else None
         # to fetch a batch draws random numbers here, if only as another pass over one of several loaders begins with it
         self._draws_here = combined or not any(source.workers for source in self.each)
@@ -46,8 +46,7 @@ class Sources:
             source.begin()
         resumed, self._resumed = self._resumed, None
         self._before_ahead = resumed["ahead"] if resumed else None
-        self._ahead = None
-        self._drawing = self.generators()
+        self._ahead = self._drawing = None
         return resumed
 
     def generators(self) -> list[Any]:
@@ -116,8 +115,11 @@ class Sources:
         """Called before a batch is fetched that is not to be trained yet: a checkpoint before that fetches it again."""
         if self._before_ahead is not None:
             set_rng_state(self._before_ahead, self._generators_of(self._before_ahead))
-            self._before_ahead, self._drawing = None, self.generators()
-        packed = pack_rng_state(self._drawing) if self._draws_here else None
+            self._before_ahead = None
+        packed = None
+        if self._draws_here:
+            self._drawing = self.generators() if self._drawing is None else self._drawing
+            packed = pack_rng_state(self._drawing)
         self._ahead = [source.position() for source in self.each], packed
 
 
