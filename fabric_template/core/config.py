@@ -275,9 +275,9 @@ def parse_duration(value: str | timedelta | dict[str, int]) -> timedelta:
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
 
-def _is_duration(value: Any) -> bool:
+def _is_duration(value: Any, least: timedelta = timedelta.resolution) -> bool:
     try:
-        return parse_duration(value) > timedelta(0)
+        return parse_duration(value) >= least
     except (ValueError, TypeError):
         return False
 
@@ -325,7 +325,7 @@ _CHECKS: dict[str, tuple] = {
     "min_epochs": ((int, None), _at_least(0), "None or an int >= 0"),
     "max_steps": ((int,), _at_least(-1), "-1 (no limit) or an int >= 0"),
     "min_steps": ((int, None), _at_least(0), "None or an int >= 0"),
-    "max_time": ((str, timedelta, dict, None), lambda v: v is None or _is_duration(v), f"None, {_TIME}"),
+    "max_time": ((str, timedelta, dict, None), lambda v: v is None or _is_duration(v, timedelta()), f"None, {_TIME}"),
     **dict.fromkeys(_LIMITS, _LIMIT),
     "overfit_batches": ((int, float), _limit, "an int >= 0 (batches) or a float from 0.0 to 1.0 (a fraction)"),
     "fast_dev_run": ((bool, int), lambda v: v >= 0, "True, False or a number of batches >= 0"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from .listeners import Listeners
 from .overrides import is_a
+from .telling import Telling
 
 
 class Hooks:
@@ -31,11 +32,13 @@ class Hooks:
         self, trainer: Any, callbacks: Iterable[Any], module: Any, metrics: Any = None, profiler: Any = None,
         shown: Callable[[Any, Any], Any] | None = None,
     ) -> None:  # fmt: skip
-        self.callbacks, self._metrics, self.profiler = list(callbacks), metrics or SimpleNamespace(fx=None), profiler
+        self.callbacks = Telling(callbacks, self._look_again)
+        self._metrics, self.profiler = metrics or SimpleNamespace(fx=None), profiler
         self._who = Listeners(trainer, module, profiler, shown)
         self.timed, self.own = self._who.timed, self._who.own
         self._listeners: dict[str, tuple[list[Callable], Callable | None]] = {}
         self._unheard: set[str] = set()
+        self.changed: Callable[[], Any] = bool  # whoever has asked who is heard asks again
 
     def call(self, name: str, *args: Any) -> Any:
         """Call the callbacks' hook, then the module's; returns what the module's returned."""
@@ -106,15 +109,21 @@ class Hooks:
             self._listen(name)
         return name not in self._unheard
 
-    def refresh(self, callbacks: list[Any]) -> None:
-        """Look again who listens: the callbacks have changed."""
-        self.callbacks = callbacks
-        self._listeners.clear()
-        self._unheard.clear()
+    def _look_again(self, before: list[Any]) -> None:
+        """The callbacks have changed: one that is new at the end hears the hook that runs, too, as under Trainer."""
+        size = len(before)
+        if self.callbacks[:size] != before:
+            self._listeners = {}
+        for name, (callbacks, _) in self._listeners.items():
+            callbacks += self._calls(self.callbacks[size:], name)
+        self._unheard = {name for name, listeners in self._listeners.items() if listeners == ([], None)}
+        self.changed()
+
+    def _calls(self, callbacks: Iterable[Any], name: str) -> list[Callable]:
+        return [call for callback in callbacks if (call := self._who.of_callback(callback, name))]
 
     def _listen(self, name: str) -> tuple[list[Callable], Callable | None]:
-        callbacks = [call for callback in self.callbacks if (call := self._who.of_callback(callback, name))]
-        self._listeners[name] = listeners = (callbacks, self._who.of_module(name))
+        self._listeners[name] = listeners = (self._calls(self.callbacks, name), self._who.of_module(name))
         if listeners == ([], None):
             self._unheard.add(name)
         return listeners

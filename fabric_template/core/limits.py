@@ -50,7 +50,7 @@ class Limits:
 
     def time_left(self) -> float | None:
         """Seconds of max_time that are left, those counted that were trained before a resume; None: no limit here."""
-        if not self._config.max_time:
+        if self._config.max_time is None:
             return None
         if self.has_timer:
             self._say(f"max_time={self._config.max_time!r} is ignored: the callbacks have a Timer already")

@@ -99,8 +99,8 @@ class Stop(Limits):
 
     @property
     def is_time_over(self) -> bool:
-        """Whether max_time was over when the checkpoint was saved."""
-        return bool(self.elapsed) and (left := self.time_left()) is not None and left <= 0 and self.may_stop
+        """Whether max_time was over when training began: as the checkpoint was saved, or because it is none at all."""
+        return (left := self.time_left()) is not None and left <= 0 and self.may_stop
 
     # ---- in another process, and across a restart
 

@@ -60,6 +60,7 @@ class AutomaticUpdate:
         # None: manual, with one of its own
         self.optimizer: Any = (*run.optimizing.optimizers, None)[0]
         self.scaler: Any = getattr(self.fabric.strategy.precision, "scaler", None)
+        hooks.changed = self.set_up
         self.shows = hooks.heard("on_train_batch_end")
         self.keeps = not run.config.barebones or self.shows
         self.heard = any(map(hooks.heard, UPDATE_HOOKS))

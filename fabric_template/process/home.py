@@ -48,10 +48,10 @@ def with_safe_files(fabric: Fabric, config: Settings) -> Fabric:
 
 
 def settle_files(run: Run, kind: type | None, error: BaseException | None, *_: Any) -> None:
-    """On the way out of training: what a CheckpointIO writes in the background is on disk, or the error of that is raised."""
+    """On the way out of a run: what a CheckpointIO writes in the background is on disk, or the error of that is raised."""
     try:
         getattr(door(run.fabric), "teardown", lambda: None)()
-        if error is None:
+        if error is None and run.fn == "fit":
             run.keeper.tidy(run)
     except Exception as another:
         if error is None:  # else that is the one to be told

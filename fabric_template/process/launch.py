@@ -224,7 +224,8 @@ def _evaluate(loop: TrainerFace, run: Run, keep: bool) -> list | None:
     """Validate, test or predict."""
     # gloo cannot
     inference = run.config.inference_mode and not (is_joined() and torch.distributed.get_backend() == "gloo")
-    with session(loop, run):
+    with ExitStack() as end, session(loop, run):
+        end.push(partial(settle_files, run))
         if run.fn != "predict":
             run.metrics.name_metrics(run.trained.net)
         if run.fabric.is_global_zero:

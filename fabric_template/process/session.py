@@ -127,8 +127,7 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     if (configure := run.hooks.own(owner, "configure_callbacks")) is not None:
         from ..trainer.callbacks import add_callbacks
 
-        loop.callbacks = add_callbacks(configure(), run.hooks.callbacks)
-    run.hooks.refresh(loop.callbacks)
+        loop.callbacks[:] = add_callbacks(configure(), loop.callbacks)
     if loop.checkpoint_callbacks:  # the module's own, too: it takes over from the loop
         run.keeper = KeepsNothing()
     for callback in run.hooks.callbacks:

@@ -67,8 +67,8 @@ class TrainerFace:
         doc="The limit of epochs, -1 for none.",
     )
     min_epochs = property(
-        lambda self: self._run.stop.min_epochs if self._run else self.config.min_epochs,
-        doc="How many epochs no ``should_stop`` can end, 0 for none; as configured before anything has run.",
+        lambda self: self._fitted.stop.min_epochs if self._fitted else self.config.min_epochs,
+        doc="How many epochs no ``should_stop`` can end, 0 for none; as configured before anything is trained.",
     )
     is_last_batch = shows("_fitted.at.is_last_batch", "Whether the training batch at hand is the epoch's last.", False)
 
@@ -264,6 +264,7 @@ class TrainerFace:
     # ---- loops: Lightning's callbacks look into them
 
     fit_loop = _view("FitLoopView", "How far training is, in the few words that callbacks ask for.")
+    validate_loop = test_loop = _view("EvaluationLoopView", "How far the evaluation at hand is.")
     predict_loop = _view("PredictLoopView", "What was predicted, and of which samples.")
     _evaluation_loop = _view("EvaluationLoopView")
     _data_connector = _view("DataView")
@@ -338,6 +339,7 @@ class TrainerFace:
         doc="Whether a validation or a test runs; the sanity check is one, too.",
     )
 
+    enable_autolog_hparams = property(lambda self: True, doc="Whether loggers get the hyperparameters: always.")
     interrupted = shows("state.interrupted", "Whether the last run was interrupted or failed.")
 
     @property

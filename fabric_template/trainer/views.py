@@ -24,16 +24,21 @@ from ..files.storage import door
 from .shows import shows
 
 
-def _batches(current: int, total: int, is_last_batch: bool = False) -> SimpleNamespace:
-    """Batches so far: of this epoch or evaluation, in all, and whether the one at hand is the last."""
-    counts = {"current": SimpleNamespace(ready=current), "total": SimpleNamespace(ready=total)}
-    return SimpleNamespace(**counts, is_last_batch=is_last_batch)
+def _so_far(current: int, total: int, processed: bool = True, completed: bool = True, **more: Any) -> SimpleNamespace:
+    """How many epochs or batches so far, of this pass and in all; whether the one at hand is through, and its hooks, too."""
+
+    def of(ready: int) -> SimpleNamespace:
+        done = {"processed": ready - (not processed), "completed": ready - (not completed)}
+        return SimpleNamespace(ready=ready, started=ready, **done)
+
+    return SimpleNamespace(current=of(current), total=of(total), **more)
 
 
 class _View:
     """A view of the run at hand; a name that is not offered raises, also when it is set."""
 
     _loop: Any
+    trainer = shows("_loop", "The loop itself.")
 
     def __init__(self, loop: Any) -> None:
         vars(self)["_loop"] = loop
@@ -86,6 +91,17 @@ class FitLoopView(_View):
     epoch_loop = property(lambda self: EpochLoopView(self._loop), doc="The loop over the batches.")
 
     @property
+    def epoch_progress(self) -> SimpleNamespace:
+        """Epochs so far."""
+        at, fx = self._run.at, self._run.metrics.fx
+        ready = at.epochs_done + (not at.between_epochs)
+        return _so_far(ready, ready, at.between_epochs or fx == "on_train_epoch_end", at.between_epochs)
+
+    def setup_data(self) -> None:
+        """Make the training loader, unless it is made."""
+        self._run.data.set_up_train()
+
+    @property
     def _skip_backward(self) -> bool:
         return self._run.update.skips_backward
 
@@ -113,8 +129,10 @@ class EpochLoopView(_View):
     @property
     def batch_progress(self) -> SimpleNamespace:
         """Training batches so far."""
-        at = self._run.at
-        return _batches(at.batches_done, at.total_batches, at.is_last_batch)
+        at, metrics = self._run.at, self._run.metrics
+        idle = metrics.train.batch is None
+        processed = idle or metrics.fx == "on_train_batch_end"
+        return _so_far(at.batches_done, at.total_batches, processed, idle, is_last_batch=at.is_last_batch)
 
     def _should_check_val_epoch(self) -> bool:
         return self._run.validation.in_this_epoch
@@ -123,10 +141,16 @@ class EpochLoopView(_View):
 class EvaluationLoopView(_View):
     """``trainer._evaluation_loop``, and the validation loop inside fit."""
 
-    batch_progress = property(
-        lambda self: _batches(self._run.at.evaluated, self._run.at.evaluated_in_all),
-        doc="Batches of this evaluation so far, of all its loaders, and in all.",
-    )
+    max_batches = property(lambda self: self._run.data.val.limits, doc="Batches of each loader.")
+    num_dataloaders = property(lambda self: len(self._run.data.val.loaders), doc="How many loaders there are.")
+
+    @property
+    def batch_progress(self) -> SimpleNamespace:
+        """Batches of this evaluation so far, of all its loaders, and in all."""
+        at, fx = self._run.at, self._run.metrics.fx or ""
+        idle = not fx.endswith(("_step", "_batch_start", "_batch_end"))
+        return _so_far(at.evaluated, at.evaluated_in_all, idle or fx.endswith("_end"), idle)
+
     _has_run = property(lambda self: self._run.at.evaluated > 0)
     # asked by modules that choose what to monitor
     _data_source = property(lambda self: SimpleNamespace(is_defined=lambda: self._run.data.given.has("val")))

@@ -17,7 +17,6 @@ DEEDS = {"fit", "validate", "test", "predict", "print", "save_checkpoint", "init
 NAMES = sorted(name for name in {*dir(pl.Trainer), *vars(pl.Trainer(**quiet()))} - DEEDS if name[0] != "_")
 
 _OWN_CLASS = "a class of ours; what modules and callbacks ask of it is tested where they are"
-_NO_MORE = "refused: nothing that was written for Trainer has been seen to ask for it"
 _METRICS = "a run has metrics of its own from its start; Trainer forgets those of the run before only after setup"
 
 # The names whose answers differ: in which hooks (None: in all), and why. "fresh": before anything has run.
@@ -25,9 +24,8 @@ DIFFERENT = {
     "strategy": (None, _OWN_CLASS),
     "fit_loop": (None, _OWN_CLASS),
     "predict_loop": (None, _OWN_CLASS),
-    "validate_loop": (None, _NO_MORE),
-    "test_loop": (None, _NO_MORE),
-    "enable_autolog_hparams": (None, _NO_MORE),
+    "validate_loop": (None, _OWN_CLASS),
+    "test_loop": (None, _OWN_CLASS),
     "estimated_stepping_batches": ({"fresh"}, "refused: there is no loader yet; Trainer answers -1"),
     "is_last_batch": ({"on_train_epoch_start"}, "no batch is at hand; Trainer's is the last one of the epoch before"),
     "callback_metrics": ({"setup"}, _METRICS),

@@ -1,0 +1,222 @@
+"""What Trainer's documentation shows: a list of callbacks that changes, progress, no time at all, a CheckpointIO's end."""
+
+from datetime import timedelta
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from both import LOOPS
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins import CheckpointIO
+from modules import quiet
+
+from fabric_template.core.overrides import HOOKS
+
+WORDS = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2, "limit_test_batches": 2}
+
+
+def _heard():
+    """A callback that notes each of its hooks."""
+
+    def hook(name):
+        def note(self, trainer, *args, **words):
+            self.heard.append((self.name, name, trainer.global_step))
+
+        return note
+
+    def init(self, name, heard):
+        self.name, self.heard = name, heard
+
+    names = set(HOOKS) & set(dir(Callback))
+    return type("Heard", (Callback,), {"__init__": init, **{name: hook(name) for name in names}})
+
+
+Heard = _heard()
+DEEDS = {
+    "append": lambda callbacks, new: callbacks.append(new),
+    "extend": lambda callbacks, new: callbacks.extend([new, Heard("another", new.heard)]),
+    "iadd": lambda callbacks, new: callbacks.__iadd__([new]),
+    "insert": lambda callbacks, new: callbacks.insert(len(callbacks), new),
+    "remove": lambda callbacks, new: callbacks.remove(callbacks[0]),
+    "delete": lambda callbacks, new: callbacks.__delitem__(0),
+    "pop": lambda callbacks, new: callbacks.pop(0),
+    "replace": lambda callbacks, new: callbacks.__setitem__(0, new),
+    "slice": lambda callbacks, new: callbacks.__setitem__(slice(2), [new]),
+    "reverse": lambda callbacks, new: callbacks.reverse(),
+    "sort": lambda callbacks, new: callbacks.sort(key=lambda callback: callback.name),
+    "clear": lambda callbacks, new: callbacks.clear(),
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_train_epoch_start", "on_train_batch_end"])
+def test_who_changes_the_list_of_callbacks_changes_who_is_called(hook, deed):
+    class Changes(Callback):
+        """Changes the list in the second of these hooks, or the only one, as the last that hears it."""
+
+        name, times = "changes", 0
+
+        def change(self, trainer, *args, **words):
+            self.times += 1
+            if self.times == 2 or hook in ("setup", "on_train_start"):
+                DEEDS[deed](trainer.callbacks, Heard("new", heard))
+
+    setattr(Changes, hook, Changes.change)
+    told = []
+    for kind in LOOPS.values():
+        heard = []
+        trainer = kind(**quiet(**WORDS, callbacks=[Heard("two", heard), Heard("one", heard), Changes()]))
+        trainer.fit(BoringModel())
+        told.append((heard, [callback.name for callback in trainer.callbacks]))
+    assert told[1] == told[0]
+    assert len(told[1][0]) > 10 or deed == "clear"
+
+
+def test_one_that_takes_itself_from_the_list_hides_nobody():
+    """Under Trainer the one behind it misses that hook."""
+    heard = []
+
+    class Once(Callback):
+        def on_train_start(self, trainer, module):
+            heard.append(("once", "on_train_start", 0))
+            trainer.callbacks.remove(self)
+
+        def on_train_epoch_start(self, trainer, module):
+            heard.append("still there")
+
+    loop = LOOPS["loop"](**quiet(**WORDS, callbacks=[Once(), Heard("one", heard)]))
+    loop.fit(BoringModel())
+    assert [name for name, hook, _ in heard if hook == "on_train_start"] == ["once", "one"]
+    assert [type(callback).__name__ for callback in loop.callbacks] == ["Heard"]
+
+
+def test_a_callback_may_bring_a_checkpoint_callback(tmp_path):
+    class Brings(Callback):
+        def setup(self, trainer, module, stage):
+            trainer.callbacks.append(ModelCheckpoint(filename="{step}", save_top_k=-1))
+
+    names = []
+    for name, kind in LOOPS.items():
+        folder = tmp_path / name
+        kind(**quiet(**WORDS, callbacks=[Brings()], default_root_dir=str(folder))).fit(BoringModel())
+        names.append(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.ckpt")))
+    assert names[0] == names[1] == ["checkpoints/step=3.ckpt", "checkpoints/step=6.ckpt"]
+
+
+# ---- progress
+
+
+COUNTS = ("ready", "processed", "completed")
+
+
+class Counts(Callback):
+    """Notes how many epochs and batches are done, in each hook around a batch or an epoch."""
+
+    def __init__(self):
+        self.noted = []
+
+    def note(self, trainer, *args):
+        loop, verb = trainer.fit_loop, trainer.state.fn.value
+        loops = {"validate": trainer.validate_loop, "test": trainer.test_loop}
+        seen = [loop.epoch_progress, loop.epoch_loop.batch_progress, loop.epoch_loop.val_loop.batch_progress]
+        of = (
+            seen[:2]
+            if verb == "fit" and trainer.training
+            else seen[2:]
+            if verb == "fit"
+            else [loops[verb].batch_progress]
+        )
+        self.noted.append([getattr(part, name) for one in of for part in (one.current, one.total) for name in COUNTS])
+        if verb != "fit":
+            self.noted.append((loops[verb].max_batches, loops[verb].num_dataloaders, loops[verb].trainer is trainer))
+
+    def on_train_epoch_start(self, trainer, module):
+        """The epochs only: no batch is at hand; Trainer's are those of the epoch before."""
+        of = trainer.fit_loop.epoch_progress
+        self.noted.append([getattr(part, name) for part in (of.current, of.total) for name in COUNTS])
+
+    on_train_start = on_train_batch_end = on_train_epoch_end = on_train_end = note
+    on_validation_batch_end = on_test_batch_end = on_test_batch_start = note
+
+
+def test_progress_is_trainers(tmp_path):
+    noted = []
+    for kind in LOOPS.values():
+        counts = Counts()
+        trainer = kind(**quiet(**WORDS, callbacks=[counts], num_sanity_val_steps=0))
+        model = BoringModel()
+        trainer.fit(model)
+        trainer.validate(model, verbose=False)
+        trainer.test(model, verbose=False)
+        noted.append((counts.noted, trainer.enable_autolog_hparams, trainer.min_epochs))
+    assert noted[1] == noted[0]
+    assert noted[1][0][-2:] == [[2, 2, 1] * 2, ([2], 1, True)]
+
+
+def test_the_training_loader_can_be_made_early():
+    class Asks(BoringModel):
+        def configure_optimizers(self):
+            self.trainer.fit_loop.setup_data()
+            self.batches = self.trainer.num_training_batches
+            return super().configure_optimizers()
+
+    modules = [Asks(), Asks()]
+    for kind, module in zip(LOOPS.values(), modules, strict=True):
+        kind(**quiet(**WORDS)).fit(module)
+    assert [module.batches for module in modules] == [3, 3]
+
+
+# ---- max_time
+
+
+@pytest.mark.parametrize("none", ["00:00:00:00", timedelta(0), {"hours": 0}, {}], ids=str)
+@pytest.mark.parametrize(("words", "steps"), [({}, 0), ({"min_steps": 2}, 3), ({"min_epochs": 2}, 6)], ids=str)
+def test_no_time_at_all_trains_what_is_asked_for_at_least(words, steps, none):
+    done = []
+    for kind in LOOPS.values():
+        pl.seed_everything(1, verbose=False)
+        module = BoringModel()
+        trainer = kind(**quiet(**{**WORDS, **words}, max_time=none))
+        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 32)))
+        done.append((trainer.global_step, trainer.current_epoch, module.layer.weight.sum().item()))
+    assert done[0] == done[1]
+    assert done[1][0] == steps
+
+
+# ---- a CheckpointIO
+
+
+class Noting(CheckpointIO):
+    def __init__(self):
+        self.deeds = []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        torch.save(checkpoint, path)
+
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        self.deeds.append("load")
+        return torch.load(path, weights_only=False)
+
+    def remove_checkpoint(self, path):
+        path.unlink()
+
+    def teardown(self):
+        self.deeds.append("teardown")
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_a_checkpoint_plugin_is_told_that_an_evaluation_is_over(verb, tmp_path):
+    for name, kind in LOOPS.items():
+        io, path, module = Noting(), str(tmp_path / f"{name}.ckpt"), BoringModel()
+        trainer = kind(**quiet(**WORDS, plugins=[io]))
+        trainer.fit(module)
+        trainer.save_checkpoint(path)
+        getattr(trainer, verb)(module, ckpt_path=path)
+        assert io.deeds[0] == io.deeds[-1] == "teardown"
+        assert io.deeds.count("teardown") == 2, name
+        module.layer = None
+        with pytest.raises(TypeError):
+            getattr(trainer, verb)(module)
+        assert io.deeds.count("teardown") == 3, name
