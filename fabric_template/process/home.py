@@ -88,7 +88,8 @@ def make_loggers(config: Settings, loggers: Any, fabric: Fabric) -> tuple[list[A
         # which the loop and Lightning's ModelCheckpoint ask for; Fabric's lack two of them, an object of one's own may lack all
         lacking = {"name": config.name, "version": config.version or 0, "save_dir": getattr(logger, "root_dir", None)}
         for word, value in (lacking | dict.fromkeys(_TOLD, _nothing)).items():
-            if not hasattr(logger, word):
+            # of the class first: a property may look at the disk, or begin an experiment
+            if not (hasattr(type(logger), word) or hasattr(logger, word)):
                 setattr(logger, word, value)
     if own:
         given.insert(0, CSVLogger(os.path.join(config.default_root_dir or ".", "logs"), config.name, config.version))

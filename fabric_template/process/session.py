@@ -151,8 +151,9 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     run.hooks.call("setup", run.fn)
     if is_shared_out(fabric) and hasattr(owner, "_device_mesh"):
         owner._device_mesh = fabric.strategy.device_mesh  # type: ignore[attr-defined]  # which it shards itself by
-    if (hook := run.hooks.own(owner, "configure_model")) is not None:
-        hook()
+    for name in ("configure_sharded_model", "configure_model"):  # the first is Lightning's old name for it
+        if (hook := run.hooks.own(owner, name)) is not None:
+            hook()
     heed_signals(run)
     if is_shared_out(fabric):
         run.steps.setup(training=run.fn == "fit")

@@ -5,10 +5,12 @@ from datetime import timedelta
 import lightning.pytorch as pl
 import pytest
 import torch
-from both import LOOPS
+from both import LOOPS, Notes
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from modules import quiet
 
@@ -183,6 +185,100 @@ def test_no_time_at_all_trains_what_is_asked_for_at_least(words, steps, none):
         done.append((trainer.global_step, trainer.current_epoch, module.layer.weight.sum().item()))
     assert done[0] == done[1]
     assert done[1][0] == steps
+
+
+# ---- what is logged, and where
+
+
+class Late(Notes):
+    """A logger whose version is found when it is first asked for, as by those that begin an experiment then."""
+
+    asked = 0
+
+    @property
+    def version(self):
+        self.asked += 1
+        return "late"
+
+
+def test_a_loop_that_is_made_asks_no_logger_for_its_version(tmp_path):
+    for kind in LOOPS.values():
+        logger = Late()
+        kind(**quiet(**WORDS, logger=logger))
+        assert logger.asked == 0
+
+
+class Logs(BoringModel):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "kinds", [[CSVLogger, CSVLogger], [TensorBoardLogger, CSVLogger], [CSVLogger, TensorBoardLogger]]
+)
+def test_two_loggers_of_one_folder_and_two_loops_take_versions_of_their_own(kinds, tmp_path):
+    trees = []
+    for name, kind in LOOPS.items():
+        trainers = [
+            kind(**quiet(**WORDS, logger=[logger(tmp_path / name) for logger in kinds], log_every_n_steps=1))
+            for _ in range(2)
+        ]
+        for trainer in trainers:
+            trainer.fit(Logs())
+        files = [path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob("*.*")]
+        trees.append(sorted((str(path.parent), path.name.partition(".")[0]) for path in files))
+    assert trees[0] == trees[1]
+    assert len({folder for folder, _ in trees[1]}) > 1
+
+
+class TwoLoaders(BoringModel):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log(self.name.format(dataloader_idx), float(dataloader_idx), add_dataloader_idx=False)
+
+    def val_dataloader(self):
+        return [super().val_dataloader()] * 2
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_one_name_of_two_loaders_is_refused(kind):
+    for verb in ("fit", "validate"):
+        trainer = LOOPS[kind](**quiet(**WORDS))
+        with pytest.raises(
+            MisconfigurationException, match=r"`self.log\(x, ...\)` twice in `validation_step` with different"
+        ):
+            getattr(trainer, verb)(TwoLoaders("x"))
+    trainer = LOOPS[kind](**quiet(**WORDS))
+    trainer.fit(TwoLoaders("x_{}"))
+    assert trainer.validate(TwoLoaders("x_{}"), verbose=False) == [{"x_0": 0.0}, {"x_1": 1.0}]
+
+
+# ---- a hook by its old name
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `Old.configure_sharded_model`")
+def test_a_model_may_be_made_in_configure_sharded_model():
+    class Old(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.layer = None
+
+        def configure_sharded_model(self):
+            if self.layer is None:
+                self.layer = torch.nn.Linear(32, 2)
+
+    ends = []
+    for kind in LOOPS.values():
+        pl.seed_everything(1, verbose=False)
+        module = Old()
+        kind(**quiet(**WORDS)).fit(module)
+        ends.append(module.layer.weight.detach())
+    assert torch.equal(*ends)
 
 
 # ---- a CheckpointIO
