@@ -73,8 +73,8 @@ def evaluate(run: Run, stage: str, *, most: int | float = INFINITE, inference: b
             raise
         finally:
             run.hooks.enter(None)
-            run.at.enter(stage_before)
             run.steps.modes = None
+    run.at.enter(stage_before)  # behind an error, callbacks are still to see where it came
     return collection.results()
 
 

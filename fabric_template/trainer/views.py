@@ -141,7 +141,12 @@ class EpochLoopView(_View):
 class EvaluationLoopView(_View):
     """``trainer._evaluation_loop``, and the validation loop inside fit."""
 
-    max_batches = property(lambda self: self._run.data.val.limits, doc="Batches of each loader.")
+    max_batches = property(
+        lambda self: (
+            self._loop.num_sanity_val_batches if self._loop.sanity_checking else self._loop._limits_of(self._run.fn)
+        ),
+        doc="Batches of each loader.",
+    )
     num_dataloaders = property(lambda self: len(self._run.data.val.loaders), doc="How many loaders there are.")
 
     @property

@@ -131,8 +131,8 @@ class Counts(Callback):
             else [loops[verb].batch_progress]
         )
         self.noted.append([getattr(part, name) for one in of for part in (one.current, one.total) for name in COUNTS])
-        if verb != "fit":
-            self.noted.append((loops[verb].max_batches, loops[verb].num_dataloaders, loops[verb].trainer is trainer))
+        at_hand = loops.get(verb, loop.epoch_loop.val_loop)
+        self.noted.append((at_hand.max_batches, at_hand.trainer is trainer, verb == "fit" or at_hand.num_dataloaders))
 
     def on_train_epoch_start(self, trainer, module):
         """The epochs only: no batch is at hand; Trainer's are those of the epoch before."""
@@ -147,14 +147,14 @@ def test_progress_is_trainers(tmp_path):
     noted = []
     for kind in LOOPS.values():
         counts = Counts()
-        trainer = kind(**quiet(**WORDS, callbacks=[counts], num_sanity_val_steps=0))
+        trainer = kind(**quiet(**WORDS, callbacks=[counts], num_sanity_val_steps=1))
         model = BoringModel()
         trainer.fit(model)
         trainer.validate(model, verbose=False)
         trainer.test(model, verbose=False)
         noted.append((counts.noted, trainer.enable_autolog_hparams, trainer.min_epochs))
     assert noted[1] == noted[0]
-    assert noted[1][0][-2:] == [[2, 2, 1] * 2, ([2], 1, True)]
+    assert noted[1][0][-2:] == [[2, 2, 1] * 2, ([2], True, 1)]
 
 
 def test_the_training_loader_can_be_made_early():
@@ -316,3 +316,29 @@ def test_a_checkpoint_plugin_is_told_that_an_evaluation_is_over(verb, tmp_path):
         with pytest.raises(TypeError):
             getattr(trainer, verb)(module)
         assert io.deeds.count("teardown") == 3, name
+
+
+# ---- where an error came
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step", "test_step", "predict_step"])
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_whoever_hears_of_an_error_sees_the_stage_in_which_it_came(step, sanity):
+    class Hears(Callback):
+        def on_exception(self, trainer, module, exception):
+            state = trainer.state
+            told.append(
+                (state.fn.value, state.stage.value, trainer.validating, trainer.sanity_checking, trainer.training)
+            )
+
+    class Fails(BoringModel):
+        def predict_step(self, batch, batch_idx):
+            raise RuntimeError
+
+    setattr(Fails, step, Fails.predict_step)
+    told = []
+    for kind in LOOPS.values():
+        trainer = kind(**quiet(**WORDS, callbacks=[Hears()], num_sanity_val_steps=sanity))
+        with pytest.raises(RuntimeError):
+            getattr(trainer, {"test_step": "test", "predict_step": "predict"}.get(step, "fit"))(Fails())
+    assert told[0] == told[1]
