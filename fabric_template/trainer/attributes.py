@@ -375,7 +375,10 @@ class TrainerFace:
         return self._run
 
     def __setattr__(self, name: str, value: Any) -> None:
-        config = self.__dict__.get("config")
+        config, run = self.__dict__.get("config"), self.__dict__.get("_run")
+        if name == "callbacks" and run is not None and self._status == "running":
+            run.hooks.callbacks[:] = value  # who hears of this run
+            value = run.hooks.callbacks
         if config is None or name not in vars(config) or name == "default_root_dir" or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:

@@ -76,6 +76,27 @@ def test_who_changes_the_list_of_callbacks_changes_who_is_called(hook, deed):
     assert len(told[1][0]) > 10 or deed == "clear"
 
 
+def test_another_list_of_callbacks_takes_the_place_of_the_first():
+    told = []
+    for kind in LOOPS.values():
+        heard = []
+        new = Heard("new", heard)
+
+        class Replaces(Callback):
+            def on_train_start(self, trainer, module, new=new):
+                trainer.callbacks = [*(one for one in trainer.callbacks if one is not self), new]
+
+        trainer = kind(**quiet(**WORDS, callbacks=[Heard("one", heard), Replaces()]))
+        trainer.fit(BoringModel())
+        told.append(
+            ([one for one in heard if one[1] != "on_train_start"], [callback.name for callback in trainer.callbacks])
+        )
+        trainer.callbacks = []
+        assert trainer.callbacks == []
+    assert told[0] == told[1]
+    assert {name for name, _, _ in told[1][0]} == {"one", "new"}
+
+
 def test_one_that_takes_itself_from_the_list_hides_nobody():
     """Under Trainer the one behind it misses that hook."""
     heard = []
