@@ -331,8 +331,10 @@ _CHECKS: dict[str, tuple] = {
     "fast_dev_run": ((bool, int), lambda v: v >= 0, "True, False or a number of batches >= 0"),
     "val_check_interval": (
         (int, float, str, timedelta, dict, None),
-        lambda v: v is None or (_limit(v) and v > 0 if isinstance(v, int | float) else _is_duration(v)),
-        f"None, an int >= 1 (batches), a float above 0.0 up to 1.0 (a fraction of the epoch), {_TIME}",
+        lambda v: (
+            v is None or (_limit(v) and (v or isinstance(v, float)) if isinstance(v, int | float) else _is_duration(v))
+        ),
+        f"None, an int >= 1 (batches), a float from 0.0 to 1.0 (a fraction of the epoch), {_TIME}",
     ),
     "check_val_every_n_epoch": ((int, None), _at_least(1), "None or an int >= 1"),
     "num_sanity_val_steps": ((int, None), _at_least(-1), "None, -1 (all) or an int >= 0"),

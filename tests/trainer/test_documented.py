@@ -191,6 +191,23 @@ def test_the_training_loader_can_be_made_early():
     assert [module.batches for module in modules] == [3, 3]
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_no_fraction_of_an_epoch_validates_behind_every_batch(epochs):
+    class Steps(Callback):
+        def on_validation_end(self, trainer, module):
+            steps.append(trainer.global_step)
+
+    ends = []
+    for kind in LOOPS.values():
+        steps = []
+        words = {**WORDS, "val_check_interval": 0.0, "check_val_every_n_epoch": epochs, "num_sanity_val_steps": 0}
+        trainer = kind(**quiet(**words, callbacks=[Steps()]))
+        trainer.fit(BoringModel())
+        ends.append((steps, trainer.val_check_batch))
+    assert ends[0] == ends[1]
+    assert ends[1] == ([4, 5, 6] if epochs == 2 else [1, 2, 3, 4, 5, 6], 1)
+
+
 # ---- max_time
 
 
