@@ -78,6 +78,16 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_files(tmp_path_factory):
+    """Who asks `tempfile` for a place, as docstrings' examples and processes of torch do, gets one among pytest's own."""
+    folder = str(tmp_path_factory.mktemp("tmp"))
+    with pytest.MonkeyPatch.context() as session:
+        session.setenv("TMPDIR", folder)
+        session.setattr("tempfile.tempdir", folder)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def own_folder(monkeypatch, tmp_path):
     """The working folder is the test's own; nothing is written in the repository (logs/ and checkpoints/ included)."""
