@@ -118,7 +118,8 @@ def desk() -> Iterator[str]:
     try:
         yield folder
     except (AttributeError, TypeError, pickle.PicklingError) as error:
-        if error.__cause__ is None and "pickle" in str(error):  # no rank's own: they have not begun
+        # no rank's own, they have not begun; the second are the words of Python 3.13
+        if error.__cause__ is None and any(word in str(error) for word in ("pickle", "Can't get local object")):
             raise MisuseOfType(
                 "a strategy that spawns sends all that a run is given to its processes by pickle, and this cannot be:"
                 f" {error}; write functions and classes at the top of a file, or strategy='ddp' in a script, 'ddp_fork' in a"
