@@ -30,7 +30,9 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
         >>> [type(callback).__name__ for callback in callbacks]
         ['EarlyStopping', 'ModelCheckpoint']
     """
-    callbacks = [] if given is None else list(given) if isinstance(given, list | tuple | set) else [given]
+    callbacks = (
+        [] if given is None or given is False else list(given) if isinstance(given, list | tuple | set) else [given]
+    )
     for callback in callbacks:
         _check(callback)
     _check_together(callbacks, config)
@@ -40,7 +42,8 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
 def _check(callback: Any) -> None:
     """Refuse what is no callback, or one that cannot work here."""
     check_object("callbacks", callback)
-    if isinstance(callback, str | dict | FunctionType | BuiltinFunctionType | None):
+    is_wrong = isinstance(callback, str | dict | FunctionType | BuiltinFunctionType | None)
+    if is_wrong or not (hasattr(callback, "state_key") or any(hasattr(callback, hook) for hook in HOOKS)):
         raise MisuseOfType(
             f"callbacks got a {type(callback).__name__}: expected objects with methods named like hooks, such as"
             " callbacks=[EarlyStopping('val_loss')]"
@@ -91,5 +94,7 @@ def add_callbacks(own: Any, callbacks: list[Any]) -> list[Any]:
     if not own:
         return callbacks
     own = list(own) if isinstance(own, list | tuple) else [own]
+    for callback in own:
+        _check(callback)
     kinds = {base for callback in own for base in type(callback).__mro__ if base.__name__ != "Callback"}
     return in_order([callback for callback in callbacks if type(callback) not in kinds] + own)
