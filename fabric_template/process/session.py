@@ -12,7 +12,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from ..core.functions import FunctionSteps
 from ..core.net import Modes, device_of, with_a_note
-from ..core.overrides import is_a
+from ..core.overrides import is_a, overrides
 from ..core.reasons import ended_by, why_ended
 from ..core.run import Run
 from ..core.said import count
@@ -151,7 +151,8 @@ def _set_up(loop: TrainerFace, run: Run, found: ExitStack) -> None:
     run.hooks.call("setup", run.fn)
     if is_shared_out(fabric) and hasattr(owner, "_device_mesh"):
         owner._device_mesh = fabric.strategy.device_mesh  # type: ignore[attr-defined]  # which it shards itself by
-    for name in ("configure_sharded_model", "configure_model"):  # the first is Lightning's old name for it
+    old = "configure_sharded_model"  # Lightning's name for it before; Trainer asks the class whether it has it
+    for name in ([old] if overrides(type(owner), old) else []) + ["configure_model"]:
         if (hook := run.hooks.own(owner, name)) is not None:
             hook()
     heed_signals(run)

@@ -1,6 +1,7 @@
 """What Trainer's documentation shows: a list of callbacks that changes, progress, no time at all, a CheckpointIO's end."""
 
 from datetime import timedelta
+from functools import partial, update_wrapper
 
 import lightning.pytorch as pl
 import pytest
@@ -317,6 +318,17 @@ def test_a_model_may_be_made_in_configure_sharded_model():
         kind(**quiet(**WORDS)).fit(module)
         ends.append(module.layer.weight.detach())
     assert torch.equal(*ends)
+
+
+def test_one_that_only_wraps_lightnings_own_is_not_called():
+    """As who watches all hooks of a module sets it: Trainer looks through the wrapper."""
+    heard = []
+    for kind in LOOPS.values():
+        module = BoringModel()
+        inner = module.configure_sharded_model
+        module.configure_sharded_model = update_wrapper(partial(heard.append, kind.__name__), inner)
+        kind(**quiet(**WORDS)).fit(module)
+    assert heard == []
 
 
 # ---- a CheckpointIO
