@@ -30,13 +30,16 @@ PATIENCE = 2.0  # seconds that git may take
 
 
 def write_recipe(run: Run) -> None:
-    """Write config.yaml beside the rows; a run that is resumed keeps the one of its beginning. No failure ends the run."""
+    """Write config.yaml beside the rows; a run that is resumed keeps the one of its beginning. No failure ends the run.
+
+    One that somebody else has put there, as LightningCLI does, is theirs.
+    """
     for logger in run.home.loggers:
         if not isinstance(logger, CSVLogger):
             continue
         path = Path(logger.log_dir, "config.yaml")
         try:
-            if run.origin.resume_path is None or not path.exists():
+            if not path.exists() or (run.origin.resume_path is None and path.read_bytes().startswith(HEAD.encode())):
                 replace_file(path, to_yaml(recipe_of(run)), is_needed=False)
         except Exception as error:  # an object may do anything when it is looked at
             run.said.warn(f"'{path}' is not written, training goes on without it: {cause_of(error)}")

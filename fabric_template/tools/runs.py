@@ -21,7 +21,7 @@ from .words import words_of
 if TYPE_CHECKING:
     import pandas as pd
 
-FILES = ("metrics.csv", "hparams.yaml", "config.yaml", ".lock")  # by which a run's folder is known
+FILES = ("metrics.csv", "hparams.yaml", ".lock")  # by which a run's folder is known
 COLUMNS = (
     "name", "version", "state", "epochs", "metric", "best", "best_epoch", "seconds", "resumed_from", "changed", "folder",
 )  # fmt: skip

@@ -29,7 +29,7 @@ def words_of(folder: Path) -> dict[str, Any]:
         content = _read(folder / name)
         for part, value in content.items() if isinstance(content, Mapping) else ():
             if part not in _NOT_WORDS:
-                _flatten("" if part == "config" else str(part), value, words)
+                _flatten("" if part in ("config", "trainer") else str(part), value, words)  # LightningCLI says trainer
     return words
 
 

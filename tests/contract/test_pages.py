@@ -51,7 +51,7 @@ def run_page(rank, page, sources, check):
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
     warnings.filterwarnings(
-        "ignore", "(?s).*(does not have many workers|smaller than the logging interval|GPU available)"
+        "ignore", "(?s).*(does not have many workers|smaller than the logging interval|GPU available|args parameter is)"
     )
     torch.manual_seed(torch.initial_seed())
     names = {"__name__": "__main__"}
