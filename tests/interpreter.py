@@ -22,6 +22,7 @@ FORWARDED = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+IMPORTED = ("lightning.fabric", "matplotlib")  # before anything is forked
 _server = []  # its folder and its process, once it has been asked for
 
 
@@ -65,7 +66,7 @@ def _folder():
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MPL"))}
         clean |= dict.fromkeys(POOLS, "1")  # a process with threads does not fork well
         words = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": folder, "env": clean}
-        command = [sys.executable, __file__, "serve", folder]
+        command = [sys.executable, __file__, "serve", folder, *IMPORTED]
         _server.extend([folder, subprocess.Popen(command, start_new_session=True, **words)])
         if (said := _server[1].stdout.readline()) != b"ready\n":
             end()
@@ -128,14 +129,15 @@ def _number(line):
     return int.from_bytes(found, "big")
 
 
-def serve(folder):
+def serve(folder, *imported):
     """Fork for each that asks, until the input ends; returns only in the forks, with what is to be run."""
     import gc
     import select
     import shutil
+    from importlib import import_module
 
-    import lightning.fabric  # noqa: F401
-
+    for name in imported:
+        import_module(name)
     gc.collect()
     gc.freeze()  # or each fork's first collection would copy all of it
     assert len(os.listdir("/proc/self/task")) == 1, "it has threads"
@@ -201,14 +203,13 @@ def become(base, words, folder, variables):
     import runpy
     import types
 
-    import matplotlib
-    import numpy
-    import torch
-
-    if "MPLBACKEND" in variables:  # read as it was imported
+    matplotlib, numpy, torch = map(sys.modules.get, ("matplotlib", "numpy", "torch"))
+    if matplotlib is not None and "MPLBACKEND" in variables:  # read as it was imported
         matplotlib.rcParams["backend"] = variables["MPLBACKEND"]
-    numpy.random.seed()  # others than in the last fork; Python's are so by themselves
-    torch.default_generator.seed()
+    if numpy is not None:
+        numpy.random.seed()  # others than in the last fork; Python's are so by themselves
+    if torch is not None:
+        torch.default_generator.seed()
     os.chdir(folder)
     os.environ.clear()
     sys.executable = variables.get("READY_PYTHON", sys.executable)
@@ -244,7 +245,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "ask":
         ask(*sys.argv[2:])
     base = sys.path[1:]  # without this file's folder
-    wanted = serve(sys.argv[2])
+    wanted = serve(*sys.argv[2:])
     try:
         become(base, *wanted)
     except SystemExit:

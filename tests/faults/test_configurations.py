@@ -16,7 +16,7 @@ def run(*words):
     return subprocess.run(ready([sys.executable, str(SCRIPT), *words]), capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(1, 20), (2, 3)])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 12), (2, 2)])
 def test_ended_and_resumed(ranks, count):
     """At counted points, not at a clock's instants: the same runs each time."""
     done = run("--steady", "--seed", "0", "--ranks", str(ranks), "--count", str(count))
