@@ -21,6 +21,7 @@ from .process.launch import launch
 from .process.parts import Parts
 from .process.prepare import prepare
 from .process.world import as_launched, check_launched
+from .trainer.plugged import plugged_callbacks
 
 P = ParamSpec("P")
 
@@ -110,11 +111,11 @@ class FabricLoop(Parts):
             raise Misuse("FabricLoop got logger and loggers: expected one of them (Trainer's word or Fabric's)")
         self.fabric = with_safe_files(fabric if fabric is not None else _made(words), self.config)
         check_launched(self.fabric)
-        self.callbacks = []
-        if callbacks is not None:
+        self.callbacks, plugged = [], plugged_callbacks()
+        if callbacks is not None or plugged:
             from .trainer.callbacks import parse_callbacks
 
-            self.callbacks = parse_callbacks(callbacks, given)
+            self.callbacks = parse_callbacks(callbacks, given, plugged)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.loggers, self._own_logger = make_loggers(self.config, loggers, self.fabric)
         self.own_profiler = None

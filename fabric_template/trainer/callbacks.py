@@ -18,8 +18,10 @@ _REFUSED = {
 }
 
 
-def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
+def parse_callbacks(given: Any, config: LoopConfig, plugged: Iterable[Any] = ()) -> list[Any]:
     """The callbacks as a list, those that save last: Lightning's, or any objects with methods named like hooks.
+
+    Behind what was given come those that are ``plugged`` in by packages.
 
     Raises:
         Misuse, TypeError, RuntimeError: for what cannot work, in the cases in which Trainer refuses it, too.
@@ -33,9 +35,11 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
     callbacks = (
         [] if given is None or given is False else list(given) if isinstance(given, list | tuple | set) else [given]
     )
+    _check_words(callbacks, config)
+    callbacks += plugged
     for callback in callbacks:
         _check(callback)
-    _check_together(callbacks, config)
+    _check_keys(callbacks)
     return in_order(callbacks)
 
 
@@ -56,7 +60,7 @@ def _check(callback: Any) -> None:
             raise Misuse(f"{type(callback).__name__} cannot work here: {reason}")
 
 
-def _check_together(callbacks: list[Any], config: LoopConfig) -> None:
+def _check_words(callbacks: list[Any], config: LoopConfig) -> None:
     """Refuse callbacks that exclude each other, or a word of the configuration."""
     bars = [type(callback).__name__ for callback in callbacks if is_a(callback, "ProgressBar")]
     if len(bars) > 1:
@@ -71,7 +75,11 @@ def _check_together(callbacks: list[Any], config: LoopConfig) -> None:
                 f"FabricLoop was configured with `{word}=False` but found `{found[0]}` in callbacks list: leave one of"
                 " them out"
             )
-    keys = set()  # two states under one would be one in a checkpoint
+
+
+def _check_keys(callbacks: list[Any]) -> None:
+    """Refuse two states under one key, which would be one in a checkpoint."""
+    keys = set()
     for callback in callbacks:
         if overrides(callback, "state_dict") is None or not hasattr(callback, "state_key"):
             continue

@@ -1,0 +1,57 @@
+"""Callbacks that an installed package adds to every Trainer: the same ones, in the same order, hear the loop."""
+
+import sys
+
+import pytest
+from both import LOOPS
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from modules import quiet
+
+PACKAGE = """
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+
+class Plugged(Callback):
+    def on_train_start(self, trainer, module):
+        trainer.heard.append(type(self).__name__)
+
+
+class Other(Plugged):
+    pass
+
+
+def several():
+    return [ModelCheckpoint(every_n_epochs=2), Plugged()]
+
+
+def one():
+    return Other()
+"""
+POINTS = "[lightning.pytorch.callbacks_factory]\nseveral = plugging_package:several\none = plugging_package:one\n"
+
+
+class Given(Callback):
+    def on_train_start(self, trainer, module):
+        trainer.heard.append("Given")
+
+
+@pytest.mark.parametrize("given", [[Given, ModelCheckpoint], []], ids=["and given", "alone"])
+def test_they_hear_the_loop_as_they_hear_trainer(given, tmp_path, monkeypatch):
+    (tmp_path / "plugging_package.py").write_text(PACKAGE)
+    (home := tmp_path / "plugging_package-1.0.dist-info").mkdir()
+    (home / "METADATA").write_text("Name: plugging_package\nVersion: 1.0\n")
+    (home / "entry_points.txt").write_text(POINTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for name, kind in LOOPS.items():
+        words = {**quiet(max_epochs=1, limit_train_batches=1), "enable_checkpointing": bool(given)}
+        loop = kind(**words, default_root_dir=tmp_path / name, callbacks=[callback() for callback in given])
+        loop.heard = []
+        loop.fit(BoringModel())
+        names = [type(one).__name__ for one in loop.callbacks]
+        found.append((loop.heard, [name for name in names if name in ("Given", "Plugged", "Other", "ModelCheckpoint")]))
+    monkeypatch.delitem(sys.modules, "plugging_package")
+    assert found[0] == found[1]
+    first, last = (["Given"], ["ModelCheckpoint"] * 2) if given else ([], ["ModelCheckpoint"])
+    assert found[1] == ([*first, "Plugged", "Other"], [*first, "Plugged", "Other", *last])
