@@ -14,7 +14,7 @@ def finish_batch(run: Run) -> None:
         if not (at.is_last_of_epoch or stop.now):  # of an epoch that was cut short, and now goes on
             run.origin.saved_in = None
             run.metrics.batches_go_on()
-    elif saved_in is not None:
+    elif saved_in is not None and at.batches_done:  # not as the epoch begins
         ends_window = not at.accumulates
         if saved_in != "on_validation_end":
             if ends_window and run.metrics.train.any_on_step:

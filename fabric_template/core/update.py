@@ -220,10 +220,10 @@ class AutomaticUpdate:
     def waiting(self) -> list[Optimizer]:
         """The optimizers whose gradients wait for another batch, where a checkpoint is saved: in the middle of a window.
 
-        After an error the run goes on behind the last whole one.
+        After an error, or saved within a step, the run goes on behind the last whole one.
         """
-        run, at = self.run, self.run.at
-        return run.optimizing.optimizers if at.accumulates and not run.failure.has_come else []
+        run = self.run
+        return run.optimizing.optimizers if run.at.accumulates and not (run.failure.has_come or run.in_step) else []
 
     def close(self) -> None:
         """The run is over."""

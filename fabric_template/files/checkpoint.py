@@ -106,19 +106,19 @@ class Point(NamedTuple):
 def point_of(run: Run) -> Point:
     """Where a resume goes on from a checkpoint that is saved now.
 
-    After an error in the middle of a step, that is behind the last window of batches that was done. If only hooks or
-    a validation were still to come after its update, they come on resume, as after a callback's save.
+    After an error in the middle of a step, or where a hook in it saves, that is behind the last window of batches that was
+    done. If only hooks or a validation were still to come after its update, they come on resume, as after a callback's save.
     """
-    at = run.at
+    at, fx = run.at, run.metrics.fx
     done, total, is_last = at.batches_done, at.total_batches, at.is_last_batch
-    if not run.failure.has_come or at.between_epochs:
+    if at.between_epochs or not (run.failure.has_come or run.in_step):
         # in the middle of a window a model in parts has gradients that nobody can be asked for
-        return Point(done, total, is_last, run.metrics.fx, run.steps.sharded is None or not at.accumulates)
+        return Point(done, total, is_last, fx, run.steps.sharded is None or not at.accumulates)
     windows = at.batches_that_stepped - at.stepped_before
     if at.steps_in_epoch > windows:
         return Point(done, total, is_last, "on_train_batch_end", is_exact=False)
     undone = max(done - windows * at.window, 0)
-    is_exact = undone == 0 and run.data.is_quiet()
+    is_exact = undone == (fx == "on_train_batch_start") and run.data.is_quiet()
     return Point(done - undone, total - undone, is_last and not undone, None, is_exact)
 
 
@@ -185,7 +185,7 @@ def loops_state(run: Run) -> dict[str, Any]:
             part["started"] += 1
             part["processed"] += point.saved_in == "on_train_epoch_end"
         for part in batches.values():
-            part["completed"] -= point.saved_in == "on_train_batch_end"
+            part["completed"] -= point.saved_in == "on_train_batch_end" and run.metrics.train.batch is not None
     steps, current = (at.global_step, at.steps_in_epoch) if run.trained.is_automatic else (0, 0)
     manual = 0 if run.trained.is_automatic else at.global_step
     schedulers = sum(getattr(config.scheduler, "last_epoch", 0) or 0 for config in run.optimizing.schedulers)

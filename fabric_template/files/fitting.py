@@ -35,15 +35,19 @@ _NONE_AT_FIRST = (  # in Lightning's callbacks; a file may be older than what a 
 )  # fmt: skip
 
 
+class OtherModel(CheckpointError, RuntimeError):
+    """A checkpoint of another model: a RuntimeError, too, as torch's ``load_state_dict`` raises it."""
+
+
 @contextmanager
-def given_to(taker: Any, path: str | Path) -> Iterator[None]:
+def given_to(taker: Any, path: str | Path, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
     """Within, a part of the file is put into an object: what that says of one that it cannot use becomes one line."""
     try:
         yield
     except Exception as error:
-        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-        cause = " ".join(f"{kind}{error}".split())[:300]
-        raise CheckpointError(
+        of = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        cause = " ".join(f"{of}{error}".split())[:300]
+        raise kind(
             f"'{path}' does not fit this run: {type(taker).__name__} cannot take what it holds ({cause}); resume with what"
             " saved it, or use load= to take the weights only"
         ) from error

@@ -14,7 +14,7 @@ from ..exact.put_back import put_back_groups, rng_state_of_another
 from .checkpoint import FORMAT, OURS
 from .differences import check_loaded, check_optimizers
 from .errors import CheckpointError
-from .fitting import given_to, put_into_callback, put_into_optimizer, put_into_scheduler
+from .fitting import OtherModel, given_to, put_into_callback, put_into_optimizer, put_into_scheduler
 from .ordinary import SHARDS
 from .reading import explain_mismatch, find_weights
 from .trainers import counters_of
@@ -28,10 +28,6 @@ def check_format(checkpoint: Mapping[str, Any], path: str | Path) -> None:
             f"'{path}' has format {number}; this version of fabric_template reads up to {FORMAT}: update it with"
             " pip install -U, or save the checkpoint with this version"
         )
-
-
-class OtherModel(CheckpointError, RuntimeError):
-    """A checkpoint of another model: a RuntimeError, too, as torch's ``load_state_dict`` raises it."""
 
 
 def check_fits(net: torch.nn.Module, checkpoint: Mapping[str, Any], path: str | Path) -> None:
@@ -75,7 +71,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any], path: str | Path) -> None
 
         bring(run, {"state_dict": weights}, path, "state_dict")
     strict = getattr(run.trained.owner, "strict_loading", True)
-    with given_to(run.trained.net, path):
+    with given_to(run.trained.net, path, OtherModel):
         run.trained.net.load_state_dict(weights, strict=strict if isinstance(strict, bool) else True)
 
 
@@ -86,20 +82,23 @@ def load_training_state(run: Run, checkpoint: dict[str, Any], path: str | Path) 
         with given_to(precision, path):
             precision.load_state_dict(scaler)
     check_trained(checkpoint, path)
-    if len(checkpoint["optimizer_states"]) != len(run.optimizing.optimizers):
+    states, optimizers = checkpoint["optimizer_states"], run.optimizing.optimizers
+    if not states and optimizers:  # as a module's hook has it that empties the list
+        run.said.warn(f"resume={str(path)!r}: no optimizer's state is taken from the file, which holds none")
+    elif len(states) != len(optimizers):
         raise CheckpointError(
-            f"resume={str(path)!r}: the file holds {len(checkpoint['optimizer_states'])} optimizers, this"
-            f" run has {len(run.optimizing.optimizers)}; use load= to take the weights only"
+            f"resume={str(path)!r}: the file holds {len(states)} optimizers, this run has {len(optimizers)}; use load= to"
+            " take the weights only"
         )
     ours = run.origin.pending
     mine = of_this_rank(run, ours) if ours is not None else {}
     check_optimizers(run, (ours or {}).get("fingerprint"))
     put_back_groups(run, mine.get("held", {}).get("groups", ()))
-    if run.steps.sharded is not None:
+    if run.steps.sharded is not None and states:
         from .bring import bring
 
         bring(run, checkpoint, path, "optimizer_states")
-    for optimizer, state in zip(run.optimizing.optimizers, checkpoint["optimizer_states"], strict=True):
+    for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=False):
         put_into_optimizer(optimizer, state, path)
         check_loaded(run, optimizer)
     for config, state in zip(run.optimizing.schedulers, checkpoint["lr_schedulers"], strict=False):

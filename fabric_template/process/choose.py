@@ -210,8 +210,10 @@ def _check(plan: Plan, fabric: Fabric) -> None:
         return
     check_trained(checkpoint, path)
     if not _is_exact(checkpoint):
-        what, that = "ended in the middle of a step, by an error", "the error"
-        if len(_ours(checkpoint).get("ranks", ())) > 1:  # where there are others, nothing is saved after an error
+        what, that = "was saved in the middle of a step, as after an error", "that"
+        window = _ours(checkpoint).get("window") or plan.config.accumulate_grad_batches
+        # from within a step several ranks go on behind a whole window
+        if len(_ours(checkpoint).get("ranks", ())) > 1 and _ours(checkpoint).get("batch_idx", 0) % window:
             what, that = "was saved in a window of accumulate_grad_batches, without a sharded model's gradients", "that"
         plan.said.warn(
             f"resume: you are resuming from a checkpoint that {what} ('{path}'): training"

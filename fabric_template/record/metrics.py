@@ -138,7 +138,7 @@ class Metrics(Reported):
         """
         if self._in_batches is not None and not seen:
             self.merge()
-        self._in_batches = None
+        self._in_batches = self.active.batch = None
         for entry in self.active.values() if self.active.dataloader_idx is not None else ():
             entry.args = ()  # in the next loader the name is checked once more: it may be this one's
 

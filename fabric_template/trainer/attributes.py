@@ -159,7 +159,7 @@ class TrainerFace:
     lightning_module = shows("_run.trained.model", "The model that was given.")
 
     model = property(
-        lambda self: self._run and (self._run.steps.wrapped or self._run.trained.model),
+        lambda self: self._run and (self._run.steps.ddp or self._run.steps.wrapped or self._run.trained.model),
         doc="The same; under DDP the wrapper.",
     )
     datamodule = shows("_run.trained.datamodule", "The datamodule given to this run.")

@@ -255,6 +255,10 @@ class StrategyFace:
     optimizers = shows("_loop.optimizers", "The optimizers.")
     lr_scheduler_configs = shows("_loop.lr_scheduler_configs", "The schedulers with their intervals and monitors.")
 
+    def block_backward_sync(self) -> Any:
+        """A context in which a backward adds no gradients over the ranks, for manual optimization."""
+        return self._loop._required("block_backward_sync").steps.no_sync()
+
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         """Backward with its hooks, for LightningModule.manual_backward."""
         self._loop._required("backward").update.backward(loss, *args, **kwargs)

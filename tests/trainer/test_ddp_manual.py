@@ -1,5 +1,7 @@
 """Manual optimization on two ranks: every backward is summed over them, from the first one on, as under Trainer."""
 
+from contextlib import nullcontext
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -66,6 +68,18 @@ class Gan(Manual):
         return [torch.optim.Adam(net.parameters(), lr=0.02) for net in (self.net, self.other)]
 
 
+class Blocks(Manual):
+    """Adds gradients over the ranks in its last backward only, which it says in two ways."""
+
+    def training_step(self, batch, batch_idx):
+        trainer, loss = self.trainer, self.loss_of(batch)
+        with (trainer.strategy.block_backward_sync, trainer.model.no_sync, nullcontext)[batch_idx % 3]():
+            self.manual_backward(loss)
+        if batch_idx % 3 == 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
 def val():
     return make_loader(18, shuffle=False)
 
@@ -76,10 +90,11 @@ def val():
     [
         (Manual, False, 4),
         (lambda: Manual(returns=False), True, 4),
+        (Blocks, False, 2),
         (Gan, True, 16),
         (lambda: Gan(toggles=True), True, 16),
     ],
-    ids=["one", "unused", "gan", "toggled"],
+    ids=["one", "unused", "blocked", "gan", "toggled"],
 )
 def test_as_under_trainer(make, unused, steps):
     ends = []

@@ -26,7 +26,7 @@ from modules import (
     run_loop,
     run_trainer,
 )
-from runs import fit, tree, val_loader
+from runs import fit, same, tree, val_loader
 
 from fabric_template import CSVLogger, FabricLoop
 
@@ -60,6 +60,43 @@ def test_checkpoint_hooks_are_shown_trainers_keys(tmp_path):
     with pytest.warns(UserWarning, match="Listening.saved had changed in training"):
         _, again, _ = fit(tmp_path, Listening, plain_loader, val_loader, max_epochs=3, resume="last")
     assert again.loaded == ours.saved
+
+
+class Alters(Classifier):
+    """Changes what is loaded, by a function of the checkpoint."""
+
+    def __init__(self, alter=dict):
+        super().__init__(by_step, dropout=0.0)
+        self.alter = alter
+
+    def on_load_checkpoint(self, checkpoint):
+        self.alter(checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore:resume=.*no optimizer's state is taken")
+@pytest.mark.parametrize("keys", [("optimizer_states",), ("lr_schedulers",), ("optimizer_states", "lr_schedulers")])
+def test_a_hook_may_leave_out_optimizers_and_schedulers(tmp_path, keys):
+    """As one does whose parameters have changed since."""
+    ends = []
+    for name, run in (("trainer", run_trainer), ("loop", run_loop)):
+        path = tmp_path / f"{name}.ckpt"
+        run(Alters, plain_loader, max_epochs=1)[0].save_checkpoint(path)
+        make = lambda: Alters(lambda checkpoint: checkpoint.update((key, []) for key in keys))  # noqa: E731
+        ends.append(run(make, plain_loader, max_epochs=2, fit={"ckpt_path": path}))
+    (trainer, expected), (loop, module) = ends
+    assert_same_weights(expected, module)
+    assert same(*([optimizer.state_dict() for optimizer in one.optimizers] for one in (trainer, loop)))
+    assert loop.global_step == trainer.global_step == 12
+
+
+@pytest.mark.parametrize("kind", [pl.Trainer, FabricLoop])
+def test_what_a_hook_makes_another_models_is_torchs_error(tmp_path, kind):
+    trainer = kind(**quiet(max_epochs=1))
+    trainer.fit(Alters(), plain_loader())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    other = Alters(lambda checkpoint: checkpoint["state_dict"].pop("net.0.weight"))
+    with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict for Alters"):
+        kind(**quiet(max_epochs=2)).fit(other, plain_loader(), ckpt_path=tmp_path / "x.ckpt")
 
 
 def test_a_hook_set_on_the_object_is_called():

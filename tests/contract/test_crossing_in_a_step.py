@@ -1,0 +1,122 @@
+"""What a hook saves where no ModelCheckpoint does, in a step or before the first one: each batch is trained once."""
+
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+from both import LOOPS
+from modules import Classifier, assert_same_weights, by_step, make_loader, quiet
+from runs import same, val_loader
+
+from fabric_template import FabricLoop
+
+WINDOW = {"accumulate_grad_batches": 3}
+
+
+class Saves(pl.Callback):
+    """Saves once, in one hook, where so many batches have begun; notes where each batch stands."""
+
+    def __init__(self, hook=None, batches=None, path=None):
+        self.batches, self.path, self.seen, self.logged_at = batches, path, [], []
+        if hook is not None:
+            setattr(self, hook, self.save)
+
+    def save(self, trainer, *args):
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.batches and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        at = trainer.fit_loop.epoch_loop
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        self.seen.append((trainer.current_epoch, batch_idx, trainer.global_step, rate))
+        self.logged_at.append((batch_idx, at._batches_that_stepped))  # one more behind a resume of Trainer in a step
+
+
+class Manual(Classifier):
+    """Steps by itself; each batch's gradients are its own."""
+
+    def __init__(self):
+        super().__init__(by_step, dropout=0.0)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.lr_schedulers().step()
+
+
+def automatic():
+    return Classifier(by_step, dropout=0.0)
+
+
+def run(kind, saves, make=automatic, path=None, **words):
+    pl.seed_everything(1, verbose=False)
+    module = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        words = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": kind == "loop", **words}
+        trainer = LOOPS[kind](**quiet(**words, callbacks=[saves]))
+        trainer.fit(module, make_loader(shuffle=False), val_loader(), ckpt_path=path)
+    return trainer, module, saves.seen, saves.logged_at
+
+
+def assert_goes_on_as_the_whole(whole, found):
+    (trainer, module, seen, logged_at), (other, other_module, rest, rest_logged_at) = whole, found
+    assert 0 < len(rest) <= len(seen)
+    assert rest == seen[-len(rest) :]
+    if isinstance(other, FabricLoop) and len(rest) < len(seen):
+        assert rest_logged_at == logged_at[-len(rest) :]
+    assert_same_weights(module, other_module)
+    states = [[optimizer.state_dict() for optimizer in each.optimizers] for each in (trainer, other)]
+    assert same(*states)
+    assert (trainer.current_epoch, trainer.global_step) == (other.current_epoch, other.global_step)
+
+
+IN_A_STEP = ["on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "make", "batches", "words"),
+    [
+        *[(hook, automatic, 4, {}) for hook in IN_A_STEP],
+        (IN_A_STEP[0], automatic, 11, {}),
+        *[(hook, automatic, 5, WINDOW) for hook in ("on_train_batch_start", "on_after_backward")],
+        *[("on_train_batch_start", automatic, batches, WINDOW) for batches in (6, 10)],
+        *[(hook, Manual, 4, {}) for hook in ("on_train_batch_start", "on_before_backward")],
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_saved_in_a_step(tmp_path, hook, make, batches, words):
+    """Ours goes on with the very batches, behind the last whole window; Trainer with as many of a new pass, from ours, too."""
+    whole = run("trainer", Saves(), make, **words)
+    ends = {}
+    for first in LOOPS:
+        path = tmp_path / f"{first}.ckpt"
+        run(first, Saves(hook, batches, path), make, max_epochs=1 + batches // 11, **words)
+        for second in LOOPS:
+            ends[first, second] = run(second, Saves(), make, path=path, **words)
+    assert_goes_on_as_the_whole(whole, ends["loop", "loop"])
+    assert_goes_on_as_the_whole(ends["trainer", "trainer"], ends["trainer", "loop"])
+    assert ends["trainer", "loop"][3] == whole[3][-len(ends["trainer", "loop"][3]) :]
+    if words and (batches - 1) % 10 % 3:  # Trainer's own file goes on in the window, without its gradients
+        assert ends["loop", "trainer"][2][0][:2] == ends["loop", "loop"][2][0][:2]
+    else:
+        assert_goes_on_as_the_whole(ends["trainer", "trainer"], ends["loop", "trainer"])
+
+
+@pytest.mark.parametrize(
+    ("hook", "batches"),
+    [("on_fit_start", 0), ("on_train_start", 0), ("on_train_epoch_start", 0), ("on_train_epoch_start", 10)],
+)
+def test_saved_before_the_first_step_of_an_epoch(tmp_path, hook, batches):
+    """Trainer leaves out an epoch when it goes on with its own of `on_train_epoch_start`."""
+    whole = run("trainer", Saves())
+    for first in LOOPS:
+        path = tmp_path / f"{first}.ckpt"
+        run(first, Saves(hook, batches, path), max_epochs=1 + batches // 10)
+        for second in ("loop",) if first == "trainer" else LOOPS:
+            found = run(second, Saves(), path=path)
+            assert len(found[2]) == 20 - batches
+            assert_goes_on_as_the_whole(whole, found)
