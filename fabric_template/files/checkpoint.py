@@ -163,6 +163,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         **bookmark.order_state(),
         **({"shares": shares} if (shares := share_of(run.fabric)[0]) != run.fabric.world_size else {}),
         "rates": list(run.log.rates),
+        "evaluated": run.log.seen_state(point.saved_in),
         "kept": run.keeper.state_dict(),
         **run.log.rows_state(),
     }

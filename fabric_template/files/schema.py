@@ -262,7 +262,7 @@ OURS = {
     "total_batches": count, "batches_that_stepped": count, "stepped_before?": count, "steps_in_epoch": count,
     "seconds?": number_from(0, MOST, int, float), "ranks": [RANK], "loaders_epoch": {text: count}, "returned": {text: number},
     "history": lambda value: EARLIER if isinstance(value, Mapping) else [{text: cell}],
-    "rates": [number], "kept": {"best?": {file_name: number}, "judged?": count},
+    "rates": [number], "evaluated?": [count], "kept": {"best?": {file_name: number}, "judged?": count},
     "window?": maybe(number_from(1, MOST, int)),
     "should_stop?": flag, "elapsed?": number_from(0, MOST, int, float), "fingerprint?": FINGERPRINT,
     "buckets?": [count],

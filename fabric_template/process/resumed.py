@@ -76,6 +76,7 @@ def go_on(run: Run) -> None:
         run.history.train.load_state_dict(mine["returned"], run.fabric.device)
     run.metrics.load_state_dict(mine["metrics"], run.fabric.device)
     run.history.returned = dict(ours["returned"])
+    run.log.seen = dict(enumerate(ours.get("evaluated", ())))
     averaging.go_on(run)
     run.at.accumulate(ours.get("window") or run.at.window)
     for stage, state in loaders:

@@ -1,0 +1,74 @@
+"""What a validation logs per step has its place among all that the run has evaluated, also behind a resume."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from modules import Classifier, make_loader
+
+from fabric_template import FabricLoop
+
+
+class PerStep(Classifier):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("v", self(batch[0]).sum(), on_step=True, on_epoch=True)
+
+
+class Ended(Exception):
+    """What a run is ended with."""
+
+
+class Ends(pl.Callback):
+    """Ends the run before this training batch, counted over all epochs, or in that validation batch, having saved."""
+
+    def __init__(self, train=None, val=None, path=None):
+        self.train, self.val, self.path, self.evaluated = train, val, path, 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == self.train:
+            raise Ended
+
+    def on_validation_batch_end(self, trainer, *args):
+        self.evaluated += not trainer.sanity_checking
+        if self.evaluated == self.val:
+            trainer.save_checkpoint(self.path)
+            raise Ended
+
+
+def steps(root, ends=None, resume=None, **words):
+    """The lines of steps.csv after 3 epochs of 10 batches, validated on 5 and 3."""
+    torch.manual_seed(1)
+    loop = FabricLoop(
+        accelerator="cpu", max_epochs=3, name="run", log_every_n_steps=5, save_every_n_steps=1, default_root_dir=root,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=ends, **words,
+    )  # fmt: skip
+    val = [make_loader(num, shuffle=False, seed=5) for num in (18, 10)]
+    try:
+        loop.fit(PerStep(), make_loader(), val, resume=resume)
+    except Ended:
+        return None
+    return (root / "logs/run/version_0/steps.csv").read_text().splitlines()
+
+
+def places(lines):
+    return [line.split(",")[0] for line in lines]
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"val_check_interval": 3}, {"reload_dataloaders_every_n_epochs": 2, "val_check_interval": 5}], ids=str
+)
+def test_validation_steps_are_counted_on(tmp_path, words):
+    whole = steps(tmp_path / "whole", **words)
+    for train in (4, 10, 26):
+        root = tmp_path / str(train)
+        assert steps(root, Ends(train), **words) is None
+        assert steps(root, resume="last", **words) == whole
+
+
+def test_a_validation_that_comes_again_is_counted_once(tmp_path):
+    whole = steps(tmp_path / "whole", val_check_interval=5)
+    for val in (3, 15, 24):
+        root = tmp_path / str(val)
+        path = root / "checkpoints/run/version_0/mid.ckpt"
+        assert steps(root, Ends(val=val, path=path), val_check_interval=5) is None
+        resumed = steps(root, resume=path, val_check_interval=5)
+        assert places(resumed)[-12:] == places(whole)[-12:]
