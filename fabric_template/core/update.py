@@ -210,6 +210,9 @@ class AutomaticUpdate:
         """What ``optimizer.step(closure)`` does when a module calls it, from its own ``optimizer_step`` or by hand."""
         return self.closed(optimizer, closure, **arguments)
 
+    def stepped(self, optimizer: Optimizer) -> None:
+        """A module has stepped it: counted with the batch's window."""
+
     @cached_property
     def closed(self) -> ClosedStep:
         """The step around a closure, which the usual ones do without."""

@@ -21,7 +21,7 @@ class ManualUpdate(AutomaticUpdate):
     def __init__(self, run: Run) -> None:
         self._ddp = run.steps.ddp
         self._used: set[int] = set()  # the optimizers that have stepped in this batch, after the last backward
-        self._has_begun = False
+        self._has_begun = self._counts = False
         self._counted: list[Any] = []  # hooks of optimizers that functions step as they are
         # whether gradients are added over the ranks; of a step function not before it has called loop.backward
         self._is_ready = self._ddp is None or not isinstance(run.trained.owner, FunctionSteps)
@@ -33,14 +33,19 @@ class ManualUpdate(AutomaticUpdate):
         self.close()
         if isinstance(self.owner, FunctionSteps):
             own = [one for one in self.run.optimizing.optimizers if isinstance(one, Optimizer)]
-            self._counted = [one.register_step_post_hook(self._stepped) for one in own]
+            self._counted = [one.register_step_post_hook(self._count) for one in own]
 
     def close(self) -> None:
         """The run is over: the optimizers are their owner's alone again."""
         while self._counted:
             self._counted.pop().remove()
 
-    def _stepped(self, optimizer: Optimizer, args: Any = (), words: Any = None) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Count a step of ``training_step``; as under Trainer, none that another hook takes."""
+        if self._counts and not self._counted:
+            self._count(optimizer)
+
+    def _count(self, optimizer: Optimizer, args: Any = (), words: Any = None) -> None:
         if not self._is_ready:
             raise Misuse(
                 "training_step called loss.backward() in a run of several processes, and then stepped an optimizer: the"
@@ -52,7 +57,9 @@ class ManualUpdate(AutomaticUpdate):
     def __call__(self, batch: Any, batch_idx: int, last_of_window: bool) -> Any:
         """Run the step; returns what ``on_train_batch_end`` gets as outputs."""
         self._used.clear()
+        self._counts = True
         output = self.step(batch, batch_idx) if self.takes_idx else self.step(batch)
+        self._counts = False
         if not isinstance(output, Tensor | Mapping | None):
             raise MisuseOfType(
                 "In manual optimization, `training_step` must either return a Tensor or have no return; it returned a"
@@ -78,10 +85,9 @@ class ManualUpdate(AutomaticUpdate):
             )
 
     def step_with(self, optimizer: Optimizer, closure: Callable | None, **arguments: Any) -> Any:
-        """One optimizer's step, called by the module; counts as a step of the run."""
+        """One optimizer's step, called by the module."""
         output = super().step_with(optimizer, closure, **arguments)
-        if not self._counted:
-            self._stepped(optimizer)
+        self._used.add(id(optimizer))
         return output
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

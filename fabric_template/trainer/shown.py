@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,11 +74,34 @@ class _Unheard:
         pass
 
 
+class _Around:
+    """What is called before or after an optimizer's step: ours, or what a module puts in its place for the batch at hand.
+
+    Modules with two optimizers do so to have the steps of one of them not counted in ``global_step``.
+    """
+
+    def __init__(self, usual: Callable[[Any], Any]) -> None:
+        self._usual = usual
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        batch, put = vars(optimizer).get(self._name, (None, None))
+        return put if batch == optimizer._run.at.total_batches else partial(self._usual, optimizer)
+
+    def __set__(self, optimizer: Any, put: Callable[[], Any]) -> None:
+        vars(optimizer)[self._name] = optimizer._run.at.total_batches, put
+
+
 class LoopOptimizer:
     """An optimizer as a module sees it: itself, but ``step`` goes through the run's precision, hooks and counter.
 
     It passes ``isinstance`` checks for the optimizer's own class, and for Lightning's class of wrapped optimizers.
     """
+
+    _on_before_step = _Around(lambda self: None)
+    _on_after_step = _Around(lambda self: self._run.update.stepped(self._optimizer))
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
         self._optimizer, self._run = optimizer, run
@@ -95,7 +119,10 @@ class LoopOptimizer:
         """Step the optimizer, with a closure or without."""
         if closure is not None and not callable(closure):
             raise MisuseOfType("When `optimizer.step(closure)` is called, the closure should be callable")
-        return self._run.update.step_with(self._optimizer, closure, **arguments)
+        self._on_before_step()
+        output = self._run.update.step_with(self._optimizer, closure, **arguments)
+        self._on_after_step()
+        return output
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:

@@ -125,6 +125,7 @@ class EpochLoopView(_View):
     global_step = shows("_run.at.global_step", "Optimizer steps so far.")
     _batches_that_stepped = shows("_run.at.batches_that_stepped", "The step that loggers see.")
     val_loop = property(lambda self: EvaluationLoopView(self._loop), doc="The validation inside fit.")
+    manual_optimization = property(lambda self: SimpleNamespace(optim_step_progress=StepsView(self._loop)))
 
     @property
     def batch_progress(self) -> SimpleNamespace:
@@ -136,6 +137,21 @@ class EpochLoopView(_View):
 
     def _should_check_val_epoch(self) -> bool:
         return self._run.validation.in_this_epoch
+
+
+class StepsView(_View):
+    """``optim_step_progress`` of manual optimization: a module that steps its optimizers as they are counts here."""
+
+    total = property(lambda self: self, doc="Over all epochs.")
+    completed = ready = property(
+        lambda self: self._run.at.global_step,
+        lambda self, steps: self._run.at.stepped_by_hand(steps - self.completed),
+        doc="Steps so far; set it to have more counted.",
+    )
+
+    def increment_completed(self) -> None:
+        """Count one."""
+        self.completed += 1
 
 
 class EvaluationLoopView(_View):
@@ -252,7 +268,11 @@ class StrategyFace:
 
     lightning_module = shows("_loop.lightning_module", "The module.")
     model = shows("_loop.model", "The module, or its wrapper.")
-    optimizers = shows("_loop.optimizers", "The optimizers.")
+    optimizers = property(
+        lambda self: self._loop.optimizers,
+        lambda self, others: setattr(self._loop, "optimizers", others),
+        doc="The optimizers; a callback may bring others.",
+    )
     lr_scheduler_configs = shows("_loop.lr_scheduler_configs", "The schedulers with their intervals and monitors.")
 
     def block_backward_sync(self) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from modules import Classifier, assert_same_metrics, assert_same_weights, make_loader, run_loop, run_trainer
+from modules import Classifier, Gan, assert_same_metrics, assert_same_weights, make_loader, run_loop, run_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -207,3 +207,72 @@ def test_after_fit_a_datamodule_stays_but_the_modules_loaders_come_first():
     assert seen[0] == seen[1]
     assert seen[1][1] == ["fit", "validate", "test"]
     assert list(trainer.test(verbose=False)[0]) == ["val_loss", "val_acc"]  # where Trainer refuses: the datamodule's
+
+
+class Uncounted(Gan):
+    """Has the critic's steps not counted, as many do that have two optimizers; every third of the generator's, too."""
+
+    def training_step(self, batch, batch_idx):
+        of_generator, of_critic = self.optimizers()
+        of_critic._on_before_step = lambda: self.trainer.profiler.start("optimizer_step")
+        of_critic._on_after_step = lambda: self.trainer.profiler.stop("optimizer_step")
+        if batch_idx % 3 == 0:
+            kept = of_generator._on_after_step
+            of_generator._on_after_step = lambda: None
+            of_generator.step()
+            of_generator._on_after_step = kept
+        return super().training_step(batch, batch_idx)
+
+
+class PutOnce(Gan):
+    """What is put around a step is gone with its batch."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx % 4 == 0:
+            self.optimizers()[0]._on_after_step = lambda: None
+        return super().training_step(batch, batch_idx)
+
+
+class Elsewhere(Gan):
+    """Steps outside training_step, where none is counted."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.optimizers()[0].step()
+
+    def on_train_epoch_end(self):
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class CountsItself(Gan):
+    """Steps its optimizers as they are, which nobody counts, and counts the batches."""
+
+    def optimizers(self, use_pl_optimizer=True):
+        return super().optimizers(use_pl_optimizer=False)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed += 1
+
+
+class CountsInIt(CountsItself):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.increment_completed()
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+@pytest.mark.parametrize("words", [{}, {"max_steps": 7}], ids=["epochs", "steps"])
+@pytest.mark.parametrize("make_module", [Uncounted, PutOnce, Elsewhere, CountsItself, CountsInIt])
+def test_steps_that_a_module_has_counted_or_not(make_module, words):
+    trainer, _, loop, _ = both(make_module, **words)
+    assert (loop.global_step, loop.current_epoch) == (trainer.global_step, trainer.current_epoch)
+
+
+class OtherOptimizer(pl.Callback):
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1:
+            trainer.strategy.optimizers = [torch.optim.Adam(module.parameters(), lr=0.01)]
+
+
+def test_a_callback_brings_another_optimizer_by_the_strategy():
+    _, _, loop, _ = both(Classifier, callbacks=[OtherOptimizer()])
+    assert [type(optimizer) for optimizer in loop.optimizers] == [torch.optim.Adam]
