@@ -61,8 +61,8 @@ class Log(Protocol):
     began: float
     rates: list[float]
     seen: dict[int, int]
+    seen_before: dict[int, int]
 
-    def seen_state(self, saved_in: str | None) -> list[int]: ...
     @property
     def all_reduce(self) -> Callable[..., Any] | None: ...
     def size_of_batch(self) -> int: ...

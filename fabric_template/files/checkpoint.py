@@ -163,10 +163,17 @@ def _our_state(run: Run) -> dict[str, Any]:
         **bookmark.order_state(),
         **({"shares": shares} if (shares := share_of(run.fabric)[0]) != run.fabric.world_size else {}),
         "rates": list(run.log.rates),
-        "evaluated": run.log.seen_state(point.saved_in),
+        "evaluated": _evaluated(run, point.saved_in),
         "kept": run.keeper.state_dict(),
         **run.log.rows_state(),
     }
+
+
+def _evaluated(run: Run, saved_in: str | None) -> list[int]:
+    """Evaluation batches so far by loader; in the middle of a validation, which comes again, as it began."""
+    is_on = run.at.stage == "validate" and run.at.evaluated and saved_in != "on_validation_end"
+    seen = run.log.seen_before if is_on else run.log.seen
+    return [seen.get(index, 0) for index in range(max(seen, default=-1) + 1)]
 
 
 def loops_state(run: Run) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Log:
         self.rates: list[float] = []
         self.screen: Screen | None = None  # where the rows are seen, too
         self.seen: dict[int, int] = {}  # evaluation batches by loader, for the step of their log
-        self._seen_before: dict[int, int] = {}  # the same, as the evaluation at hand began
+        self.seen_before: dict[int, int] = {}  # the same, as the evaluation at hand began
 
     # ---- a batch
 
@@ -61,7 +61,7 @@ class Log:
     def evaluated(self, index: int) -> None:
         """After an evaluation batch of this loader: values that are logged per step."""
         if self.run.at.evaluated <= 1:
-            self._seen_before = dict(self.seen)
+            self.seen_before = dict(self.seen)
         seen = self.seen.get(index, 0)
         self.seen[index] = seen + 1
         if self.metrics.active.any_on_step:
@@ -162,13 +162,6 @@ class Log:
         self.loggers.row(row)
 
     # ---- across a restart
-
-    def seen_state(self, saved_in: str | None) -> list[int]:
-        """The evaluation batches by loader; in the middle of an evaluation, which comes again, as it began."""
-        at = self.run.at
-        is_on = at.stage == "validate" and at.evaluated and saved_in != "on_validation_end"
-        seen = self._seen_before if is_on else self.seen
-        return [seen.get(index, 0) for index in range(max(seen, default=-1) + 1)]
 
     def rows_state(self) -> dict[str, Any]:
         """Where the rows so far are, for a checkpoint."""
