@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 import threading
+from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -47,6 +48,11 @@ def pytest_configure(config):
     A process that has once used CUDA cannot fork ranks that do, nor any that go backward. And it has two processors, so
     that advice which depends on their number is the same everywhere.
     """
+    if (found := Path(find_spec("fabric_template").origin).parents[1].resolve()) != REPOSITORY:
+        raise pytest.UsageError(
+            f"these are the tests of '{REPOSITORY}', but the package that is imported is of '{found}': type"
+            " PYTHONPATH=. python -m pytest"
+        )
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if hasattr(os, "sched_getaffinity"):

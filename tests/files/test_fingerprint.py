@@ -138,6 +138,7 @@ def test_it_is_of_plain_values(tmp_path):
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop])
 def test_the_same_optimizer_is_taken(tmp_path, kind):
     """Also one that has no word "differentiable", which torch adds to its defaults as it loads a state."""
-    fit(tmp_path, of_kind(kind), train(), max_epochs=1)
+    begun, _, _ = fit(tmp_path, of_kind(kind), train(), max_epochs=1)
     loop, _, _ = fit(tmp_path, of_kind(kind), train(), max_epochs=2, resume="last")
     assert loop.current_epoch == 2
+    assert loop.optimizers[0].defaults.keys() == begun.optimizers[0].defaults.keys()  # of groups that are added later
