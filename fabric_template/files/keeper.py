@@ -325,7 +325,13 @@ class KeepsNothing:
     cut: dict[str, Any] | None = None
     best: dict[str, float] = {}
     last_model_path = best_model_path = ""
-    saved_step: int | None = None
+    best_model_score = dirpath = monitor = saved_step = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"checkpoint_callback.{name} cannot be set: what is kept is said by the loop's words monitor=, mode=, save_top_k="
+            " and save_last=, or by a ModelCheckpoint among its callbacks"
+        )
 
     def _nothing(self, *run: Any, **words: Any) -> None:
         """Nothing is kept."""
@@ -336,6 +342,11 @@ class KeepsNothing:
     def state_dict(self) -> dict[str, Any]:
         """Nothing to know again."""
         return {}
+
+
+def nothing_kept(config: Settings, asked: bool | None) -> KeepsNothing | None:
+    """Who has saved nothing as yet; None where no checkpoints are ``asked`` for (fast_dev_run keeps none all the same)."""
+    return KeepsNothing() if config.enable_checkpointing or (config.fast_dev_run and asked is not False) else None
 
 
 def prove(run: Run, path: str | Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ def make_loggers(config: Settings, loggers: Any, fabric: Fabric) -> tuple[list[A
             if not (hasattr(type(logger), word) or hasattr(logger, word)):
                 setattr(logger, word, value)
     if own:
-        given.insert(0, CSVLogger(os.path.join(config.default_root_dir or ".", "logs"), config.name, config.version))
+        given.insert(0, CSVLogger(Path(config.default_root_dir or ".", "logs"), config.name, config.version))
     return given, own
 
 
@@ -117,16 +116,18 @@ def choose_place(loop: TrainerFace, plan: Plan) -> None:
     if version is None and resumed:
         name, version = resumed
     csv = next((logger for logger in loop.loggers if isinstance(logger, CSVLogger)), None)
-    if loop._own_logger:
-        csv = CSVLogger(str(root / "logs"), name, version)
-        loop.loggers = [csv, *loop.loggers[1:]]
+    own = csv if loop._own_logger else None
+    if own is not None and (own.has_run or (Path(own.root_dir), own.name) != (root / "logs", name)):
+        csv = own = CSVLogger(str(root / "logs"), name, version)
+        loop.loggers = [own, *loop.loggers[1:]]
     keeps = config.enable_checkpointing and not loop.checkpoint_callbacks
     homes = [root / kind / name for kind, due in (("logs", loop._own_logger), ("checkpoints", keeps)) if due]
     if version is None and homes:
-        version = _claim(homes, loop.fabric)
+        version = _claim(homes, None if own is None else own._version, loop.fabric)
+    if own is not None:
+        own.claim(version)
+        own.has_run = True
     if csv is not None:
-        if loop._own_logger:
-            csv.claim(version)
         csv.check_writable()
     if keeps:
         folder = version if isinstance(version, str) else f"version_{version}"
@@ -145,12 +146,16 @@ def _place_of(path: str | Path, root: Path) -> tuple[str, int | str] | None:
     return folder.parent.name, int(version) if version.isdigit() and folder.name != version else folder.name
 
 
-def _claim(homes: list[Path], fabric: Fabric) -> int:
-    """The next free number, taken by making its folder, so that two runs that start together get two numbers."""
+def _claim(homes: list[Path], asked: int | str | None, fabric: Fabric) -> int:
+    """The next free number, taken by making its folder, so that two runs that start together get two numbers.
+
+    Or the one that the loop's logger was asked for before, or has written to: scripts log hyperparameters ahead of a fit.
+    """
     number = -1
     if fabric.is_global_zero:
+        is_ours = isinstance(asked, int) and not any((home / f"version_{asked}" / ".lock").exists() for home in homes)
         try:
-            number = claim_version(*homes)
+            number = int(asked) if asked is not None and is_ours else claim_version(*homes)
         except OSError as error:
             raise ValueError(
                 f"cannot make the run's folder in '{homes[0]}' ({error.strerror}): expected a folder that can be written;"

@@ -198,7 +198,8 @@ def start_fit(run: Run) -> None:
                 run.log.screen.lines.judge(row)
     elif run.origin.is_auto and run.origin.resume_path is None and run.fabric.is_global_zero:
         for logger in run.home.loggers:
-            if hasattr(type(logger), "set_aside"):
+            is_new = run.config.version is None and getattr(logger, "has_run", False)  # what it holds was logged ahead
+            if hasattr(type(logger), "set_aside") and not is_new:
                 logger.set_aside()  # of a run that was killed before its first checkpoint, in a version given by name
     run.metrics.name_metrics(run.trained.net)
     run.data.set_up_transfer()

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -52,6 +53,20 @@ class CSVLogger(FabricCSVLogger):
         super().__init__(root_dir, name=name, version=version)
         self._tables: dict[str, Table] = {}
         self._hparams: dict[str, Any] = {}
+        self.has_run = False  # it is of a run of the loop that made it
+
+    def __new__(cls, *args: Any, **words: Any) -> "CSVLogger":
+        """A logger of Lightning's to those who ask by isinstance, as a SaveConfigCallback of one's own does."""
+        for package in ("lightning.pytorch", "pytorch_lightning"):
+            if (theirs := sys.modules.get(f"{package}.loggers.logger")) is not None:
+                theirs.Logger.register(cls)
+        return super().__new__(cls)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"'{type(self).__name__}' object has no attribute {name!r}: it writes numbers into CSV files; who draws or sends"
+            " more gives a logger that does, such as logger=TensorBoardLogger('logs')"
+        )
 
     @property
     def save_dir(self) -> str:
@@ -75,8 +90,8 @@ class CSVLogger(FabricCSVLogger):
             >>> CSVLogger(root).claim(), CSVLogger(root).claim()
             (0, 1)
         """
-        if version is not None:
-            self._version = version
+        if version is not None and version != self._version:
+            self._version, self._tables = version, {}
         if getattr(rank_zero_only, "rank", 0) != 0:
             return self._version
         if self._version is None:

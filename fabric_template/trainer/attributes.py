@@ -235,8 +235,13 @@ class TrainerFace:
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first callback that saves checkpoints; without one, the loop's own saver."""
-        return next(iter(self.checkpoint_callbacks), self._run.keeper if self._run and self._run.keeper.keeps else None)
+        """The first callback that saves checkpoints; without one, the loop's own saver; None where no files were asked for."""
+        saver = next(iter(self.checkpoint_callbacks), self._run and self._run.keeper)
+        if not getattr(saver, "keeps", saver is not None):  # none, or none yet
+            from ..files.keeper import nothing_kept
+
+            return nothing_kept(self.config, self.recipe.get("enable_checkpointing"))
+        return saver
 
     def _profiler(self) -> Any:
         if self.own_profiler is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set, ValuesView
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -32,15 +32,18 @@ def parse_callbacks(given: Any, config: LoopConfig, plugged: Iterable[Any] = ())
         >>> [type(callback).__name__ for callback in callbacks]
         ['EarlyStopping', 'ModelCheckpoint']
     """
-    callbacks = (
-        [] if given is None or given is False else list(given) if isinstance(given, list | tuple | set) else [given]
-    )
+    callbacks = [] if given is None or given is False else listed(given)
     _check_words(callbacks, config)
     callbacks += plugged
     for callback in callbacks:
         _check(callback)
     _check_keys(callbacks)
     return in_order(callbacks)
+
+
+def listed(given: Any) -> list[Any]:
+    """Those of a list, also of Hydra's own kind of list and of a dict's values; else the one alone."""
+    return list(given) if isinstance(given, Sequence | Set | ValuesView) and not isinstance(given, str) else [given]
 
 
 def _check(callback: Any) -> None:
@@ -101,7 +104,7 @@ def add_callbacks(own: Any, callbacks: list[Any]) -> list[Any]:
     """The callbacks with those that a module's ``configure_callbacks`` returned in the place of those of their classes."""
     if not own:
         return callbacks
-    own = list(own) if isinstance(own, list | tuple) else [own]
+    own = listed(own)
     for callback in own:
         _check(callback)
     kinds = {base for callback in own for base in type(callback).__mro__ if base.__name__ != "Callback"}

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.errors import Misuse, MisuseOfType
 from ..core.overrides import is_a
 from ..files.storage import AtomicCheckpointIO
+from .callbacks import listed
 
 _Start = Literal["popen", "spawn", "fork"]
 _STARTS: dict[str, _Start] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -99,8 +100,7 @@ def plugins_as_fabrics(plugins: Any) -> Any:
     """
     if plugins is None:
         return None
-    given = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
-    return [_precision(plugin) if isinstance(plugin, precision.Precision) else plugin for plugin in given]
+    return [_precision(plugin) if isinstance(plugin, precision.Precision) else plugin for plugin in listed(plugins)]
 
 
 def _precision(plugin: Any) -> Any:
@@ -161,7 +161,7 @@ def with_files(strategy: Any, plugins: Any) -> Any:
     """
     if not isinstance(strategy, ModelParallelStrategy):
         return plugins
-    given = list(plugins) if isinstance(plugins, list | tuple) else [plugins] * (plugins is not None)
+    given = [] if plugins is None else listed(plugins)
     files = [plugin for plugin in given if isinstance(plugin, CheckpointIO)]
     for plugin in files:
         check_plugin(plugin, "strategy=ModelParallelStrategy(...)")
