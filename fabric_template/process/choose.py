@@ -210,7 +210,7 @@ def _check(plan: Plan, fabric: Fabric) -> None:
         return
     check_trained(checkpoint, path)
     if not _is_exact(checkpoint):
-        what, that = "was saved in the middle of a step, as after an error", "that"
+        what, that = "ended in the middle of a step, by an error or by a hook that saved there", "that"
         window = _ours(checkpoint).get("window") or plan.config.accumulate_grad_batches
         # from within a step several ranks go on behind a whole window
         if len(_ours(checkpoint).get("ranks", ())) > 1 and _ours(checkpoint).get("batch_idx", 0) % window:

@@ -125,8 +125,8 @@ def test_last_means_the_inexact_one_only_where_there_is_no_other(tmp_path):
         fit(tmp_path, lambda: FailsAt("training_step", 3), **words)
     path = tmp_path / "checkpoints/run/version_0/exception.ckpt"
     text = (
-        f"resume: you are resuming from a checkpoint that was saved in the middle of a step, as after an error ('{path}'):"
-        " training goes on after step 2, not to the bit as without that"
+        "resume: you are resuming from a checkpoint that ended in the middle of a step, by an error or by a hook that saved"
+        f" there ('{path}'): training goes on after step 2, not to the bit as without that"
     )
     with pytest.warns(UserWarning, match=re.escape(text)):
         loop, _, history = fit(tmp_path, resume="last", **words)
