@@ -51,6 +51,16 @@ def one_writer(folders: Iterable[str | Path | None]) -> Iterator[Callable[[str],
         yield partial(_note, files)
 
 
+def is_first(folder: Path) -> bool:
+    """Whether nobody has had the folder before; of several that ask together, it is one's."""
+    make_folder(folder)
+    try:
+        os.close(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    except FileExistsError:
+        return False
+    return True
+
+
 def _note(files: list[int], line: str) -> None:
     """For who looks later: a full disk is no reason not to train."""
     for fd in files:

@@ -16,6 +16,7 @@ from ..core.run import Run
 from ..core.steps import is_shared_out
 from ..files.disk import claim_version
 from ..files.errors import CheckpointError, cause_of
+from ..files.locks import is_first
 from ..files.storage import AtomicCheckpointIO, door
 from ..record.logger import CSVLogger
 from ..trainer.attributes import TrainerFace
@@ -147,18 +148,26 @@ def _place_of(path: str | Path, root: Path) -> tuple[str, int | str] | None:
 
 
 def _claim(homes: list[Path], asked: int | str | None, fabric: Fabric) -> int:
-    """The next free number, taken by making its folder, so that two runs that start together get two numbers.
+    """The next free number; two runs that start together get two.
 
-    Or the one that the loop's logger was asked for before, or has written to: scripts log hyperparameters ahead of a fit.
+    Or the one that the loop's logger was asked for before, or has written to: scripts log hyperparameters ahead of a fit. If
+    several were told the same number, the first of them has it.
     """
     number = -1
     if fabric.is_global_zero:
-        is_ours = isinstance(asked, int) and not any((home / f"version_{asked}" / ".lock").exists() for home in homes)
         try:
-            number = int(asked) if asked is not None and is_ours else claim_version(*homes)
+            number = asked if isinstance(asked, int) else claim_version(*homes)
+            while not _is_free(homes, number):
+                number = claim_version(*homes)
         except OSError as error:
             raise ValueError(
                 f"cannot make the run's folder in '{homes[0]}' ({error.strerror}): expected a folder that can be written;"
                 " write default_root_dir= with one, or logger=False"
             ) from error
     return fabric.broadcast(number) if is_joined() else number
+
+
+def _is_free(homes: list[Path], number: int) -> bool:
+    """Whether no run has had the number; this one has it from now on."""
+    first, *others = (home / f"version_{number}" for home in homes)
+    return not any((other / ".lock").exists() for other in others) and is_first(first)

@@ -7,10 +7,12 @@ import sys
 import time
 
 import pytest
+from lightning.fabric import Fabric
 from modules import Classifier, make_loader
 from runs import fit, logs_of, source_of, tree, without_time
 
 from fabric_template.files.errors import CheckpointError
+from fabric_template.process.home import _claim
 
 RUN = """
 import os, sys, time
@@ -78,3 +80,9 @@ def test_one_version_has_one_writer_and_a_kill_leaves_no_lock(tmp_path):
         first.communicate()
     _, _, history = fit(tmp_path, Classifier, version=0, resume="auto", max_epochs=1)
     assert history["epoch"].tolist() == [0]
+
+
+def test_of_several_that_were_told_the_same_number_one_has_it(tmp_path):
+    """Scripts that ask for their folder ahead of fit, all started at once."""
+    homes, fabric = [tmp_path / "logs/run", tmp_path / "checkpoints/run"], Fabric(accelerator="cpu")
+    assert [_claim(homes, asked, fabric) for asked in (0, 0, None, 1, 5)] == [0, 1, 2, 3, 5]
