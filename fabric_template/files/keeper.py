@@ -328,6 +328,9 @@ class KeepsNothing:
     best_model_score = dirpath = monitor = saved_step = None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if callable(getattr(self, name, None)):  # who watches a run puts itself around what is called
+            object.__setattr__(self, name, value)
+            return
         raise AttributeError(
             f"checkpoint_callback.{name} cannot be set: what is kept is said by the loop's words monitor=, mode=, save_top_k="
             " and save_last=, or by a ModelCheckpoint among its callbacks"

@@ -83,7 +83,7 @@ def test_an_error_behind_the_step(tmp_path, where):
     state = torch.load("checkpoints/run/version_0/exception.ckpt", weights_only=True)
     assert (state["fabric_template"]["batch_idx"], state["global_step"]) == (3, 4)
     with pytest.warns(
-        UserWarning, match="in the middle of a step, as after an error .*: training goes on after step 4"
+        UserWarning, match="ended in the middle of a step, by an error .*: training goes on after step 4"
     ):
         resumed = fit(".", Gan, loader, resume="checkpoints/run/version_0/exception.ckpt", max_epochs=1)
     assert resumed[0].global_step == 4 + 2 + 1
