@@ -11,7 +11,7 @@ from interpreter import ready
 SCRIPT = Path(__file__).with_name("kills.py")
 
 
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 30), (2, 5)])
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 20), (2, 4)])
 def test_nothing_is_lost(ranks, kills):
     done = subprocess.run(
         ready([sys.executable, str(SCRIPT), "--ranks", str(ranks), "--kills", str(kills), "--seed", "0"]),
