@@ -332,7 +332,7 @@ _CHECKS: dict[str, tuple] = {
     "val_check_interval": (
         (int, float, str, timedelta, dict, None),
         lambda v: (
-            v is None or (_limit(v) and (v or isinstance(v, float)) if isinstance(v, int | float) else _is_duration(v))
+            (_limit(v) and (v != 0 or isinstance(v, float))) if isinstance(v, int | float | None) else _is_duration(v)
         ),
         f"None, an int >= 1 (batches), a float from 0.0 to 1.0 (a fraction of the epoch), {_TIME}",
     ),

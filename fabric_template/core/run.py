@@ -85,8 +85,3 @@ class Run:
     validation: Validation = field(init=False)
     bookmark: Bookmark = field(init=False)
     update: Update = None  # type: ignore[assignment]  # chosen once the optimizers are known
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a batch is at hand that is not done: in each of its hooks but the last."""
-        return self.metrics.train.batch is not None and self.metrics.fx != "on_train_batch_end"

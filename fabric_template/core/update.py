@@ -226,7 +226,8 @@ class AutomaticUpdate:
         After an error, or saved within a step, the run goes on behind the last whole one.
         """
         run = self.run
-        return run.optimizing.optimizers if run.at.accumulates and not (run.failure.has_come or run.in_step) else []
+        breaks = run.failure.has_come or run.metrics.in_step
+        return run.optimizing.optimizers if run.at.accumulates and not breaks else []
 
     def close(self) -> None:
         """The run is over."""

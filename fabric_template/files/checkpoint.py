@@ -111,7 +111,7 @@ def point_of(run: Run) -> Point:
     """
     at, fx = run.at, run.metrics.fx
     done, total, is_last = at.batches_done, at.total_batches, at.is_last_batch
-    if at.between_epochs or not (run.failure.has_come or run.in_step):
+    if at.between_epochs or not (run.failure.has_come or run.metrics.in_step):
         # in the middle of a window a model in parts has gradients that nobody can be asked for
         return Point(done, total, is_last, fx, run.steps.sharded is None or not at.accumulates)
     windows = at.batches_that_stepped - at.stepped_before

@@ -118,10 +118,11 @@ def _grown(small: Tensor, parameter: Tensor) -> Tensor:
 
 def _made_by_a_step(optimizer: Any, group: dict[str, Any], shape: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors that one step leaves of a small parameter; none where that cannot be tried, or is not torch's own."""
-    twin, defaults = torch.zeros(shape, dtype=dtype), dict(optimizer.defaults)
+    twin = torch.zeros(shape, dtype=dtype)
     twin.grad = torch.zeros_like(twin)
     with suppress(Exception):
         if f"{type(optimizer).__module__}.".startswith("torch.optim."):
+            defaults = dict(optimizer.defaults)
             fresh = copy.copy(optimizer)
             optimizer.defaults = defaults  # a copy adds a word to those that it shares
             fresh.param_groups, fresh.state = [{**group, "params": [twin]}], defaultdict(dict)

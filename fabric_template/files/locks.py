@@ -51,8 +51,10 @@ def one_writer(folders: Iterable[str | Path | None]) -> Iterator[Callable[[str],
         yield partial(_note, files)
 
 
-def is_first(folder: Path) -> bool:
-    """Whether nobody has had the folder before; of several that ask together, it is one's."""
+def is_first(folder: Path, *others: Path) -> bool:
+    """Whether nobody has had any of these folders before; of several that ask together, they are one's from now on."""
+    if any((other / ".lock").exists() for other in others):
+        return False
     make_folder(folder)
     try:
         os.close(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))

@@ -157,7 +157,7 @@ def _claim(homes: list[Path], asked: int | str | None, fabric: Fabric) -> int:
     if fabric.is_global_zero:
         try:
             number = asked if isinstance(asked, int) else claim_version(*homes)
-            while not _is_free(homes, number):
+            while not is_first(*(home / f"version_{number}" for home in homes)):
                 number = claim_version(*homes)
         except OSError as error:
             raise ValueError(
@@ -165,9 +165,3 @@ def _claim(homes: list[Path], asked: int | str | None, fabric: Fabric) -> int:
                 " write default_root_dir= with one, or logger=False"
             ) from error
     return fabric.broadcast(number) if is_joined() else number
-
-
-def _is_free(homes: list[Path], number: int) -> bool:
-    """Whether no run has had the number; this one has it from now on."""
-    first, *others = (home / f"version_{number}" for home in homes)
-    return not any((other / ".lock").exists() for other in others) and is_first(first)

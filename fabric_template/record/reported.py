@@ -42,6 +42,11 @@ class Reported:
         self._module: Any = None  # that may have torchmetrics,
         self._states: MetricStates | None = None  # and what these hold
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a training batch is at hand that is not done: in each of its hooks but the last."""
+        return self.train.batch is not None and self.fx != "on_train_batch_end"
+
     def merge(self) -> dict[str, Tensor]:
         """Bring the three views up to date; returns what goes to the loggers."""
         if not self.active:

@@ -87,6 +87,8 @@ class _Around:
         self._name = name
 
     def __get__(self, optimizer: Any, owner: type) -> Any:
+        if optimizer is None:
+            return self
         batch, put = vars(optimizer).get(self._name, (None, None))
         return put if batch == optimizer._run.at.total_batches else partial(self._usual, optimizer)
 
