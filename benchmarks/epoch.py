@@ -39,8 +39,7 @@ HERE = Path(__file__).resolve().parent
 TUTORIAL, FABRIC, TRAINER, ACCELERATE = "the tutorial's loop", "the same on Fabric", "Trainer", "Accelerate"
 BY_HAND, GRAPH = "by hand, tensors on the device", "by hand, one CUDA graph a step"
 OURS, OURS_TENSORS, OURS_COMPILED = "ours, DataLoader", "ours, TensorLoader, fused", "ours, and compile"
-OURS_REDUCED, OURS_GRAPH = "ours, compile, reduce-overhead", "ours, cuda-graph"
-OURS_BOTH = "ours, net.compile() and cuda-graph"
+OURS_REDUCED = "ours, compile, reduce-overhead"
 TUNED, OURS_FAST, OURS_FASTEST = "the tutorial's, tuned", "ours, TensorLoader, bf16, fused", "ours, and compile"
 
 
@@ -401,7 +400,6 @@ MNIST: dict[str, Contestant] = {  # name: (needs this package, function)
     OURS_TENSORS: ("fabric_template", tensor_loop()),
     OURS_COMPILED: ("fabric_template", tensor_loop(compile=True)),
     OURS_REDUCED: ("fabric_template", tensor_loop(compile="reduce-overhead")),
-    OURS_GRAPH: ("fabric_template", tensor_loop(compile="cuda-graph")),
 }
 CIFAR: dict[str, Contestant] = {
     TUTORIAL: ("torch", tutorial),
@@ -412,19 +410,15 @@ CIFAR: dict[str, Contestant] = {
         "fabric_template",
         tensor_loop(channels_last=True, precision="bf16-mixed", benchmark=True, compile=True),
     ),
-    OURS_BOTH: (
-        "fabric_template",
-        tensor_loop(channels_last=True, compiles=True, precision="bf16-mixed", benchmark=True, compile="cuda-graph"),
-    ),
 }
 GOALS = {  # problem: (contestant, against, at most)
     "mnist": [
-        ((OURS_TENSORS, OURS_COMPILED, OURS_REDUCED, OURS_GRAPH), FABRIC, 1 / 15),
-        ((OURS_TENSORS, OURS_COMPILED, OURS_REDUCED, OURS_GRAPH), GRAPH, 1.2),
+        ((OURS_TENSORS, OURS_COMPILED, OURS_REDUCED), FABRIC, 1 / 15),
+        ((OURS_TENSORS, OURS_COMPILED, OURS_REDUCED), GRAPH, 1.2),
         ((OURS_TENSORS,), BY_HAND, 1 / 0.97),
         ((OURS_TENSORS,), TUTORIAL, 1 / 1.3),
     ],
-    "cifar": [((OURS_FAST, OURS_FASTEST, OURS_BOTH), TUNED, 1 / 5)],
+    "cifar": [((OURS_FAST, OURS_FASTEST), TUNED, 1 / 5)],
 }
 
 
@@ -486,7 +480,7 @@ def problems(arguments: argparse.Namespace) -> list[tuple[Problem, dict[str, Con
     cifar = Problem("cifar", (3, 32, 32), train, val, batch, make, 1e-3, device, workers=arguments.workers)
     chosen = [(mnist, MNIST, FABRIC), (cifar, CIFAR, TUNED)]
     chosen = [one for one in chosen if arguments.problem in (one[0].name, "all")]
-    left_out = {GRAPH, OURS_REDUCED, OURS_GRAPH, OURS_BOTH} if device == "cpu" else set()
+    left_out = {GRAPH, OURS_REDUCED} if device == "cpu" else set()
     if toy:
         left_out |= {OURS_COMPILED, OURS_FASTEST, OURS_REDUCED}
     left_out |= set(arguments.without)

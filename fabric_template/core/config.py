@@ -142,8 +142,7 @@ class LoopConfig:
     prefetch: bool = False
     """On a GPU: the next training batch is brought there from pinned memory while a step computes, with the same numbers."""
     compile: bool | str | dict[str, Any] = False
-    """torch.compile the steps: True, its mode ("reduce-overhead", "max-autotune") or its keywords. "cuda-graph": compile
-    nothing; a whole training step is recorded once per epoch and replayed, for small models on a GPU, with the same bits."""
+    """torch.compile the steps: True, its mode ("reduce-overhead", "max-autotune") or its keywords."""
 
     def __post_init__(self) -> None:
         wrong_type: list[str] = []
@@ -316,7 +315,7 @@ _SWITCH = ((bool, None), _anything, "True, False or None")
 _YES_NO = ((bool,), _anything, "True or False")
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _SHOWN = ("enable_progress_bar", "enable_model_summary")
-COMPILE_MODES = ("cuda-graph", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "default")
+COMPILE_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "default")
 _TIME = '"DD:HH:MM:SS", a timedelta or its keywords as a dict'
 
 # field: (types, is it in range?, what was expected)

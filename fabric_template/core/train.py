@@ -38,7 +38,6 @@ def fit(run: Run) -> None:
     run.metrics.start(run.metrics.train)
     run.hooks.call("on_train_start")
     run.at.ahead = False
-    run.bookmark.training_begins()
     while (was_cut_short(run) or not stop.before_epoch()) and stop.signals.agreed is None:
         run.hooks.timed(train_epoch, "run_training_epoch")(run)
         stop.agree()

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, Subset, TensorDataset
-
 from ..core.errors import Misuse
 from ..core.overrides import TRANSFER_HOOKS, overrides
 from ..core.passes import Pass
@@ -45,7 +43,7 @@ class Feed:
         self.was_short = False  # a pass, by what its length says
         self.batches: Any = None  # the pass over the training batches
         self.transfer: Callable[[Any, int], Any] | None = None  # brings a batch to its device; None: it is there
-        self.make_pass: Callable[[], Callable[..., Pass]] = self._first_pass
+        self.make_pass: Callable[[], Callable[..., Pass]] = lambda: Pass
         self.loader_states: list[Any] = []  # of a checkpoint that has no position of ours, until the pass begins
 
     def _make(self, stage: str) -> Loaders:
@@ -134,19 +132,6 @@ class Feed:
             from ..core.handed import HandedPass
 
             self.batches = HandedPass(batches, run.at.batches_done, run.metrics.batch_taken)
-
-    def _first_pass(self) -> Callable[..., Pass]:
-        """How the first pass is made; where a TensorLoader could give the same samples, it measures what that would gain."""
-        self.make_pass = lambda: Pass
-        run, loaders = self.run, self.train.loaders if self.train is not None else []
-        is_watched = run.config.enable_progress_bar and run.fabric.device.type == "cpu" and run.hooks.profiler is None
-        if len(loaders) != 1 or not is_watched or type(loaders[0]) is not DataLoader:
-            return Pass
-        if type(loaders[0].dataset) not in (TensorDataset, Subset):
-            return Pass
-        from .hint import first_pass
-
-        return first_pass(run, loaders[0])
 
     def begin_epoch(self) -> None:
         """Begin the epoch's pass. The first epoch's was begun with the loader, where Trainer begins it."""

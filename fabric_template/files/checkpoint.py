@@ -155,7 +155,6 @@ def _our_state(run: Run) -> dict[str, Any]:
         "seconds": time.monotonic() - run.log.began,
         **run.stop.state_dict(),
         "fingerprint": dict(bookmark.fingerprint),
-        "noticed": bookmark.noticed.state_dict() if bookmark.noticed is not None else {},
         "ranks": gathered,
         "buckets": list(run.steps.buckets.order) if run.steps.buckets is not None else [],
         "loaders_epoch": dict(sorted(run.data.made_in.items())) if run.config.reload_dataloaders_every_n_epochs else {},

@@ -267,7 +267,6 @@ OURS = {
     "should_stop?": flag, "elapsed?": number_from(0, MOST, int, float), "fingerprint?": FINGERPRINT,
     "buckets?": [count],
     "shares?": count, "order?": {"epoch": count, "samples": Is("a tensor in memory", _is_whole)},
-    "noticed?": {text: text},
     "logs": [maybe({one_of("metrics.csv", "steps.csv"): ROWS})],
 }  # fmt: skip
 RULES: dict[str, Callable[[Any], bool]] = {  # between parts that are each what they must be; in words what is wrong otherwise

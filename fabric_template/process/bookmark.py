@@ -9,7 +9,6 @@ from torch import Tensor
 from ..core.run import Run
 from ..exact.held import Held
 from ..files.fingerprint import fingerprint, of_data
-from ..files.noticed import Noticed
 
 
 class Bookmark:
@@ -18,7 +17,6 @@ class Bookmark:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.held = Held(run)
-        self.noticed: Noticed | None = None  # once training has begun
         self.fingerprint: dict[str, Any] = {}  # what the run is made of
         self.order: Tensor | None = None  # of the samples in the epoch that a checkpoint was in, where no seed tells it
 
@@ -43,10 +41,6 @@ class Bookmark:
             self.order = None
             return {}
         return {"order": {"epoch": at.epochs_done, "samples": self.order}}
-
-    def training_begins(self) -> None:
-        """Notice from now on what changes."""
-        self.noticed = Noticed(self._run)
 
     def stay_finished(self) -> None:
         """Of a finished run that is resumed everything is as it was at its end."""

@@ -131,7 +131,7 @@ def _as_seen(optimizer: Any, run: Run) -> Any:
 
 def _compiling(plan: Plan, fabric: Fabric) -> Any:
     """What compiles the steps, if anything does."""
-    if plan.config.compile in (False, "cuda-graph"):  # the latter is the loop's own
+    if plan.config.compile is False:
         return None
     from ..core.compiling import Compiling
 

@@ -83,8 +83,6 @@ def go_on(run: Run) -> None:
         stage.sources.put_back_generators(state)
     if held := mine.get("held"):
         put_back(run, run.bookmark.held, held)
-    if run.bookmark.noticed is not None:
-        differences.tell_forgotten(run, run.bookmark.noticed, ours.get("noticed") or {})
     set_rng_state(mine["rng"])
     finish_batch(run)
 

@@ -230,10 +230,6 @@ def _update_of(run: Run) -> AutomaticUpdate:
         from ..trainer.manual import ManualUpdate
 
         return ManualUpdate(run)
-    if run.config.compile == "cuda-graph":
-        from ..core.graphs import GraphedUpdate
-
-        return GraphedUpdate(run)
     return AutomaticUpdate(run)
 
 

@@ -52,11 +52,6 @@ def check_sharded(loop: TrainerFace, plan: Plan) -> None:
             " optimizer would train none of them; write optimizer=lambda model: torch.optim.Adam(model.parameters()), which"
             " is called once the model is sharded, or a method configure_optimizers"
         )
-    if plan.config.compile == "cuda-graph":
-        raise Misuse(
-            "compile='cuda-graph' with strategy=ModelParallelStrategy(...): a graph cannot hold what the ranks send each"
-            " other; write compile=True"
-        )
     for callback in loop.callbacks:
         for kind, instead in _CALLBACKS.items():
             if is_a(callback, kind):

@@ -6,9 +6,17 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
-from ..data.hint import has_tensors
 from ..data.tensors import TensorLoader
 
 
@@ -91,3 +99,22 @@ def with_rebuilt(part: Any, choice: Mapping[str, Any]) -> Any:
         return rebuilt(part, choice)
     part.train_dataloader = lambda: rebuilt(make(), choice)
     return part
+
+
+def has_tensors(loader: Any) -> bool:
+    """Whether a DataLoader cuts plain batches from tensors in memory, so that a TensorLoader gives the same samples.
+
+    Example:
+        >>> has_tensors(DataLoader(TensorDataset(torch.zeros(4)))), has_tensors(DataLoader(range(4)))
+        (True, False)
+    """
+    if type(loader) is not DataLoader or loader.batch_size is None or loader.collate_fn is not default_collate:
+        return False
+    plain = type(loader.sampler) is SequentialSampler or (
+        type(loader.sampler) is RandomSampler
+        and not loader.sampler.replacement
+        and loader.sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    dataset: Any = loader.dataset
+    dataset = dataset.dataset if type(dataset) is Subset else dataset
+    return plain and type(loader.batch_sampler) is BatchSampler and type(dataset) is TensorDataset

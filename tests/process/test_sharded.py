@@ -307,8 +307,6 @@ def test_refused_before_the_launch(tmp_path):
         Misuse, match=r"^fit got optimizer= and strategy=ModelParallelStrategy.* write optimizer=lambda model"
     ):
         FabricLoop(strategy=fsdp(), **TWO).fit(net, train(), **given)
-    with pytest.raises(Misuse, match=r"^compile='cuda-graph' with strategy=ModelParallelStrategy.* write compile=True"):
-        FabricLoop(strategy=fsdp(), compile="cuda-graph", **TWO).fit(Classifier(), train())
     averaging = pl.callbacks.StochasticWeightAveraging(0.1)
     with pytest.raises(Misuse, match=r"^StochasticWeightAveraging with strategy=ModelParallelStrategy.* leave it out"):
         FabricLoop(strategy=fsdp(), callbacks=averaging, **TWO).fit(Classifier(), train())

@@ -1,0 +1,183 @@
+"""Two ratchets: the size of the project, and the expressions of its old dialect. Limits may be lowered, never raised."""
+
+import ast
+import io
+import json
+import re
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# Folders of the new engine, which is counted apart until it takes the old one's place.
+NEW_ENGINE = ("training", "loggers", "checkpoint", "distributed", "lightning_compat")
+
+SIZE_LIMITS = {
+    "package lines": 32_709,
+    "package files": 242,
+    "new engine lines": 6_800,
+    "new engine files": 45,
+    "test lines": 42_092,
+    "docs lines": 4_052,
+}
+
+# Expressions that have a plain replacement in the project's glossary.
+EXPRESSIONS = re.compile(
+    r"\b(behind|ahead of|at hand|anew|once more|so many|mended|mends?|alike|of itself|by themselves"
+    r"|go(es)? on|going on|gone on|taken? up again|(is|are) others?|others? than|in parts|in pieces"
+    r"|stands? (in|beside|there|behind)|stood (in|beside|there)|lies|begins?|began|begun"
+    r"|words?|verbs?|rooms?|houses?|keepers?|bookmarks?|home|owner|says?|said|tells?|told)\b"
+    r"|(?<!accumulation )\bwindow\b|\brun\.at\b"
+)
+HEADING = re.compile(r"[A-Z][A-Za-z_ ]{0,30}: ")
+HEADLESS = re.compile(r"(What|Whether|Where|Who|The same)\b")
+
+# (expressions, "Noun: definition" docstrings, headless docstrings) by folder
+LANGUAGE_LIMITS = {
+    "benchmarks": (133, 9, 21),
+    "docs": (292, 0, 0),
+    "fabric_template": (74, 7, 16),
+    "fabric_template/core": (230, 78, 93),
+    "fabric_template/data": (47, 13, 19),
+    "fabric_template/demos": (43, 15, 8),
+    "fabric_template/exact": (67, 11, 15),
+    "fabric_template/files": (172, 45, 51),
+    "fabric_template/process": (145, 43, 35),
+    "fabric_template/record": (90, 44, 26),
+    "fabric_template/tools": (440, 96, 123),
+    "fabric_template/trainer": (61, 18, 13),
+    "notebooks": (13, 0, 0),
+    "soak": (42, 2, 4),
+    "tests": (1029, 131, 151),
+    "top": (99, 0, 0),
+}
+
+
+def count_lines(paths):
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def measure_size(repository):
+    package = list((repository / "fabric_template").rglob("*.py"))
+    new = [path for path in package if path.relative_to(repository).parts[1] in NEW_ENGINE]
+    rest = [path for path in package if path not in new]
+    return {
+        "package lines": count_lines(rest),
+        "package files": len(rest),
+        "new engine lines": count_lines(new),
+        "new engine files": len(new),
+        "test lines": count_lines((repository / "tests").rglob("*.py")),
+        "docs lines": count_lines((repository / "docs").rglob("*.md")),
+    }
+
+
+def too_large(repository, limits):
+    sizes = measure_size(repository)
+    return [f"{name}: {sizes[name]}, at most {limit}" for name, limit in limits.items() if sizes[name] > limit]
+
+
+def prose_of_python(source):
+    """Return the comments and strings of Python code, which a reader reads as sentences."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+    return "\n".join(token.string for token in tokens if token.type in kinds)
+
+
+def docstrings(source):
+    """Yield the docstring of the module and of each class and function."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            yield text
+
+
+def language_of(path):
+    """Count the expressions, "Noun: definition" docstrings and headless docstrings of a file."""
+    text = path.read_text(encoding="utf-8")
+    headings = headless = 0
+    if path.suffix == ".py":
+        for docstring in docstrings(text):
+            headings += bool(HEADING.match(docstring))
+            headless += bool(HEADLESS.match(docstring))
+        text = prose_of_python(text)
+    elif path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    else:
+        text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    return Counter(expressions=len(EXPRESSIONS.findall(text)), headings=headings, headless=headless)
+
+
+def folder_of(path):
+    """Return the folder that a file is counted for: a folder of the package, or a top folder of the repository."""
+    parts = path.parts[:-1]
+    return "/".join(parts[:2] if parts[:1] == ("fabric_template",) else parts[:1]) or "top"
+
+
+def measure_language(repository):
+    files = [path for suffix in ("py", "md", "ipynb") for path in repository.glob(f"*.{suffix}")]
+    for folder in ("fabric_template", "tests", "docs", "notebooks", "benchmarks", "soak"):
+        files += [path for path in (repository / folder).rglob("*") if path.suffix in (".py", ".md", ".ipynb")]
+    counts = {}
+    for path in files:
+        # This file lists the expressions; checkpoints of notebooks are an editor's.
+        if path.name != Path(__file__).name and ".ipynb_checkpoints" not in path.parts:
+            counts.setdefault(folder_of(path.relative_to(repository)), Counter()).update(language_of(path))
+    return {folder: (c["expressions"], c["headings"], c["headless"]) for folder, c in sorted(counts.items())}
+
+
+def worse_language(repository, limits):
+    found = []
+    for folder, counts in measure_language(repository).items():
+        limit = limits.get(folder, (0, 0, 0))
+        if any(count > most for count, most in zip(counts, limit, strict=True)):
+            found.append(f"{folder}: {counts}, at most {limit}")
+    return found
+
+
+def test_the_project_does_not_grow():
+    assert too_large(REPOSITORY, SIZE_LIMITS) == []
+
+
+def test_the_language_does_not_get_worse():
+    assert worse_language(REPOSITORY, LANGUAGE_LIMITS) == []
+
+
+@pytest.fixture
+def small_project(tmp_path):
+    for folder in ("fabric_template/data", "tests", "docs"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "fabric_template/data/loaders.py").write_text('"""Load the data."""\n\nSIZE = 1\n')
+    (tmp_path / "tests/test_a.py").write_text("A = 1\n")
+    (tmp_path / "docs/a.md").write_text("# A page\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("file", ["fabric_template/data/loaders.py", "tests/test_a.py", "docs/a.md"])
+def test_one_line_too_many_fails(small_project, file):
+    limits = measure_size(small_project)
+    assert too_large(small_project, limits) == []
+    path = small_project / file
+    path.write_text(path.read_text() + "B = 2\n")
+    (message,) = too_large(small_project, limits)
+    assert re.fullmatch(r"(package|test|docs) lines: \d+, at most \d+", message)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# it goes on behind the step",
+        'def a():\n    """Held: what a run holds."""',
+        'def a():\n    """Whether a step is due."""',
+        'raise ValueError("a word that is not known")',
+    ],
+)
+def test_the_old_dialect_fails(small_project, line):
+    limits = measure_language(small_project)
+    assert worse_language(small_project, limits) == []
+    path = small_project / "fabric_template/data/loaders.py"
+    path.write_text(path.read_text() + line + "\n")
+    assert len(worse_language(small_project, limits)) == 1
