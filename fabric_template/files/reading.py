@@ -15,7 +15,7 @@ import sys
 import warnings
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -135,14 +135,6 @@ def check_mapped(path: str | Path) -> None:
                 f"'{path}' was written to while it was read ({before.st_size:,} bytes before, {now.st_size:,} now): use another"
                 " file, or type the same again once it is whole"
             )
-
-
-@contextlib.contextmanager
-def looking_at(path: str | Path) -> Iterator[None]:
-    """Ask that before the tensors of a mapped file are looked at, all of them together, and behind that."""
-    check_mapped(path)
-    yield
-    check_mapped(path)
 
 
 def forget_mapped(path: str | Path) -> None:

@@ -28,7 +28,7 @@ from .reading import load_header
 from .schema import MOST, check, count, text
 from .storage import Stream
 
-ELSEWHERE = "in the pieces beside this file; one file of all: fabric-template convert"
+ELSEWHERE = "in the pieces beside this file"
 BLOCK = 2**20
 
 _INDEX = {
@@ -80,7 +80,7 @@ def put(nest: Any, way: list[Any], value: Any) -> None:
 def _stands_at(nest: Any, way: list[Any]) -> bool:
     for key in way:
         nest = nest[key]
-    return nest == ELSEWHERE
+    return isinstance(nest, str) and nest.startswith(ELSEWHERE)
 
 
 def with_shapes(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
@@ -234,11 +234,10 @@ def check_file(path: str | Path, read: bool = True) -> None:
 # ---- folders of pieces
 
 
-def make_fresh(beside: Path, step: int, clears: bool = True) -> Path:
-    """A new folder for the pieces of a file in this folder; ``clears``: what killed runs have left there is removed before."""
+def make_fresh(beside: Path, step: int) -> Path:
+    """Make a new folder for the pieces of a file in this folder, and remove what killed runs have left there."""
     make_folder(beside)
-    if clears:
-        clear_unnamed(beside)
+    clear_unnamed(beside)
     number = 0
     while True:
         folder = beside / f"step={step}{f'-{number}' if number else ''}{PIECES}"

@@ -1,4 +1,4 @@
-"""The command line: fit, validate, test, predict, plot, runs, profile, doctor, tune, export, new, copy, diff, update, verify.
+"""The command line: fit, validate, test, predict, plot, runs, profile, doctor, tune, copy, diff, update, verify.
 
 Nothing heavy is imported before a verb needs it: a word of help must not wait for torch.
 """
@@ -26,12 +26,9 @@ VERBS = {
     "profile": "where a training step goes: a table, a picture, and what to do about it",
     "doctor": "what is wrong with a training: two scripts beside each other, a script's source, a finished run",
     "tune": "find what makes a training faster on this machine, or with --lr a learning rate for it",
-    "export": "write a model as a file that others load: safetensors, torch.export, onnx, torchscript",
-    "new": "make a small project that trains at once",
-    "copy": "copy this package, its single file, or parts of it, into a project of yours",
+    "copy": "copy this package, or its single file, into a project of yours",
     "diff": "show what you have changed in a copy, and what upstream has since",
     "update": "bring what is new upstream into a copy, beside what you have changed in it",
-    "convert": "make one file of a checkpoint that lies in pieces, or pieces of one file",
     "verify": "read checkpoints from end to end: are they whole?",
 }
 
@@ -93,7 +90,7 @@ def _is_for_users(error: Exception) -> bool:
     return isinstance(error, ValueError | TypeError) and modules[-1] == "ours" and {*modules} <= {"ours", *between}
 
 
-# ---- plot, runs, profile, doctor, export, verify; new, copy, diff, update
+# ---- plot, runs, profile, doctor, verify; copy, diff, update
 
 
 def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argparse.Namespace:
@@ -151,12 +148,6 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _export(verb: str, argv: list[str]) -> None:
-    from .exporting import run_export
-
-    run_export(argv, VERBS[verb])
-
-
 def _tune(verb: str, argv: list[str]) -> None:
     from .trying import run_tune
 
@@ -164,12 +155,23 @@ def _tune(verb: str, argv: list[str]) -> None:
 
 
 def _copies(verb: str, argv: list[str]) -> int:
-    from .copies import COPIES
+    from .vendoring import copy_command, diff_command, update_command
 
-    text, code = COPIES[verb](f"{program()} {verb}", VERBS[verb], argv)
-    if text:
-        _print(text)
-    return code
+    options: dict[str, list[str]] = {
+        "copy": ["mini", "force"],
+        "diff": ["yours", "upstream"],
+        "update": ["dry_run", "force"],
+    }
+    flags = {f"__{name.replace('_', '-')}": {"action": "store_true"} for name in options[verb]}
+    given = vars(_arguments(verb, argv, path={}, **flags))
+    commands: dict[str, Any] = {"copy": copy_command, "diff": diff_command, "update": update_command}
+    try:
+        return commands[verb](given["path"], **{name: given[name] for name in options[verb]})
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        raise UsageError(f"{verb}: {error.filename}: {error.strerror}") from error
 
 
 def _verify(verb: str, argv: list[str]) -> int:
@@ -198,20 +200,9 @@ def _verify(verb: str, argv: list[str]) -> int:
     return code
 
 
-def _convert(verb: str, argv: list[str]) -> None:
-    from .convert import HELP, convert
-
-    out = {"help": "the file; by default CKPT's name with -whole or -pieces, in this folder"}
-    pieces = {"type": int, "help": "make so many, for so many ranks, which read their own; by default one file"}
-    trusted = {"action": "store_true", "help": "also where it holds more than plain values, which can run any program"}
-    given = _arguments(verb, argv, CKPT=HELP, __out=out, __pieces=pieces, __trusted=trusted)
-    made = convert(Path(given.CKPT), Path(given.out) if given.out else None, given.trusted, given.pieces)
-    print(f"converted   {made}")
-
-
 OTHERS = {"plot": _plot, "runs": _runs, "profile": _profile, "doctor": _doctor, "tune": _tune}
-OTHERS |= {"export": _export, "convert": _convert, "verify": _verify}
-OTHERS |= dict.fromkeys(("new", "copy", "diff", "update"), _copies)
+OTHERS |= {"verify": _verify}
+OTHERS |= dict.fromkeys(("copy", "diff", "update"), _copies)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,8 @@
-"""The promise to those who copy: the folder works under any name, without fabric_template; its leaves work alone."""
+"""A copy of the folder works under any name, without fabric_template."""
 
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +11,10 @@ import pytest
 import torch
 from interpreter import ready
 
+from fabric_template.tools.vendoring import copy_command
+
 PACKAGE = Path(__file__).resolve().parents[2] / "fabric_template"
 FILES = sorted(PACKAGE.rglob("*.py"))
-ROOMS = {  # and those below it
-    "core": (),
-    "exact": ("core",),
-    "data": ("core", "exact"),
-    "files": ("core", "exact"),
-    "record": ("core", "exact", "files"),
-    "trainer": ("core", "exact", "files", "record"),
-    "process": ("core", "exact", "data", "files", "record", "trainer"),
-}
 
 BLOCK = """
 import sys
@@ -66,7 +58,7 @@ def run(code, folder):
 
 
 def copy_to(folder):
-    shutil.copytree(PACKAGE, folder / "somewhere" / "my_loop", ignore=shutil.ignore_patterns("__pycache__"))
+    assert copy_command(str(folder / "somewhere" / "my_loop")) == 0
 
 
 def test_the_folder_under_another_name_trains_without_us(tmp_path):
@@ -104,49 +96,6 @@ def test_no_file_looks_itself_up_by_a_name_that_a_copy_does_not_have(path):
     source = path.read_text(encoding="utf-8")
     lookups = r"(?:import_module|__import__|resources\.files|sys\.modules\[|find_spec)"
     assert not re.findall(lookups + r"""\(?\s*f?["']fabric_template""", source)
-
-
-def test_a_room_can_be_copied_without_those_above_it(tmp_path):
-    names = []
-    for room, below in ROOMS.items():
-        mine = tmp_path / f"mine_{room}"  # in one process: each has a package of its own
-        for name in (room, *below):
-            shutil.copytree(PACKAGE / name, mine / name, ignore=shutil.ignore_patterns("__pycache__"))
-        (mine / "__init__.py").write_text('__version__ = "mine"\n')
-        names += [f"mine_{room}.{room}.{path.stem}" for path in sorted((PACKAGE / room).glob("*.py"))]
-    done = run(f"import {', '.join(names)}", tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_a_few_files_do_their_work_alone(tmp_path):
-    """TensorLoader from one file, the reader of checkpoints from four; the CSV logger and its reader from four."""
-    shutil.copy(PACKAGE / "data" / "tensors.py", tmp_path / "my_data.py")
-    files = {
-        "my_logs/record": ("record/logger", "record/parsing", "record/read_back", "record/tables"),
-        "my_logs/files": ("files/disk",),
-        "my_files": ("files/reading", "files/opening", "files/errors", "files/ordinary"),
-    }
-    for folder, names in files.items():
-        (tmp_path / folder).mkdir(parents=True)
-        for name in names:
-            shutil.copy(PACKAGE / f"{name}.py", tmp_path / folder)
-    code = """
-import torch
-from my_data import TensorLoader
-from my_logs.record.logger import CSVLogger
-from my_logs.record.read_back import read_logs
-from my_files.reading import read_checkpoint
-
-assert [len(x) for (x,) in TensorLoader(torch.arange(5), batch_size=2)] == [2, 2, 1]
-logger = CSVLogger("logs", name="mine")
-logger.log_epoch({"epoch": 0, "val_loss": 0.5})
-assert read_logs("logs")["val_loss"].tolist() == [0.5]
-torch.save({"w": torch.ones(2)}, "w.ckpt")
-assert read_checkpoint("w.ckpt")["w"].tolist() == [1, 1]
-print("worked")
-"""
-    done = run(code, tmp_path)
-    assert done.stdout == "worked\n", done.stderr[-2000:]
 
 
 def test_importing_the_copy_imports_nothing_heavy(tmp_path):

@@ -3,12 +3,10 @@
 Each page's Python blocks are one program, run in a folder and a process of its own: forked, so that nothing is imported again.
 """
 
-import ast
 import dataclasses
 import inspect
 import os
 import re
-import shutil
 import subprocess
 import sys
 import warnings
@@ -26,8 +24,6 @@ from interpreter import ready
 
 from fabric_template.core.config import LoopConfig
 from fabric_template.core.elsewhere import FABRIC_WORDS, TRAINER_ONLY
-from fabric_template.tools.parts import PARTS, part_files
-from fabric_template.tools.upstream import sources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -215,38 +211,6 @@ def test_the_front_door_has_every_room():
         *rooms,
         "fabric_template",
     }
-
-
-def imported(path):
-    """What a file imports of its package when it is imported itself (TYPE_CHECKING and functions aside)."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    return [node.module for node in body if isinstance(node, ast.ImportFrom) and node.level]
-
-
-def test_the_files_that_can_be_copied_alone_are_those():
-    text = PAGES["docs/copying.md"].replace("\n  ", " ")
-    named = re.search(r"can be taken alone: (.*)", text)[1]
-    assert named.count("`") > 20
-    for name in re.findall(r"[\w/]+\.py", named):
-        assert not imported(REPOSITORY / "fabric_template" / name), name
-
-
-def test_a_few_files_are_enough_for_what_they_are_taken_for(tmp_path):
-    found = re.findall(r"^\| .* \| `(\w+)` \| (`.*\.py`) \|$", PAGES["docs/copying.md"], re.M)
-    rows = {part: re.findall(r"[\w/]+\.py", row) for part, row in found}
-    assert {part: sorted(names) for part, names in rows.items()} == {
-        part: part_files([part], sources()) for part in PARTS
-    }
-    lines = []
-    for number, names in enumerate(rows.values()):
-        for name in names:
-            target = tmp_path / f"mine_{number}" / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPOSITORY / "fabric_template" / name, target)
-            lines.append(f"import mine_{number}.{name.removesuffix('.py').replace('/', '.')}")
-    code = "import sys; sys.modules['fabric_template'] = None\n" + "\n".join(lines)
-    done = subprocess.run(ready([sys.executable, "-c", code]), capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_places_to_change_in_the_single_file_are_there():

@@ -42,11 +42,6 @@ def _workers():
     return names
 
 
-def _compiled():
-    """A model as torch.compile gives it."""
-    return torch.compile(torch.nn.Linear(1, 1), backend="eager")
-
-
 def _shared():
     """A loader as Fabric sets it up."""
     return Fabric(accelerator="cpu", devices=1).setup_dataloaders(DataLoader(range(2)), move_to_device=False)
@@ -89,7 +84,6 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_trainer", pl.LightningModule, "shown.py", "a plain module as Lightning's callbacks expect it: its trainer"),
     ("_automatic_optimization", pl.LightningModule, "shown.py", "the same: who steps"),
     ("_example_input_array", pl.LightningModule, "shown.py", "the same: what a summary is made with"),
-    ("_orig_mod", _compiled, "export.py", "a model that torch.compile has wrapped"),
     ("_num_iter_calls", _shared, "mini.py", "epochs that a loader of Fabric's shuffles by: a resumed run has not made them"),
     ("_mode", lambda: CombinedLoader([]), "loaders.py", "to tell loaders that go together from those that follow each other"),
     ("_lightning_module", PyTorchProfiler, "trainer/profiling.py", "to name the module's parts in the trace"),

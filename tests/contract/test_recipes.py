@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -13,14 +14,15 @@ import torch
 from fabric_template import doctor
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "recipes"
-PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md")) if path.stem != "README"}
-INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
+TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
+INDEX = TEXTS["README"]
+PAGES = [page for page in TEXTS if page not in ("README", "export")]  # with a loop before and one after
 MOST_LINES = 15
 WARNED = {"hugging-face": "Model came in eval mode: it is put into training mode"}
 
 
 def blocks(page):
-    return re.findall(r"^```python\n(.*?)^```$", PAGES[page], re.M | re.S)
+    return re.findall(r"^```python\n(.*?)^```$", TEXTS[page], re.M | re.S)
 
 
 def run(source, page, folder, monkeypatch):
@@ -137,6 +139,20 @@ def test_with_the_library(tmp_path, monkeypatch):
     assert not same(names["model"], type(again).from_pretrained("small"))
 
 
+def test_export(tmp_path, monkeypatch):
+    """The block of the page compares what it has written with the model."""
+    source, onnx = blocks("export")
+    names = run(source, "export", tmp_path / "export", monkeypatch)
+    assert {path.name for path in Path().iterdir()} == {"checkpoints", "logs", "net.pt2", "net.safetensors"}
+    if find_spec("onnxscript") and find_spec("onnxruntime"):
+        import onnxruntime
+
+        exec(onnx, names)
+        session = onnxruntime.InferenceSession("net.onnx")
+        found = torch.from_numpy(session.run(None, {"input": names["x"].numpy()})[0])
+        assert torch.allclose(found, names["net"](names["x"]), atol=1e-6)
+
+
 def lines_of(page):
     """How many lines, blank ones aside, stand in the block after only, and in the block before only."""
     before, after = blocks(page)[:2]
@@ -150,10 +166,10 @@ def test_the_index_has_every_page_and_its_lines():
     assert figures == {page: lines_of(page) for page in PAGES}
     assert [page for page in PAGES if lines_of(page)[0] > MOST_LINES] == []
     for title, page, _, _ in rows:
-        assert PAGES[page].splitlines()[0].removeprefix("# ").lower() == title.lower()
+        assert TEXTS[page].splitlines()[0].removeprefix("# ").lower() == title.lower()
 
 
-@pytest.mark.parametrize("page", [*PAGES, "README"])
+@pytest.mark.parametrize("page", TEXTS)
 def test_links_lead_somewhere(page):
-    text = re.sub(r"^```.*?^```$", "", PAGES.get(page, INDEX), flags=re.M | re.S)
+    text = re.sub(r"^```.*?^```$", "", TEXTS[page], flags=re.M | re.S)
     assert [target for target in re.findall(r"\]\(([^)#]+)", text) if not (FOLDER / target).is_file()] == []

@@ -13,12 +13,12 @@ from externally import externally
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import Classifier, by_epoch, make_data, quiet
+from splitting import split_file
 
 from fabric_template import FabricLoop
 from fabric_template.files import bring, shards
 from fabric_template.files.errors import CheckpointError
-from fabric_template.tools import convert as converting
-from fabric_template.tools.convert import convert
+from fabric_template.files.reading import read_checkpoint
 
 mapped = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux only")
 CUT = (
@@ -33,7 +33,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.save({"state_dict": Wide().state_dict()}, "one.ckpt")
-    convert(Path("one.ckpt"), Path("split.ckpt"), pieces=2)
+    split_file(Path("one.ckpt"), Path("split.ckpt"), ranks=2)
 
 
 class Wide(Classifier):
@@ -84,9 +84,9 @@ def load(rank, path, module, name, change):
     torch.save(told(loop.validate, Wide(), [torch.zeros(1)], load=path), f"told{rank}.pt")
 
 
-def converted(rank, path, module, name, change, words):
+def join(rank, path, module, name, change):
     then(module, name, change)
-    torch.save(told(convert, Path(path), Path("out.ckpt"), **words), "told0.pt")
+    torch.save(told(shards.whole, read_checkpoint(path), path), "told0.pt")
 
 
 def ended(function, *args, ranks):
@@ -125,15 +125,6 @@ def test_one_that_a_plugin_reads_once_it_was_written_anew():
     assert ended(by_plugin, ranks=2) == [True, True]
 
 
-@mapped
-def test_one_file_that_becomes_pieces():
-    """Nothing is left of them."""
-    size, names = Path("one.ckpt").stat().st_size, {"one.ckpt", "split.ckpt", "step=0.shards", "err0", "told0.pt"}
-    (line,) = ended(converted, "one.ckpt", converting, "brought_back", lambda: cut("one.ckpt"), {"pieces": 2}, ranks=1)
-    assert line == CUT.format(size)
-    assert {path.name for path in Path().iterdir()} == names
-
-
 PIECE = "step=0.shards/__1_0.distcp"
 CHANGES = {
     "cut": (lambda: cut(PIECE), "ends within a tensor: use another checkpoint"),
@@ -150,7 +141,6 @@ def test_a_piece_that_goes_once_it_was_checked(how):
         assert words in line
         assert PIECE in line
     Path(PIECE).write_bytes(piece)
-    (line,) = ended(converted, "split.ckpt", shards, "check_pieces", change, {}, ranks=1)
+    (line,) = ended(join, "split.ckpt", shards, "check_pieces", change, ranks=1)
     assert words in line
     assert PIECE in line
-    assert not Path("out.ckpt").exists()

@@ -1,0 +1,260 @@
+"""Copy this package or its single file into a project, compare such a copy, and update it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+
+from .. import __version__
+
+PACKAGE = Path(__file__).resolve().parents[1]
+MINI = "mini.py"
+README = """\
+fabric_template {version} as it was copied.
+`fabric-template diff` and `fabric-template update` need these files. Commit them, unchanged.
+"""
+Files = dict[str, bytes]  # by the name in the package
+Changes = dict[str, bytes | None]  # None removes the file
+
+
+class Copy:
+    """A copy in somebody's project: a folder, or the single file."""
+
+    def __init__(self, path: str) -> None:
+        self.target = Path(os.path.abspath(path))
+        if PACKAGE in (self.target.resolve(), *self.target.resolve().parents):
+            raise ValueError(f"got {path}, the package itself, expected a path outside of it.")
+        self.is_file = self.target.suffix == ".py"
+        if self.is_file:
+            self.hidden = self.target.with_name(f".{self.target.stem}.fabric_template")
+            self.current = {MINI: read_file(self.target)} if self.target.is_file() else {}
+            licence = read_file(PACKAGE / "LICENSE").decode().splitlines()
+            notice = "\n\n" + "".join(f"# {line}".rstrip() + "\n" for line in licence)
+            self.upstream = {MINI: read_file(PACKAGE / MINI) + notice.encode()}
+        else:
+            self.hidden = self.target / ".fabric_template"
+            self.current = read_files(self.target)
+            self.upstream = read_files(PACKAGE)
+        self.original = read_files(self.hidden)
+        readme = self.hidden / "README.md"
+        found = re.match(r"\S+ (\S+)", readme.read_text()) if readme.is_file() else None
+        self.version = found[1] if found else None
+
+    def path(self, name: str) -> Path:
+        """Return where the copy has a file of the package."""
+        return self.target if self.is_file else self.target / name
+
+    def write(self, changes: Changes) -> None:
+        """Write or remove each file before its original, so that a crash can be repaired."""
+        for name in sorted({*changes, *self.original, *self.upstream}):
+            if name in changes:
+                write_file(self.path(name), changes[name])
+            if self.original.get(name) != self.upstream.get(name):
+                write_file(self.hidden / name, self.upstream.get(name))
+        write_file(self.hidden / "README.md", README.format(version=__version__).encode())
+
+    def back_up(self) -> None:
+        """Keep what is there in a new hidden folder beside the copy."""
+        folders = (self.target.with_name(f".{self.target.stem}.before_{n}") for n in count())
+        backup = next(folder for folder in folders if not folder.exists())
+        if self.is_file:
+            backup.mkdir()
+            shutil.copy2(self.target, backup)
+        else:
+            shutil.copytree(self.target, backup, ignore=shutil.ignore_patterns("__pycache__"))
+        if self.is_file and self.hidden.is_dir():
+            shutil.copytree(self.hidden, backup / self.hidden.name)
+        print(f"backup      {os.path.relpath(backup)} has the previous files")
+
+
+def copy_command(path: str, *, mini: bool = False, force: bool = False) -> int:
+    """Copy this package, or its single file, into a project.
+
+    Args:
+        path: The folder to write, such as src/my_loop, or with mini the file, src/train_loop.py.
+        mini: Copy MiniLoop, the single file.
+        force: Renew an older copy. The previous files are kept beside it.
+    """
+    copy = Copy(path)
+    if copy.is_file != mini or not copy.target.name.removesuffix(".py").isidentifier():
+        example = "--mini src/train_loop.py" if mini or copy.is_file else "src/my_loop"
+        raise ValueError(f"copy: got {path}, expected a Python name. Write `copy {example}`.")
+    changes: Changes = dict.fromkeys(copy.original)
+    changes.update(copy.upstream)
+    is_used = copy.target.exists() and (mini or any(copy.target.iterdir()))
+    if is_used and not changes.items() <= copy.current.items():
+        if not force or not {"loop.py", MINI} & copy.current.keys():
+            raise ValueError(f"copy: got {path}, expected a new path. Use update or --force.")
+        copy.back_up()
+    copy.write(changes)
+    print(f"copied      {'MiniLoop' if mini else f'{len(copy.upstream)} files'} to {path}")
+    print(f"use         from {copy.target.stem} import {'MiniLoop' if mini else 'FabricLoop'}")
+    print(f"compare     fabric-template diff {path}\nupdate      fabric-template update {path}")
+    return 0
+
+
+def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
+    """Show what you have changed in a copy, and what the installed version has changed since.
+
+    Args:
+        path: The folder of a copy, or a copied file.
+        yours: Show only what you have changed.
+        upstream: Show only what the installed version has changed.
+
+    Returns:
+        1 if something differs, else 0.
+    """
+    copy = find_copy("diff", path)
+    sides = {}
+    if yours or not upstream:
+        sides["yours"] = copy.current
+    if upstream or not yours:
+        sides[f"fabric_template-{__version__}"] = copy.upstream
+    text = b""
+    with tempfile.TemporaryDirectory() as folder:
+        for side, files in {"original": copy.original, **sides}.items():
+            Path(folder, side).mkdir()
+            for name, data in files.items():
+                write_file(Path(folder, side, name), data)
+        for side in sides:
+            words = ("diff", "--no-index", "--no-prefix", "--no-color", "original", side)
+            text += run_git(folder, *words).stdout
+    print(text.decode(errors="replace"), end="")
+    return 1 if text else 0
+
+
+def update_command(path: str, *, dry_run: bool = False, force: bool = False) -> int:
+    """Bring the installed version into a copy, beside what you have changed in it.
+
+    Files that both have changed are merged by git. Conflicts are marked in the file.
+
+    Args:
+        path: The folder of a copy, or a copied file.
+        dry_run: Write nothing, only show what would change.
+        force: Update a copy that is not committed, too. The previous files are kept beside it.
+
+    Returns:
+        1 if you have to look at a file ("conflict" or "kept"), else 0.
+    """
+    copy = find_copy("update", path)
+    if copy.original == copy.upstream and copy.version == __version__:
+        print(f"the same    {path} has all of {__version__}")
+        return 0
+    changes, outcomes = plan_update(copy)
+    if not dry_run:
+        if not force:
+            check_committed(copy, changes)
+        elif changes:
+            copy.back_up()
+        copy.write(changes)
+    print(f"{'dry run' if dry_run else 'updated':12}{path} from {copy.version} to {__version__}")
+    for outcome, names in outcomes.items():
+        print(f"{outcome:12}{', '.join(names)}")
+    if "conflict" in outcomes and not dry_run:
+        print("next        choose between the lines at <<<<<<<, run your tests, commit")
+    return 1 if "conflict" in outcomes or "kept" in outcomes else 0
+
+
+def plan_update(copy: Copy) -> tuple[Changes, dict[str, list[str]]]:
+    """Return what an update writes, and the files by what happens to them."""
+    changes: Changes = {}
+    outcomes: dict[str, list[str]] = {}
+    for name in sorted({*copy.original, *copy.upstream}):
+        outcome, data = combine_versions(copy, name)
+        if data != copy.current.get(name):
+            changes[name] = data
+        if outcome:
+            outcomes.setdefault(outcome, []).append(copy.path(name).name if copy.is_file else name)
+    return changes, outcomes
+
+
+def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
+    """Return what an update does to a file, "" for nothing, and the content, None for no file."""
+    mine, old, new = (files.get(name) for files in (copy.current, copy.original, copy.upstream))
+    if new in (mine, old):
+        return "", mine
+    if mine is None:
+        return ("added", new) if old is None else ("left out", None)
+    if new is None:
+        return ("removed", None) if mine == old else ("kept", mine)
+    if mine == old:
+        return "replaced", new
+    if b"\n<<<<<<< " in b"\n" + mine:
+        raise ValueError(f"update: got a conflict in {name}, expected none. Resolve it first.")
+    with tempfile.TemporaryDirectory() as folder:
+        versions = {"yours": mine, "original": old or b"", f"fabric_template-{__version__}": new}
+        for file, data in versions.items():
+            write_file(Path(folder, file), data)
+        done = run_git(folder, "merge-file", "-p", *versions)
+    return ("conflict" if done.returncode else "merged"), done.stdout
+
+
+def check_committed(copy: Copy, names: Iterable[str]) -> None:
+    """Refuse to overwrite what git could not restore."""
+    paths = [copy.hidden / "README.md", *(copy.path(name) for name in names)]
+    existing = [str(path) for path in paths if path.exists()]
+    words = ["--literal-pathspecs", "status", "--porcelain", "--ignored", "--untracked-files=all"]
+    try:
+        found = run_git(copy.target.parent, *words, "--", *existing).stdout.decode()
+    except ValueError as error:
+        found = str(error)
+    if found:
+        first = ", ".join(found.splitlines()[:3])
+        raise ValueError(
+            f"update: got files that git cannot restore ({first}), expected none. Commit them, or"
+            " use --force, which keeps the previous files beside the copy."
+        )
+
+
+def find_copy(command: str, path: str) -> Copy:
+    """Return the copy at a path."""
+    copy = Copy(path)
+    if copy.version is None:
+        hidden = os.path.relpath(copy.hidden)
+        raise ValueError(f"{command}: got {path}, expected a copy ({hidden} is missing). Run copy.")
+    return copy
+
+
+def run_git(folder: str | Path, *words: str) -> subprocess.CompletedProcess[bytes]:
+    """Run git in a folder; exit codes up to 127 are answers."""
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, check=False)
+    except FileNotFoundError as error:
+        raise ValueError("got no git, expected it on the PATH. Install git.") from error
+    if done.returncode > 127:
+        raise ValueError(f"git: {' '.join(done.stderr.decode(errors='replace').split())}")
+    return done
+
+
+def read_files(folder: Path) -> Files:
+    """Read the Python files and the licence of a folder, except hidden ones, with LF line ends."""
+    files = {}
+    for path in sorted([*folder.rglob("*.py"), *folder.glob("LICENSE")]):
+        name = path.relative_to(folder)
+        if not any(part.startswith(".") for part in name.parts):
+            files[name.as_posix()] = read_file(path)
+    return files
+
+
+def read_file(path: Path) -> bytes:
+    """Read a file with LF line ends."""
+    return path.read_bytes().replace(b"\r\n", b"\n")
+
+
+def write_file(path: Path, data: bytes | None) -> None:
+    """Replace a file atomically and keep its kind of line ends; None removes it."""
+    if data is None:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file() and b"\r\n" in path.read_bytes():
+        data = data.replace(b"\n", b"\r\n")
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)

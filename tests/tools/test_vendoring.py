@@ -1,0 +1,307 @@
+"""Copy, diff and update: what happens to each file, what is refused, and what a crash leaves behind."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fabric_template.tools import cli, vendoring
+from fabric_template.tools.vendoring import copy_command, diff_command, update_command
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LOOP = "one\n\ntwo\n\nthree\n"
+EDITED = LOOP.replace("one", "mine")
+RELEASED = LOOP.replace("three", "new")
+MINI = "class MiniLoop:\n    pass\n\n\nDONE = True\n"
+PACKAGE = {
+    "LICENSE": "MIT License\n\nPermission is granted\n",
+    "loop.py": LOOP,
+    "mini.py": MINI,
+    "data/tensors.py": "tensors\n",
+}
+
+
+def tree(folder):
+    """The text of every file by its path, without git's and Python's own files."""
+    names = {path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file()}
+    names = {name for name in names if not {".git", "__pycache__"} & {*name.parts}}
+    return {name.as_posix(): Path(folder, name).read_bytes().decode() for name in names}
+
+
+def write(folder, files):
+    for name, text in files.items():
+        vendoring.write_file(Path(folder, name), None if text is None else text.encode())
+
+
+def git(*words):
+    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def commit():
+    git("add", "-A")
+    git("-c", "user.name=a", "-c", "user.email=a@example.com", "commit", "-q", "--allow-empty", "-m", "a")
+
+
+@pytest.fixture
+def release(tmp_path, monkeypatch):
+    """Put a small package in place of the installed one; the function releases a version of it."""
+    write(tmp_path / "upstream", {**PACKAGE, "py.typed": ""})
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setattr(vendoring, "PACKAGE", tmp_path / "upstream")
+    git("init", "-q")
+
+    def release(changes, version="0.2.0"):
+        write(tmp_path / "upstream", changes)
+        monkeypatch.setattr(vendoring, "__version__", version)
+
+    release({}, "0.1.0")
+    return release
+
+
+# ---- copy
+
+
+def test_copy_the_folder(release, capsys):
+    assert copy_command("src/mine") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "copied      4 files to src/mine",
+        "use         from mine import FabricLoop",
+        "compare     fabric-template diff src/mine",
+        "update      fabric-template update src/mine",
+    ]
+    copied = tree("src/mine")
+    assert copied.pop(".fabric_template/README.md").startswith("fabric_template 0.1.0 as it was copied.\n")
+    assert copied == {**PACKAGE, **{f".fabric_template/{name}": text for name, text in PACKAGE.items()}}
+    assert copy_command("src/mine") == diff_command("src/mine") == 0
+
+
+def test_copy_the_single_file_with_its_licence(release, capsys):
+    assert copy_command("src/train_loop.py", mini=True) == 0
+    assert "from train_loop import MiniLoop\n" in capsys.readouterr().out
+    copied = tree("src")
+    assert copied.pop(".train_loop.fabric_template/README.md")
+    text = f"{MINI}\n\n# MIT License\n#\n# Permission is granted\n"
+    assert copied == {"train_loop.py": text, ".train_loop.fabric_template/mini.py": text}
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "expected"),
+    [
+        ("my-loop", {}, "a Python name. Write `copy src/my_loop`."),
+        ("loop.py", {}, "a Python name. Write `copy --mini src/train_loop.py`."),
+        ("src", {"mini": True}, "a Python name. Write `copy --mini src/train_loop.py`."),
+        ("mine", {}, "a new path. Use update or --force."),
+        ("mine", {"force": True}, "a new path. Use update or --force."),
+        ("mine.py", {"mini": True}, "a new path. Use update or --force."),
+        ("../upstream/inside", {}, "a path outside of it."),
+    ],
+)
+def test_copy_refuses(release, path, options, expected):
+    write(".", {"mine/notes.py": "mine\n", "mine.py": "mine\n"})
+    before = tree(".")
+    with pytest.raises(ValueError, match=rf"got {re.escape(path)},.* expected {re.escape(expected)}$"):
+        copy_command(path, **options)
+    assert tree(".") == before
+
+
+@pytest.mark.parametrize("path", ["mine", "mine.py"])
+def test_force_renews_a_copy_and_keeps_the_previous_files(release, capsys, path):
+    mini = path.endswith(".py")
+    copy_command(path, mini=mini)
+    write(".", {"mine.py": "edited\n"} if mini else {"mine/loop.py": "edited\n", "mine/extra.py": "extra\n"})
+    before = tree("." if mini else "mine")
+    release({"data/tensors.py": None, "mini.py": "class MiniLoop: ...\n"})
+    for number in range(2):
+        assert copy_command(path, mini=mini, force=True) == 0
+        assert f"backup      .mine.before_{number} has the previous files\n" in capsys.readouterr().out
+        assert tree(f".mine.before_{number}") == before
+        after = tree("." if mini else "mine")
+        assert "edited\n" not in (after.get("mine.py"), after.get("loop.py"))
+        assert mini or after.keys() & {"extra.py", "data/tensors.py"} == {"extra.py"}
+        write("." if mini else "mine", before)
+
+
+# ---- update
+
+
+CONFLICT = "<<<<<<< yours\nmine\n=======\nother\n>>>>>>> fabric_template-0.2.0\n\ntwo\n\nthree\n"
+CASES = {  # your file, upstream's new one, the outcome, the exit code, what is there afterwards
+    "only upstream": (LOOP, RELEASED, "replaced", 0, RELEASED),
+    "only yours": (EDITED, LOOP, None, 0, EDITED),
+    "both": (EDITED, RELEASED, "merged", 0, "mine\n\ntwo\n\nnew\n"),
+    "both alike": (RELEASED, RELEASED, None, 0, RELEASED),
+    "the same lines": (EDITED, LOOP.replace("one", "other"), "conflict", 1, CONFLICT),
+    "deleted by you": (None, RELEASED, "left out", 0, None),
+    "gone upstream": (LOOP, None, "removed", 0, None),
+    "gone upstream, changed by you": (EDITED, None, "kept", 1, EDITED),
+    "CRLF": (EDITED.replace("\n", "\r\n"), RELEASED, "merged", 0, "mine\r\n\r\ntwo\r\n\r\nnew\r\n"),
+    "CRLF alone": (LOOP.replace("\n", "\r\n"), RELEASED, "replaced", 0, RELEASED.replace("\n", "\r\n")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_update_each_case(release, capsys, case):
+    yours, theirs, outcome, code, expected = CASES[case]
+    copy_command("mine")
+    write("mine", {"loop.py": yours, "extra.py": "extra\n"})
+    commit()
+    before = tree("mine")
+    release({"loop.py": theirs, "new.py": "new\n"})
+    capsys.readouterr()
+    assert update_command("mine", dry_run=True) == code
+    assert tree("mine") == before
+    assert update_command("mine") == code
+    out = capsys.readouterr().out
+    assert out.startswith("dry run     mine from 0.1.0 to 0.2.0\n")
+    dry, done = out.split("updated     mine from 0.1.0 to 0.2.0\n")
+    assert dry.split("\n", 1)[1] == done.split("next ")[0]
+    assert ("\nnext " in done) == (outcome == "conflict")
+    assert f"\n{done}".count("\nadded       new.py\n") == 1
+    assert f"\n{done}".count(f"\n{outcome:12}loop.py\n" if outcome else "loop.py") == bool(outcome)
+    after = tree("mine")
+    assert after.get("loop.py") == expected
+    assert (after["extra.py"], after["new.py"]) == ("extra\n", "new\n")
+    # the hidden folder has the new version now
+    assert update_command("mine", force=True) == 0
+    assert capsys.readouterr().out == "the same    mine has all of 0.2.0\n"
+    assert tree("mine") == after
+
+
+def test_update_the_single_file_also_under_another_name(release, capsys):
+    copy_command("src/train_loop.py", mini=True)
+    write("src", {"train_loop.py": Path("src/train_loop.py").read_text().replace("DONE", "MINE")})
+    os.rename("src/train_loop.py", "src/other.py")
+    os.rename("src/.train_loop.fabric_template", "src/.other.fabric_template")
+    commit()
+    release({"mini.py": MINI.replace("pass", "new = 1")})
+    assert update_command("src/other.py") == 0
+    assert "merged      other.py\n" in capsys.readouterr().out
+    text = Path("src/other.py").read_text()
+    assert text.startswith("class MiniLoop:\n    new = 1\n\n\nMINE = True\n")
+    assert text.endswith("# Permission is granted\n")
+
+
+def test_update_refuses_what_git_could_not_restore(release, capsys):
+    def assert_refused(found):
+        before = tree("mine")
+        with pytest.raises(ValueError, match=re.escape(f"update: got files that git cannot restore ({found}")):
+            update_command("mine")
+        assert tree("mine") == before
+
+    copy_command("mine")
+    release({"loop.py": RELEASED, "data/tensors.py": "new\n"})
+    assert_refused("?? mine/.fabric_template/README.md, ?? mine/data/tensors.py, ?? mine/loop.py)")
+    commit()
+    write("mine", {"loop.py": EDITED})
+    assert_refused(" M mine/loop.py)")
+    git("checkout", "-q", "mine")
+    write(".", {".gitignore": "data/\n"})
+    git("rm", "-q", "-r", "--cached", "mine/data")
+    commit()
+    assert_refused("!! mine/data/")
+    os.rename(".git", "no.git")
+    assert_refused("git: fatal: not a git repository")
+    before = tree("mine")
+    assert update_command("mine", force=True) == 0
+    assert "backup      .mine.before_0 has the previous files\n" in capsys.readouterr().out
+    assert tree(".mine.before_0") == before
+    assert tree("mine")["loop.py"] == RELEASED
+
+
+def test_what_update_and_diff_cannot_use_is_said_in_one_line(release, monkeypatch):
+    def assert_refused(command, message):
+        before = tree("mine")
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            command("mine")
+        assert tree("mine") == before
+
+    write("mine", {"loop.py": "loop\n"})
+    missing = r"got mine, expected a copy \(mine/.fabric_template is missing\)\. Run copy\."
+    assert_refused(update_command, f"update: {missing}")
+    assert_refused(diff_command, f"diff: {missing}")
+    copy_command("mine", force=True)
+    write("mine", {"loop.py": f"<<<<<<< yours\n{EDITED}"})
+    release({"loop.py": RELEASED})
+    assert_refused(update_command, r"update: got a conflict in loop\.py, expected none\. Resolve it first\.")
+    write("mine", {"loop.py": f"\0{EDITED}"})
+    assert_refused(update_command, "git: error: Cannot merge binary files.*")
+    monkeypatch.setenv("PATH", "")
+    assert_refused(diff_command, r"got no git, expected it on the PATH\. Install git\.")
+
+
+def test_an_interrupted_update_is_finished_by_the_next_one(release, monkeypatch):
+    copy_command("mine")
+    write("mine", {"loop.py": EDITED})
+    commit()
+    release({"loop.py": RELEASED, "data/tensors.py": "new\n", "mini.py": None, "new.py": "new\n"})
+    update_command("mine")
+    after, replace, left = tree("mine"), os.replace, 0
+
+    def replace_or_stop(source, target):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    for writes in range(7):  # three files and their originals, the README
+        git("checkout", "-q", "mine")
+        git("clean", "-q", "-f", "-d", "mine")
+        left = writes
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", replace_or_stop)
+            with pytest.raises(KeyboardInterrupt):
+                update_command("mine")
+        assert update_command("mine", force=True) == 0
+        assert tree("mine") == after
+
+
+# ---- diff, and the command line
+
+
+def test_diff_tells_your_changes_from_those_of_upstream(release, capsys):
+    copy_command("mine")
+    write("mine", {"loop.py": EDITED, "extra.py": "extra", "mini.py": None})
+    release({"loop.py": RELEASED, "new.py": "new\n"})
+    capsys.readouterr()
+    found = []
+    for options in ({"yours": True}, {"upstream": True}, {}):
+        assert diff_command("mine", **options) == 1
+        found.append(capsys.readouterr().out)
+    yours, upstream, both = found
+    assert both == yours + upstream
+    files = [re.findall(r"^(?:---|\+\+\+) (.*)", text, re.M) for text in found[:2]]
+    assert files[0][:4] == ["/dev/null", "yours/extra.py", "original/loop.py", "yours/loop.py"]
+    assert files[0][4:] == ["original/mini.py", "/dev/null"]
+    assert files[1][:2] == ["original/loop.py", "fabric_template-0.2.0/loop.py"]
+    assert files[1][2:] == ["/dev/null", "fabric_template-0.2.0/new.py"]
+    Path("yours.patch").write_text(yours)
+    git("apply", "--directory=mine", "--reverse", "yours.patch")
+    assert diff_command("mine", yours=True) == 0
+
+
+def test_the_commands_of_the_page_with_the_real_package(tmp_path, monkeypatch, capsys):
+    """A new version is installed between copying and updating."""
+    page = (REPOSITORY / "docs/copying.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)
+    first, later = ([line.split("#")[0].split()[1:] for line in block.splitlines()] for block in blocks)
+    monkeypatch.chdir(tmp_path)
+    git("init", "-q")
+    assert [cli.main(words) for words in first] == [0, 0]
+    mini = Path("my_project/train_loop.py")
+    assert mini.read_text().endswith("# SOFTWARE.\n")
+    mini.write_text(mini.read_text().replace("import csv\n", "import csv  # mine\n"))
+    commit()
+    write("newer", {name: data.decode() for name, data in vendoring.read_files(vendoring.PACKAGE).items()})
+    write("newer", {"mini.py": Path("newer/mini.py").read_text() + "\n\nNEW = True\n"})
+    monkeypatch.setattr(vendoring, "PACKAGE", tmp_path / "newer")
+    monkeypatch.setattr(vendoring, "__version__", "0.2.0")
+    assert [cli.main(words) for words in later] == [1, 0, 0, 0]
+    assert cli.main(["update", "my_project/train_loop.py"]) == 0
+    assert "merged      train_loop.py\n" in capsys.readouterr().out
+    assert "NEW = True\n" in mini.read_text()
+    assert Path("my_project/training/mini.py").read_text().endswith("NEW = True\n")
