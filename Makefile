@@ -1,5 +1,5 @@
 # Each target stands on a stamp file, so that the set-up happens once and again only when what it reads has changed.
-# The bench and soak extras are on no stamp of `run` or `test`: nobody needs them to train.
+# The bench extra is on no stamp of `run` or `test`: nobody needs it to train.
 
 PYTHON ?= python3
 VENV := .venv
@@ -31,7 +31,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python benchmarks/overhead.py
 
 # about two hours on two free cores; a part or a smaller number: $(VENV)/bin/python soak/run.py --help
-soak: $(VENV)/.installed-soak
+soak: $(VENV)/.installed-dev
 	$(VENV)/bin/python soak/run.py
 
 clean:
@@ -52,10 +52,6 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@$(INSTALL) --editable '.[docs]'
-	@touch $@
-
-$(VENV)/.installed-soak: $(VENV)/.installed-dev
-	@$(INSTALL) --editable '.[dev,soak]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev

@@ -1,7 +1,6 @@
 """A save in pieces beside torch.distributed.checkpoint's own: seconds, and bytes per rank, of a model in parts.
 
     python benchmarks/pieces.py --megabytes 100 --ranks 2
-    python benchmarks/pieces.py --megabytes 100 --ranks 2 --portions     # under DDP, beside one file
 
 The ranks (gloo, FSDP2) train one step of Adam, then save in turns: ``last.ckpt`` with its pieces,
 `torch.distributed.checkpoint.save` of the same weights and moments into a fresh folder, as a loop of one's own does, and
@@ -135,7 +134,7 @@ def found_by(rank_of, ranks, given, where):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def rank_of(number, port, folder, ranks, megabytes, times, portions):
+def rank_of(number, port, folder, ranks, megabytes, times):
     """One rank."""
     import torch
     from lightning.fabric.strategies import ModelParallelStrategy
@@ -151,9 +150,9 @@ def rank_of(number, port, folder, ranks, megabytes, times, portions):
                 (folder / "found.json").write_text(json.dumps(found))
 
     net, width = layers(megabytes)
-    strategy = "ddp" if portions else ModelParallelStrategy(parallelize, ranks, 1)
+    strategy = ModelParallelStrategy(parallelize, ranks, 1)
     loop = FabricLoop(
-        accelerator="cpu", devices=ranks, strategy=strategy, checkpoint="sharded", max_steps=1, logger=False,
+        accelerator="cpu", devices=ranks, strategy=strategy, max_steps=1, logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(folder), callbacks=AtEnd(),
     )  # fmt: skip
     train(loop, net, TensorLoader(torch.ones(4 * ranks, width), batch_size=4))
@@ -164,12 +163,11 @@ def main():
     parser.add_argument("--megabytes", type=float, default=100, help="of weights and moments together")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--times", type=int, default=7, help="saves of each way; the median counts")
-    parser.add_argument("--portions", action="store_true", help="DDP, beside one file")
     parser.add_argument("--folder", help="where to; by default a temporary folder")
     words = parser.parse_args()
-    given = (words.ranks, words.megabytes, words.times, words.portions)
+    given = (words.ranks, words.megabytes, words.times)
     found = found_by(rank_of, words.ranks, given, words.folder)
-    other = "one file" if words.portions else "torch.distributed.checkpoint alone"
+    other = "torch.distributed.checkpoint alone"
     print(f"{words.megabytes:g} MB on {words.ranks} ranks: ours {found['ours']:.3f} s, {other} {found['alone']:.3f} s:"
           f" {found['alone'] / found['ours']:.2f} of its speed; meanwhile: training waits {found['waits']:.3f} s,"
           f" {found['waits'] / found['ours']:.2f} of ours; pieces of {found['pieces']} bytes, last.ckpt {found['last']:,}"

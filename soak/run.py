@@ -1,4 +1,4 @@
-"""The long checks: SIGKILLs, of two-process runs too, failing system calls, fuzzed files, by the thousand; prints a table.
+"""The long checks: SIGKILLs, of two-process runs too, failing system calls, by the thousand; prints a table.
 
     make soak                                        all of it, about two hours on two free cores
     python soak/run.py --part kills --kills 100      one part, smaller
@@ -9,13 +9,12 @@ and `nodes_sharded` with a model in parts, `workers_meanwhile` and `nodes_meanwh
 `failing` is tests/process/test_failing_ranks.py (one rank of two fails, in each way),
 `launchers` is soak/launchers.py (launchers x strategies x verbs, and signals to torchrun),
 `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
-`meanwhile` with such a one that threads save, `portions` with DDP that saves in pieces,
+`meanwhile` with such a one that threads save,
 `pieces` is tests/faults/piece_sweep.py (every operation on the disk of both ranks that save in pieces fails once),
 `configurations` is tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py
 (random configurations by Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each
 way), `reads` is tests/faults/reads.py (every look at it), `raised` is tests/process/test_raised_anywhere.py (an exception at
-every hook and call), `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler), `fields` is
-tests/faults/fields.py (one field of a valid checkpoint is altered), `fuzz` is soak/fuzz.py (needs atheris: the extra `soak`).
+every hook and call), `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler).
 A seed is printed, and gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
 """
 
@@ -35,13 +34,11 @@ PARTS = (
     "configurations",
     "configurations2",
     "beside",
-    "fuzz",
     "kills",
     "syscalls",
     "ranks",
     "sharded",
     "meanwhile",
-    "portions",
     "pieces",
     "workers",
     "nodes",
@@ -53,7 +50,6 @@ PARTS = (
     "launchers",
     "reads",
     "sweep",
-    "fields",
     "raised",
 )  # the longest first
 SKIPPED = 77  # the exit code of a part that this machine cannot run
@@ -73,7 +69,6 @@ def command_of(part, words, seed):
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
         "sharded": [*python, FAULTS / "kills.py", "--sharded", "--kills", words.rank_kills // 2, "--seed", seed],
         "meanwhile": [*python, FAULTS / "kills.py", "--meanwhile", "--kills", words.rank_kills // 2, "--seed", seed],
-        "portions": [*python, FAULTS / "kills.py", "--portions", "--kills", words.rank_kills // 2, "--seed", seed],
         "pieces": [*python, FAULTS / "piece_sweep.py"],
         "failing": [*python, ROOT / "tests" / "process" / "test_failing_ranks.py"],
         "launchers": [*python, ROOT / "soak" / "launchers.py"],
@@ -81,11 +76,9 @@ def command_of(part, words, seed):
         "configurations2": [*drawn, "--count", words.configurations // 20, "--ranks", 2],
         "beside": [*python, FAULTS / "beside.py", "--seed", seed, "--count", words.beside],
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", words.buffer],
-        "fields": [*python, FAULTS / "fields.py", "--fields", words.fields, "--seed", seed],
         "reads": [*python, FAULTS / "reads.py", "--every", "1"],
         "raised": [*python, ROOT / "tests" / "process" / "test_raised_anywhere.py"],
         "syscalls": [*python, ROOT / "soak" / "syscalls.py", "--faults", words.faults, "--seed", seed],
-        "fuzz": [*python, ROOT / "soak" / "fuzz.py", "--inputs", words.inputs, "--seed", seed],
     }[part]
 
 
@@ -108,9 +101,8 @@ def rows_of(part, seconds, figures):
         return [(part, 0, "it broke down", seconds, "")]
     if not figures:
         return [(part, 0, 0, seconds, "skipped: no C compiler here")]
-    if part in ("kills", "ranks", "sharded", "meanwhile", "portions"):
+    if part in ("kills", "ranks", "sharded", "meanwhile"):
         how = {"sharded": ", sharded", "meanwhile": ", sharded, saved while training goes on"}.get(part, "")
-        how = ", DDP that saves in pieces" if part == "portions" else how
         what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}{how}"
         remark = (
             f"{figures['rounds']} runs; {figures['left_temporary_files']} kills in mid-write, {figures['began_anew']} before "
@@ -175,20 +167,7 @@ def rows_of(part, seconds, figures):
         kinds = ", ".join(f"{kind} {count}" for kind, count in figures["faults"].items())
         remark = f"{kinds}; {figures['operations']} operations in a run"
         return [("injected faults", sum(figures["faults"].values()), len(figures["losses"]), seconds, remark)]
-    if part == "fields":
-        outcomes, slowest = figures["outcomes"], 1000 * figures["slowest"]
-        remark = (
-            f"{outcomes.get('refused', 0)} refused in one line, {outcomes.get('ended', 0)} went on; slowest check"
-            f" {slowest:.0f} ms; seed {figures['seed']}"
-        )
-        return [("altered fields of checkpoints", figures["fields"], len(figures["losses"]), seconds, remark)]
-    return [
-        (
-            f"fuzzed: {one['reader']}", one["inputs"], sum(one["failures"].values()), one.get("seconds", 0.0),
-            f"{one.get('read', 0)} were read; slowest {1000 * one.get('slowest', 0):.0f} ms",
-        )
-        for one in figures
-    ]  # fmt: skip
+    raise ValueError(f"part: got {part}, expected one of {PARTS}")
 
 
 def table(rows):
@@ -209,8 +188,6 @@ def main():
     parser.add_argument("--faults", type=int, default=1000, help="system calls that fail (1000)")
     parser.add_argument("--configurations", type=int, default=3000, help="random configurations (3000)")
     parser.add_argument("--beside", type=int, default=1000, help="random configurations beside Trainer (1000)")
-    parser.add_argument("--inputs", type=int, default=1_000_000, help="fuzzed files (1000000)")
-    parser.add_argument("--fields", type=int, default=2000, help="altered fields of valid checkpoints (2000)")
     parser.add_argument("--buffer", type=int, default=1, help="bytes that a save of the sweep writes at a time (1)")
     parser.add_argument("--jobs", type=int, default=2, help="parts that run side by side (2)")
     parser.add_argument("--seed", type=int, help="drawn and printed if not given")

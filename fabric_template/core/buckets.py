@@ -25,7 +25,6 @@ class Buckets:
         self.ddp = next((part for part in wrapped.modules() if isinstance(part, DistributedDataParallel)), None)
         self.matter = self.ddp is not None and world_size > 2 and not self.ddp.find_unused_parameters
         self.parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
-        self.parted: list[int] = []  # ranks whose weights were found to be others than rank zero's
         self._handles: list[Any] = []
 
     def begin(self, ours: Mapping[str, Any] | None, backward: Callable[[Tensor], None]) -> None:

@@ -73,9 +73,6 @@ class LoopConfig:
     # The update
     accumulate_grad_batches: int = 1
     """Batches per optimizer step. Each weighs 1/N, also in a shorter last window, as Trainer does it."""
-    accumulate_weights: Any = None
-    """What a batch weighs among those of one step: "samples" its size, or a function of the batch (its number of tokens, as a
-    number or tensor); so that the step is that of one large batch. For losses that are means. None: all alike."""
     gradient_clip_val: int | float | None = None
     """Clip gradients at this norm or value before each step. None or 0: off."""
     gradient_clip_algorithm: str | None = None
@@ -128,9 +125,6 @@ class LoopConfig:
     """Keep last.ckpt, rewritten at the end of each epoch and after each validation inside one."""
     save_every_n_steps: int | None = None
     """Also rewrite last.ckpt every so many optimizer steps, in the middle of epochs."""
-    checkpoint: str | None = None
-    """"sharded": under DDP each process writes its part of weights and optimizers into a piece beside a small last.ckpt, as a
-    model in parts (FSDP2) does in any case. None: one file. A process by itself writes one file."""
     trusted: bool = False
     """Also read checkpoints that need arbitrary classes (pickles of old). Such a file can run any program: True only for
     files whose writer you know."""
@@ -139,8 +133,6 @@ class LoopConfig:
     Make the model after the loop, as the command line does and as configure_model is called, or write seed_everything(1)
     before it: weights that are there already stay as they are.
     None: leave the random numbers as they are."""
-    prefetch: bool = False
-    """On a GPU: the next training batch is brought there from pinned memory while a step computes, with the same numbers."""
     compile: bool | str | dict[str, Any] = False
     """torch.compile the steps: True, its mode ("reduce-overhead", "max-autotune") or its keywords."""
 
@@ -339,16 +331,11 @@ _CHECKS: dict[str, tuple] = {
     "num_sanity_val_steps": ((int, None), _at_least(-1), "None, -1 (all) or an int >= 0"),
     "log_every_n_steps": ((int, None), _at_least(0), "None or an int >= 0 (0: never)"),
     "accumulate_grad_batches": ((int,), _at_least(1), "an int >= 1"),
-    "accumulate_weights": (
-        (object,),
-        lambda v: v in (None, "samples") or callable(v),
-        'None, "samples" or a function of a batch',
-    ),
     "gradient_clip_val": ((int, float, None), _at_least(0), "None or a number >= 0"),
     "gradient_clip_algorithm": ((str, None), lambda v: v in (None, "norm", "value"), 'None, "norm" or "value"'),
     "deterministic": ((bool, str, None), lambda v: v in (None, True, False, "warn"), 'None, True, False or "warn"'),
     **dict.fromkeys(("benchmark", "enable_checkpointing", *_SHOWN), _SWITCH),
-    **dict.fromkeys(("inference_mode", "detect_anomaly", "barebones", "save_last", "trusted", "prefetch"), _YES_NO),
+    **dict.fromkeys(("inference_mode", "detect_anomaly", "barebones", "save_last", "trusted"), _YES_NO),
     "reload_dataloaders_every_n_epochs": ((int,), _at_least(0), "an int >= 0 (0: never)"),
     "name": ((str,), is_name, "a folder's name"),
     "version": (
@@ -367,7 +354,6 @@ _CHECKS: dict[str, tuple] = {
     **dict.fromkeys(
         ("save_every_n_steps", "validate_every_n_steps"), ((int, None), _at_least(1), "None or an int >= 1")
     ),
-    "checkpoint": ((str, None), lambda v: v in (None, "sharded"), 'None or "sharded"'),
     "seed": ((int, None), lambda v: v is None or 0 <= v < 2**32, "None or an int from 0 to 4294967295"),
     "compile": (
         (bool, str, dict),

@@ -17,7 +17,6 @@ from .steps import is_plain
 
 if TYPE_CHECKING:
     from .closed import ClosedStep
-    from .weights import Weights
 
 OWN = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")  # a module's own parts
 UPDATE_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -41,12 +40,6 @@ class AutomaticUpdate:
         self._batch_idx = 0
         self._outputs: dict[str, Any] = {}
         self._last_loss: Tensor | None = None
-        self.weights: Weights | None = None
-        if (of_batch := run.config.accumulate_weights) is not None:
-            from .weights import Weights
-
-            size: Callable[[Any], int] = lambda batch: run.metrics.train.size_of_batch()  # noqa: E731
-            self.weights = Weights(size if of_batch == "samples" else of_batch, run.fabric)
         self.set_up()
 
     def set_up(self) -> None:
@@ -93,8 +86,6 @@ class AutomaticUpdate:
 
     def preparations(self) -> Iterator[Callable[[Optimizer], Any]]:
         """What is done with the gradients before the optimizer steps, in this order: weights, the hook, clipping."""
-        if self.weights is not None:
-            yield self.weights.divide
         if self.heard:
             yield partial(self.hooks.call, "on_before_optimizer_step")
         value, algorithm = self.run.config.gradient_clip_val, self.run.config.gradient_clip_algorithm
@@ -132,8 +123,7 @@ class AutomaticUpdate:
             if self.keeps:
                 self._keep(output, loss)
             if window > 1:
-                is_first = self._batch_idx % window == 0
-                loss = loss / window if self.weights is None else self.weights(loss, self._batch[0], is_first)
+                loss = loss / window
         if self._batch_idx % window == 0:
             if self.heard:
                 self.hooks.call("on_before_zero_grad", self.optimizer)

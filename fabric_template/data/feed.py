@@ -10,7 +10,6 @@ from typing import Any
 
 from ..core.errors import Misuse
 from ..core.overrides import TRANSFER_HOOKS, overrides
-from ..core.passes import Pass
 from ..core.run import Run
 from .loaders import USED_UP, Loaders
 from .ready import ready
@@ -43,7 +42,6 @@ class Feed:
         self.was_short = False  # a pass, by what its length says
         self.batches: Any = None  # the pass over the training batches
         self.transfer: Callable[[Any, int], Any] | None = None  # brings a batch to its device; None: it is there
-        self.make_pass: Callable[[], Callable[..., Pass]] = lambda: Pass
         self.loader_states: list[Any] = []  # of a checkpoint that has no position of ours, until the pass begins
 
     def _make(self, stage: str) -> Loaders:
@@ -120,7 +118,7 @@ class Feed:
         self.batches = None  # the workers of the pass before go first
         loaders.load_states(self.loader_states)
         self.loader_states = []
-        batches: Any = loaders.start(run.at.batches_done, run.at.is_last_batch, self.make_pass())
+        batches: Any = loaders.start(run.at.batches_done, run.at.is_last_batch)
         if loaders.together is not None:
             batches = loaders.together(batches)
         if run.hooks.profiler is not None:
@@ -180,19 +178,6 @@ class Feed:
         if transfer is not None:
             name = f"[Strategy]{type(run.fabric.strategy).__name__}.batch_to_device"
             self.transfer = run.hooks.timed(transfer, name)
-        if run.config.prefetch and run.fn == "fit":
-            self._prefetch(any(hooks))
-
-    def _prefetch(self, has_hooks: bool) -> None:
-        from .ahead import lane_of, passes, receiving
-
-        if (lane := lane_of(self.run, self.transfer, has_hooks)) is not None:
-            self.transfer = receiving(lane, self.transfer)
-            self.make_pass = lambda: passes(lane, self._fetches_quietly())
-
-    def _fetches_quietly(self) -> bool:
-        """Of several loaders a shorter one begins again in its turn, and draws."""
-        return self.is_quiet() and self.train is not None and self.train.combined is None
 
     # ---- evaluation
 

@@ -56,7 +56,6 @@ class Held:
             "settings": changed,
             "groups": groups,
             "tensors": {path: part_of(tensor) for path, tensor in self.tensors().items()},
-            "weights": run.update.weights.total if run.update is not None and run.update.weights is not None else None,
             "gradients": {
                 names[id(parameter)]: part_of(parameter.grad)
                 for optimizer in self._waiting()

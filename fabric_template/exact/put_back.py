@@ -53,9 +53,6 @@ def put_back(run: Run, held: Held, state: Mapping[str, Any]) -> None:
         for path, value in state["tensors"].items():
             if path in tensors and part_of(tensors[path]).shape == value.shape:
                 part_of(tensors[path]).copy_(value)
-    if state.get("weights") is not None and run.update is not None and run.update.weights is not None:
-        total = state["weights"]
-        run.update.weights.total = total.to(device) if isinstance(total, Tensor) else total
     for name, gradient in state["gradients"].items():
         if name in parameters and part_of(parameters[name]).shape == gradient.shape:
             whole = part_of(parameters[name]) is parameters[name]

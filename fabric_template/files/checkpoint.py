@@ -89,8 +89,8 @@ def hyperparameters_of(owner: Any, trusted: bool, said: Said) -> dict[str, Any]:
 
 
 def in_pieces(run: Run) -> bool:
-    """Whether each rank writes its own part of a checkpoint: of a model in parts, and where that is asked for under DDP."""
-    return run.steps.sharded is not None or (run.config.checkpoint == "sharded" and run.steps.ddp is not None)
+    """Return whether each rank writes its own part of a checkpoint."""
+    return run.steps.sharded is not None
 
 
 class Point(NamedTuple):
@@ -134,12 +134,7 @@ def _our_state(run: Run) -> dict[str, Any]:
         "metrics": run.metrics.state_dict(),
         "held": bookmark.held.state_dict(),
     }
-    if run.steps.ddp is None:
-        gathered = gather(run.fabric, ranks)
-    else:
-        from ..core import alike
-
-        gathered = alike.gathered(run, ranks)
+    gathered = gather(run.fabric, ranks)
     return {
         "format": FORMAT,
         "batch_idx": point.batches_done if not at.between_epochs else 0,

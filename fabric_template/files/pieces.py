@@ -57,10 +57,6 @@ def given_up(path: Path, why: str) -> str:
 
 def parted(run: Run, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor], list[list[Any]]]:
     """What of a state is plain, its tensors in parts by a number, and the way to where each of them stood."""
-    if run.steps.sharded is None:
-        from .portions import portions
-
-        state = portions(run, state)
     tensors: dict[str, DTensor] = {}
     ways: list[list[Any]] = []
 

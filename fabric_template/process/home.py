@@ -24,17 +24,9 @@ from .build import Plan
 
 
 def with_safe_files(fabric: Fabric, config: Settings) -> Fabric:
-    """The Fabric with checkpoints that are written whole; a CheckpointIO plugin of the user's own keeps its place.
-
-    Raises:
-        Misuse: for such a plugin where checkpoints are to lie in pieces.
-    """
+    """The Fabric with checkpoints that are written whole; a CheckpointIO plugin of the user's own keeps its place."""
     io: Any = door(fabric)
     trusted = config.trusted
-    if config.checkpoint == "sharded":
-        from .sharding import take_plugin
-
-        io = take_plugin(fabric, io, trusted)
     if type(io) is TorchCheckpointIO:
         fabric.strategy.checkpoint_io = AtomicCheckpointIO(trusted, in_run=True)
     elif is_shared_out(fabric):

@@ -269,10 +269,6 @@ def _check_optimizer(plan: Plan) -> None:
                 "Automatic gradient accumulation is not supported for manual optimization. Remove `Trainer("
                 f"accumulate_grad_batches={plan.config.accumulate_grad_batches})` or switch to automatic optimization."
             )
-        if plan.config.accumulate_weights is not None:
-            raise Misuse(
-                "accumulate_weights= is for automatic optimization: leave it out, and weigh the losses in training_step"
-            )
 
 
 def _given_optimizers(plan: Plan) -> list[Any]:

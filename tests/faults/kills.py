@@ -73,7 +73,6 @@ def fork(work, *args):
 def words_of(kind):
     """What the ranks are told: "" is DDP with one file."""
     words = {"strategy": in_parts() if kind in ("sharded", "meanwhile") else "ddp"}
-    words |= {"checkpoint": "sharded"} if kind.startswith("portions") else {}
     return words | (meanwhile_words() if kind.endswith("meanwhile") else {})
 
 
@@ -147,7 +146,6 @@ def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
         if kind:  # what the ranks import, once
             in_parts()
             meanwhile_words()
-            import fabric_template.files.portions  # noqa: F401
         codes, seconds = length_of(start(home / "whole", ranks, log, kind))
         if any(codes):
             raise RuntimeError(f"the undisturbed run ended with {codes}:\n{log.read_text()}")
@@ -202,11 +200,9 @@ def main():
     parser.add_argument(
         "--sharded", action="store_true", help="the model in parts on two ranks (FSDP2), saved in pieces"
     )
-    parser.add_argument("--portions", action="store_true", help="DDP on two ranks, saved in pieces")
     parser.add_argument("--meanwhile", action="store_true", help="the same, its pieces written while training goes on")
     words = parser.parse_args()
-    kind = "portions" if words.portions else "sharded" if words.sharded else ""
-    kind = f"{kind}-meanwhile" if words.meanwhile and words.portions else "meanwhile" if words.meanwhile else kind
+    kind = "meanwhile" if words.meanwhile else "sharded" if words.sharded else ""
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", file=sys.stderr)
     figures = campaign(words.kills, 2 if kind else words.ranks, seed, kind=kind)

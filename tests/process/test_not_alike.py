@@ -4,26 +4,21 @@ Each is saved as it is, or said, or refused. The ranks write what they have foun
 """
 
 import warnings
-from contextlib import suppress
 
 import pytest
 import torch
 from externally import externally
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
-from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch import seed_everything
 from modules import Classifier, by_epoch, make_loader
 from runs import Snapshots, copied, loud, same
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from fabric_template import FabricLoop, MiniLoop
-from fabric_template.core.buckets import Buckets
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own use of what it has deprecated
-    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 HOME = "checkpoints/run/version_0"
 
@@ -86,38 +81,15 @@ def moments(root):
     return torch.load(f"{root}/{HOME}/last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
 
 
-class Fails(Callback):
-    """Ends a run behind so many batches, on every rank."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step == self.batches:
-            raise ArithmeticError("on every rank")
-
-
 def redundant(rank):
     found = {}
     plain, _ = fit("adam", callbacks=[Snapshots("adam", "snaps")])
-    ways = {
-        "file": {},
-        "pieces": {"checkpoint": "sharded"},
-        "behind": {"checkpoint": "sharded", "plugins": AsyncCheckpointIO()},
-    }
-    for name, words in ways.items():
-        is_still = name != "behind"  # else threads write and remove files while they are copied
-        weights, _ = fit(name, zero, callbacks=[Snapshots(name, f"{name}_snaps")] * is_still, **words)
-        found[name] = same(weights, plain) and same(moments(name), moments("adam"))
-        for batches in (5, 9) if name == "pieces" else (9,):  # an epoch's end, the middle of the next
-            if is_still:
-                root = copied(rank, f"{name}_snaps/{batches}", f"{name}{batches}")
-            else:
-                with suppress(ArithmeticError):
-                    fit(root := f"{name}{batches}", zero, callbacks=[Fails(batches)], **words)
-            weights, _ = fit(root, zero, resume="auto", seed=7, **words)
-            found[name] &= same(weights, plain) and same(moments(root), moments("adam"))
-    for batches, start, other in ((9, "snaps", zero), (5, "file_snaps", adam), (9, "pieces_snaps", adam)):
+    weights, _ = fit("file", zero, callbacks=[Snapshots("file", "file_snaps")])
+    found["file"] = same(weights, plain) and same(moments("file"), moments("adam"))
+    root = copied(rank, "file_snaps/9", "file9")
+    weights, _ = fit(root, zero, resume="auto", seed=7)
+    found["file"] &= same(weights, plain) and same(moments(root), moments("adam"))
+    for batches, start, other in ((9, "snaps", zero), (5, "file_snaps", adam)):
         root = copied(rank, f"{start}/{batches}", f"{start}{batches}other")
         weights, said = fit(root, other, resume="auto", seed=7)
         found["changed"] = found.get("changed", True) and same(weights, plain) and same(moments(root), moments("adam"))
@@ -145,7 +117,7 @@ def test_an_optimizer_with_a_part_on_each_rank():
     assert codes == [0, 0], errors
     for rank in range(2):
         found = torch.load(f"found{rank}.pt", weights_only=True)
-        assert found == dict.fromkeys(("file", "pieces", "behind", "changed", "buckets", "mini"), True)
+        assert found == dict.fromkeys(("file", "changed", "buckets", "mini"), True)
     codes, errors = externally(on_three, ranks=3)
     assert codes == [0, 0, 0], errors
     assert [torch.load(f"three{rank}.pt", weights_only=True) for rank in range(3)] == [{"same": True}] * 3
@@ -200,136 +172,3 @@ def test_buffers_that_nobody_gives_the_others():
     (mean, found), (other, other_found) = [torch.load(f"found{rank}.pt", weights_only=True) for rank in range(2)]
     assert not torch.equal(mean, other)
     assert found == other_found == {3: True, 5: True, 9: True}
-
-
-def local_sgd(parameters):
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=4, warmup_steps=2))
-
-
-def alone(ddp):
-    state = post_localSGD_hook.PostLocalSGDState(None, torch.distributed.new_subgroups(1)[0], start_localSGD_iter=2)
-    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-
-
-def compressed(ddp):
-    state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.1
-    )
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
-def apart(rank):
-    local, more = {"make": local_sgd}, {"resume": "last", "max_epochs": 4}
-    told = {"file": fit("file", strategy=Hooked(alone), **local)[1]}
-    told["on"] = fit("file", strategy=Hooked(alone), **local, **more)[1]
-    told["power"] = fit("power", strategy=Hooked(compressed))[1]
-    told["power on"] = fit("power", strategy=Hooked(compressed), **more)[1]
-    for name, more in {"pieces": {}, "behind": {"plugins": AsyncCheckpointIO()}}.items():
-        try:
-            fit(name, checkpoint="sharded", strategy=Hooked(alone), **local, **more)
-        except Exception as error:
-            told[name] = str(error)
-    torch.save(told, f"told{rank}.pt")
-
-
-def test_ranks_with_weights_of_their_own():
-    """A checkpoint has rank zero's, a line says so; of parts none is saved. A hook's state begins anew, and a line says so."""
-    codes, errors = externally(apart)
-    assert codes == [0, 0], errors
-    why = "(DDP keeps them alike; local SGD, some communication hooks and a backward beside DDP do not)"
-    differ = (
-        "rank 1 has other weights or moments than rank 0, whose checkpoints hold: after a resume all ranks have rank 0's, and"
-        f" go on with other numbers than without it {why}"
-    )
-    hook = (
-        "resume: DDP's communication hook {0}_hook has a {1}State, which no checkpoint holds: it begins anew, and this run"
-        " does not go on to the bit"
-    )
-    told, others = [torch.load(f"told{rank}.pt", weights_only=True) for rank in range(2)]
-    lines = {name: [line for line in told[name] if "rank" in line or "hook" in line] for name in told}
-    assert lines["file"] == [differ]
-    assert lines["on"] == [hook.format("post_localSGD", "PostLocalSGD"), differ]
-    assert lines["power"] == []
-    assert lines["power on"] == [hook.format("powerSGD", "PowerSGD")]
-    assert others == {
-        "file": [],
-        "on": [],
-        "power": [],
-        "power on": [],
-        "pieces": told["pieces"],
-        "behind": told["behind"],
-    }
-    for name in ("pieces", "behind"):
-        assert told[name] == (
-            f"training has come to its end, but not everything is on disk: could not save '{name}/{HOME}/last.ckpt': rank 1 has"
-            f" other weights or moments than rank 0, and each would write its part of them {why}: leave out"
-            " checkpoint='sharded'; the old file is unchanged. Mend that, or save to another folder."
-        )
-
-
-class Bits(torch.Tensor):
-    """Numbers that are computed from others, as moments in 8 bits are; gives none of them singly."""
-
-    @staticmethod
-    def __new__(cls, codes):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-
-    def __init__(self, codes):
-        self.codes = codes
-
-    def __reduce_ex__(self, protocol):
-        return Bits, (self.codes,)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), words=None):
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].codes)
-        raise NotImplementedError(function)
-
-
-class InBits(torch.optim.SGD):
-    """Keeps some."""
-
-    def step(self, closure=None):
-        loss = super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter].setdefault("bits", Bits(torch.zeros(40, dtype=torch.uint8)))
-        return loss
-
-
-class Odd(Net):
-    """One number out of a table, whose neighbour is five further."""
-
-    def __init__(self, make):
-        super().__init__(make)
-        self.scale = nn.Parameter(torch.ones(3, 5)[:1, 0])
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
-def odd(rank):
-    def bits(parameters):
-        return InBits(parameters, lr=0.1)
-
-    told = {"odd": fit("odd", kind=Odd)[1], "bits": fit("bits", bits, trusted=True)[1]}
-    torch.save({name: [line for line in lines if "sav" in line] for name, lines in told.items()}, f"told{rank}.pt")
-
-
-def test_what_cannot_be_looked_at_as_bytes():
-    """It is saved like all else."""
-    codes, errors = externally(odd)
-    assert codes == [0, 0], errors
-    assert [torch.load(f"told{rank}.pt", weights_only=True) for rank in range(2)] == [{"odd": [], "bits": []}] * 2
-    files = [torch.load(f"{name}/{HOME}/last.ckpt", weights_only=False) for name in ("odd", "bits")]
-    assert [file["global_step"] for file in files] == [15, 15]
-    assert type(files[1]["optimizer_states"][0]["state"][0]["bits"]) is Bits
-
-
-def test_buckets_of_what_is_no_ddp():
-    """A strategy without a group of torch's goes on with a run, too."""
-    buckets = Buckets(nn.Linear(2, 1), 1)
-    buckets.begin({"batches_that_stepped": 3}, lambda loss: None)
-    assert buckets.order == []
