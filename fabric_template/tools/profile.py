@@ -46,10 +46,10 @@ class Profile:
 
     def plot(self) -> Figure:
         """Draw the table as one bar for each part."""
-        from matplotlib.figure import Figure
+        from matplotlib import pyplot
 
-        figure = Figure(figsize=(7, 0.4 * len(self.rows) + 1.4), layout="constrained")
-        axes = figure.subplots()
+        size = (7, 0.4 * len(self.rows) + 1.4)
+        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
         bars = axes.barh([row.part for row in self.rows], [row.milliseconds for row in self.rows])
         labels = [f"{row.milliseconds:,.3f} ms, {row.share:.1%}" for row in self.rows]
         axes.bar_label(bars, labels, padding=4)

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optim
 
 from ..loop import FabricLoop
 
@@ -146,6 +143,7 @@ class RepeatedLoader:
                 self.timer.switch("transfer")
                 yield batch
                 self.timer.switch("data")
+        raise ValueError("profile: got a loader without batches, expected one with batches.")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -193,8 +191,10 @@ class Training:
         options = {name: getattr(self.loop.config, name) for name in OPTIONS}
         with ExitStack() as stack:
             options["default_root_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
-            stack.callback(register_optimizer_step_pre_hook(timer.on_before_optimizer_step).remove)
-            stack.callback(register_optimizer_step_post_hook(timer.after_optimizer_step).remove)
+            before = optim.register_optimizer_step_pre_hook(timer.on_before_optimizer_step)
+            after = optim.register_optimizer_step_post_hook(timer.after_optimizer_step)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(context(timer))
@@ -205,7 +205,7 @@ class Training:
         if len(timer.steps) < steps:
             raise ValueError(
                 f"profile: got a training that ends after {timer.started} batches, expected"
-                f" {warm_up + steps}. Give a loader with batches, and do not stop early."
+                f" {warm_up + steps}. Remove what stops it early."
             )
         return timer
 

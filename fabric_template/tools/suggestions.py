@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from .. import TensorLoader
 from .step_timer import StepTimer, Training
 
-# A change is suggested if it is faster by MIN_GAIN in each of several comparisons.
+# A change is suggested if it is faster by MIN_GAIN in the median of several comparisons.
 MIN_GAIN, COMPARISONS = 1.1, 3
 SECONDS = 0.2  # of one side of a comparison
 READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
@@ -26,8 +26,8 @@ LIBRARIES = ("torch", "lightning", "torchmetrics", __name__.partition(".")[0])
 
 
 def median_ms(seconds: list[float]) -> float:
-    """Return the median in ms of five groups of consecutive steps. Workers deliver in bursts."""
-    size = max(1, len(seconds) // 5)
+    """Return the median in ms of ten groups of consecutive steps. Workers deliver in bursts."""
+    size = max(1, len(seconds) // 10)
     return 1e3 * median(fmean(seconds[i : i + size]) for i in range(0, len(seconds), size))
 
 
@@ -56,7 +56,7 @@ def suggest(
 
 
 def _compare(training: Training, steps: int, change: dict[str, Any]) -> tuple[float, float]:
-    """Return ms a step without and with a change, of the comparison with the smallest gain."""
+    """Return ms a step without and with a change, of the comparison with the median gain."""
     pairs = []
     for _ in range(COMPARISONS):
         # A change that fails here is not suggested.
@@ -66,7 +66,8 @@ def _compare(training: Training, steps: int, change: dict[str, Any]) -> tuple[fl
             return 1.0, 1.0
         totals = [[sum(step.values()) for step in one.steps] for one in timers]
         pairs.append((median_ms(totals[0]), max(median_ms(totals[1]), 0.001)))
-    return min(pairs, key=lambda pair: pair[0] / pair[1])
+    pairs.sort(key=lambda pair: pair[0] / pair[1])
+    return pairs[len(pairs) // 2]
 
 
 def _possible_changes(shares: dict[str, float], loader: Any) -> Iterator[tuple[str, dict]]:

@@ -307,7 +307,7 @@ def test_a_fit_after_a_profile_is_the_fit_without_it(fit, tmp_path):
     ({"devices": 2}, ValueError, r"profile\(loop\): got 2 processes, expected one. Write devices=1"),
     ({"loader": iter([])}, TypeError, "got a list_iterator, expected one loader"),
     ({"loader": {"a": []}}, TypeError, "got a dict, expected one loader"),
-    ({"loader": []}, ValueError, "empty train loader"),
+    ({"loader": []}, ValueError, "got a loader without batches"),
     ({"trace": "no/trace.json"}, ValueError, r"profile\(trace\): got 'no/trace.json', expected a file"),
     ({"callbacks": [Counting()]}, TypeError, "callback that copy.deepcopy refuses .*TextIOWrapper"),
     ({"step": lambda net, batch: 1 / 0}, ZeroDivisionError, "division by zero"),
