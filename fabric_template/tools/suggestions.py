@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from .. import TensorLoader
+from ..data.tensors import TensorLoader
 from .step_timer import StepTimer, Training
 
 # A change is suggested if it is faster by MIN_GAIN in the median of several comparisons.
