@@ -16,7 +16,7 @@ if _TYPE_CHECKING:
     from .tools import doctor as doctor
     from .tools.live import LivePlot as LivePlot
     from .tools.plots import plot_logs as plot_logs
-    from .tools.profiling import profile as profile
+    from .tools.profile import profile as profile
     from .tools.runs import list_runs as list_runs
     from .tools.tuning import tune as tune
 
@@ -35,7 +35,7 @@ _HOMES = {
     "doctor": "tools.doctor",
     "list_runs": "tools.runs",
     "plot_logs": "tools.plots",
-    "profile": "tools.profiling",
+    "profile": "tools.profile",
     "read_logs": "record.read_back",
     "tune": "tools.tuning",
 }
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> _Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _import_module(f".{_HOMES[name]}", __name__)
-    value = home if home.__name__.endswith(f".{name}") else getattr(home, name)
+    value = getattr(home, name, home)
     globals()[name] = value  # asked once
     return value
 

@@ -134,11 +134,23 @@ def _doctor(verb: str, argv: list[str]) -> int:
     return code
 
 
-def _profile(verb: str, argv: list[str]) -> None:
-    from .profile_typed import run_profile
+def _profile(verb: str, argv: list[str]) -> int:
+    from .options import read_options
+    from .profile import profile_command
 
-    if (text := run_profile(argv, VERBS[verb])) is not None:
-        _print(text)
+    parser = argparse.ArgumentParser(prog=f"{program()} {verb}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--out")
+    parser.add_argument("--trace")
+    own, rest = parser.parse_known_args(argv)
+    options = read_options(verb, rest, program(), VERBS[verb])
+    if options is None:
+        return 0
+    from ..loop import FabricLoop
+
+    loop = FabricLoop(**{**options.make_words(), "profiler": None})
+    parts = options.make_parts()
+    return profile_command(loop, parts["model"], parts.get("data"), out=own.out, trace=own.trace, steps=own.steps)
 
 
 def _print(text: str) -> None:

@@ -152,7 +152,7 @@ def test_runs_from_a_clean_kernel_and_every_cell_twice(path, tmp_path):
                     assert (output.get("text") or output.data["text/plain"]).strip() == claim.strip() == "True"
     assert "image/png" in kinds(executed[-1])
     left = {item.name for item in (tmp_path / "work").iterdir()}
-    assert left == ({"logs"} if not (tmp_path / "work" / "checkpoints").exists() else {"logs", "checkpoints"})
+    assert left <= {"logs", "checkpoints"}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
