@@ -127,8 +127,11 @@ def plot_logs(
             panel = axes[quantities.index(metric.quantity)]
             label = run.label or metric.split or f"_{metric.quantity}"
             draw_line(panel, run, metric, x, smooth, label)
-    note = f"mean and range of {len(runs[0].tables)} seeds" if len(runs[0].tables) > 1 else None
-    add_legend(axes, "thin: train, bold: validation" if len(runs) > 1 else note)
+    has_both = {"train", "validation"} <= {metric.split for metric in chosen}
+    notes = ["thin: train, bold: validation"] if has_both and len(runs) > 1 else []
+    if any(len(run.tables) > 1 for run in runs):
+        notes.append("band: range of the seeds")
+    add_legend(axes, ", ".join(notes))
     return axes[0] if len(axes) == 1 else np.array(axes)
 
 
@@ -225,7 +228,7 @@ def make_axes(quantities: list[str], x: str) -> list[Axes]:
 
     width = len(quantities) if len(quantities) <= 3 else 2
     height = math.ceil(len(quantities) / width)
-    size = (3.2 + 2.6 * width, max(4.2, 2.5 * height))
+    size = ((6.4, 4.2), (8.4, 4.1), (9.6, 3.8))[width - 1] if height == 1 else (8.4, 2.5 * height)
     figure = pyplot.figure(figsize=size, layout="constrained")
     axes: list[Axes] = []
     for number, quantity in enumerate(quantities, start=1):
@@ -272,7 +275,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
         ax.plot(points["x"][best], values[best], "o", label="best", zorder=4, **style)
 
 
-def add_legend(axes: list[Axes], title: str | None) -> None:
+def add_legend(axes: list[Axes], title: str) -> None:
     """Add a legend below the panels with one entry for each label."""
     entries: dict[str, Any] = {}
     for ax in axes:
@@ -280,8 +283,12 @@ def add_legend(axes: list[Axes], title: str | None) -> None:
         entries.update(zip(labels, handles, strict=True))
     if not entries:
         return
+    if "best" in entries:
+        entries["best"] = entries.pop("best")
     figure: Any = axes[0].figure
     width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))
+    num_lines = math.ceil(len(entries) / width) + bool(title)
+    figure.set_figheight(figure.get_figheight() + 0.27 * (num_lines - 1))
     place = {"loc": "outside lower center", "ncols": width, "title": title}
     legend = figure.legend(entries.values(), entries, **place)
     for text in legend.get_texts():

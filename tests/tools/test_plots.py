@@ -154,10 +154,10 @@ def test_seeds_are_a_mean_with_its_range(x):
     assert len(lines(plot_logs("logs", seeds=False, metrics="val_loss"), "best")) == 4
 
 
-def test_a_single_group_of_seeds_is_named_as_such():
+def test_the_legend_names_the_band_of_seeds():
     for seed in range(2):
         write_run("digits", seed, [float(seed), 0.0], seed=seed)
-    assert legend(plot_logs("logs"))[0] == "mean and range of 2 seeds"
+    assert legend(plot_logs("logs"))[0] == "band: range of the seeds"
 
 
 def test_time_is_the_sum_of_the_epochs():
