@@ -14,7 +14,7 @@ if _TYPE_CHECKING:
     from .record.logger import CSVLogger as CSVLogger
     from .record.read_back import read_logs as read_logs
     from .tools import doctor as doctor
-    from .tools.live import LivePlot as LivePlot
+    from .tools.live_plot import LivePlot as LivePlot
     from .tools.plots import plot_logs as plot_logs
     from .tools.profile import profile as profile
     from .tools.runs import list_runs as list_runs
@@ -28,7 +28,7 @@ _HOMES = {
     "CSVLogger": "record.logger",
     "CheckpointError": "files.errors",
     "FabricLoop": "loop",
-    "LivePlot": "tools.live",
+    "LivePlot": "tools.live_plot",
     "LoopConfig": "core.config",
     "MiniLoop": "mini",
     "TensorLoader": "data.tensors",

@@ -15,10 +15,8 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from ..files.disk import claim_version, make_folder, replace_file, set_aside
+from .parsing import FILES
 from .tables import Table, writing
-
-# The files of one run, and the columns that stand first in each.
-FILES = {"metrics.csv": ("epoch", "step"), "steps.csv": ("step", "epoch")}
 
 
 class CSVLogger(FabricCSVLogger):

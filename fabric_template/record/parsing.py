@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from typing import Any
 
+# The files of a run and their first columns.
+FILES = {"metrics.csv": ("epoch", "step"), "steps.csv": ("step", "epoch")}
 _END = "\0end"  # read behind the last row; no cell of ours, and not seen if a quote was left open
 _CELLS = bytes(sorted({*range(256)} - {*b",\n"}))  # all bytes but those between cells
 

@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .logger import FILES
-from .parsing import read_table
+from .parsing import FILES, read_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,6 +93,11 @@ def _readable(name: Any) -> Any:
 
 def _join(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     """One row per epoch (per step where no epoch is known), with the last value of each column."""
+    places = [(row.get("epoch"), row.get("step")) for row in rows]
+    is_by_step = all(all(place) for place in places) and len(set(places)) == len(places)
+    if is_by_step and not any(column.endswith("_step") for column in rows[0]):
+        # A run that validates several times in an epoch has a complete row for each validation.
+        return rows
     key = "epoch" if any(row.get("epoch") for row in rows) else "step"
     # A row without an epoch (LearningRateMonitor logs such) belongs to the next that has one; at the end, to the last.
     for one_way in (reversed(rows), rows):

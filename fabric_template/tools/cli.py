@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PACKAGE, UsageError, as_typed
-from .picture import draw, watch
 from .running import run_verb
 from .typed import program
 
@@ -100,24 +99,20 @@ def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argpars
     return parser.parse_args(argv)
 
 
-def _plot(verb: str, argv: list[str]) -> None:
+def _plot(verb: str, argv: list[str]) -> int:
+    from .plots import plot_command
+
     given = _arguments(
         verb, argv,
-        PATH={"nargs": "*", "default": ["logs"], "help": "metrics.csv, a run's folder, or the root of all (logs)"},
-        __metrics={"nargs": "+", "help": "the columns to draw; by default all losses and accuracies"},
-        __x={"default": "epoch", "help": "the horizontal axis: epoch, step, or time, as it was trained"},
-        __smooth={"type": float, "help": "0 to 1: how much of a point is the average before it; for steps"},
-        __out={"help": "the picture; by default history.png in PATH, or here for several"},
-        __watch={"action": "store_true", "help": "draw again as the logs grow, until the runs have ended or Ctrl-C"},
+        PATH={"nargs": "*", "default": ["logs"]},
+        __metrics={"nargs": "+"},
+        __x={},
+        __smooth={"type": float},
+        __out={},
+        __watch={"action": "store_true"},
     )  # fmt: skip
-    first = Path(given.PATH[0])
-    folder = Path() if len(given.PATH) > 1 else first if first.is_dir() else first.parent
-    out = Path(given.out or folder / "history.png")
-    words = {"metrics": given.metrics, "x": given.x, "smooth": given.smooth}
-    if given.watch:
-        watch(given.PATH, out, **words)
-    else:
-        print(f"picture     {draw(given.PATH, out, **words)}")
+    words = vars(given)
+    return plot_command(words.pop("PATH"), **words)
 
 
 def _runs(verb: str, argv: list[str]) -> None:

@@ -1,374 +1,373 @@
-"""plot_logs: losses, accuracies and other metrics of one run or many, on Axes that are yours to go on with."""
+"""Draw the curves of recorded runs: a panel for each quantity, a color for each run."""
 
 from __future__ import annotations
 
+import io
 import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .panels import (
-    MOST_NAMED,
-    Column,
-    Drawn,
-    choose,
-    find_runs,
-    judge_of,
-    name_the_best,
-    nan_begins,
-    places_of,
-    resume_points,
-    sort_into_panels,
-)
+from ..record.read_back import read_logs
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-# Okabe and Ito's, which colour-blind people tell apart; on black with their light blue and their yellow.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-ON_BLACK = ("#56B4E9", "#E8703A", "#2BBE93", "#D98BB6", "#E69F00", "#F0E442")
-DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1.5, 1)))
-GREY, RED = "#8c8c8c", "#e41a1c"
-MOST_MARKED = 30  # points of a line that has a marker on each
-MANY = 1_000  # points of a line that is smoothed, if nobody says otherwise
-SPIKE = 8  # so many times the range of all the rest
+# Okabe and Ito's palette: color-blind people can tell it apart. After six runs it repeats, dashed.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "--", "-.")
+INDEX_COLUMNS = ("name", "version", "epoch", "step", "time")
+SPLITS = {"training": "train", "val": "validation", "valid": "validation"}
+_SPLIT = r"(train|training|val|valid|validation|test)"
+_COLUMN = re.compile(rf"(?is)(?:{_SPLIT}[\W_])?(.*?)(?:[\W_]{_SPLIT})?(?:_epoch|_step)?(/.*)?")
+_KINDS = {
+    "loss": re.compile(r"(?i)loss"),
+    "accuracy": re.compile(r"(?i)accuracy|(^|[\W_])acc([\W_\d]|$)"),
+    "learning rate": re.compile(r"(?i)^(lr|learning[_ ]rate)([\W_\d]|$)"),
+}
+_LOW_IS_GOOD = re.compile(r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|fid)(\W|_|$)")
+_HIGH_IS_GOOD = re.compile(r"(?i)acc|score|precision|recall|auroc|(^|[\W_])(f1|auc|iou)(\W|_|$)")
+
+
+@dataclass(eq=False)
+class Run:
+    """One run, or several that differ only in their seed."""
+
+    label: str
+    tables: list[pd.DataFrame]
+    color: str | None = None
+    dash: str = "-"
+
+
+class Metric(NamedTuple):
+    """A column and what its name tells: `val_acc_top1` is `acc_top1` in validation, an accuracy."""
+
+    column: str
+    split: str
+    quantity: str
+    kind: str
+
+
+def parse_metric(column: str) -> Metric:
+    """Take a column's name apart: ours, Lightning's or that of any other logger."""
+    match = _COLUMN.fullmatch(column)
+    assert match is not None
+    prefix, quantity, suffix, loader = match.groups(default="")
+    split = (prefix or suffix).lower()
+    kinds = (kind for kind, pattern in _KINDS.items() if pattern.search(quantity))
+    return Metric(column, SPLITS.get(split, split), quantity + loader, next(kinds, quantity))
 
 
 def plot_logs(
     logs: Any,
     *,
-    x: str = "epoch",
+    x: str | None = None,
     metrics: str | Sequence[str] | None = None,
     ax: Axes | None = None,
     smooth: float | None = None,
     seeds: bool = True,
 ) -> Axes | np.ndarray:
-    """Draw a panel per quantity: losses, accuracies, each other metric asked for, the learning rate.
-
-    Of one colour are a run's training (thin and light), validation (bold) and test (dotted). A dot is the best epoch, a red
-    cross where a metric is no number any more, a tick at the bottom where a run was resumed, an arrow a spike that would
-    flatten the rest. Of more than twelve runs the best five are named.
+    """Draw the logs of one run or several, a panel for each quantity.
 
     Args:
-        logs: a path as for `read_logs`, a DataFrame (what `fit` returns), a list of these, or a dict with a label each.
-        x: the column along the horizontal axis, "epoch", "step" or "time": what was trained until then.
-        metrics: the columns to draw, or quantities such as "f1" (train_f1, val_f1) and "lr"; None draws losses and
-            accuracies, or all metrics where there are none of these.
-        ax: draw everything into these Axes, instead of into a new figure.
-        smooth: how much of a point is the average before it: 0 none, 0.9 much; None smooths lines of more than 1,000
-            points. What was measured stays in the background.
-        seeds: draw the runs of one name that differ in their seed alone as a mean, in a band from the lowest to the highest.
+        logs: A path as for `read_logs`, a DataFrame (such as `fit` returns), a list of these, or a
+            dict with a label for each.
+        x: "epoch", "step" (with the rows of steps.csv) or "time" (of training). None is "step" for
+            runs with several rows in an epoch, otherwise "epoch".
+        metrics: Columns, or quantities such as "f1" (train_f1 and val_f1) and "lr". None draws
+            losses and accuracies, or all metrics where there are none of these.
+        ax: Draw into these Axes instead of a new figure.
+        smooth: Weight of the earlier points in a moving average, from 0 to below 1. None smooths
+            lines of more than 300 points.
+        seeds: Draw runs of one name that differ only in their seed as a mean with its range.
 
     Returns:
-        The Axes, or an array of them: losses, accuracies, the others as they were asked for, the learning rate.
+        The Axes, or an array of them if there are several panels.
 
     Example:
         >>> import pandas as pd
-        >>> history = pd.DataFrame({"epoch": [0, 1], "train_loss": [2.0, 1.0], "val_loss": [2.1, 1.5]})
-        >>> plot_logs(history).get_title(loc="left")
+        >>> history = pd.DataFrame({"epoch": [0, 1], "train_loss": [2, 1], "val_loss": [2.1, 1.5]})
+        >>> plot_logs(history).get_ylabel()
         'loss'
     """
-    import numpy
+    import numpy as np
 
-    if ax is not None and not hasattr(ax, "plot"):
-        raise TypeError(f"plot_logs(ax=...) takes one Axes, not {type(ax).__name__}; give one of them, e.g. ax=axes[0]")
     if smooth is not None and not 0 <= smooth < 1:
-        raise ValueError(
-            f"plot_logs: smooth={smooth!r} is no share: expected a number from 0 to less than 1, such as 0.9"
-        )
-    drawn = find_runs(logs, x, seeds)
-    columns = choose(drawn, x, [metrics] if isinstance(metrics, str) else metrics)
-    name_the_best(drawn, columns)
+        raise ValueError(f"smooth: got {smooth}, expected 0 to below 1. Write 0.9, for example.")
+    runs = load_runs(logs, seeds)
+    if x is None:
+        tables = [table for run in runs for table in run.tables]
+        by_epoch = all("epoch" in t and not t["epoch"].duplicated().any() for t in tables)
+        x = "epoch" if by_epoch or not all("step" in t for t in tables) else "step"
+    for number, run in enumerate(runs):
+        run.tables = [prepare_table(table, x) for table in run.tables]
+        run.label = "" if len(runs) == 1 else run.label or f"run {number}"
+    chosen = choose_metrics(runs, x, [metrics] if isinstance(metrics, str) else metrics)
     if ax is not None:
-        _Panel(ax, x, smooth, len({line.get_color() for line in ax.get_lines()})).draw(drawn, columns)
-        if len(ax.get_lines()) <= 2 * MOST_NAMED and ax.get_legend_handles_labels()[1]:
-            _as_they_are(ax.legend(fontsize="small"))
+        # Without a color, matplotlib takes the next one that is free in these Axes.
+        for run in runs:
+            for metric in chosen:
+                label = f"{run.label} {metric.column}".strip()
+                draw_line(ax, run, metric, x, smooth, label)
+        ax.legend(fontsize="small")
         return ax
-    panels = sort_into_panels(columns, several_runs=len(drawn) > 1)
-    figure, axes = _make_figure(len(panels))
-    for one, (title, group) in zip(axes, panels.items(), strict=True):
-        one.set_title(title, loc="left", parse_math=False)
-        _Panel(one, x, smooth).draw(drawn, group)
-    _make_legend(figure, drawn, panels)
-    return axes[0] if len(axes) == 1 else numpy.array(axes)
+    quantities = list(dict.fromkeys(metric.quantity for metric in chosen))
+    axes = make_axes(quantities, x)
+    for number, run in enumerate(runs):
+        run.color = PALETTE[number % len(PALETTE)]
+        run.dash = DASHES[number // len(PALETTE) % len(DASHES)]
+        for metric in chosen:
+            panel = axes[quantities.index(metric.quantity)]
+            label = run.label or metric.split or f"_{metric.quantity}"
+            draw_line(panel, run, metric, x, smooth, label)
+    has_both = {"train", "validation"} <= {metric.split for metric in chosen}
+    notes = ["thin: train, bold: validation"] if has_both and len(runs) > 1 else []
+    if any(len(run.tables) > 1 for run in runs):
+        notes.append("band: range of the seeds")
+    add_legend(axes, ", ".join(notes))
+    return axes[0] if len(axes) == 1 else np.array(axes)
 
 
-def _make_figure(count: int) -> tuple[Figure, list[Axes]]:
-    """Small multiples over one horizontal axis, beside each other as many as can be read on a small screen, too."""
+def load_runs(logs: Any, seeds: bool) -> list[Run]:
+    """Return the runs of a path, of a DataFrame, or of a list or dict of these."""
+    import pandas as pd
+
+    if isinstance(logs, str | os.PathLike):
+        return read_runs(Path(logs), seeds)
+    if isinstance(logs, list | tuple):
+        return [run for value in logs for run in load_runs(value, seeds=False)]
+    if isinstance(logs, pd.DataFrame):
+        if not {"name", "version"} <= set(logs.columns):
+            return [Run("", [logs])]
+        groups = logs.groupby(["name", "version"], sort=False)
+        return [Run(f"{name}/{version}", [rows]) for (name, version), rows in groups]
+    if not isinstance(logs, Mapping):
+        expected = "expected a path or a DataFrame. Write plot_logs('logs')."
+        raise TypeError(f"plot_logs: got {type(logs).__name__}, {expected}")
+    runs = []
+    for label, value in logs.items():
+        found = load_runs(value, seeds)
+        for run in found:
+            run.label = str(label) if len(found) == 1 else f"{label}/{run.label}"
+        runs += found
+    return runs
+
+
+def read_runs(path: Path, seeds: bool) -> list[Run]:
+    """Read the runs of a path; join those of one name that differ only in their seed."""
+    from .runs import list_runs
+
+    rows_by_run = read_logs(path).groupby(["name", "version"], sort=False)
+    listed = list_runs(path.parent if path.is_file() else path).set_index(["name", "version"])
+    runs: dict[Any, Run] = {}
+    for (name, version), rows in rows_by_run:
+        folder, options = Path(listed.folder[name, version]), dict(listed.changed[name, version])
+        rows.attrs["folder"] = folder
+        is_seed = seeds and options.pop("seed", None) is not None
+        label = f"{name}/{folder.name}"
+        run = runs.setdefault((name, str(options)) if is_seed else label, Run(label, []))
+        run.tables.append(rows)
+        if len(run.tables) > 1:
+            changed = [f"{option}={value}" for option, value in options.items()]
+            run.label = f"{' '.join([name, *changed])}, mean of {len(run.tables)}"
+    return list(runs.values())
+
+
+def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
+    """Return a row for each place on the x axis; over steps with the rows of steps.csv."""
+    import pandas as pd
+
+    folder = table.attrs.get("folder")
+    if x == "step" and folder is not None and (folder / "steps.csv").is_file():
+        steps = read_logs(folder, steps=True)
+        table = pd.concat([table[["step", *table.columns.difference(steps.columns)]], steps])
+    elif x == "time" and x in table:
+        # A row has the seconds of its own epoch.
+        table = table.assign(time=table["time"].fillna(0).cumsum())
+    return table.groupby(x, as_index=False).last() if x in table else table
+
+
+def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> list[Metric]:
+    """Return the metrics to draw: losses, accuracies, others, learning rates."""
+    tables = [table for run in runs for table in run.tables]
+    names = list(dict.fromkeys(str(name) for table in tables for name in table))
+    known = f"expected one of the columns {', '.join(names) or '(none)'}"
+    if x not in names:
+        raise ValueError(f"x: got {x!r}, {known}. Write x='step', for example.")
+    numeric = {str(name) for table in tables for name in table.select_dtypes("number")}
+    columns = [parse_metric(name) for name in names if name in numeric]
+    metrics = [metric for metric in columns if metric.column not in INDEX_COLUMNS]
+    if x != "step":
+        # Lightning logs the last step's value as "<name>_step" beside the mean.
+        metrics = [metric for metric in metrics if not metric.column.endswith("_step")] or metrics
+    chosen = []
+    for name in ["loss", "accuracy"] if wanted is None else wanted:
+        found = [metric for metric in columns if metric.column == name]
+        found = found or [metric for metric in metrics if name in (metric.quantity, metric.kind)]
+        if wanted is not None and not found:
+            raise ValueError(f"metrics: got {name!r}, {known} with numbers. Check its spelling.")
+        chosen += found
+    chosen = chosen or [metric for metric in metrics if metric.kind != "learning rate"]
+    if not chosen:
+        raise ValueError(f"metrics: got nothing to draw, {known}. Write metrics=['lr'].")
+    order = {"loss": 0, "accuracy": 1, "learning rate": 3}
+    return sorted(dict.fromkeys(chosen), key=lambda m: (order.get(m.kind, 2), m.split != "train"))
+
+
+def make_axes(quantities: list[str], x: str) -> list[Axes]:
+    """Return the panels of a new figure, up to three in a row."""
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
-    if count <= 3:
-        size = ((6.4, 4.2), (8.4, 4.1), (9.6, 3.8))[count - 1]
-        figure, grid = pyplot.subplots(1, count, figsize=size, layout="constrained", sharex=True, squeeze=False)
-        return figure, list(grid.flat)
-    places: Any = [[f"{i}"] * 2 for i in range(count % 2)]  # an odd one, the losses, has a whole row
-    places += [[f"{i}", f"{i + 1}"] for i in range(count % 2, count, 2)]
-    figure, mosaic = pyplot.subplot_mosaic(places, figsize=(8.4, 2.5 * len(places)), layout="constrained", sharex=True)
-    axes = [mosaic[f"{i}"] for i in range(count)]
-    for one in axes[:-2]:
-        one.tick_params(labelbottom=False)
-    return figure, axes
+    width = len(quantities) if len(quantities) <= 3 else 2
+    height = math.ceil(len(quantities) / width)
+    size = ((6.4, 4.2), (8.4, 4.1), (9.6, 3.8))[width - 1] if height == 1 else (8.4, 2.5 * height)
+    figure = pyplot.figure(figsize=size, layout="constrained")
+    axes: list[Axes] = []
+    for number, quantity in enumerate(quantities, start=1):
+        ax = figure.add_subplot(height, width, number, sharex=axes[0] if axes else None)
+        ax.set_xlabel("seconds of training" if x == "time" else x)
+        ax.set_ylabel(quantity, parse_math=False)
+        ax.xaxis.set_major_locator(MaxNLocator("auto", integer=x != "time", min_n_ticks=1))
+        ax.grid(alpha=0.25)
+        axes.append(ax)
+    return axes
 
 
-def _make_legend(figure: Figure, drawn: list[Drawn], panels: dict[str, list[Column]]) -> None:
-    """Below the panels: an entry for each run, or of a run that is alone for each of its lines."""
-    from matplotlib.lines import Line2D
+def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, label: str) -> None:
+    """Draw a run's line of a metric and its best value; of several seeds the mean and the range."""
+    import pandas as pd
 
-    columns = [column for group in panels.values() for column in group]
-    splits = {column.split for column in columns}
-    entries: dict[str, Line2D] = {}
-    if len(drawn) > 1:
-        named = [one for one in drawn if one.is_named]
-        words = {"train": "thin: train", "val": "bold: validation", "test": "dotted: test"}
-        said = [words[split] for split in words if split in splits and len(splits & {*words}) > 1]
-        prefix = "" if len(named) == 1 else os.path.commonprefix([one.label for one in named]).rpartition("/")[0]
-        said = [prefix, *said] if prefix else said
-        for number, one in enumerate(named):
-            color, dash = _color(number)
-            label = one.label[len(prefix) + 1 :] if prefix else one.label
-            entries[label] = Line2D([], [], color=color, linestyle=dash, linewidth=2.2)
-        if rest := len(drawn) - len(named):
-            entries[f"{rest} others"] = Line2D([], [], color=GREY, linewidth=1)
-            said.append(f"named: the best {len(named)} by {judge_of(columns).name}")
-    else:
-        alike = all(len({column.quantity for column in group}) == 1 for group in panels.values())
-        for group in panels.values():
-            quantities = list(dict.fromkeys(column.quantity for column in group))
-            for column in group if len(columns) > 1 else ():
-                label = {"val": "validation"}.get(column.split, column.split) if alike else column.name
-                style = _style(column.split, alone="val" not in splits)
-                entries.setdefault(label, Line2D([], [], color=_color(quantities.index(column.quantity))[0], **style))
-        entries.pop("", None)
-        said = [f"mean of {len(one.frames)} runs" for one in drawn if len(one.frames) > 1]
-    if not entries and not said:
+    tables = [table for table in run.tables if {x, metric.column} <= set(table)]
+    rows = [table[[x, metric.column]].set_axis(["x", "y"], axis=1) for table in tables]
+    points = pd.concat(rows or [pd.DataFrame({"x": [], "y": []})])
+    points = points[points["y"].abs() < math.inf]
+    style: dict[str, Any] = {"linestyle": run.dash, "linewidth": 2.2}
+    if metric.split == "train":
+        style.update(linewidth=1.0, alpha=0.65)
+    elif metric.split == "test":
+        style["linestyle"] = ":"
+    if len(rows) > 1:
+        # Row by row, because seeds do not train for equal times.
+        groups = points.groupby(level=0)
+        points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
+        if metric.split != "train":
+            ax.fill_between(points["x"], low, high, color=run.color, alpha=0.2, linewidth=0)
+    values = points["y"]
+    if smooth or (smooth is None and len(points) > 300):
+        ax.plot(points["x"], values, color=run.color, alpha=0.25, linewidth=0.6)
+        values = values.ewm(alpha=1 - smooth if smooth else 100 / len(points)).mean()
+    # Few points have a dot each. A short run is drawn over a long one that may have resumed it.
+    style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
+    (line,) = ax.plot(points["x"], values, color=run.color, label=label, **style)
+    low_is_good = _LOW_IS_GOOD.search(metric.quantity)
+    has_direction = low_is_good or _HIGH_IS_GOOD.search(metric.quantity)
+    if has_direction and metric.split != "train" and len(points):
+        best = values.idxmin() if low_is_good else values.idxmax()
+        style = {"color": line.get_color(), "markersize": 9, "markeredgecolor": "white"}
+        ax.plot(points["x"][best], values[best], "o", label="best", zorder=4, **style)
+
+
+def add_legend(axes: list[Axes], title: str) -> None:
+    """Add a legend below the panels with one entry for each label."""
+    entries: dict[str, Any] = {}
+    for ax in axes:
+        handles, labels = ax.get_legend_handles_labels()
+        entries.update(zip(labels, handles, strict=True))
+    if not entries:
         return
-    longest = max((len(label) for label in entries), default=0)
-    across = max(1, min(len(entries), int(figure.get_figwidth() * 72 / (longest * 4.8 + 40))))
-    rows = -(-len(entries) // across)
-    figure.set_figheight(figure.get_figheight() + 0.27 * (rows + bool(said) - 1))
-    legend = figure.legend(
-        entries.values(), entries, loc="outside lower center", ncols=-(-len(entries) // max(rows, 1)), frameon=False,
-        title=", ".join(said) or None, fontsize="small", title_fontsize="small", borderaxespad=0.2,
-    )  # fmt: skip
-    _as_they_are(legend)
-
-
-def _as_they_are(legend: Any) -> None:
-    """Names of runs and metrics are no formulas, whatever dollars they have."""
-    for text in (*legend.get_texts(), legend.get_title()):
+    if "best" in entries:
+        entries["best"] = entries.pop("best")
+    figure: Any = axes[0].figure
+    width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))
+    num_lines = math.ceil(len(entries) / width) + bool(title)
+    figure.set_figheight(figure.get_figheight() + 0.27 * (num_lines - 1))
+    place = {"loc": "outside lower center", "ncols": width, "title": title}
+    legend = figure.legend(entries.values(), entries, **place)
+    for text in legend.get_texts():
         text.set_parse_math(False)
 
 
-def _color(number: int) -> tuple[str, Any]:
-    """A colour, and how the line is dashed: after the last colour they come again, dashed."""
-    from matplotlib import colors, rcParams
+def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes:
+    """Return the content of a file with the picture that `plot_logs` draws."""
+    import numpy as np
+    from matplotlib import pyplot
 
-    is_dark = sum(colors.to_rgb(rcParams["axes.facecolor"])) < 1.5
-    palette = ON_BLACK if is_dark else COLORS
-    return palette[number % len(palette)], DASHES[number // len(palette) % len(DASHES)]
-
-
-def _style(split: str, alone: bool = False) -> dict[str, Any]:
-    """Training thin and light, unless nothing is beside it; the rest bold."""
-    if split == "train":
-        return {"linewidth": 1.6} if alone else {"linewidth": 1.0, "alpha": 0.65}
-    return {"linewidth": 2.2} | ({"linestyle": ":"} if split == "test" else {})
+    axes: Any = plot_logs(logs, **options)
+    figure = np.ravel(axes)[0].figure
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format=file_format)
+    # A notebook would show an open figure below the cell.
+    pyplot.close(figure)
+    return content.getvalue()
 
 
-class _Panel:
-    """One Axes, and what is drawn into it."""
+def save_picture(paths: Sequence[str | Path], out: str | Path, **options: Any) -> Path:
+    """Draw runs into a file; the options are those of `plot_logs`."""
+    import matplotlib
 
-    def __init__(self, ax: Axes, x: str, smooth: float | None, first_color: int = 0) -> None:
-        self.ax, self.x, self.smooth, self.first = ax, x, smooth, first_color
-        self.lines: list[tuple[Any, Any, str]] = []  # places, values and colour of all that was drawn
-        self.is_crowded = self.has_val = False
-        self.unit, self.per_unit = {"epoch": "epoch", "step": "step"}.get(x, x), 1.0
-
-    def draw(self, drawn: list[Drawn], columns: list[Column]) -> None:
-        """Every run, the nameless ones first; then limits, marks and axes."""
-        quantities = list(dict.fromkeys(column.quantity for column in columns))
-        self.has_val = any(column.split == "val" for column in columns)
-        if self.x == "time":
-            self._choose_unit([frame for one in drawn for frame in one.frames])
-        named = [one for one in drawn if one.is_named]
-        self.is_crowded = len(named) > len(COLORS)
-        for one in [one for one in drawn if not one.is_named] + named:
-            for column in columns:
-                if not one.is_named and self.has_val and column.split != "val":
-                    continue  # of those in grey, the lines that count
-                number = named.index(one) * len(quantities) + quantities.index(column.quantity) if one.is_named else 0
-                self._draw_column(one, column, *(_color(self.first + number) if one.is_named else (GREY, "-")))
-            if one.is_named:
-                self._mark_resumes(one, _color(self.first + named.index(one) * len(quantities))[0])
-        self._set_limits()
-        self._dress()
-
-    def _choose_unit(self, frames: list[pd.DataFrame]) -> None:
-        longest = max((float(places_of(frame, "time").max()) for frame in frames if "time" in frame), default=0.0)
-        for unit, seconds in (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0)):
-            if longest >= 2 * seconds or seconds == 1.0:
-                self.unit, self.per_unit = f"{unit} of training", seconds
-                return
-
-    def _draw_column(self, one: Drawn, column: Column, color: str, dash: Any) -> None:
-        import pandas as pd
-
-        parts = []
-        for number, frame in enumerate(one.frames):
-            if {self.x, column.name} <= set(frame.columns):
-                places = places_of(frame, self.x) / self.per_unit
-                part = pd.DataFrame({"x": places.to_numpy(), "y": frame[column.name].to_numpy(), "run": number})
-                parts.append(part[part["y"].abs() < math.inf].dropna())  # measured every second epoch: still one line
-                if one.is_named:
-                    self._mark_nan(frame, column, places)
-        points = pd.concat(parts) if parts else pd.DataFrame({"x": [], "y": [], "run": []})
-        if points.empty:  # the column is another run's
-            return
-        if len(parts) > 1:
-            points = self._mean(points, column, color)
-        style = {"color": color, "linestyle": dash} | _style(column.split, alone=not self.has_val)
-        style |= {} if one.is_named else {"linewidth": 0.8, "alpha": 0.45}
-        if self.is_crowded and column.split == "train":
-            style["alpha"] = 0.35
-        if len(points) > MANY:
-            style["linewidth"] = min(style["linewidth"], 0.8)
-        if len(points) == 1 or (len(points) <= MOST_MARKED and one.is_named and not self.is_crowded):
-            style |= {"marker": "o", "markersize": 3 if column.split == "train" else 4}
-        weight = self.smooth if self.smooth is not None else 0.98 if len(points) > MANY else 0
-        values = points["y"]
-        if weight:
-            self.ax.plot(points["x"], values, **style | {"alpha": 0.25, "linewidth": 0.6, "label": f"_{column.name}"})
-            style |= {"alpha": 1.0, "linewidth": 1.6}
-            values = values.ewm(alpha=1 - weight).mean()
-        shown = f"{one.label} {column.name}".strip() if one.is_named else f"_{one.label}"
-        self.ax.plot(points["x"], values, label=shown, **style)
-        self.lines.append((points["x"].to_numpy(float), points["y"].to_numpy(float), color))
-        if one.is_named and column.split in ("val", "") and column.kind != "learning rate":
-            best = values.idxmin() if column.low_is_good else values.idxmax()
-            self.ax.plot(
-                points["x"][best], values[best], "o", color=color, markersize=8.5, markeredgecolor=self._paper(),
-                markeredgewidth=1.6, zorder=5, label="_best",
-            )  # fmt: skip
-
-    def _mean(self, points: pd.DataFrame, column: Column, color: str) -> pd.DataFrame:
-        """The mean over the runs, point by point; of what is validated with its band."""
-        points["place"] = points.groupby("run").cumcount() if self.x == "time" else points["x"]
-        mean = points.groupby("place").agg(x=("x", "mean"), y=("y", "mean"), low=("y", "min"), high=("y", "max"))
-        if column.split != "train" and color != GREY:
-            self.ax.fill_between(mean["x"], mean["low"], mean["high"], color=color, alpha=0.22, linewidth=0)
-        return mean.reset_index(drop=True)
-
-    def _paper(self) -> Any:
-        return self.ax.get_facecolor()
-
-    # ---- marks
-
-    def _mark_nan(self, frame: pd.DataFrame, column: Column, places: pd.Series) -> None:
-        from matplotlib.patheffects import withStroke
-
-        begins = nan_begins(frame, column)
-        if begins is None:
-            return
-        before = [value for value in frame[column.name].iloc[:begins] if abs(value) < math.inf]
-        y, where = (before[-1], "data") if before else (0.5, "axes")
-        across = self.ax.get_xaxis_transform() if where == "axes" else self.ax.transData
-        self.ax.plot(
-            [places.iloc[begins]], [y], "x", color=RED, markersize=8, markeredgewidth=2.2, transform=across, zorder=6,
-            label="_nan",
-        )  # fmt: skip
-        if not any(text.get_text() == "NaN" for text in self.ax.texts):  # said once
-            self.ax.annotate("NaN", (places.iloc[begins], y), xycoords=across, xytext=(7, 9), color=RED,
-                             textcoords="offset points", fontsize="small", weight="bold", zorder=7,
-                             path_effects=[withStroke(linewidth=3, foreground=self._paper())])  # fmt: skip
-
-    def _mark_resumes(self, one: Drawn, color: str) -> None:
-        points = [point / self.per_unit for point in resume_points(one, self.x)]
-        if points:
-            self.ax.plot(points, [0] * len(points), "|", color=color, markersize=14, markeredgewidth=1.6, clip_on=False,
-                         transform=self.ax.get_xaxis_transform(), label="_resumed", zorder=4)  # fmt: skip
-
-    # ---- limits
-
-    def _set_limits(self) -> None:
-        """Limits that one spike does not move: it is an arrow at the edge, with its value."""
-        values = [value for _, line, _ in self.lines for value in line]
-        if (
-            values and len({place for places, _, _ in self.lines for place in places}) == 1
-        ):  # one epoch: no axis of 1e-5
-            room = 0.1 * max(abs(value) for value in values) or 1.0
-            self.ax.set_ylim(min(values) - room, max(values) + room)
-        low, high = limits_without_spikes([line for _, line, _ in self.lines])
-        if low is None and high is None:
-            return
-        inside = [v for v in values if (low is None or v >= low) and (high is None or v <= high)]
-        room = 0.06 * (max(inside) - min(inside)) or 1.0
-        self.ax.set_ylim(min(inside) - room, max(inside) + room)
-        at = self.ax.get_xaxis_transform()
-        for limit, edge, mark in ((high, 1.0, "^"), (low, 0.0, "v")):
-            told: list[tuple[float, float]] = []
-            for place, value, color in sorted(self._beyond(limit, mark)) if limit is not None else ():
-                self.ax.plot([place], [edge], mark, color=color, markersize=8, clip_on=False, zorder=6, label="_spike",
-                             transform=at)  # fmt: skip
-                if told and place - told[-1][0] < 0.15 * self._width():  # beside each other: the farthest out
-                    value = (max if mark == "^" else min)(value, told.pop()[1])
-                told.append((place, value))
-            for place, value in told[:4]:
-                self.ax.annotate(f"{value:.4g}", (place, edge), xycoords=at, fontsize="small", zorder=7,
-                                 xytext=(9, -11 if mark == "^" else 3), textcoords="offset points")  # fmt: skip
-
-    def _width(self) -> float:
-        places = [place for places, _, _ in self.lines for place in places]
-        return max(places) - min(places)
-
-    def _beyond(self, edge: float, mark: str) -> Iterator[tuple[float, float, str]]:
-        """Of each line the highest (or lowest) point of each stretch beyond the edge."""
-        sign = 1 if mark == "^" else -1
-        for places, values, color in self.lines:
-            stretch: list[int] = []
-            for i in range(len(values) + 1):
-                if i < len(values) and sign * values[i] > sign * edge:
-                    stretch.append(i)
-                elif stretch:
-                    most = max(stretch, key=lambda j: sign * values[j])
-                    yield float(places[most]), float(values[most]), color
-                    stretch = []
-
-    def _dress(self) -> None:
-        from matplotlib.ticker import MaxNLocator
-
-        ax = self.ax
-        if ax.xaxis.get_tick_params().get("labelbottom", True):
-            ax.set_xlabel(self.unit)
-        if ax.get_yscale() == "linear":
-            ax.yaxis.get_major_formatter().set_useOffset(False)  # type: ignore[attr-defined]
-        if self.x in ("epoch", "step"):  # there is no epoch 0.5
-            ax.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(alpha=0.25, linewidth=0.6)
-        ax.set_axisbelow(True)
+    matplotlib.use("Agg")
+    out = Path(out)
+    if not out.parent.is_dir() or out.suffix not in (".png", ".pdf", ".svg"):
+        expected = "expected a .png, .pdf or .svg in a folder that exists. Write runs.png."
+        raise ValueError(f"out: got {str(out)!r}, {expected}")
+    logs = paths[0] if len(paths) == 1 else list(paths)
+    # A viewer that watches the file never reads half of it.
+    partial = out.with_name(f".{out.name}")
+    partial.write_bytes(render_picture(logs, out.suffix[1:], **options))
+    return partial.replace(out)
 
 
-def limits_without_spikes(lines: list[Any]) -> tuple[float | None, float | None]:
-    """The lowest and the highest value that is to be seen; None: nothing stands out on that side.
+def watch_runs(paths: Sequence[str], out: Path, **options: Any) -> None:
+    """Draw again whenever the logs have grown, until no run is running."""
+    from .runs import list_runs
 
-    Spikes are at most one in twenty values, and stretch the axis to eight times the range of all the rest. A line that
-    begins high and comes down has none.
+    folders = [path.parent if path.is_file() else path for path in map(Path, paths)]
+    drawn: list[int] = []
+    is_running = True
+    while is_running:
+        is_running = any("running" in set(list_runs(folder)["state"]) for folder in folders)
+        files = [file for folder in folders for file in folder.rglob("metrics.csv")]
+        changed = [file.stat().st_mtime_ns for file in files]
+        if changed != drawn:
+            save_picture(paths, out, **options)
+            drawn = changed
+        time.sleep(int(is_running))
 
-    Example:
-        >>> limits_without_spikes([[2.0, 1.0, 900.0, 0.8, 0.5]]), limits_without_spikes([[2.0, 1.0, 0.8, 0.5]])
-        ((None, 2.0), (None, None))
+
+def plot_command(
+    paths: Sequence[str] = ("logs",),
+    *,
+    metrics: list[str] | None = None,
+    x: str | None = None,
+    smooth: float | None = None,
+    out: str | None = None,
+    watch: bool = False,
+) -> int:
+    """Draw the logs of one run or several into a picture.
+
+    Args:
+        paths: metrics.csv files, folders of a run, or folders of many runs.
+        metrics: The columns or quantities to draw; by default all losses and accuracies.
+        x: The horizontal axis: epoch, step or time.
+        smooth: Weight of the earlier points in a moving average, from 0 to below 1.
+        out: The picture; by default history.png in the folder, or here for several paths.
+        watch: Draw again while the logs grow, until the runs have ended or Ctrl-C.
     """
-    limits: list[float | None] = []
-    for sign in (-1, 1):
-        points = sorted(((sign * v, i) for line in lines for i, v in enumerate(line)), reverse=True)
-        most = max(1, len(points) // 20)
-        rest = [value for value, _ in points[most:]]
-        limits.append(None)
-        if len(rest) > 2 and (span := rest[0] - rest[-1]) > 0 and points[0][0] - rest[-1] > SPIKE * span:
-            beyond = [i for value, i in points[:most] if value > rest[0] + span]
-            if len(beyond) == 1 or max(beyond) >= max(len(line) for line in lines) // 10:
-                limits[-1] = sign * points[len(beyond)][0]
-    return limits[0], limits[1]
+    first = Path(paths[0])
+    folder = first if first.is_dir() else first.parent
+    picture = Path(out or Path("." if len(paths) > 1 else folder, "history.png"))
+    options = {"metrics": metrics, "x": x, "smooth": smooth}
+    if watch:
+        print(f"watching    {picture}: until the runs end or Ctrl-C", flush=True)
+        with suppress(KeyboardInterrupt):
+            watch_runs(paths, picture, **options)
+    print(f"picture     {save_picture(paths, picture, **options)}")
+    return 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import UsageError
 from .options import Options, read_options, reason_in
-from .picture import draw
+from .plots import save_picture
 from .predictions import save, try_out
 from .typed import again, program, shown
 
@@ -70,8 +71,9 @@ def _ending(loop: FabricLoop, typed: dict[str, Any]) -> dict[str, list[str]]:
     """What came out, where it is, and what to type next."""
     config, told = loop.config, loop.ending()
     folder, last = Path(told["log"][0]).parent if "log" in told else None, loop.checkpoint_path("last")
-    if folder is not None and (picture := draw([str(folder)], folder / "history.png", needs_a_loss=False)):
-        told["picture"] = [shown(picture)]
+    if folder is not None:
+        with suppress(ValueError):  # no metrics to draw
+            told["picture"] = [shown(save_picture([str(folder)], folder / "history.png"))]
     told.pop("go on", None)  # a script's
     if last is not None:
         limits = {"max_epochs": config.max_epochs, "max_steps": config.max_steps}

@@ -387,9 +387,9 @@ def test_plot_says_where_the_picture_is(capsys):
     )  # fmt: skip
     assert Path("logs/history.png").stat().st_size
     assert Path("x.png").stat().st_size
-    assert "no numbers to draw for acc" in refused(capsys, "plot", "logs", "--metrics", "acc")
+    assert "metrics: got 'acc', expected one of the columns" in refused(capsys, "plot", "logs", "--metrics", "acc")
     assert "read_logs: 'nowhere' does not exist" in refused(capsys, "plot", "nowhere")
-    assert refused(capsys, "plot", "--out", "no/x.png").startswith("cannot write the picture 'no/x.png'")
+    assert refused(capsys, "plot", "--out", "no/x.png").startswith("out: got 'no/x.png', expected")
 
 
 def test_a_copy_has_the_command_line_too(tmp_path):

@@ -1,475 +1,284 @@
-"""plot_logs: which lines are drawn, from what, where they stand, and with which words it refuses."""
+"""plot_logs and `fabric-template plot`: what is drawn, what is refused, what is imported."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib import pyplot
-from test_pictures import history as long_history
 
-from fabric_template.record.logger import CSVLogger
-from fabric_template.record.read_back import read_logs
-from fabric_template.tools.plots import COLORS, GREY, ON_BLACK, plot_logs
+from fabric_template import CSVLogger, read_logs
+from fabric_template.tools import plots
+from fabric_template.tools.cli import main
+from fabric_template.tools.plots import PALETTE, plot_logs
 
-BLUE, ORANGE, GREEN = COLORS[:3]
-
-
-def lines(ax):
-    """Label -> (colour, points) of every line of a metric."""
-    return {
-        line.get_label(): (line.get_color(), list(zip(*line.get_data(), strict=True)))
-        for line in ax.get_lines()
-        if not line.get_label().startswith("_")
+HISTORY = pd.DataFrame(
+    {
+        "epoch": [0, 1, 2],
+        "step": [10, 20, 30],
+        "train_loss": [3.0, 2.0, 1.0],
+        "val_loss": [3.5, math.nan, 1.5],
+        "val_acc": [0.2, 0.9, 0.8],
+        "lr": [0.1, 0.1, 0.1],
+        "time": [2.0, 2.0, 2.0],
+        "note": ["a", "b", "c"],
     }
+)
 
 
-def marks(ax, label):
-    """The points of every mark of one kind."""
-    return [
-        tuple(map(float, point))
-        for line in ax.get_lines()
-        if line.get_label() == label
-        for point in zip(*line.get_data(), strict=True)
-    ]
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    pyplot.close("all")
 
 
-def titles(axes):
-    return [ax.get_title(loc="left") for ax in np.atleast_1d(axes)]
+def write_run(name, version, losses, seed=0, **options):
+    logger = CSVLogger("logs", name=name, version=version)
+    logger.log_hyperparams({"hparams": options, "config": {"seed": seed}})
+    for epoch, loss in enumerate(losses):
+        row = {"epoch": epoch, "step": 10 * (epoch + 1), "train_loss": loss + 1, "val_loss": loss}
+        logger.log_epoch({**row, "time": 2.0 + seed})
+    return logger
 
 
-def legend(axes):
-    found = np.atleast_1d(axes)[0].figure.legends[0]
+def lines(ax, label=None):
+    """Return (label, color, points) of the lines in an Axes, or the points of the lines with a label."""
+    found = [(line.get_label(), line.get_color(), line.get_xydata().tolist()) for line in ax.get_lines()]
+    return [points for name, _, points in found if name == label] if label else found
+
+
+def legend(ax):
+    (found,) = ax.figure.legends
     return found.get_title().get_text(), [text.get_text() for text in found.get_texts()]
 
 
-@pytest.fixture
-def history():
-    return pd.DataFrame(
-        {
-            "epoch": [0, 1, 2],
-            "step": [10, 20, 30],
-            "train_loss": [3.0, 2.0, 1.0],
-            "val_loss": [3.5, math.nan, 1.5],
-            "val_acc": [0.2, math.nan, 0.8],
-            "lr": [0.1, 0.1, 0.1],
-            "note": ["a", "b", "c"],
-        }
-    )
-
-
-@pytest.fixture
-def root(tmp_path):
-    for name, version, loss in (("digits", 0, 2.0), ("digits", 1, 1.0)):
-        logger = CSVLogger(tmp_path / "logs", name=name, version=version)
-        for i in range(2):
-            logger.log_epoch({"epoch": i, "step": i * 5, "train_loss": loss / (i + 1), "val_loss": loss})
-    return tmp_path / "logs"
-
-
-# ---- what stands where
-
-
-def test_losses_and_accuracies(history):
-    axes = plot_logs(history)
-    assert isinstance(axes, np.ndarray)
-    left, right = axes
-    assert lines(left) == {
-        "train_loss": (BLUE, [(0, 3.0), (1, 2.0), (2, 1.0)]),
-        "val_loss": (BLUE, [(0, 3.5), (2, 1.5)]),  # one line over the gap
-    }
-    assert lines(right) == {"val_acc": (BLUE, [(0, 0.2), (2, 0.8)])}
-    assert (left.get_xlabel(), titles(axes)) == ("epoch", ["loss", "accuracy"])
-    assert legend(axes) == ("", ["train", "validation"])
-    assert [left.get_legend(), right.get_legend()] == [None, None]  # it stands outside
-
-
-def test_train_is_thin_and_light_validation_bold_and_test_dotted(history):
-    ax = plot_logs(history.assign(test_loss=1.0), metrics="loss")
-    train, val, test = (line for line in ax.get_lines() if not line.get_label().startswith("_"))
-    assert (train.get_linewidth(), train.get_alpha()) == (1.0, 0.65)
-    assert (val.get_linewidth(), val.get_alpha(), val.get_linestyle()) == (2.2, None, "-")
-    assert (test.get_linewidth(), test.get_linestyle()) == (2.2, ":")
-    assert train.get_color() == val.get_color() == test.get_color()
-
-
-def test_without_accuracies_there_is_one_axes(history):
-    ax = plot_logs(history.drop(columns="val_acc"), x="step")
-    assert lines(ax)["val_loss"][1] == [(10, 3.5), (30, 1.5)]
-    assert ax.get_xlabel() == "step"
-    assert ax.figure.axes == [ax]
-
-
-def test_a_panel_for_each_quantity_that_is_asked_for(history):
-    assert list(lines(plot_logs(history, metrics="lr"))) == ["lr"]
-    axes = plot_logs(history.assign(val_f1=0.5, train_f1=0.4), metrics=["lr", "f1", "val_acc", "loss", "val_acc"])
-    assert titles(axes) == ["loss", "accuracy", "f1", "learning rate"]
-    assert [list(lines(ax)) for ax in axes] == [["train_loss", "val_loss"], ["val_acc"], ["val_f1", "train_f1"], ["lr"]]
-    assert [ax.get_xlabel() for ax in axes] == ["", "", "epoch", "epoch"]
-    axes[0].set_xlim(0, 1)
-    assert axes[3].get_xlim() == (0, 1)  # shared
+def test_one_run_has_a_panel_per_quantity_and_a_dot_at_the_best_value():
+    losses, accuracies = plot_logs(HISTORY)
+    assert lines(losses) == [
+        ("train", PALETTE[0], [[0, 3], [1, 2], [2, 1]]),
+        ("validation", PALETTE[0], [[0, 3.5], [2, 1.5]]),
+        ("best", PALETTE[0], [[2, 1.5]]),
+    ]
+    assert lines(accuracies, "best") == [[[1, 0.9]]]
+    assert [ax.get_ylabel() for ax in (losses, accuracies)] == ["loss", "acc"]
+    assert losses.get_xlabel() == "epoch"
+    assert legend(losses) == ("", ["train", "validation", "best"])
+    train, val, _ = losses.get_lines()
+    assert train.get_linewidth() < val.get_linewidth()
 
 
 @pytest.mark.parametrize(
-    ("name", "title"),
+    ("metrics", "labels"),
     [
-        ("accuracy_macro", "accuracy"),
-        ("val_acc_top1", "accuracy"),
-        ("MulticlassAccuracy", "accuracy"),
-        ("acc/val", "accuracy"),
-        ("valid.acc5", "accuracy"),
-        ("f1", "f1"),
-        ("val_f1/dataloader_idx_1", "f1"),
-        ("val/accordance", "accordance"),
-        ("loss_recon", "loss"),
-        ("training_loss_step", "loss"),
-        ("lr-Adam/pg1", "learning rate"),
-        ("lratio", "lratio"),
+        ("lr", ["lr"]),
+        (["lr", "f1", "accuracy", "loss"], ["loss", "acc", "f1", "lr"]),
+        (["val_acc", "val_acc"], ["acc"]),
     ],
 )
-def test_names_find_their_panel(name, title):
-    assert titles(plot_logs(pd.DataFrame({"epoch": [0, 1], name: [0.5, 0.6]}), metrics=name)) == [title]
-
-
-def test_without_losses_and_accuracies_all_metrics_are_drawn():
-    axes = plot_logs(pd.DataFrame({"epoch": [0], "step": [5], "f1": [1.0], "val_auroc": [0.5], "lr": [0.1]}))
-    assert titles(axes) == ["f1", "auroc"]
-
-
-def test_several_losses_share_a_panel_in_one_run_and_have_their_own_where_runs_are_compared(history):
-    history["train_kl_loss"] = 0.5
-    ax = plot_logs(history, metrics="loss")
-    assert {label: color for label, (color, _) in lines(ax).items()} == {
-        "train_loss": BLUE,
-        "val_loss": BLUE,
-        "train_kl_loss": ORANGE,
-    }
-    axes = plot_logs({"a": history, "b": history}, metrics="loss")
-    assert titles(axes) == ["loss", "kl_loss"]
-
-
-def test_into_given_axes_and_no_other_figure(history):
-    _, ax = pyplot.subplots()
-    before = pyplot.get_fignums()
-    assert plot_logs(history, ax=ax) is ax
-    assert pyplot.get_fignums() == before
-    # loss and accuracy meet in one Axes: a colour each
-    assert {label: color for label, (color, _) in lines(ax).items()} == {
-        "train_loss": BLUE,
-        "val_loss": BLUE,
-        "val_acc": ORANGE,
-    }
-    plot_logs({"second": history}, metrics="val_loss", ax=ax)
-    assert lines(ax)["second val_loss"][0] == GREEN
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == [*lines(ax)]
-
-
-def test_colours_are_seen_on_black(history):
-    with pyplot.style.context("dark_background"):
-        assert lines(plot_logs(history)[0])["val_loss"][0] == ON_BLACK[0]
-
-
-# ---- runs
-
-
-def test_runs_are_compared_by_colour(root):
-    ax = plot_logs(root)
-    assert {label: color for label, (color, _) in lines(ax).items()} == {
-        "digits/version_0 train_loss": BLUE,
-        "digits/version_0 val_loss": BLUE,
-        "digits/version_1 train_loss": ORANGE,
-        "digits/version_1 val_loss": ORANGE,
-    }
-    assert legend(ax) == ("digits, thin: train, bold: validation", ["version_0", "version_1"])
-
-
-def test_one_run_has_short_labels(root):
-    for logs in (str(root / "digits/version_1"), [root / "digits/version_1"], root / "digits/version_1/metrics.csv"):
-        assert list(lines(plot_logs(logs))) == ["train_loss", "val_loss"]
-
-
-def test_dicts_and_lists(root, history):
-    labels = list(lines(plot_logs({"new": history, "old": root}, metrics="val_loss")))
-    assert labels == ["new val_loss", "old/digits/version_0 val_loss", "old/digits/version_1 val_loss"]
-    labels = list(lines(plot_logs([history, root / "digits/version_1", history], metrics="val_loss")))
-    assert labels == ["run 0 val_loss", "digits/version_1 val_loss", "run 2 val_loss"]
-
-
-def test_a_column_of_another_run_draws_nothing(tmp_path):
-    for name, column in (("a", "val_loss"), ("b", "test_loss")):
-        CSVLogger(tmp_path, name=name, version="last").log_epoch({"epoch": 0, column: 1.0})
-    assert lines(plot_logs(tmp_path)) == {
-        "a/last val_loss": (BLUE, [(0, 1.0)]),
-        "b/last test_loss": (ORANGE, [(0, 1.0)]),
-    }
-
-
-def test_of_more_than_twelve_runs_the_best_five_are_named(history):
-    runs = {f"r{i:02}": history.assign(val_loss=[3.0, 2.0, float(i)], val_acc=[0.1, 0.2, i / 20]) for i in range(17)}
-    axes = plot_logs(runs)
-    title, names = legend(axes)
-    assert title == "thin: train, bold: validation, named: the best 5 by val_loss"
-    assert names == ["r00", "r01", "r02", "r03", "r04", "12 others"]
-    grey = [line for line in axes[0].get_lines() if line.get_color() == GREY]
-    assert [line.get_label() for line in grey] == [f"_r{i:02}" for i in range(5, 17)]  # what they were validated by
-    assert {label.partition(" ")[0] for label in lines(axes[1])} == {"r00", "r01", "r02", "r03", "r04"}
-    assert legend(plot_logs(dict(list(runs.items())[:12])))[1] == list(runs)[:12]
-
-
-@pytest.fixture
-def seeded(tmp_path):
-    for version, (seed, hidden) in enumerate([(0, 32), (1, 32), (2, 32), (0, 64)]):
-        logger = CSVLogger(tmp_path, name="digits", version=version)
-        logger.log_hyperparams({"hparams": {"hidden": hidden}, "config": {"seed": seed, "max_epochs": 2}})
-        for i in range(2):
-            logger.log_epoch({"epoch": i, "val_loss": float(seed - i) + hidden})
-    return tmp_path
-
-
-def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_a_band(seeded):
-    ax = plot_logs(seeded)
-    assert lines(ax) == {
-        "digits hidden=32, mean of 3 val_loss": (BLUE, [(0, 33.0), (1, 32.0)]),
-        "digits/version_3 val_loss": (ORANGE, [(0, 64.0), (1, 63.0)]),
-    }
-    (band,) = ax.collections
-    assert (band.get_datalim(ax.transData).ymin, band.get_datalim(ax.transData).ymax) == (31.0, 34.0)
-    assert legend(ax) == ("", ["digits hidden=32, mean of 3", "digits/version_3"])
-
-
-def test_seeds_alone_a_frame_of_them_and_each_by_itself(seeded):
-    (seeded / "digits/version_3/metrics.csv").unlink()
-    ax = plot_logs(read_logs(seeded))  # a frame knows where it was read
-    assert (list(lines(ax)), legend(ax)) == (["val_loss"], ("mean of 3 runs", []))
-    assert len(lines(plot_logs(seeded, seeds=False))) == 3
-    assert len(lines(plot_logs([seeded / f"digits/version_{i}" for i in range(3)]))) == 3  # asked for one by one
-
-
-def test_seeds_of_different_length_and_over_time(seeded):
-    for version in range(3):
-        path = seeded / f"digits/version_{version}/metrics.csv"
-        path.write_text("epoch,val_loss,time\n0,1.0,2.0\n" + "1,0.5,4.0\n" * (version > 0))
-    ax = plot_logs(seeded / "digits", x="time", metrics="val_loss")
-    assert lines(ax)["digits hidden=32, mean of 3 val_loss"][1] == [(2.0, 1.0), (6.0, 0.5)]
-
-
-# ---- marks
-
-
-def test_the_best_epoch_is_a_dot():
-    frame = pd.DataFrame(
-        {"epoch": range(4), "train_loss": 1.0, "val_loss": [3, 1, 2, 3.0], "val_acc": [0.1, 0.3, 0.4, 0.2]}
-    )
-    losses, accuracies = plot_logs(frame)
-    assert marks(losses, "_best") == [(1.0, 1.0)]
-    assert marks(accuracies, "_best") == [(2.0, 0.4)]
-    assert marks(plot_logs(frame.assign(lr=0.1), metrics="lr"), "_best") == []
-
-
-def test_no_markers_above_thirty_points():
-    def markers(frame):
-        return {line.get_marker() for line in plot_logs(frame)[0].get_lines() if line.get_label() == "val_loss"}
-
-    assert (markers(long_history(30)), markers(long_history(31))) == ({"o"}, {"None"})
-
-
-def test_nan_is_a_red_mark_where_it_begins():
-    frame = long_history(6)
-    frame.loc[3:, "train_loss"] = math.nan
-    frame.loc[4:, "val_loss"] = math.inf
-    losses, accuracies = plot_logs(frame)
-    assert marks(losses, "_nan") == [(3.0, frame["train_loss"][2]), (4.0, frame["val_loss"][3])]
-    assert [text.get_text() for text in losses.texts] == ["NaN"]
-    assert marks(accuracies, "_nan") == []
-
-
-def test_nan_from_the_beginning_and_where_validation_is_rare():
-    frame = pd.DataFrame(
-        {"epoch": range(6), "train_loss": math.nan, "val_loss": [math.nan, 1.0, math.nan, *[math.nan] * 3]}
-    )
-    assert marks(plot_logs(frame), "_nan") == [(0.0, 0.5), (3.0, 1.0)]
-
-
-def test_what_was_not_measured_is_no_nan():
-    """Validated every second epoch; or not in the last one, which max_steps has cut short."""
-    every_second = pd.DataFrame(
-        {"epoch": range(5), "train_loss": 1.0, "val_loss": [math.nan, 1, math.nan, 1, math.nan]}
-    )
-    assert marks(plot_logs(every_second), "_nan") == []
-    cut = pd.DataFrame({"epoch": range(3), "train_loss": 1.0, "val_loss": [1, 1, math.nan]})
-    assert marks(plot_logs(cut), "_nan") == []
-
-
-def test_a_spike_does_not_flatten_the_rest():
-    frame = pd.DataFrame({"epoch": range(10), "val_loss": [2.0, 1.5, 1.2, 1.0, 900.0, 0.9, 0.8, 0.7, 0.6, 0.5]})
-    ax = plot_logs(frame)
-    assert ax.get_ylim() == pytest.approx((0.41, 2.09))
-    assert marks(ax, "_spike") == [(4.0, 1.0)]  # at the upper edge
-    assert [text.get_text() for text in ax.texts] == ["900"]
-    below = plot_logs(frame.assign(val_loss=-frame["val_loss"]))
-    assert (below.get_ylim(), marks(below, "_spike")) == (pytest.approx((-2.09, -0.41)), [(4.0, 0.0)])
-
-
-@pytest.mark.parametrize("epochs", [2, 3, 10, 300])
-def test_a_curve_that_comes_down_is_no_spike(epochs):
-    at = np.arange(epochs)
-    ax = plot_logs(pd.DataFrame({"epoch": at, "val_loss": 0.01 + 5 * np.exp(-at / 3)}))
-    assert marks(ax, "_spike") == []
-    assert ax.get_ylim()[1] > 5
-
-
-def test_resumes_are_ticks(root):
-    (root / "digits/version_1/.lock").write_text("17\n18\nresumed after step 0 from last.ckpt\nfinished\n")
-    ax = plot_logs(root)
-    assert marks(ax, "_resumed") == [(0.5, 0.0)]  # between the epochs
-    assert marks(plot_logs(root, x="step"), "_resumed") == [(0.0, 0.0)]
-
-
-# ---- steps, time, ticks
-
-
-def test_lightnings_names():
-    names = ["train_loss_step", "train_loss_epoch", "val/loss", "val_acc/dataloader_idx_0", "val_acc/dataloader_idx_1"]
-    left, right = plot_logs(pd.DataFrame({"epoch": [0], **{name: [1.0] for name in names}}))
-    assert {label: color for label, (color, _) in lines(left).items()} == {"train_loss_epoch": BLUE, "val/loss": BLUE}
-    assert [color for color, _ in lines(right).values()] == [BLUE, ORANGE]
-
-
-def test_lightnings_file_over_steps_and_over_epochs(tmp_path):
-    """Half-empty rows, and the learning rate without an epoch: every step is drawn over steps."""
-    folder = tmp_path / "lightning_logs/version_0"
-    folder.mkdir(parents=True)
-    rows = ["epoch,lr-SGD,step,train_loss_epoch,train_loss_step,val_loss"]
-    for epoch in range(2):
-        for step in range(5 * epoch, 5 * epoch + 5):
-            rows += [f",0.1,{step},,,", f"{epoch},,{step},,{9 - step}.5,"]
-        rows += [f"{epoch},,{5 * epoch + 4},,,{2 - epoch}.0", f"{epoch},,{5 * epoch + 4},{7 - epoch}.0,,"]
-    (folder / "metrics.csv").write_text("\n".join(rows) + "\n")
-    assert lines(plot_logs(folder)) == {
-        "train_loss_epoch": (BLUE, [(0, 7.0), (1, 6.0)]),
-        "val_loss": (BLUE, [(0, 2.0), (1, 1.0)]),
-    }
-    drawn = lines(plot_logs(folder, x="step"))
-    assert drawn["train_loss_step"] == (BLUE, [(step, 9.5 - step) for step in range(10)])
-    assert drawn["val_loss"] == (BLUE, [(4, 2.0), (9, 1.0)])
-    assert len(lines(plot_logs(pd.read_csv(folder / "metrics.csv"), metrics="lr-SGD"))["lr-SGD"][1]) == 10
-    assert marks(plot_logs(folder), "_nan") == marks(plot_logs(folder, x="step"), "_nan") == []
-
-
-def test_a_column_whose_name_has_two_lines_is_no_trouble(history):
-    history["weight\nloss"] = 1.0
-    plot_logs(history)
-
-
-def test_numbers_that_are_all_missing_leave_the_axes_empty():
-    ax = plot_logs(pd.DataFrame({"epoch": [0], "val_loss": [math.nan]}))
-    assert lines(ax) == {}
-
-
-def test_values_per_step_are_drawn_over_steps_and_means_over_epochs():
-    """Lightning's names for both; where there is no mean, what there is."""
-    both = pd.DataFrame(
-        {"epoch": [0, 1], "step": [3, 7], "train_loss_step": [3.0, 2.0], "train_loss_epoch": [4.0, 1.0]}
-    )
-    assert list(lines(plot_logs(both))) == ["train_loss_epoch"]
-    drawn = lines(plot_logs(both, x="step"))
-    assert drawn["train_loss_step"] == (BLUE, [(3, 3.0), (7, 2.0)])
-    assert list(drawn) == ["train_loss_step", "train_loss_epoch"]
-    assert list(lines(plot_logs(both.drop(columns="train_loss_epoch")))) == ["train_loss_step"]
-
-
-def test_over_steps_a_run_shows_its_steps_and_its_epochs(tmp_path):
-    logger = CSVLogger(tmp_path, name="steps", version=0)
-    for step in (1, 2):
-        logger.log_metrics({"train_loss_step": 1.0 / step, "train_acc_step": 0.5}, step)
-    logger.log_epoch({"epoch": 0, "step": 2, "val_loss": 0.7})
-    left, right = plot_logs(tmp_path, x="step")
-    assert lines(left) == {"val_loss": (BLUE, [(2, 0.7)]), "train_loss_step": (BLUE, [(1, 1.0), (2, 0.5)])}
-    assert list(lines(right)) == ["train_acc_step"]
-    assert list(lines(plot_logs(read_logs(tmp_path, steps=True), x="step")[0])) == ["train_loss_step"]
-
-
-def test_many_points_are_smoothed_over_what_was_measured():
-    frame = pd.DataFrame({"step": range(2000), "train_loss_step": [1.0, 3.0] * 1000})
-    raw, smooth = plot_logs(frame, x="step").get_lines()
-    assert (raw.get_label(), raw.get_alpha()) == ("_train_loss_step", 0.25)
-    assert smooth.get_ydata()[-1] == pytest.approx(2.0, abs=0.02)
-    assert np.ptp(smooth.get_ydata()[1000:]) < 0.05
-    (alone,) = plot_logs(frame, x="step", smooth=0).get_lines()
-    assert alone.get_ydata().tolist() == frame["train_loss_step"].tolist()
-    _, much = plot_logs(frame[:3], x="step", smooth=0.5).get_lines()
-    assert much.get_ydata().tolist() == pytest.approx([1.0, 7 / 3, 11 / 7])  # as TensorBoard does it
-
-
-@pytest.mark.parametrize(
-    ("seconds", "label", "last"),
-    [(2.0, "seconds of training", 6.0), (100.0, "minutes of training", 5.0), (3000.0, "hours of training", 2.5)],
-)
-def test_time_is_what_has_passed(history, seconds, label, last):
-    """A row has the seconds of its epoch; several runs begin at 0, each."""
-    history["time"] = seconds
-    ax = plot_logs({"a": history, "b": history}, x="time", metrics="train_loss")
-    assert ax.get_xlabel() == label
-    assert [points[-1] for _, points in lines(ax).values()] == [(last, 1.0)] * 2
-
-
-@pytest.mark.parametrize("epochs", [1, 2, 3, 30])
-def test_epochs_have_whole_ticks(epochs):
-    ax = plot_logs(pd.DataFrame({"epoch": range(epochs), "val_loss": 1.0}))
-    ax.figure.canvas.draw()
-    low, high = ax.get_xlim()
-    shown = [tick for tick in ax.get_xticks() if low <= tick <= high]
-    assert shown
-    assert all(tick == int(tick) and 0 <= tick < epochs for tick in shown)
-
-
-def test_names_are_no_formulas_and_odd_numbers_no_trouble():
-    frame = pd.DataFrame({"epoch": [0, 1, 2], "val_$loss$_^{": [3.0, 2.0, 1.0], "$f$": [1.0, 2.0, 3.0]})
-    axes = plot_logs({"_a$": frame, "b$": frame, "$\\frac{": frame}, metrics=["val_$loss$_^{", "$f$"])
+def test_metrics_are_columns_quantities_or_kinds(metrics, labels):
+    axes = np.ravel(plot_logs(HISTORY.assign(val_f1=0.5, train_f1=0.4), metrics=metrics))
+    assert [ax.get_ylabel() for ax in axes] == labels
     axes[0].figure.canvas.draw()
-    assert legend(axes)[1] == ["_a$", "b$", "$\\frac{"]
-    plot_logs(frame, ax=pyplot.subplots()[1]).figure.canvas.draw()
-    for values in ([math.inf, 1, 2], [1e300, -1e300, 1e-300], [0, 0, 0], [1e-8] * 3):
-        plot_logs(pd.DataFrame({"epoch": [5, 5, 6], "val_loss": values})).figure.canvas.draw()
 
 
-# ---- what is refused
+def test_without_losses_and_accuracies_every_metric_is_drawn():
+    axes = plot_logs(pd.DataFrame({"epoch": [0], "f1": [1.0], "val_auroc": [0.5], "lr": [0.1]}))
+    assert [ax.get_ylabel() for ax in axes] == ["f1", "auroc"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("name", "split", "quantity", "kind"),
     [
-        (
-            {"metrics": ["val_los"]},
-            r"no numbers to draw for val_los; the columns are epoch, step, train_loss, val_loss, ",
-        ),
-        ({"metrics": "note"}, r"no numbers to draw for note; the columns are epoch, step"),
-        ({"x": "time"}, r"there is no column x='time'; the columns are epoch, .*, note: x='step', for example"),
-        ({"smooth": 1}, r"smooth=1 is no share: expected a number from 0 to less than 1, such as 0\.9"),
+        ("val_acc_top1", "validation", "acc_top1", "accuracy"),
+        ("acc/val", "validation", "acc", "accuracy"),
+        ("MulticlassAccuracy", "", "MulticlassAccuracy", "accuracy"),
+        ("val/accordance", "validation", "accordance", "accordance"),
+        ("training_loss_step", "train", "loss", "loss"),
+        ("test_f1/dataloader_idx_1", "test", "f1/dataloader_idx_1", "f1"),
+        ("lr-Adam/pg1", "", "lr-Adam/pg1", "learning rate"),
+        ("lratio", "", "lratio", "lratio"),
     ],
 )
-def test_unknown_columns_are_answered_with_the_known(history, arguments, words):
-    with pytest.raises(ValueError, match=words):
-        plot_logs(history, **arguments)
+def test_a_column_is_known_by_its_name(name, split, quantity, kind):
+    assert plots.parse_metric(name)[1:] == (split, quantity, kind)
+
+
+@pytest.mark.parametrize(("metric", "best"), [("val_mse", [[1, 1]]), ("val_f1", [[0, 3]]), ("val_gap", None)])
+def test_the_best_value_is_marked_only_where_the_direction_is_known(metric, best):
+    ax = plot_logs(pd.DataFrame({"epoch": [0, 1, 2], metric: [3.0, 1.0, 2.0]}), metrics=metric)
+    assert lines(ax, "best") == ([best] if best else [])
+    assert ("best" in legend(ax)[1]) == bool(best)
+
+
+def test_runs_have_a_color_each_and_version_10_comes_last():
+    for version in (10, 2):
+        write_run("digits", version, [2.0, 1.0])
+    ax = plot_logs("logs")
+    expected = ["digits/version_2", "digits/version_10"]
+    assert [(label, color) for label, color, _ in lines(ax) if label != "best"] == [
+        (label, color) for label, color in zip(expected, PALETTE, strict=False) for _ in range(2)
+    ]
+    title, labels = legend(ax)
+    assert title == "thin: train, bold: validation"
+    assert [label for label in labels if label != "best"] == expected
+
+
+def test_lists_and_dicts_label_their_runs():
+    write_run("digits", 0, [1.0])
+    path = Path("logs/digits/version_0")
+    for logs, labels in (
+        ([HISTORY, path], ["run 0", "digits/version_0"]),
+        ({"new": HISTORY, "old": path / "metrics.csv"}, ["new", "old"]),
+        ({"_a": HISTORY, "b$": read_logs(path)}, ["_a", "b$"]),
+    ):
+        ax = plot_logs(logs, metrics="val_loss")
+        assert [label for label, *_ in lines(ax) if label != "best"] == labels
+        ax.figure.canvas.draw()
+
+
+@pytest.mark.parametrize("x", ["epoch", "step", "time"])
+def test_seeds_are_a_mean_with_its_range(x):
+    for version, (seed, hidden) in enumerate([(0, 32), (1, 32), (2, 32), (0, 64)]):
+        write_run("digits", version, [float(seed), seed - 2.0], seed=seed, hidden=hidden)
+    ax = plot_logs("logs", x=x, metrics="val_loss")
+    places = {"epoch": [0, 1], "step": [10, 20], "time": [3, 6]}[x]
+    assert lines(ax, "digits hidden=32, mean of 3") == [[[places[0], 1], [places[1], -1]]]
+    assert len(lines(ax, "digits/version_3")) == 1
+    band = ax.collections[0].get_datalim(ax.transData)
+    assert (band.ymin, band.ymax) == (-2, 2)
+    assert len(lines(plot_logs("logs", seeds=False, metrics="val_loss"), "best")) == 4
+
+
+def test_the_legend_names_the_band_of_seeds():
+    for seed in range(2):
+        write_run("digits", seed, [float(seed), 0.0], seed=seed)
+    assert legend(plot_logs("logs"))[0] == "band: range of the seeds"
+
+
+def test_time_is_the_sum_of_the_epochs():
+    ax = plot_logs(HISTORY, x="time", metrics="train_loss")
+    assert lines(ax, "train") == [[[2, 3], [4, 2], [6, 1]]]
+    assert ax.get_xlabel() == "seconds of training"
+
+
+def test_over_steps_the_values_of_steps_csv_are_drawn():
+    logger = write_run("digits", 0, [0.5])
+    for step in (5, 10):
+        logger.log_metrics({"train_loss": 1.0 / step, "val_other_loss": 1.0}, step)
+    loss, _ = plot_logs("logs", x="step")
+    assert lines(loss, "train") == [[[5, 0.2], [10, 0.1]]]
+    assert lines(loss, "validation") == [[[10, 0.5]]]
+
+
+def test_a_run_with_several_validations_in_an_epoch_is_drawn_over_steps():
+    logger = CSVLogger("logs", name="steps", version=0)
+    for step in (10, 20, 30):
+        logger.log_epoch({"epoch": step // 25, "step": step, "val_loss": 1.0 / step})
+    ax = plot_logs("logs")
+    assert ax.get_xlabel() == "step"
+    assert [x for x, _ in lines(ax, "validation")[0]] == [10, 20, 30]
+
+
+def test_lightnings_half_empty_rows_are_joined():
+    folder = Path("logs/lightning/version_0")
+    folder.mkdir(parents=True)
+    rows = [",0.1,3,,,", "0,,3,,3.5,", "0,,3,,,2.5", "0,,3,3.0,,", "1,,7,,,1.5", "1,,7,2.0,,"]
+    header = "epoch,lr-SGD,step,train_loss_epoch,train_loss_step,val_loss"
+    Path(folder, "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
+    ax = plot_logs(folder)
+    assert lines(ax, "train") == [[[0, 3], [1, 2]]]
+    assert lines(ax, "validation") == [[[0, 2.5], [1, 1.5]]]
+
+
+def test_many_points_are_smoothed_over_the_measured_values():
+    frame = pd.DataFrame({"step": range(2000), "train_loss": [1.0, 3.0] * 1000})
+    raw, smooth = plot_logs(frame, x="step").get_lines()
+    assert np.ptp(raw.get_ydata()) == 2
+    assert np.ptp(smooth.get_ydata()[1000:]) < 0.1
+    assert len(plot_logs(frame, x="step", smooth=0).get_lines()) == 1
+    _, half = plot_logs(frame[:3], x="step", smooth=0.5).get_lines()
+    assert half.get_ydata() == pytest.approx([1.0, 7 / 3, 11 / 7])  # as in TensorBoard
+
+
+def test_into_given_axes():
+    _, ax = pyplot.subplots()
+    assert plot_logs(HISTORY, ax=ax) is ax
+    plot_logs({"second": HISTORY, "third": HISTORY}, metrics="val_loss", ax=ax)
+    drawn = {label: color for label, color, _ in lines(ax) if label != "best"}
+    assert list(drawn) == ["train_loss", "val_loss", "val_acc", "second val_loss", "third val_loss"]
+    assert len(set(drawn.values())) == 5
+    assert len(pyplot.get_fignums()) == 1
+
+
+def test_a_shorter_run_is_drawn_over_the_one_that_resumed_it():
+    ax = plot_logs({"whole": HISTORY, "first part": HISTORY[:1]}, metrics="train_loss")
+    whole, part = ax.get_lines()
+    assert part.get_zorder() > whole.get_zorder()
+
+
+@pytest.mark.parametrize("values", [[math.inf, 1, 2], [math.nan] * 3, [1e300, -1e300, 1e-300], [0, 0, 0]])
+def test_odd_numbers_are_no_trouble(values):
+    plot_logs(pd.DataFrame({"epoch": [5, 5, 6], "val_$loss\n": values})).figure.canvas.draw()
+
+
+@pytest.mark.parametrize(
+    ("logs", "options", "error", "message"),
+    [
+        (HISTORY, {"metrics": "val_los"}, ValueError, "metrics: got 'val_los', expected one of the columns epoch"),
+        (HISTORY, {"metrics": "note"}, ValueError, "metrics: got 'note', .* with numbers"),
+        (HISTORY, {"x": "hour"}, ValueError, "x: got 'hour', expected one of the columns epoch, step"),
+        (HISTORY, {"smooth": 1}, ValueError, "smooth: got 1, expected 0 to below 1"),
+        (HISTORY[["epoch", "lr"]], {}, ValueError, "metrics: got nothing to draw, .* Write metrics=.'lr'."),
+        ([], {}, ValueError, r"expected one of the columns \(none\)"),
+        (3, {}, TypeError, "plot_logs: got int, expected a path or a DataFrame"),
+        ("nowhere", {}, ValueError, "'nowhere' does not exist"),
+    ],
+)
+def test_what_cannot_be_drawn_is_named(logs, options, error, message):
+    with pytest.raises(error, match=message):
+        plot_logs(logs, **options)
     assert pyplot.get_fignums() == []
 
 
-def test_nothing_to_draw_by_default():
-    with pytest.raises(ValueError, match=r"there is no metric to draw; the columns are epoch, lr: choose"):
-        plot_logs(pd.DataFrame({"epoch": [0], "lr": [1.0]}))
+def test_the_command_writes_a_picture(capsys):
+    write_run("a", 0, [1.0])
+    write_run("b", 0, [1.0])
+    assert main(["plot"]) == 0
+    assert main(["plot", "logs/a/version_0/metrics.csv", "logs/b", "--metrics", "loss", "--out", "x.png"]) == 0
+    assert capsys.readouterr().out.split() == ["picture", "logs/history.png", "picture", "x.png"]
+    for path in ("logs/history.png", "x.png"):
+        assert Path(path).read_bytes().startswith(b"\x89PNG")
+    assert main(["plot", "--out", "no/x.png"]) == 2
+    assert "out: got 'no/x.png', expected a .png, .pdf or .svg" in capsys.readouterr().err
 
 
-def test_no_run_at_all():
-    with pytest.raises(ValueError, match=r"there is no column x='epoch'; the columns are none"):
-        plot_logs([])
+def test_watch_draws_again_when_the_log_grows_until_the_run_ends(monkeypatch, capsys):
+    logger = write_run("a", 0, [1.0])
+    states = ["running", "running", "running", "finished"]
+    drawn = []
+    monkeypatch.setattr("fabric_template.tools.runs.list_runs", lambda folder: pd.DataFrame({"state": [states.pop(0)]}))
+    monkeypatch.setattr(plots, "save_picture", lambda paths, out, **options: drawn.append(len(states)) or out)
+
+    def sleep(seconds):
+        if len(states) == 2:
+            logger.log_epoch({"epoch": 1, "step": 20, "val_loss": 0.5})
+
+    monkeypatch.setattr(plots.time, "sleep", sleep)
+    assert main(["plot", "logs", "--watch"]) == 0
+    assert drawn[:3] == [3, 1, 0]  # not where nothing was new
+    assert "watching    logs/history.png: until the runs end or Ctrl-C" in capsys.readouterr().out
 
 
-def test_what_cannot_be_read_as_logs(history):
-    with pytest.raises(
-        TypeError, match=r"takes a path, a DataFrame, or a list or dict of these, not int; plot_logs\('logs'"
-    ):
-        plot_logs(3)
-    with pytest.raises(
-        TypeError, match=r"ax=\.\.\.\) takes one Axes, not ndarray; give one of them, e\.g\. ax=axes\[0\]"
-    ):
-        plot_logs(history, ax=pyplot.subplots(1, 2)[1])
+def test_the_command_imports_neither_torch_nor_lightning():
+    write_run("a", 0, [1.0])
+    code = "import sys; from fabric_template.tools.cli import main; main(['plot', 'logs']); print(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    modules = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "matplotlib" in modules
+    assert not modules & {"torch", "lightning", "pytorch_lightning"}

@@ -1,0 +1,102 @@
+"""LivePlot: when and what it draws in a notebook, and that it never stops a run."""
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from clock import Clock
+from modules import Classifier, make_loader
+
+from fabric_template import FabricLoop, LivePlot
+from fabric_template.tools import live_plot
+
+
+class Notebook:
+    """Stand in for IPython's kernel and display: every picture with the time when it was shown."""
+
+    kernel = events = Mock()  # matplotlib registers its events
+
+    def __init__(self, monkeypatch):
+        self.clock, self.shown = Clock(), []
+        monkeypatch.setattr("IPython.get_ipython", lambda: self)
+        monkeypatch.setattr("IPython.display.display", self.display)
+        monkeypatch.setattr(live_plot, "time", self.clock)
+
+    def display(self, image, display_id):
+        assert self.shown == []  # later pictures replace the first one
+        self.update(image)
+        return self
+
+    def update(self, image):
+        self.shown.append((self.clock.now - 1000, image.data))
+
+    def on_train_epoch_start(self, trainer, module):
+        """Let each epoch take 0.4 s."""
+        self.clock.sleep(0.4)
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    return Notebook(monkeypatch)
+
+
+def fit(*callbacks, epochs=8, **options):
+    quiet = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    loop = FabricLoop(max_epochs=epochs, callbacks=[*callbacks], **quiet, **options)
+    loop.fit(Classifier(), make_loader(8), make_loader(8, shuffle=False))
+    return loop
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_one_picture_is_replaced_once_a_second_and_in_5_percent_of_the_time(notebook, monkeypatch, seconds):
+    render = live_plot.render_picture
+
+    def render_slowly(*args, **options):
+        notebook.clock.sleep(seconds)
+        return render(*args, **options)
+
+    monkeypatch.setattr(live_plot, "render_picture", render_slowly)
+    fit(notebook, LivePlot(), epochs=16)
+    *times, _ = (at for at, _ in notebook.shown)  # the last one is always drawn
+    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    assert len(gaps) >= 2
+    assert min(gaps) >= max(1.0, 20 * seconds) - 0.01
+    assert max(gaps) < max(1.0, 20 * seconds) + 1.0
+    assert all(picture.startswith(b"\x89PNG") for _, picture in notebook.shown)
+
+
+def test_options_are_those_of_plot_logs(notebook, monkeypatch):
+    given = []
+
+    def render(folder, **options):
+        given.append((folder, options))
+        return b"picture"
+
+    monkeypatch.setattr(live_plot, "render_picture", render)
+    loop = fit(LivePlot(x="step", metrics=["loss"]), epochs=1)
+    assert given[-1] == (Path(loop.log_dir, "metrics.csv"), {"x": "step", "metrics": ["loss"]})
+
+
+def test_a_run_that_fails_leaves_its_picture(notebook):
+    class Failing:
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 2:
+                raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        fit(LivePlot(), Failing())
+    assert notebook.shown
+
+
+def test_what_cannot_be_drawn_does_not_stop_the_run(notebook, monkeypatch):
+    fit(LivePlot(metrics="unknown"), epochs=1)
+    fit(LivePlot(), epochs=1, logger=False)
+    monkeypatch.setattr(live_plot, "render_picture", lambda *args, **options: 1 / 0)
+    with pytest.warns(UserWarning, match="LivePlot: the run is not drawn. division by zero"):
+        fit(LivePlot(), epochs=1)
+    assert notebook.shown == []
+
+
+def test_outside_of_a_notebook_nothing_is_drawn(monkeypatch):
+    monkeypatch.setattr(live_plot, "render_picture", lambda *args, **options: pytest.fail("nobody looks"))
+    fit(LivePlot(), epochs=1)
