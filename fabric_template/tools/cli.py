@@ -37,7 +37,7 @@ VERBS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (diff, compare: other; update: conflicts; verify: not whole) or 2 (not done).
+    """Run one command; returns the exit code: 0, 1 (diff, compare: other; update: conflicts; verify: damaged) or 2 (not done).
 
     Example:
         >>> main(["fit", "--max_epoch", "3"])

@@ -87,12 +87,12 @@ class Script:
         loop.fit(net, train, val, optimizer=optimizer, training_step=self.loss, validation_step=self.loss)
 
 
-class Accumulating(Script):
-    accumulate = 3  # The five batches of an epoch leave two for its last step.
+def change(kind, **attributes):
+    return type(kind.__name__, (kind,), attributes)
 
 
-class Clipping(Script):
-    clip = 0.1
+Accumulating = change(Script, accumulate=3)  # The five batches of an epoch leave two for its last step.
+Clipping = change(Script, clip=0.1)
 
 
 class ScheduledByStep(Script):
@@ -261,16 +261,6 @@ class TrainsOnlyOnce(Dropping):
         net.train(epoch == 0)
 
 
-class DividedTwice(Accumulating):
-    def loss(self, net, batch):
-        return super().loss(net, batch) / (self.accumulate if net.training else 1)
-
-
-class NotDivided(Accumulating):
-    def loss(self, net, batch):
-        return super().loss(net, batch) * (self.accumulate if net.training else 1)
-
-
 class NeverCleared(Script):
     def train_on(self, i, batch, net, optimizer, is_last):
         self.loss(net, batch).backward()
@@ -305,20 +295,6 @@ class ClippedInReverse(Clipping):
         optimizer.zero_grad()
 
 
-class OneGroup(TwoGroups):
-    def optimizer(self, net):
-        return torch.optim.AdamW(net.parameters(), lr=0.1)
-
-
-class InOrder(Script):
-    def loader(self):
-        return DataLoader(make_data(), 8)
-
-
-class ByStepAsEpoch(ScheduledByStep):
-    interval = "epoch"
-
-
 class SteppedBefore(ScheduledByStep):
     def train_on(self, i, batch, net, optimizer, is_last):
         self.rates.step()
@@ -326,31 +302,6 @@ class SteppedBefore(ScheduledByStep):
 
     def scheduler(self, optimizer):
         self.rates = super().scheduler(optimizer)
-
-
-class Slower(Script):
-    def optimizer(self, net):
-        return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-
-
-class WithAdam(Script):
-    def optimizer(self, net):
-        return torch.optim.Adam(net.parameters(), 0.1)
-
-
-class Uneven(Script):
-    is_whole = False
-
-    def loader(self):
-        return DataLoader(make_data(36), 8, drop_last=self.is_whole)
-
-
-class Even(Uneven):
-    is_whole = True
-
-
-class Wider(Script):
-    batch_size = 4
 
 
 class Sampled(Script):
@@ -367,31 +318,12 @@ class Sampled(Script):
             self.sampler.set_epoch(epoch)
 
 
-class SampledOnce(Sampled):
-    sets_epoch = False
-
-
 class SeededLate(Script):
     def net(self):
         net = super().net()
         torch.manual_seed(1)
         net[2] = nn.Linear(16, 3)
         return net
-
-
-class Narrower(Script):
-    def net(self):
-        return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
-
-
-class Summed(Script):
-    def loss(self, net, batch):
-        return cross_entropy(net(batch[0]), batch[1], reduction="sum")
-
-
-class OtherLoss(Script):
-    def loss(self, net, batch):
-        return nn.functional.multi_margin_loss(net(batch[0]), batch[1])
 
 
 class Drawing(Dropping):
@@ -414,9 +346,45 @@ class ValidatesInTrainMode(Normed):
             sum(self.loss(net, batch) for batch in val)
 
 
-class Longer(Script):
-    epochs = 4
+def scaled_loss(factor):
+    def loss(self, net, batch):
+        return cross_entropy(net(batch[0]), batch[1]) * (factor if net.training else 1)
 
+    return loss
+
+
+def other_loss(self, net, batch):
+    return nn.functional.multi_margin_loss(net(batch[0]), batch[1])
+
+
+def uneven_loader(self):
+    return DataLoader(make_data(36), 8, drop_last=self.drops_last)
+
+
+def loader_in_order(self):
+    return DataLoader(make_data(), 8)
+
+
+def narrow_net(self):
+    return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def sgd(self, net):
+    return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+
+def adamw(self, net):
+    return torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+DividedTwice, NotDivided = change(Accumulating, loss=scaled_loss(1 / 3)), change(Accumulating, loss=scaled_loss(3))
+Summed, OtherLoss = change(Script, loss=scaled_loss(8)), change(Script, loss=other_loss)
+Uneven = change(Script, loader=uneven_loader, drops_last=False)
+Slower, WithAdamW, OneGroup = (
+    change(kind, optimizer=new) for kind, new in ((Script, sgd), (Script, adamw), (TwoGroups, adamw))
+)
+ByEpoch, SampledOnce = change(ScheduledByStep, interval="epoch"), change(Sampled, sets_epoch=False)
+InOrder, Narrower = change(Script, loader=loader_in_order), change(Script, net=narrow_net)
 
 MISTAKES = [
     # The eight mistakes that compare has to find: first, second, options of fit or None for a
@@ -433,14 +401,14 @@ MISTAKES = [
     (Dropping, TrainsOnlyOnce, None, 5, "loss", "more modules are in eval mode", "model.train() at the start of each"),
     (Accumulating, NotDivided, {}, 0, "loss", "3 times larger: not divided", "loss / 3"),
     (Clipping, ClippedEarly, None, 0, "gradient norm", "only the first clips", "gradient_clip_val=0.1"),
-    (ScheduledByStep, ByStepAsEpoch, {}, 1, "learning rate", "after 1 and after 5 steps", '"interval": "step"'),
+    (ScheduledByStep, ByEpoch, {}, 1, "learning rate", "after 1 and after 5 steps", '"interval": "step"'),
     (ScheduledByStep, SteppedBefore, None, 0, "learning rate", "scheduler.step() is called elsewhere", '"interval": "step"'),
     (ScheduledByEpoch, Script, {}, 5, "learning rate", "only the first changes it", "the same scheduler"),
     (Script, ScheduledByEpoch, {}, 5, "learning rate", "only the second changes it", "no scheduler"),
     (Script, Slower, {}, 0, "learning rate", "created with different values", "lr=0.1"),
-    (Script, WithAdam, {}, 0, "optimizer", "different classes", "SGD"),
-    (Uneven, Even, {}, 4, "batch size", "only one drops the last batch", "drop_last=False"),
-    (Script, Wider, {}, 0, "batch size", "different batch sizes", "batch_size=8"),
+    (Script, WithAdamW, {}, 0, "optimizer", "different classes", "SGD"),
+    (Uneven, change(Uneven, drops_last=True), {}, 4, "batch size", "only one drops the last batch", "drop_last=False"),
+    (Script, change(Script, batch_size=4), {}, 0, "batch size", "different batch sizes", "batch_size=8"),
     (Sampled, SampledOnce, None, 5, "digest of a sample", "the second repeats the order of its first epoch", "set_epoch"),
     (Script, SeededLate, {}, 0, "norm of initial weights", "2.weight, 2.bias: initialized", "torch.manual_seed(0)"),
     (Script, Narrower, {}, 0, "shape", "the models differ in 0.weight", "the same model"),
@@ -452,7 +420,7 @@ MISTAKES = [
     (Script, HalfPrecision, {}, 0, "loss", "another precision", "the same precision="),
     (Clamped, Script, {}, 1, "norm of weights before", "0.weight: clamped", "the same change"),
     (ValidatesInTrainMode, Normed, {}, 5, "norm of a buffer", "BatchNorm", "model.eval()"),
-    (Longer, Script, {}, 15, "number of steps", "ends earlier", "the same number of epochs"),
+    (change(Script, epochs=4), Script, {}, 15, "number of steps", "ends earlier", "the same number of epochs"),
 ]  # fmt: skip
 
 
