@@ -13,7 +13,7 @@ if _TYPE_CHECKING:
     from .mini import MiniLoop as MiniLoop
     from .record.logger import CSVLogger as CSVLogger
     from .record.read_back import read_logs as read_logs
-    from .tools import doctor as doctor
+    from .tools.compare import compare as compare
     from .tools.live_plot import LivePlot as LivePlot
     from .tools.plots import plot_logs as plot_logs
     from .tools.profile import profile as profile
@@ -32,7 +32,7 @@ _HOMES = {
     "LoopConfig": "core.config",
     "MiniLoop": "mini",
     "TensorLoader": "data.tensors",
-    "doctor": "tools.doctor",
+    "compare": "tools.compare",
     "list_runs": "tools.runs",
     "plot_logs": "tools.plots",
     "profile": "tools.profile",
@@ -45,8 +45,7 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> _Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _import_module(f".{_HOMES[name]}", __name__)
-    value = getattr(home, name, home)
+    value = getattr(_import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value  # asked once
     return value
 

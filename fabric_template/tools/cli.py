@@ -1,4 +1,4 @@
-"""The command line: fit, validate, test, predict, plot, runs, profile, doctor, tune, copy, diff, update, verify.
+"""The command line: fit, validate, test, predict, plot, runs, profile, compare, tune, copy, diff, update, verify.
 
 Nothing heavy is imported before a verb needs it: a word of help must not wait for torch.
 """
@@ -23,7 +23,7 @@ VERBS = {
     "plot": "draw the logs of one run or several",
     "runs": "list runs and how they stand; compare two, find the best, write a page to look at",
     "profile": "where a training step goes: a table, a picture, and what to do about it",
-    "doctor": "what is wrong with a training: two scripts beside each other, a script's source, a finished run",
+    "compare": "run two scripts and explain the first optimizer step in which they differ",
     "tune": "find what makes a training faster on this machine, or with --lr a learning rate for it",
     "copy": "copy this package, or its single file, into a project of yours",
     "diff": "show what you have changed in a copy, and what upstream has since",
@@ -33,7 +33,7 @@ VERBS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (diff, doctor: other; update: conflicts; verify: not whole) or 2 (not done).
+    """Run one command; returns the exit code: 0, 1 (diff, compare: other; update: conflicts; verify: not whole) or 2 (not done).
 
     Example:
         >>> main(["fit", "--max_epoch", "3"])
@@ -89,7 +89,7 @@ def _is_for_users(error: Exception) -> bool:
     return isinstance(error, ValueError | TypeError) and modules[-1] == "ours" and {*modules} <= {"ours", *between}
 
 
-# ---- plot, runs, profile, doctor, verify; copy, diff, update
+# ---- plot, runs, profile, compare, verify; copy, diff, update
 
 
 def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argparse.Namespace:
@@ -121,12 +121,16 @@ def _runs(verb: str, argv: list[str]) -> None:
     _print(runs_verb(f"{program()} {verb}", VERBS[verb], argv))
 
 
-def _doctor(verb: str, argv: list[str]) -> int:
-    from .examining import doctor_verb
+def _compare(verb: str, argv: list[str]) -> int:
+    from .compare import compare_command
 
-    text, code = doctor_verb(f"{program()} {verb}", VERBS[verb], argv)
-    _print(text)
-    return code
+    given = _arguments(
+        verb, argv,
+        first={"help": 'the script that is right, with its arguments ("train.py --lr 0.1"), or a recording'},
+        second={"help": "the script to compare with it, or a recording"},
+        __steps={"type": int, "default": 50, "help": "the number of optimizer steps to compare (50)"},
+    )  # fmt: skip
+    return compare_command(given.first, given.second, steps=given.steps)
 
 
 def _profile(verb: str, argv: list[str]) -> int:
@@ -207,7 +211,7 @@ def _verify(verb: str, argv: list[str]) -> int:
     return code
 
 
-OTHERS = {"plot": _plot, "runs": _runs, "profile": _profile, "doctor": _doctor, "tune": _tune}
+OTHERS = {"plot": _plot, "runs": _runs, "profile": _profile, "compare": _compare, "tune": _tune}
 OTHERS |= {"verify": _verify}
 OTHERS |= dict.fromkeys(("copy", "diff", "update"), _copies)
 

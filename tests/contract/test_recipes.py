@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fabric_template import doctor
+from fabric_template import compare
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "recipes"
 TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
@@ -118,16 +118,13 @@ def test_before_and_after_are_the_same(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.filterwarnings("ignore:Model came in eval mode")
-def test_the_doctor_has_nothing_to_say(page, tmp_path, monkeypatch):
-    recordings = []
-    for name, source in zip(("before", "after"), blocks(page), strict=False):
-        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
-        assert doctor.read_source(tmp_path / f"{name}.py") == []
-        with doctor.record(name) as recording:
-            run(source, page, tmp_path / name, monkeypatch)
-        recordings.append(recording)
-    report = doctor.compare(*recordings)
-    assert not report.findings, report
+def test_compare_finds_no_difference(page, tmp_path, monkeypatch):
+    before, after = blocks(page)[:2]
+    result = compare(
+        lambda: run(before, page, tmp_path / "before", monkeypatch),
+        lambda: run(after, page, tmp_path / "after", monkeypatch),
+    )
+    assert result.is_equal, result
 
 
 def test_with_the_library(tmp_path, monkeypatch):

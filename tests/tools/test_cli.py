@@ -281,7 +281,7 @@ def test_an_object_as_an_argument(capsys):
     [
         (
             ["fut"],
-            "there is no 'fut': expected one of fit, validate, test, predict, plot, runs, profile, doctor, tune, copy,"
+            "there is no 'fut': expected one of fit, validate, test, predict, plot, runs, profile, compare, tune, copy,"
             " diff, update, verify",
         ),
         (["fit", "--max_epoch", "3"], "fit has no option --max_epoch: did you mean --max_epochs?"),

@@ -1,0 +1,273 @@
+"""Record what a training does at each optimizer step, through PyTorch's global hooks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+# These settings of an optimizer do not change what a step computes.
+IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+CHILD_PROCESS = """
+import os, runpy, sys
+sys.path.append({root!r})
+from {module} import record_training
+recording, steps, *sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+with record_training(recording, int(steps), stop=True):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@contextmanager
+def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> Iterator[None]:
+    """Record the training in this block to a JSON file that `compare` reads.
+
+    Args:
+        path: The file to write.
+        steps: The number of optimizer steps to record.
+        stop: Leave the block after these steps. By default the training continues.
+    """
+    if steps < 1:
+        raise ValueError(f"steps: got {steps}, expected 1 or more. Write the number of steps.")
+    recorder = Recorder(steps, stop)
+    try:
+        with recorder.register_hooks():
+            yield
+    except EnoughSteps:
+        pass
+    finally:
+        Path(path).write_text(json.dumps(recorder.steps, default=float), encoding="utf-8")
+
+
+def load_steps(training: Any, steps: int) -> list[dict[str, Any]]:
+    """Run a function or a script, or read a recording, and return the recorded steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        recording = Path(folder, "recording.json")
+        if callable(training):
+            with record_training(recording, steps, stop=True):
+                training()
+        else:
+            path, *arguments = shlex.split(str(training)) or [""]
+            if not Path(path).is_file():
+                raise ValueError(
+                    f"compare: got {path!r}, expected the path of a script or of a recording. "
+                    "Write it as in a shell, with the script's arguments after it."
+                )
+            if path.endswith(".py"):
+                _run_script(path, arguments, recording, steps)
+            else:
+                recording = Path(path)
+        recorded = json.loads(recording.read_text(encoding="utf-8"))[:steps]
+    if not recorded:
+        raise ValueError(
+            f"compare: got {training!r}, which takes no optimizer step, expected a training. "
+            "Train in one process with an optimizer of torch.optim."
+        )
+    return recorded
+
+
+def _run_script(path: str, arguments: list[str], recording: Path, steps: int) -> None:
+    root = str(Path(__file__).resolve().parents[__name__.count(".")])
+    code = CHILD_PROCESS.format(root=root, module=__name__)
+    command = [sys.executable, "-c", code, str(recording), str(steps), path, *arguments]
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if process.returncode != 0:
+        error = process.stderr.strip().rpartition("\n")[2]
+        raise ValueError(
+            f"compare: got {path!r}, which fails with exit code {process.returncode} ({error}), "
+            "expected a script that trains. Run it alone to see its output."
+        )
+
+
+class EnoughSteps(BaseException):
+    """Ends a training after the last step to record."""
+
+
+class Recorder:
+    """Records optimizer steps as dicts of plain values.
+
+    Args:
+        limit: The number of steps to record.
+        stop: Raise `EnoughSteps` after them.
+    """
+
+    def __init__(self, limit: int, stop: bool) -> None:
+        self.limit, self.stop, self.is_full = limit, stop, False
+        self.steps: list[dict[str, Any]] = []
+        self.passes: list[dict[str, Any]] = []
+        self.modules: dict[int, Any] = {}
+        self.inputs: dict[int, list[str]] = {}
+        self.batch_size = 0
+        self.optimizers: list[Any] = []
+        self.parameters: list[Any] = []
+        self.random_state: dict[str, str] = {}
+        self.sampler = ""
+        self.has_old_gradients = False
+
+    @contextmanager
+    def register_hooks(self) -> Iterator[None]:
+        """Record the training in this block."""
+        import torch
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim import optimizer
+        from torch.utils.data import DataLoader
+
+        run_backward, start_loader = torch.autograd.backward, DataLoader.__iter__
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            self.before_backward(tensors)
+            run_backward(tensors, *args, **kwargs)
+
+        def iterate(loader: Any) -> Any:
+            self.sampler = type(loader.sampler).__name__
+            return start_loader(loader)
+
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self.before_forward).remove)
+            stack.callback(optimizer.register_optimizer_step_pre_hook(self.before_step).remove)
+            stack.callback(optimizer.register_optimizer_step_post_hook(self.after_step).remove)
+            # PyTorch has no hooks for a loss and for the start of a loader.
+            stack.enter_context(mock.patch.object(torch.autograd, "backward", backward))
+            stack.enter_context(mock.patch.object(DataLoader, "__iter__", iterate))
+            yield
+
+    def before_forward(self, module: Any, args: Any) -> None:
+        """Record the data that enters a module with parameters, and the random state."""
+        import torch
+
+        if torch.compiler.is_compiling() or self.is_full or not torch.is_grad_enabled():
+            return
+        if id(module) not in self.modules:
+            self.modules |= {id(child): child for child in module.modules()}
+        data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
+        if data and next(module.parameters(recurse=False), None) is not None:
+            rows = [list(torch.atleast_1d(tensor)) for tensor in data]
+            # A later call replaces an earlier one, which may be a measurement without backward.
+            self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
+            self.batch_size = len(rows[0])
+            self.random_state = get_random_state()
+
+    def before_backward(self, loss: Any) -> None:
+        """Record the loss and the forward pass that computed it."""
+        if self.is_full:
+            return
+        if not self.passes:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            self.has_old_gradients = any(bool(gradient.any()) for gradient in gradients)
+        leaves = [module for module in self.modules.values() if not list(module.children())]
+        self.passes.append(
+            {
+                "samples": [sample for samples in self.inputs.values() for sample in samples],
+                "batch size": self.batch_size,
+                "random state": self.random_state,
+                "is random": self.random_state != get_random_state(),
+                "eval modules": [type(leaf).__name__ for leaf in leaves if not leaf.training],
+                "loss": sum(float(tensor.detach().sum()) for tensor in find_tensors(loss)),
+            }
+        )
+        self.inputs, self.batch_size = {}, 0
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Record the weights before an optimizer step."""
+        if not self.is_full:
+            self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self.weights = [fingerprint(p) for p in self.parameters]
+            self.number_of_passes = len(self.passes)
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Record an optimizer step."""
+        if self.is_full:
+            return
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+        number = self.optimizers.index(optimizer) + 1
+        modules = self.modules.values()
+        buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+        self.steps.append(
+            {
+                "optimizer": f"{type(optimizer).__name__} (number {number})",
+                # An optimizer may call its closure several times. The first pass is comparable.
+                "passes": self.passes[: self.number_of_passes + 1],
+                "has old gradients": self.has_old_gradients,
+                "sampler": self.sampler,
+                "parameters": self.describe_parameters(optimizer),
+                "buffers": [fingerprint(buffer) for buffer in buffers],
+            }
+        )
+        self.passes = []
+        self.is_full = len(self.steps) == self.limit
+        if self.is_full and self.stop:
+            raise EnoughSteps
+
+    def describe_parameters(self, optimizer: Any) -> list[dict[str, Any]]:
+        """Describe each parameter, in the optimizer's order."""
+        import torch
+
+        named = [pair for module in self.modules.values() for pair in module.named_parameters()]
+        # The first module that was called is the outermost one. Its names are the full ones.
+        names = {id(parameter): name for name, parameter in reversed(named)}
+        settings: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            values = {key: group[key] for key in optimizer.defaults if key not in IMPLEMENTATION}
+            settings += [values for _ in group["params"]]
+        return [
+            {
+                "name": names.get(id(p), f"parameter {i}"),
+                "weights before": self.weights[i],
+                "settings": settings[i],
+                "is trained": p.requires_grad and p.grad is not None,
+                "gradient": fingerprint(torch.zeros(1) if p.grad is None else p.grad),
+                "weights": fingerprint(p),
+            }
+            for i, p in enumerate(self.parameters)
+        ]
+
+
+def find_tensors(value: Any) -> Iterator[Any]:
+    """Yield the tensors in nested lists, tuples and dicts."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from find_tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from find_tensors(item)
+
+
+def digest(tensor: Any) -> str:
+    """Return a digest of a tensor's bits."""
+    import torch
+
+    bits = tensor.detach().to_dense().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(bits.numpy(), digest_size=8).hexdigest()
+
+
+def fingerprint(tensor: Any) -> dict[str, Any]:
+    """Describe a tensor by its shape, its norm and a digest of its bits."""
+    norm = tensor.detach().double().nan_to_num().norm()
+    return {"shape": list(tensor.shape), "norm": float(norm), "digest": digest(tensor)}
+
+
+def get_random_state() -> dict[str, str]:
+    """Return a digest of the random state of each library."""
+    import numpy
+    import torch
+
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state()}
+    states["torch"] = torch.get_rng_state().numpy()
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().numpy()
+    return {name: hashlib.md5(pickle.dumps(state)).hexdigest() for name, state in states.items()}

@@ -1,0 +1,523 @@
+"""Correct adoptions compare equal, and each mistake is explained as the first difference."""
+
+import re
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from modules import make_data
+from runs import loud
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler
+
+from fabric_template import FabricLoop, MiniLoop, compare
+from fabric_template.tools.cli import main
+from fabric_template.tools.compare import record_training
+
+
+class Script:
+    """A training by hand and the same training with fit. Subclasses change a part of both."""
+
+    epochs, accumulate, clip, interval, precision, batch_size = 3, 1, None, "epoch", None, 8
+
+    def net(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def optimizer(self, net):
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def scheduler(self, optimizer):
+        return None
+
+    def loader(self):
+        return DataLoader(make_data(), self.batch_size, shuffle=True)
+
+    def loss(self, net, batch):
+        return cross_entropy(net(batch[0]), batch[1])
+
+    def make(self):
+        torch.manual_seed(0)
+        net = self.net()
+        optimizer = self.optimizer(net)
+        return net, optimizer, self.scheduler(optimizer), self.loader(), DataLoader(make_data(16, seed=1), 8)
+
+    def by_hand(self):
+        net, optimizer, scheduler, train, val = self.make()
+        for epoch in range(self.epochs):
+            self.start_epoch(net, epoch)
+            for i, batch in enumerate(train):
+                self.train_on(i, batch, net, optimizer, is_last=i + 1 == len(train))
+                if scheduler is not None and self.interval == "step":
+                    scheduler.step()
+            self.validate(net, val)
+            if scheduler is not None and self.interval == "epoch":
+                scheduler.step()
+
+    def start_epoch(self, net, epoch):
+        net.train()
+
+    def validate(self, net, val):
+        net.eval()
+        with torch.no_grad():
+            sum(self.loss(net, batch) for batch in val)
+
+    def train_on(self, i, batch, net, optimizer, is_last):
+        (self.loss(net, batch) / self.accumulate).backward()
+        if (i + 1) % self.accumulate == 0 or is_last:
+            if self.clip:
+                nn.utils.clip_grad_norm_(net.parameters(), self.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def with_fit(self, root, kind=FabricLoop, **changed):
+        net, optimizer, scheduler, train, val = self.make()
+        if scheduler is not None:
+            optimizer = {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+        options = {
+            "accumulate_grad_batches": self.accumulate,
+            "gradient_clip_val": self.clip,
+            "precision": self.precision,
+        }
+        options = {name: value for name, value in (options | changed).items() if value is not None}
+        if kind is MiniLoop:
+            loop = MiniLoop(max_epochs=self.epochs, accelerator="cpu", default_root_dir=str(root), **options)
+        else:
+            loop = FabricLoop(**loud(root, max_epochs=self.epochs, **options))
+        loop.fit(net, train, val, optimizer=optimizer, training_step=self.loss, validation_step=self.loss)
+
+
+def change(kind, **attributes):
+    return type(kind.__name__, (kind,), attributes)
+
+
+Accumulating = change(Script, accumulate=3)  # The five batches of an epoch leave two for its last step.
+Clipping = change(Script, clip=0.1)
+
+
+class ScheduledByStep(Script):
+    interval = "step"
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+
+
+class ScheduledByEpoch(Script):
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+class TwoGroups(Script):
+    def optimizer(self, net):
+        groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[2].parameters(), "weight_decay": 0.1}]
+        return torch.optim.AdamW(groups, lr=0.1)
+
+
+class Dropping(Script):
+    def net(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
+class Normed(Script):
+    def net(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+class Lbfgs(Script):
+    def optimizer(self, net):
+        return torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4)
+
+    def train_on(self, i, batch, net, optimizer, is_last):
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(net, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+class HalfPrecision(Script):
+    precision = "bf16-mixed"
+
+    def train_on(self, i, batch, net, optimizer, is_last):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.loss(net, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Frozen(Script):
+    def net(self):
+        net = super().net()
+        net[0].requires_grad_(False)
+        return net
+
+
+class Convolving(Script):
+    def net(self):
+        layers = [nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)]
+        return nn.Sequential(*layers, nn.Dropout(0.2))
+
+    def optimizer(self, net):
+        return torch.optim.Adam(net.parameters(), lr=1e-2, weight_decay=1e-4)
+
+
+class Sloppy(Normed):
+    """Validates with gradients, measures itself after each step, and calls net.forward."""
+
+    def train_on(self, i, batch, net, optimizer, is_last):
+        super().train_on(i, batch, net, optimizer, is_last)
+        net.eval()
+        self.loss(net, batch).item()
+        net.train()
+
+    def validate(self, net, val):
+        net.eval()
+        sum(self.loss(net, batch).item() for batch in val)
+
+    def loss(self, net, batch):
+        return cross_entropy(net.forward(batch[0]), batch[1])
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.drop, self.two = nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 3)
+
+    def forward(self, x, labels):
+        return {"loss": cross_entropy(self.two(self.drop(self.one(x).relu())), labels)}
+
+
+class ByKeywords(Script):
+    def net(self):
+        return WithLoss()
+
+    def loss(self, net, batch):
+        return net(x=batch[0], labels=batch[1])["loss"]
+
+
+KINDS = [Script, Accumulating, Clipping, ScheduledByStep, ScheduledByEpoch, TwoGroups, Dropping, Normed, Lbfgs]
+KINDS += [HalfPrecision, Frozen, Convolving, Sloppy, ByKeywords]
+
+
+@pytest.mark.parametrize("loop", [MiniLoop, FabricLoop])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_correct_adoption_is_equal(tmp_path, kind, loop):
+    result = compare(kind().by_hand, lambda: kind().with_fit(tmp_path, loop))
+    steps = 6 if kind is Accumulating else 15
+    assert str(result) == f"equal    no difference in {steps} steps"
+
+
+class Lit(pl.LightningModule):
+    """A module around the net, with another module beside it."""
+
+    def __init__(self, script, net, optimizer):
+        super().__init__()
+        self.script, self.net, self.optimizer, self.criterion = script, net, optimizer, nn.CrossEntropyLoss()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return self.script.loss(self, batch)
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+@pytest.mark.parametrize("kind", [Dropping, Convolving])
+def test_a_lightning_module_around_the_net_is_equal(tmp_path, kind):
+    def with_module():
+        net, optimizer, _, train, _ = kind().make()
+        FabricLoop(**loud(tmp_path, max_epochs=3)).fit(Lit(kind(), net, optimizer), train)
+
+    script = kind()
+    script.validate = lambda net, val: None
+    assert compare(script.by_hand, with_module).is_equal
+
+
+class Compiled(Normed):
+    def net(self):
+        return torch.compile(super().net(), backend="eager", fullgraph=True)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_a_compiled_net_is_equal():
+    assert compare(Normed().by_hand, Compiled().by_hand).is_equal
+
+
+# Mistakes
+
+
+class InEvalMode(Dropping):
+    def start_epoch(self, net, epoch):
+        net.eval()
+
+
+class TrainsOnlyOnce(Dropping):
+    def start_epoch(self, net, epoch):
+        net.train(epoch == 0)
+
+
+class NeverCleared(Script):
+    def train_on(self, i, batch, net, optimizer, is_last):
+        self.loss(net, batch).backward()
+        optimizer.step()
+
+
+class FrozenLater(Script):
+    batches = 0
+
+    def loss(self, net, batch):
+        self.batches += net.training
+        if self.batches == 8:
+            net[0].requires_grad_(False)
+            net[0].zero_grad()
+        return super().loss(net, batch)
+
+
+class ClippedEarly(Clipping):
+    def train_on(self, i, batch, net, optimizer, is_last):
+        optimizer.zero_grad()
+        loss = self.loss(net, batch)
+        nn.utils.clip_grad_norm_(net.parameters(), self.clip)
+        loss.backward()
+        optimizer.step()
+
+
+class ClippedInReverse(Clipping):
+    def train_on(self, i, batch, net, optimizer, is_last):
+        self.loss(net, batch).backward()
+        nn.utils.clip_grad_norm_([*net.parameters()][::-1], self.clip, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class SteppedBefore(ScheduledByStep):
+    def train_on(self, i, batch, net, optimizer, is_last):
+        self.rates.step()
+        super().train_on(i, batch, net, optimizer, is_last)
+
+    def scheduler(self, optimizer):
+        self.rates = super().scheduler(optimizer)
+
+
+class Sampled(Script):
+    """The first of two ranks."""
+
+    sets_epoch = True
+
+    def loader(self):
+        self.sampler = DistributedSampler(make_data(80), 2, 0)
+        return DataLoader(make_data(80), 8, sampler=self.sampler)
+
+    def start_epoch(self, net, epoch):
+        if self.sets_epoch:
+            self.sampler.set_epoch(epoch)
+
+
+class SeededLate(Script):
+    def net(self):
+        net = super().net()
+        torch.manual_seed(1)
+        net[2] = nn.Linear(16, 3)
+        return net
+
+
+class Drawing(Dropping):
+    def train_on(self, i, batch, net, optimizer, is_last):
+        super().train_on(i, batch, net, optimizer, is_last)
+        if i == 2:
+            torch.randn(1)
+
+
+class Clamped(Script):
+    def train_on(self, i, batch, net, optimizer, is_last):
+        super().train_on(i, batch, net, optimizer, is_last)
+        with torch.no_grad():
+            net[0].weight.clamp_(-0.1, 0.1)
+
+
+class ValidatesInTrainMode(Normed):
+    def validate(self, net, val):
+        with torch.no_grad():
+            sum(self.loss(net, batch) for batch in val)
+
+
+def scaled_loss(factor):
+    def loss(self, net, batch):
+        return cross_entropy(net(batch[0]), batch[1]) * (factor if net.training else 1)
+
+    return loss
+
+
+def other_loss(self, net, batch):
+    return nn.functional.multi_margin_loss(net(batch[0]), batch[1])
+
+
+def uneven_loader(self):
+    return DataLoader(make_data(36), 8, drop_last=self.drops_last)
+
+
+def loader_in_order(self):
+    return DataLoader(make_data(), 8)
+
+
+def narrow_net(self):
+    return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def sgd(self, net):
+    return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+
+def adamw(self, net):
+    return torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+DividedTwice, NotDivided = change(Accumulating, loss=scaled_loss(1 / 3)), change(Accumulating, loss=scaled_loss(3))
+Summed, OtherLoss = change(Script, loss=scaled_loss(8)), change(Script, loss=other_loss)
+Uneven = change(Script, loader=uneven_loader, drops_last=False)
+Slower, WithAdamW, OneGroup = (
+    change(kind, optimizer=new) for kind, new in ((Script, sgd), (Script, adamw), (TwoGroups, adamw))
+)
+ByEpoch, SampledOnce = change(ScheduledByStep, interval="epoch"), change(Sampled, sets_epoch=False)
+InOrder, Narrower = change(Script, loader=loader_in_order), change(Script, net=narrow_net)
+
+MISTAKES = [
+    # The eight mistakes that compare has to find: first, second, options of fit or None for a
+    # second training by hand, step, quantity, part of the reason, and fix.
+    (Dropping, InEvalMode, None, 0, "loss", "eval mode in the second: Dropout, Linear, ReLU", "model.train() before training"),
+    (Script, FrozenLater, {}, 7, "trained parameters", "in the second: 0.weight, 0.bias", "requires_grad_() and"),
+    (Accumulating, DividedTwice, {}, 0, "loss", "3 times smaller: fit divides", "return the loss of the batch undivided"),
+    (Script, NeverCleared, None, 1, "gradient norm", "zero_grad() is missing in the second", "optimizer.zero_grad()"),
+    (Clipping, Clipping, {"gradient_clip_val": 0.0}, 0, "gradient norm", "only the first clips", "gradient_clip_val=0.1"),
+    (TwoGroups, OneGroup, {}, 0, "learning rate", "groups: 0.weight, 0.bias", "the same groups in both"),
+    (Script, InOrder, {}, 0, "digest of a sample", "RandomSampler and SequentialSampler", "shuffle=True"),
+    (Clipping, ClippedInReverse, None, None, "gradient norm", "rounding", "nothing if the last bits may differ"),
+    # Others.
+    (Dropping, TrainsOnlyOnce, None, 5, "loss", "more modules are in eval mode", "model.train() at the start of each"),
+    (Accumulating, NotDivided, {}, 0, "loss", "3 times larger: not divided", "loss / 3"),
+    (Clipping, ClippedEarly, None, 0, "gradient norm", "only the first clips", "gradient_clip_val=0.1"),
+    (ScheduledByStep, ByEpoch, {}, 1, "learning rate", "after 1 and after 5 steps", '"interval": "step"'),
+    (ScheduledByStep, SteppedBefore, None, 0, "learning rate", "scheduler.step() is called elsewhere", '"interval": "step"'),
+    (ScheduledByEpoch, Script, {}, 5, "learning rate", "only the first changes it", "the same scheduler"),
+    (Script, ScheduledByEpoch, {}, 5, "learning rate", "only the second changes it", "no scheduler"),
+    (Script, Slower, {}, 0, "learning rate", "created with different values", "lr=0.1"),
+    (Script, WithAdamW, {}, 0, "optimizer", "different classes", "SGD"),
+    (Uneven, change(Uneven, drops_last=True), {}, 4, "batch size", "only one drops the last batch", "drop_last=False"),
+    (Script, change(Script, batch_size=4), {}, 0, "batch size", "different batch sizes", "batch_size=8"),
+    (Sampled, SampledOnce, None, 5, "digest of a sample", "the second repeats the order of its first epoch", "set_epoch"),
+    (Script, SeededLate, {}, 0, "norm of initial weights", "2.weight, 2.bias: initialized", "torch.manual_seed(0)"),
+    (Script, Narrower, {}, 0, "shape", "the models differ in 0.weight", "the same model"),
+    (Script, Accumulating, {}, 0, "backward passes", "different number of batches", "accumulate_grad_batches=1"),
+    (Drawing, Dropping, {}, 3, "loss", "the random state of torch differs from step 3", "the same seed"),
+    (Script, Dropping, {}, 0, "loss", "dropout or noise in the second only", "the same model"),
+    (Script, Summed, {}, 0, "loss", "the mean over the batch in the first, the sum", "reduction='mean'"),
+    (Script, OtherLoss, {}, 0, "loss", "other targets, outputs or loss functions", "the same loss"),
+    (Script, HalfPrecision, {}, 0, "loss", "another precision", "the same precision="),
+    (Clamped, Script, {}, 1, "norm of weights before", "0.weight: clamped", "the same change"),
+    (ValidatesInTrainMode, Normed, {}, 5, "norm of a buffer", "BatchNorm", "model.eval()"),
+    (change(Script, epochs=4), Script, {}, 15, "number of steps", "ends earlier", "the same number of epochs"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:A `OneCycleLR` scheduler is using")
+@pytest.mark.parametrize(("first", "second", "options", "step", "quantity", "reason", "fix"), MISTAKES)
+def test_a_mistake_is_explained(tmp_path, first, second, options, step, quantity, reason, fix):
+    script = second()
+    training = script.by_hand if options is None else lambda: script.with_fit(tmp_path, **options)
+    result = compare(first().by_hand, training)
+    assert not result.is_equal
+    # The step in which rounding appears depends on the processor.
+    assert step in (None, result.step)
+    assert (result.quantity, result.values[0] == result.values[1]) == (quantity, False)
+    assert reason in result.reason
+    assert fix in result.fix
+
+
+def test_optimizers_that_take_turns():
+    def train(order):
+        torch.manual_seed(0)
+        nets = [Script().net(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))]
+        optimizers = [torch.optim.Adam(net.parameters(), 1e-2) for net in nets]
+        for x, _ in DataLoader(make_data(), 8):
+            for turn in order:
+                optimizers[turn].zero_grad()
+                made = nets[0](x) if turn == 0 else nets[0](x).detach()
+                nets[1](made).mean().backward()
+                optimizers[turn].step()
+
+    assert compare(lambda: train((0, 1)), lambda: train((0, 1))).is_equal
+    result = compare(lambda: train((0, 1)), lambda: train((0, 1, 1)))
+    assert (result.step, result.values) == (2, ("Adam (number 1)", "Adam (number 2)"))
+
+
+# Recordings, scripts and the command
+
+
+def test_a_recording_changes_neither_training_nor_torch(tmp_path):
+    def train():
+        net, optimizer, _, train, _ = Dropping().make()
+        for batch in train:
+            Dropping().train_on(0, batch, net, optimizer, False)
+        return nn.utils.parameters_to_vector(net.parameters())
+
+    before = torch.autograd.backward, DataLoader.__iter__
+    alone = train()
+    with record_training(tmp_path / "short.json", steps=2):
+        recorded = train()
+    with pytest.raises(KeyError), record_training(tmp_path / "failed.json"):
+        raise KeyError
+    assert torch.equal(alone, recorded)
+    assert (torch.autograd.backward, DataLoader.__iter__) == before
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert str(compare(tmp_path / "short.json", train, steps=2)) == "equal    no difference in 2 steps"
+
+
+SCRIPT = """
+import sys, torch
+torch.manual_seed(0)
+x, net = torch.randn(40, 4), torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), float(sys.argv[1]) if sys.argv[1:] else 0.1)
+while True:
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_scripts_are_compared_with_their_arguments(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with record_training("recording.json"):
+        Script().by_hand()
+    assert main(["compare", "recording.json", "recording.json", "--steps", "3"]) == 0
+    assert capsys.readouterr().out == "equal    no difference in 3 steps\n"
+    assert main(["compare", "train.py", "train.py 0.2"]) == 1
+    assert capsys.readouterr().out == (
+        "step 0   learning rate: 0.1 in the first, 0.2 in the second\n"
+        "reason   the optimizers are created with different values\n"
+        "fix      lr=0.1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fails.py", "fails.py"], "'fails.py', which fails with exit code 1 (ValueError: mine), expected a script"),
+        (["empty.py", "empty.py"], "'empty.py', which takes no optimizer step, expected a training"),
+        (["missing.py", "empty.py"], "'missing.py', expected the path of a script or of a recording"),
+        (["empty.py", "empty.py", "--steps", "0"], "steps: got 0, expected 1 or more"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fails.py").write_text("raise ValueError('mine')\n")
+    (tmp_path / "empty.py").write_text("raise SystemExit(0)\n")
+    assert main(["compare", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(re.findall("\n", error)) == 1
