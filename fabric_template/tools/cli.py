@@ -123,10 +123,11 @@ def _plot(verb: str, argv: list[str]) -> None:
         print(f"picture     {draw(given.PATH, out, **words)}")
 
 
-def _runs(verb: str, argv: list[str]) -> None:
-    from .listing import runs_verb
+def _runs(verb: str, argv: list[str]) -> int:
+    from .runs import runs_command
 
-    _print(runs_verb(f"{program()} {verb}", VERBS[verb], argv))
+    given = _arguments(verb, argv, paths={"nargs": "*"}, __metric={}, __mode={}, __html={})
+    return runs_command(given.paths, metric=given.metric, mode=given.mode, html=given.html)
 
 
 def _doctor(verb: str, argv: list[str]) -> int:
