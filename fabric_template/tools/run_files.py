@@ -198,7 +198,9 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     try:
         data = path.read_bytes() if path.is_file() and path.stat().st_size <= MAX_BYTES else b""
         # libyaml is eight times as fast, but a large file can nest deep enough to crash it.
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader) if len(data) < 4_000 else yaml.SafeLoader
+        loader = yaml.SafeLoader
+        if len(data) < 4_000:
+            loader = getattr(yaml, "CSafeLoader", loader)
         # Merge keys ("<<") can expand a small file without limit.
         content = yaml.load(data, loader) if b"<<" not in data else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError):

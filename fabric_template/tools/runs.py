@@ -86,7 +86,7 @@ def runs_command(
     elif runs:
         print(format_table([HEADER, *map(to_cells, runs)]))
     else:
-        print(f"There are no runs in {folder}.")
+        print(f"There are no runs in {folder!r}.")
     return 0
 
 
@@ -123,7 +123,7 @@ def printable(text: str) -> str:
 def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
     """Return a table of the options in which two runs differ, and of their results."""
     first, second = to_cells(a), to_cells(b)
-    table = [("", a.label, b.label, "differs")]
+    table: list[tuple[str, ...]] = [("", a.label, b.label, "differs")]
     for option in differing_options([a, b]):
         table.append((option, str(a.options.get(option, "")), str(b.options.get(option, "")), ""))
     table += [(HEADER[i], first[i], second[i], "") for i in (1, 2, 6)]
@@ -184,7 +184,7 @@ def draw_curves(runs: Sequence[Run], metric: str | None) -> str:
         axes = plot_logs(folders, metrics=metric)
     except ValueError:
         return ""
-    figure = axes.figure if hasattr(axes, "figure") else axes[0].figure
+    figure: Any = axes.figure if hasattr(axes, "figure") else axes[0].figure
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150)
     pyplot.close(figure)
@@ -202,7 +202,8 @@ PAGE = Template(r"""<!doctype html>
 body { font: 15px/1.4 system-ui, sans-serif; margin: 1rem auto; max-width: 75rem; padding: 0 1rem }
 img { max-width: 100%; max-height: 32rem }
 table { border-collapse: collapse; width: 100% }
-th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top }
+th, td { text-align: left; padding: .3rem .6rem; vertical-align: top }
+tr { border-bottom: 1px solid #ddd }
 td { overflow-wrap: anywhere }
 button { border: 0; padding: 0; background: none; font: inherit; cursor: pointer }
 [aria-sort=ascending] button::after { content: " \25B4" }
