@@ -73,11 +73,8 @@ def runs_command(
         raise ValueError(f"runs: got {' '.join(paths)}, expected one folder. Pass the root of all.")
     folder = folders[0] if folders else "logs"
     runs = find_runs(folder, metric, mode)
-    names = dict.fromkeys(name for run in runs for name in run.metrics)
-    if metric not in names and (metric is not None or action == "best"):
-        expected = ", ".join(names) or "a logged metric"
-        given = metric or "no metric"
-        raise ValueError(f"--metric: got {given}, expected {expected}. Pass one of these names.")
+    if metric is not None or action == "best":
+        check_metric(runs, metric)
     if action == "best":
         print_best(runs, mode)
     elif html is not None:
@@ -88,6 +85,15 @@ def runs_command(
     else:
         print(f"There are no runs in {folder!r}.")
     return 0
+
+
+def check_metric(runs: Sequence[Run], metric: str | None) -> None:
+    """Raise a ValueError that lists the metrics of these runs if none has this one."""
+    names = dict.fromkeys(name for run in runs for name in run.metrics)
+    if metric not in names:
+        expected = ", ".join(names) or "a logged metric"
+        given = metric or "no metric"
+        raise ValueError(f"--metric: got {given}, expected {expected}. Pass one of these names.")
 
 
 def find_run(path: str) -> Run:
