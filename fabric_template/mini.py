@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy
 import torch
+import yaml
 from lightning.fabric import Fabric
 from lightning.fabric import __version__ as lightning_version
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 PLAIN = bool | int | float | str | Tensor | None  # what a checkpoint holds of hyperparameters
+YAML_TYPES = (bool, int, float, str, type(None))
 LEFT_OUT = {"configure_callbacks", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "transfer_batch_to_device",
             "on_before_batch_transfer", "on_after_batch_transfer", "on_validation_model_train",
             "on_validation_model_zero_grad"}  # fmt: skip
@@ -163,7 +165,7 @@ class MiniLoop:
             self._call("on_train_start")
             if checkpoint:
                 self._load_random_numbers(checkpoint)
-            with self._heeding_interrupts():
+            with self._heeding_interrupts(), self._locked():
                 while self.current_epoch < self._most_epochs and not (self.should_stop or self.interrupted):
                     self._train_epoch(batches)
                     batches = None
@@ -579,6 +581,22 @@ class MiniLoop:
             if heeds:
                 signal.signal(signal.SIGINT, before)
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lock .lock during the training and end it with a state, which `fabric-template runs` shows."""
+        with open(Path(self.log_dir, ".lock") if self.is_global_zero else os.devnull, "a") as file:
+            with suppress(ImportError, OSError):  # Windows has no fcntl, some network drives have no locks.
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            print(os.getpid(), file=file, flush=True)
+            end_state = "failed"
+            try:
+                yield
+                end_state = "finished"
+            finally:
+                print("interrupted" if self.interrupted else end_state, file=file)
+
     @property
     def state(self) -> SimpleNamespace:
         """What runs, in Trainer's words."""
@@ -638,6 +656,10 @@ class MiniLoop:
         if self.is_global_zero:
             for folder in (self.log_dir, self.checkpoint_dir):
                 os.makedirs(folder, exist_ok=True)
+            options = {name: getattr(self, name) for name in self.__dataclass_fields__}
+            sections = {"hparams": getattr(self.model, "hparams", {}), "config": options}
+            plain = {key: {k: v for k, v in part.items() if type(v) in YAML_TYPES} for key, part in sections.items()}
+            write(Path(self.log_dir, "hparams.yaml"), yaml.safe_dump(plain, sort_keys=False).encode())
 
     def _save(self, is_best: bool) -> None:
         """The rows, then best.ckpt, then last.ckpt: a run that is killed in between goes on from the last whole epoch."""

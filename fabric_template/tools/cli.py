@@ -33,7 +33,7 @@ VERBS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (diff, compare: other; update: conflicts; verify: not whole) or 2 (not done).
+    """Run one command; returns the exit code: 0, 1 (diff, compare; update: conflicts; verify: not whole) or 2 (not done).
 
     Example:
         >>> main(["fit", "--max_epoch", "3"])
@@ -115,10 +115,11 @@ def _plot(verb: str, argv: list[str]) -> int:
     return plot_command(words.pop("PATH"), **words)
 
 
-def _runs(verb: str, argv: list[str]) -> None:
-    from .listing import runs_verb
+def _runs(verb: str, argv: list[str]) -> int:
+    from .runs import runs_command
 
-    _print(runs_verb(f"{program()} {verb}", VERBS[verb], argv))
+    given = _arguments(verb, argv, paths={"nargs": "*"}, __metric={}, __mode={}, __html={})
+    return runs_command(given.paths, metric=given.metric, mode=given.mode, html=given.html)
 
 
 def _compare(verb: str, argv: list[str]) -> int:

@@ -383,9 +383,14 @@ def test_what_lies_on_disk():
     fit("MiniLoop", "run", 1, version=7)
     found = sorted(path.as_posix() for kind in ("logs", "checkpoints") for path in Path(kind).rglob("*.*"))
     assert found == sorted(
-        f"{file}" for n in (0, 1, 7) for file in (f"logs/run/version_{n}/metrics.csv", *(
-            f"checkpoints/run/version_{n}/{name}.ckpt" for name in ("best", "last")))
-    )  # fmt: skip
+        f"{kind}/run/version_{n}/{name}"
+        for kind, names in {
+            "logs": (".lock", "hparams.yaml", "metrics.csv"),
+            "checkpoints": ("best.ckpt", "last.ckpt"),
+        }.items()
+        for n in (0, 1, 7)
+        for name in names
+    )
 
 
 def test_load_takes_the_weights_only_and_validate_measures_them():
@@ -522,7 +527,7 @@ def test_it_imports_torch_fabric_and_the_standard_library_only():
         elif isinstance(node, ast.Import):
             found |= {name.name.split(".")[0] for name in node.names}
     others = found - set(sys.stdlib_module_names) - {"collections.abc"}
-    assert others == {"torch", "torch.utils", "lightning.fabric", "numpy", "pandas", "tqdm"} & others
+    assert others == {"torch", "torch.utils", "lightning.fabric", "numpy", "pandas", "tqdm", "yaml"} & others
     assert "lightning.fabric" in others
 
 

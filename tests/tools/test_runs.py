@@ -1,381 +1,299 @@
-"""list_runs and the verb runs: how runs stand, as their files and locks tell; two compared; the best; a thousand at once."""
+"""list_runs and the command `runs`: list, diff, best and the page."""
 
-import json
-import math
-import os
-import signal
+import contextlib
+import html
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import yaml
-from calls import calls_of
-from interpreter import ready
 
-from fabric_template import CSVLogger, FabricLoop, list_runs
+from fabric_template import CSVLogger, list_runs
 from fabric_template.files.locks import one_writer
 from fabric_template.tools.cli import main
-from fabric_template.tools.runs import find
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HOSTILE = "\x1b[2J</td><script>alert('x')<!--"
+ALIASES = "b0: &b0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"b{i}: &b{i} [{', '.join([f'*b{i - 1}'] * 9)}]\n" for i in range(1, 40)
+)
+MERGE_KEYS = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 40)
+)
 
 
-def make(name, version, *, rows=3, end="finished", loss=1.0, words=None, hparams=None, root="logs", **columns):
-    """What a run leaves, without training."""
-    logger = CSVLogger(root, name=name, version=version)
-    config = {"max_epochs": 3, "max_steps": -1, "monitor": "val_loss", "mode": "min", **(words or {})}
-    logger.log_hyperparams({"hparams": hparams or {}, "config": config})
+def make_run(
+    name="digits", version=0, *, rows=3, lock="17\nfinished\n", loss=1.0, hparams=None, config=None, **columns
+):
+    """Write the files of a run without training; each column has a value per row."""
+    logger = CSVLogger("logs", name=name, version=version)
+    options = {"max_epochs": 3, "monitor": "val_loss", "mode": "min", **(config or {})}
+    logger.log_hyperparams({"hparams": hparams or {}, "config": options})
     for i in range(rows):
-        more = {column: values[i] for column, values in columns.items()}
-        logger.log_epoch({"epoch": i, "step": 10 * (i + 1), "val_loss": loss / (i + 1), "time": 30.0, **more})
-    if end is not None:
-        Path(logger.log_dir, ".lock").write_text(f"17\n{end}\n" if end else "17\n")
+        extra = {column: values[i] for column, values in columns.items()}
+        logger.log_epoch({"epoch": i, "step": 10 * (i + 1), "val_loss": loss / (i + 1), "time": 30.0, **extra})
+    if lock is not None:
+        Path(logger.log_dir, ".lock").write_text(lock)
     return Path(logger.log_dir)
 
 
-def checkpoint(name, version, content=b"PK\x03\x04 something PK\x05\x06" + 18 * b"\0"):
-    path = Path(f"checkpoints/{name}/version_{version}/last.ckpt")
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
-    return path
+def run_command(capsys, *arguments):
+    code = main(["runs", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
-def states(**words):
-    return dict(zip(*list_runs(**words)[["version", "state"]].to_dict("list").values(), strict=True))
-
-
-# ---- the list
-
-
-def test_what_a_row_says():
-    make("digits", 0, hparams={"lr": 0.1})
-    make("digits", 1, loss=2.0, hparams={"lr": 0.2, "hidden": 8})
+def test_a_row_of_list_runs():
+    with open(make_run(hparams={"lr": 0.1}) / "metrics.csv", "a") as file:
+        file.write("3,40,0.")  # an incomplete last line
+    make_run(version=1, loss=2.0, hparams={"lr": 0.2, "hidden": 8})
     Path("logs/digits/version_1/.lock").write_text("17\n18\nresumed after step 10 from a b.ckpt\nfinished\n")
+    common = {
+        "name": "digits",
+        "state": "finished",
+        "epochs": 3,
+        "metric": "val_loss",
+        "best_epoch": 2,
+        "seconds": 90.0,
+    }
+    expected = [
+        {"version": 0, "best": 1 / 3, "resumed_from": None, "changed": {"lr": 0.1, "hidden": None}},
+        {"version": 1, "best": 2 / 3, "resumed_from": "a b.ckpt", "changed": {"lr": 0.2, "hidden": 8}},
+    ]
+    folders = [{"folder": str(Path(f"logs/digits/version_{i}").absolute())} for i in (0, 1)]
     frame = list_runs()
-    assert list(frame.columns) == [
-        "name", "version", "state", "epochs", "metric", "best", "best_epoch", "seconds", "resumed_from", "changed", "folder"
-    ]  # fmt: skip
-    assert frame.astype(object).where(frame.notna(), None).to_dict("records") == [
-        {
-            "name": "digits", "version": version, "state": "finished", "epochs": 3, "metric": "val_loss",
-            "best": best, "best_epoch": 2, "seconds": 90.0, "resumed_from": resumed, "changed": changed,
-            "folder": str(Path(f"logs/digits/version_{version}").absolute()),
-        }
-        for version, best, resumed, changed in (
-            (0, 1 / 3, None, {"lr": 0.1, "hidden": None}), (1, 2 / 3, "a b.ckpt", {"lr": 0.2, "hidden": 8})
-        )
-    ]  # fmt: skip
+    assert " ".join(frame.columns) == (
+        "name version state epochs metric best best_epoch seconds resumed_from changed folder"
+    )
+    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    assert rows == [{**common, **row, **folder} for row, folder in zip(expected, folders, strict=True)]
 
 
-def test_states():
-    """From the lock's last line; where a kill has left none, from how far it came."""
-    make("run", 0)
-    make("run", 1, end="failed", rows=2)
-    make("run", 2, end="interrupted", rows=2)
-    make("run", 3, end="", rows=2)  # SIGKILL
-    make("run", 4, end="", rows=3)  # killed behind its last epoch
-    make("run", 5, end="finished", rows=1)  # stopped early
-    make("run", 6, end="failed", rows=3)  # a resume that was refused
-    make("run", 7, end=None, rows=2)  # MiniLoop's and Lightning's: nobody says
-    make("run", 8, end="", rows=0)
-    make("run", 9, end="", rows=2, words={"max_epochs": None, "max_steps": 20})
-    with one_writer([make("run", 10, end=None, rows=1)]):
-        found = states()
-    assert list(found.values()) == [
-        "finished", "failed", "interrupted", "interrupted", "finished", "finished", "finished", "unknown", "interrupted",
-        "finished", "running",
-    ]  # fmt: skip
-    assert states()[10] == "interrupted"
-
-
-@pytest.mark.parametrize("content", [b"PK\x03\x04 cut off in its middle", b"", 100 * b"\0"])
-def test_a_damaged_checkpoint(content):
-    make("run", 0)
-    checkpoint("run", 0, content)
-    make("run", 1)
-    checkpoint("run", 1)
-    assert states() == {0: "damaged", 1: "finished"}
-    with one_writer(["logs/run/version_0"]):  # it is being written
-        assert states() == {0: "running", 1: "finished"}
+def test_list_runs_without_pandas_and_without_runs(monkeypatch):
+    Path("logs").mkdir()
+    assert list(list_runs()["state"]) == []
+    make_run()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert [(run["name"], run["state"]) for run in list_runs()] == [("digits", "finished")]
+    with pytest.raises(ValueError, match="got 'nowhere', expected a folder"):
+        list_runs("nowhere")
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\xfe\x00garbage\n\x00\x00\n", b"<html>\n<body>\n", b'"never closed\n1,2\n', b"a,b\n1,2\n"]
+    ("lock", "state"),
+    [
+        ("17\nfinished\n", "finished"),
+        ("17\nfailed\n", "failed"),
+        ("17\ninterrupted\n", "interrupted"),
+        ("17\nfinished\n18\n", "interrupted"),
+        ("17\n", "interrupted"),
+        (None, "unknown"),
+    ],
 )
-def test_logs_that_are_none_are_damaged_and_nothing_fails(content):
-    make("run", 0)
-    Path("logs/run/version_0/metrics.csv").write_bytes(content)
-    for name in ("hparams.yaml", "config.yaml", ".lock"):
-        Path("logs/run/version_0", name).write_bytes(content)
-    assert states() == {0: "damaged"}
+def test_state_is_the_last_line_of_the_lock(lock, state):
+    folder = make_run(rows=2, lock=lock)
+    assert list_runs()["state"].tolist() == [state]
+    with one_writer([folder]):
+        assert list_runs()["state"].tolist() == ["running"]
 
 
-def test_files_that_want_to_be_more_than_text(tmp_path):
-    """Nothing that they name is built, and nothing unfolds without end."""
-    make("run", 0)
-    bombs = "&a [x,x,x,x,x,x,x,x,x]"
-    for i in range(40):
-        bombs += f"\nb{i}: &b{i} [" + ",".join([f"*{'a' if i == 0 else f'b{i - 1}'}"] * 9) + "]"
-    Path("logs/run/version_0/hparams.yaml").write_text(
-        f"hparams: !!python/object/apply:os.system ['touch {tmp_path}/bad']\n"
-    )
-    Path("logs/run/version_0/config.yaml").write_text(f"b: {bombs}\n")
-    Path("logs/run/version_0/.lock").write_bytes(b"17\nresumed after step 99999999999999999999 from x\n\xff\n")
-    found, calls = calls_of(states)
-    assert found == {0: "interrupted"}
-    assert calls < 1_000_000
-    assert not (tmp_path / "bad").exists()
+@pytest.mark.parametrize(
+    ("columns", "config", "asked", "expected"),
+    [
+        ({"val_acc": [0.1, 0.9, 0.5]}, {"monitor": "val_acc", "mode": "max"}, None, ("val_acc", 0.9, 1)),
+        ({"val_acc": [0.1, 0.9, 0.5]}, {"monitor": None}, None, ("val_loss", 1 / 3, 2)),
+        ({"val_acc": [0.1, float("nan"), 0.5]}, {}, "val_acc", ("val_acc", 0.5, 2)),
+        ({"score": [3.0, 1.0, 2.0]}, {"monitor": "score", "mode": "min"}, None, ("score", 1.0, 1)),
+        ({"val_rmse": [3.0, 1.0, float("inf")]}, {}, "val_rmse", ("val_rmse", 1.0, 1)),
+    ],
+)
+def test_best_is_judged_by_the_monitor_or_a_validated_metric(columns, config, asked, expected):
+    make_run(config=config, **columns)
+    assert list_runs(metric=asked)[["metric", "best", "best_epoch"]].values.tolist() == [list(expected)]
 
 
-def test_a_torn_last_line_is_no_damage():
-    path = make("run", 0, end="") / "metrics.csv"
-    path.write_bytes(path.read_bytes() + b"3,40,0.")
-    assert states() == {0: "finished"}
+def test_names_with_folders_and_versions_that_are_names():
+    for name, version in (("deep/er", "last"), ("deep", 10), ("deep", 9)):
+        make_run(name, version)
+    assert list_runs()["name"].tolist() == ["deep", "deep", "deep/er"]
+    assert list_runs()["version"].tolist() == [9, 10, "last"]
 
 
-def test_changed_words_of_a_run_that_is_alone_are_not_the_defaults():
-    make("run", 0, words={"max_epochs": 3, "seed": 7, "gradient_clip_val": None}, hparams={"lr": 0.1})
-    assert find()[0].changed == {"max_epochs": 3, "monitor": "val_loss", "seed": 7}
-
-
-def test_config_yaml_says_more_and_is_said_once():
-    for version, hidden in ((0, 8), (1, 16)):
-        folder = make("run", version, hparams={"hidden": hidden})
-        config = {"model": {"class": "a:B", "hidden": hidden}, "max_epochs": 3, "about": {"git": version}}
-        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    assert [run.changed for run in find()] == [{"hidden": 8}, {"hidden": 16}]
+def test_runs_of_lightning():
+    folder = Path("lightning_logs/version_0")
+    folder.mkdir(parents=True)
+    folder.joinpath("metrics.csv").write_text("epoch,step,train_loss,val_loss\n0,9,,0.5\n0,9,0.7,\n1,19,,0.4\n")
+    folder.joinpath("hparams.yaml").write_text("lr: 0.1\n")
+    columns = ["state", "epochs", "metric", "best", "best_epoch"]
+    assert list_runs("lightning_logs")[columns].values.tolist() == [["unknown", 2, "val_loss", 0.4, 1]]
 
 
 @pytest.mark.parametrize(
     "content",
-    [
-        {"a": {"b": 1, "c": None}, "d": "x:y", "e": 1e-3, "f": True},
-        {
-            "a": {},
-            "b": [1, {"c": 2}],
-            "d": "two\nlines",
-            "e": "2:30",
-            "f": "- x",
-            "g": "a: b",
-            "h": "'",
-            "i": "yes",
-            "j": "",
-        },
-        {"a": {"b": {"c": {"d": 1}}}, "l": "word " * 40, "#": 1, "k#": "x #y"},
-        [],
-        "text",
-    ],
+    [b"\xff\xfe\x00garbage\n\x00\x00\n", b"<html>\n", b'"open\n1,2\n', b"", b"[" * 20_000, b"x: " + b"x" * 200_000]
+    + [b"hparams: !!python/object/apply:os.mkdir [bad]\n", ALIASES.encode(), MERGE_KEYS.encode()],
+    ids=["binary", "html", "open quote", "empty", "nested", "large", "object", "aliases", "merge keys"],
 )
-def test_words_are_read_as_a_parser_reads_them(content, tmp_path):
-    from fabric_template.tools import words
-
-    text = yaml.safe_dump(content, sort_keys=False)
-    Path("hparams.yaml").write_text(text)
-    expected = {}
-    if isinstance(content, dict):
-        words._flatten("", content, expected)
-    assert {name: value for name, value in words.words_of(Path()).items()} == expected
-
-
-def test_the_metric_is_the_monitor_or_what_was_validated():
-    make("a", 0, words={"monitor": "val_acc", "mode": "max"}, val_acc=[0.1, 0.9, 0.5])
-    make("b", 0, words={"monitor": None}, train_loss=[3.0, 2.0, 1.0], val_f1=[0.1, 0.2, math.nan])
-    make("c", 0, rows=0)
-    found = list_runs()[["metric", "best", "best_epoch"]].to_dict("records")
-    assert found[:2] == [
-        {"metric": "val_acc", "best": 0.9, "best_epoch": 1},
-        {"metric": "val_loss", "best": 1 / 3, "best_epoch": 2},
-    ]
-    assert list_runs("logs/c")["metric"].isna().all()
-    assert list_runs("logs/b", metric="val_f1")["best"].tolist() == [0.2]
+def test_damaged_files_count_as_empty_and_hostile_ones_neither_execute_nor_expand(content):
+    make_run()
+    folder = make_run(version=1)
+    for name in ("metrics.csv", "hparams.yaml", "config.yaml"):
+        (folder / name).write_bytes(content)
+    frame = list_runs()
+    assert frame[["state", "epochs"]].values.tolist() == [["finished", 3], ["finished", 0]]
+    assert len(str(frame["changed"].tolist())) < 100_000
+    assert not Path("bad").exists()
 
 
-def test_names_in_folders_and_versions_with_names():
-    make("deep/er", "last")
-    make("deep", 10)
-    make("deep", 9)
-    assert list_runs()[["name", "version"]].values.tolist() == [["deep", 9], ["deep", 10], ["deep/er", "last"]]
-    assert list_runs("logs/deep/version_9")["name"].tolist() == ["deep"]
-    with pytest.raises(ValueError, match="there is no folder 'nowhere': give the root of the logs, such as logs"):
-        list_runs("nowhere")
+def test_config_yaml_adds_options_and_hparams_yaml_wins():
+    for version, hidden in ((0, 8), (1, 16)):
+        folder = make_run(version=version, config={"max_epochs": 5 + version})
+        config = {"model": {"class": "a:B", "hidden": hidden}, "max_epochs": 3, "about": {"git": version}}
+        folder.joinpath("config.yaml").write_text(yaml.safe_dump(config))
+    changed = [{"hidden": 8, "max_epochs": 5}, {"hidden": 16, "max_epochs": 6}]
+    assert list_runs()["changed"].tolist() == changed
 
 
-def test_lightnings_own_folders():
-    folder = Path("lightning_logs/version_0")
-    folder.mkdir(parents=True)
-    (folder / "metrics.csv").write_text("epoch,step,train_loss,val_loss\n0,9,,0.5\n0,9,0.7,\n1,19,,0.4\n1,19,0.6,\n")
-    (folder / "hparams.yaml").write_text("lr: 0.1\n")
-    (row,) = list_runs("lightning_logs").to_dict("records")
-    assert (row["state"], row["epochs"], row["metric"], row["best"], row["best_epoch"]) == (
-        "unknown",
-        2,
-        "val_loss",
-        0.4,
-        1,
-    )
-
-
-def test_a_hundred_runs_more_are_a_hundred_times_as_much():
-    """A thousand take a second or two; counted in calls, so that no machine makes it more."""
-    make("run", 0, hparams={"hidden": 8, "lr": 1e-3}, words=vars(FabricLoop(accelerator="cpu", max_epochs=50).config))
-    folder = Path("logs/run/version_0")
-    columns = "epoch,step,train_loss,train_acc,val_loss,val_acc,lr,time\n"
-    rows = columns + "".join(f"{i},{i * 10},0.123456789,0.9,{1 / (i + 1)!r},0.91,0.001,1.5\n" for i in range(50))
-    hparams = (folder / "hparams.yaml").read_bytes()
-    counted = []
-    for numbers in (range(100), range(100, 200), range(200, 300)):
-        for i in numbers:
-            other = Path(f"logs/run/version_{i}")
-            other.mkdir(exist_ok=True)
-            (other / "metrics.csv").write_text(rows)
-            (other / "hparams.yaml").write_bytes(hparams.replace(b"hidden: 8", f"hidden: {i}".encode()))
-            (other / ".lock").write_text("17\nfinished\n")
-            checkpoint("run", i)
-        found, calls = calls_of(lambda: [run.as_dict() for run in find()])
-        counted.append(calls)
-        assert len(found) == numbers[-1] + 1
-        assert found[-1]["changed"] == {"hidden": numbers[-1]}
-    first, second, third = counted
-    assert third - second == pytest.approx(second - first, rel=0.05)
-    assert third - second < 100 * 7000  # each: 2,300 when this was written, half a millisecond
-
-
-def test_listing_needs_no_torch():
-    code = (
-        "import sys; from fabric_template.tools.cli import main; main(['runs', '.']); assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "there are no runs in .\n"), done.stderr
-
-
-# ---- runs of the loop itself
-
+# ---- MiniLoop
 
 TRAIN = """
-import os, time, torch
-from fabric_template import FabricLoop, TensorLoader
+import os, torch
+from fabric_template import MiniLoop
 
-class Slow:
-    def on_train_epoch_start(self, trainer, module):
-        if trainer.current_epoch == 2:
-            print(os.getpid(), flush=True)
-            time.sleep(10_000)
+def step(net, batch):
+    if loop.current_epoch == 2:
+        {}
+    return net(batch).square().mean()
 
-def train(resume=None, **words):
-    net = torch.nn.Linear(2, 1)
-    data = TensorLoader(torch.ones(8, 2), torch.zeros(8, 1), batch_size=4)
-    loop = FabricLoop(accelerator="cpu", max_epochs=4, enable_progress_bar=False, enable_model_summary=False, **words)
-    step = lambda net, batch: torch.nn.functional.mse_loss(net(batch[0]), batch[1])
-    loop.fit(net, data, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), training_step=step, resume=resume)
+net = torch.nn.Linear(2, 1)
+loop = MiniLoop(max_epochs=4, seed=3, accelerator="cpu")
+loop.fit(net, [torch.ones(4, 2)], optimizer=torch.optim.SGD(net.parameters(), lr=0.1), training_step=step)
 """
 
 
-def test_a_run_from_its_begin_to_its_end():
-    """Running while it trains; interrupted, since it was killed; resumed, and finished: from what a fit leaves."""
-    command = ready([sys.executable, "-c", f"{TRAIN}\ntrain(callbacks=[Slow()])"])
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        pid = next(int(line) for line in process.stdout if line.strip().isdigit())
-        assert list_runs()[["state", "epochs"]].values.tolist() == [["running", 2]]
-        assert list_runs("checkpoints").empty
-        os.kill(pid, signal.SIGKILL)
-    assert list_runs()[["state", "epochs"]].values.tolist() == [["interrupted", 2]]
-    names = {}
-    exec(TRAIN, names)
-    names["train"](resume="last")
-    (row,) = list_runs().to_dict("records")
-    assert (row["state"], row["epochs"]) == ("finished", 4)
-    assert row["resumed_from"] == "checkpoints/run/version_0/last.ckpt"
+@pytest.mark.parametrize(
+    ("statement", "state"),
+    [("pass", "finished"), ("raise RuntimeError", "failed"), ("os.kill(os.getpid(), 2)", "interrupted")],
+)
+def test_state_and_options_of_mini_loop(statement, state):
+    with pytest.raises(RuntimeError) if state == "failed" else contextlib.nullcontext():
+        exec(TRAIN.format(statement), {})
+    (run,) = list_runs().to_dict("records")
+    assert (run["state"], run["epochs"]) == (state, 4 if state == "finished" else 2)
+    options = yaml.safe_load(Path("logs/run/version_0/hparams.yaml").read_text())["config"]
+    assert (options["max_epochs"], options["seed"]) == (4, 3)
+
+
+def test_a_mini_loop_that_trains_and_is_killed():
+    code = TRAIN.format("print('waits', flush=True); import time; time.sleep(10_000)")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        while (line := process.stdout.readline()) and line != "waits\n":
+            pass
+        rows = list_runs()[["state", "epochs"]].values.tolist()
+        process.kill()
+    assert rows == [["running", 2]]
+    assert list_runs()["state"].tolist() == ["interrupted"]
 
 
 # ---- the command
 
 
-def typed(capsys, *words):
-    code = main(["runs", *map(str, words)])
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-def test_runs_as_typed(capsys):
-    make("digits", 0, hparams={"hidden": 8})
-    make("digits", 1, hparams={"hidden": 16}, rows=2, end="failed", loss=2.0)
-    assert typed(capsys) == (
+def test_list_and_best(capsys):
+    make_run(hparams={"hidden": 8}, val_acc=[0.1, 0.6, 0.4])
+    make_run(version=1, hparams={"hidden": 16}, rows=2, lock="17\nfailed\n", loss=2.0, val_acc=[0.1, 0.5])
+    assert run_command(capsys) == (
         0,
-        "run               state     epochs  best                        trained     changed\n"
-        "digits/version_0  finished  3       val_loss 0.3333 in epoch 2  1 min 30 s  hidden=8\n"
-        "digits/version_1  failed    2       val_loss 1 in epoch 1       1 min 0 s   hidden=16\n",
+        "run               state     epochs  metric    best     epoch  trained  changed\n"
+        "digits/version_0  finished  3       val_loss  0.33333  2      0:01:30  hidden=8\n"
+        "digits/version_1  failed    2       val_loss  1        1      0:01:00  hidden=16\n",
         "",
     )
-    _, out, _ = typed(capsys, "logs", "--json")
-    assert [(run["state"], run["best"]) for run in json.loads(out)] == [("finished", 1 / 3), ("failed", 1.0)]
+    checkpoint = Path("checkpoints/digits/version_0/best.ckpt").absolute()
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    folder = Path("logs/digits/version_0").absolute()
+    assert run_command(capsys, "best", "--metric", "val_acc")[1] == (
+        f"best        val_acc 0.6 in epoch 1\nrun         {folder}\ncheckpoint  {checkpoint}\n"
+    )
+    assert "0.1 in epoch 0" in run_command(capsys, "best", "logs/digits", "--metric", "val_acc", "--mode", "min")[1]
 
 
-def test_diff_as_typed(capsys):
-    make("digits", 0, hparams={"hidden": 8}, lr=[0.1] * 3, val_acc=[0.1, 0.5, 0.4])
-    make("digits", 1, hparams={"hidden": 16}, rows=2, end="failed", loss=2.0, lr=[0.1] * 3, val_acc=[0.1, 0.5])
-    code, out, _ = typed(capsys, "diff", "digits/version_0", "logs/digits/version_1")
+def test_diff(capsys):
+    make_run(hparams={"hidden": 8}, lr=[0.1] * 3, val_acc=[0.1, 0.5, 0.4])
+    make_run(version=1, rows=2, lock="17\nfailed\n", lr=[0.1] * 3, val_acc=[0.1, 0.7])
+    code, out, _ = run_command(capsys, "diff", "digits/version_0", "logs/digits/version_1")
     assert (code, out) == (
         0,
-        "               digits/version_0     digits/version_1\n"
-        "hidden         8                    16\n"
+        "               digits/version_0     digits/version_1  differs\n"
+        "hidden         8\n"
         "state          finished             failed\n"
         "epochs         3                    2\n"
-        "trained        1 min 30 s           1 min 0 s\n"
-        "last val_loss  0.333333             1\n"
-        "best val_loss  0.333333 in epoch 2  1 in epoch 1\n"
-        "last lr        0.1                  0.1\n"
-        "last val_acc   0.4                  0.5\n"
-        "best val_acc   0.5 in epoch 1       0.5 in epoch 1\n"
-        "\n"
-        "val_loss: other from epoch 0 on, most in epoch 0, by 1\n"
-        "lr: equal in all 2 epochs that are in both\n"
-        "val_acc: equal in all 2 epochs that are in both\n",
+        "trained        0:01:30              0:01:00\n"
+        "last val_loss  0.333333             0.5               no\n"
+        "best val_loss  0.333333 in epoch 2  0.5 in epoch 1\n"
+        "last lr        0.1                  0.1               no\n"
+        "last val_acc   0.4                  0.7               from epoch 1\n"
+        "best val_acc   0.5 in epoch 1       0.7 in epoch 1\n",
     )
-    found = json.loads(typed(capsys, "diff", "digits/version_0", "digits/version_1", "--json")[1])
-    assert found["words"] == {"hidden": [8, 16]}
-    assert found["metrics"]["val_loss"]["largest_difference"] == 1.0
-
-
-def test_best_as_typed(capsys):
-    make("digits", 0, val_acc=[0.1, 0.5, 0.4])
-    folder = make("digits", 1, val_acc=[0.1, 0.6, 0.4])
-    path = checkpoint("digits", 1)
-    assert typed(capsys, "best", "--metric", "val_acc")[1] == (
-        f"best        val_acc 0.6 in epoch 1\nrun         {folder.absolute()}\ncheckpoint  {path.absolute()}\n"
-    )
-    assert json.loads(typed(capsys, "best", "logs", "--metric", "val_loss", "--json")[1])["best"] == 1 / 3
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("arguments", "error"),
     [
-        (["nowhere"], "there is no folder 'nowhere': give the root of the logs, such as logs"),
-        (
-            ["diff", "a", "b"],
-            "there is no run 'a': give its folder, or its name and version below logs: digits/version_0",
-        ),
-        (["best", "--metric", "f1"], "no run has numbers for 'f1': logged were val_loss"),
-        (["--html", "no/where/page.html"], "--html 'no/where/page.html' cannot be written: No such file or directory"),
-        (["best"], "best takes --metric, such as --metric val_acc"),
-        (["diff", "a"], "diff takes two runs: their folders, or their names and versions"),
-        (["a", "b"], "there is no 'a' 'b': expected one folder, diff or best"),
+        (["nowhere"], "runs: got 'nowhere', expected a folder."),
+        (["logs", "more"], "runs: got logs more, expected one folder."),
+        (["diff", "digits/version_0"], "runs diff: got 1 runs, expected 2."),
+        (["diff", "digits/version_0", "b"], "runs diff: got b, expected a run."),
+        (["best"], "--metric: got no metric, expected val_loss."),
+        (["--metric", "f1"], "--metric: got f1, expected val_loss."),
+        (["--mode", "low"], "--mode: got low, expected min or max."),
+        (["--html", "no/page.html"], "--html: got no/page.html, expected a file that can be written: No such file"),
     ],
 )
-def test_what_cannot_be_done_is_a_line(capsys, words, error):
-    make("digits", 0)
-    code, out, err = typed(capsys, *words)
-    assert (code, out) == (2, "")
+def test_errors_are_one_line(capsys, arguments, error):
+    make_run()
+    code, out, err = run_command(capsys, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert error in err
-    assert "Traceback" not in err
 
 
-def test_names_cannot_move_a_terminal_s_cursor(capsys):
-    make("dig\x1b[2Jits", 0)
-    assert "\x1b" not in typed(capsys)[1]
-    assert "dig?[2Jits/version_0" in typed(capsys)[1]
+def test_no_runs_and_no_heavy_imports():
+    code = (
+        "import sys; from fabric_template.tools.runs import runs_command; runs_command(['.']);"
+        "print({'torch', 'pandas', 'matplotlib'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "There are no runs in '.'.\nset()\n", done.stderr
 
 
-def test_the_frame_of_no_runs_has_its_columns():
-    os.mkdir("logs")
-    assert isinstance(list_runs(), pd.DataFrame)
-    assert list_runs()["state"].tolist() == []
+# ---- the page
+
+
+def test_names_of_others_control_neither_the_terminal_nor_the_page(capsys):
+    make_run(hparams={HOSTILE: HOSTILE})
+    make_run(version=1, rows=0)
+    make_run("<b>")
+    out = run_command(capsys)[1]
+    assert ("?[2J</td>" in out, "\x1b" in out) == (True, False)
+    assert run_command(capsys, "--html", "runs.html")[:2] == (0, "page        runs.html: 3 runs\n")
+    page = Path("runs.html").read_text()
+    assert (page.count("<script"), page.count("<tr>"), page.count("data:image/png;base64,")) == (1, 4, 1)
+    assert html.escape(f"{HOSTILE}={HOSTILE}") in page
+    assert re.findall(r"https?:|@import|<link|<b>|(?:src|href)=(?!\"data:)", page) == []
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+@pytest.mark.parametrize(("clicks", "order"), [([4], "120"), ([4, 4], "021"), ([0, 0], "210")])
+def test_a_click_sorts_the_page_and_a_second_click_reverses_it(clicks, order, tmp_path, capsys):
+    for version, loss in enumerate((30.0, 1.5, 9.0)):
+        make_run(version=version, loss=loss)
+    assert run_command(capsys, "--html", "runs.html")[0] == 0
+    page = Path("runs.html").absolute()
+    script = "".join(f"headers[{column}].click();" for column in clicks)
+    page.write_text(page.read_text().replace("</html>", f"<script>{script}</script></html>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
+    done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True)
+    assert "".join(re.findall(r"<td>digits/version_(\d)", done.stdout)) == order, done.stderr
