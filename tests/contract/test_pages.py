@@ -317,16 +317,6 @@ def test_every_page_is_reached_from_the_front_door():
     assert linked | {"docs/reference.md"} == set(PAGES) - {"README.md"}  # it is for the site
 
 
-# ---- the list of changes -----------------------------------------------------------------------------------------------
-
-
-def test_the_changelog_has_a_line_for_every_file():
-    changes = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
-    latest = re.split(r"^## ", changes, flags=re.M)[-1]  # 0.1.0, in which every file is new
-    named = {f"fabric_template/{name}" for name in re.findall(r"^- `([\w/]+\.py)`: ", latest, re.M)}
-    assert named >= set(tree_files())
-
-
 def test_the_site_and_its_first_page_have_every_page():
     """As `make docs` builds it."""
     names = {path.relative_to(REPOSITORY / "docs").as_posix() for path in (REPOSITORY / "docs").rglob("*.md")}
