@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
@@ -111,3 +112,17 @@ def download(url: str, path: Path) -> None:
         raise ValueError(f"download of {url}: got {error}. Copy the file to {path}.") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def require_torchvision(name: str) -> None:
+    """Raise an error that says what to install if torchvision is missing."""
+    if find_spec("torchvision") is None:
+        raise ValueError(f"{name}: torchvision is missing. Write pip install torchvision.")
+
+
+def require_path(name: str, path: str) -> Path:
+    """Return the path, or raise an error in the user's terms if nothing is there."""
+    if not Path(path).exists():
+        message = f"{name}(path): got '{path}', expected an existing file or folder."
+        raise ValueError(f"{message} Write path= (--data.path) for one.")
+    return Path(path)

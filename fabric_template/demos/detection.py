@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from .data import SplitData
+from .data import SplitData, require_torchvision
 
 COLORS = torch.tensor([[0.9, 0.2, 0.1], [0.1, 0.3, 0.9]])  # Of labels 1 and 2; 0 is the background.
 Target = dict[str, Tensor]
@@ -61,10 +61,7 @@ def collate(samples: list[tuple[Tensor, Target]]) -> Batch:
 
 
 class SmallDetector(nn.Module):
-    """Find one object per image, with the interface of torchvision's detectors.
-
-    With targets it returns a dict of losses, otherwise boxes, labels and scores for each image.
-    """
+    """Return a dict of losses if there are targets, otherwise a dict of boxes for each image."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -125,7 +122,8 @@ class Detector(nn.Module):
         self.lr = lr
         self.net: nn.Module = SmallDetector()
         if net != "small":
-            from torchvision.models import get_model  # pip install torchvision
+            require_torchvision("Detector")
+            from torchvision.models import get_model
 
             self.net = get_model(net, num_classes=1 + len(COLORS), weights_backbone=None)
 

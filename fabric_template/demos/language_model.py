@@ -6,13 +6,12 @@ The model is an nn.Module with step methods. The default text is Python's own he
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .data import SplitData
+from .data import SplitData, require_path
 
 VOCABULARY = 256  # One token per byte: every text can be read.
 
@@ -53,12 +52,7 @@ class TextData(SplitData):
             from pydoc_data.topics import topics
 
             return "\n".join(topics.values())[:200_000].encode()
-        if not Path(self.path).is_file():
-            raise ValueError(
-                f"TextData(path): got '{self.path}', expected a text file."
-                " Write path= (--data.path) for one, or leave it out."
-            )
-        return Path(self.path).read_bytes()
+        return require_path("TextData", self.path).read_bytes()
 
 
 class GPT(nn.Module):

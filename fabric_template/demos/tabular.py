@@ -1,7 +1,4 @@
-"""Tabular: predict a number from a table with numbers, words and missing values.
-
-The model is a LightningModule with torchmetrics, the data are a LightningDataModule.
-"""
+"""Tabular: predict a number from a table, as a LightningModule with torchmetrics."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import R2Score
 
-from .data import split_indices
+from .data import require_path, split_indices
 
-RENTS = {"harbour": 16.0, "old town": 21.0, "hills": 25.0, "station": 13.0}  # Per square metre.
+RENTS = {"harbour": 16, "old town": 21, "hills": 25, "station": 13}  # Per square metre.
 Batch = tuple[Tensor, Tensor]
 
 
@@ -44,9 +41,8 @@ class TabularData(LightningDataModule):
     """Turn a table into batches of features ``(batch, n)`` and targets ``(batch,)``.
 
     Args:
-        path: A CSV file with a header. The default is a generated table of flats.
+        path: A CSV file with a header. The default is a generated table.
         target: The column to predict. Rows without it are left out.
-        batch_size: Rows per batch.
     """
 
     def __init__(self, path: str | None = None, target: str = "rent", batch_size: int = 64) -> None:
@@ -60,12 +56,13 @@ class TabularData(LightningDataModule):
         """Read and split the table. The preprocessing is fitted on the training split."""
         if self.splits:
             return
-        table = make_flats() if self.path is None else pd.read_csv(self.path)
+        if self.path is None:
+            table = make_flats()
+        else:
+            table = pd.read_csv(require_path("TabularData", self.path))
         if self.target not in table.select_dtypes("number"):
             columns = ", ".join(table.select_dtypes("number"))
-            raise ValueError(
-                f"TabularData(target): got '{self.target}', expected one of {columns}."
-            )
+            raise ValueError(f"TabularData(target): got '{self.target}', expected {columns}.")
         table = table.dropna(subset=[self.target])
         features = table.drop(columns=self.target)
         target = torch.tensor(table[self.target].to_numpy()).float()
@@ -95,7 +92,6 @@ class TabularNet(LightningModule):
 
     Args:
         features: Numbers per row after the preprocessing.
-        hidden: Width of the hidden layers.
         lr: Learning rate of AdamW.
     """
 
@@ -115,7 +111,6 @@ class TabularNet(LightningModule):
         self.val_r2 = R2Score()
 
     def setup(self, stage: str) -> None:
-        """Read the scale of the target from the training split."""
         if stage == "fit":
             data = self.trainer.datamodule  # type: ignore[attr-defined]
             inputs, target = data.splits["train"].tensors
