@@ -1,1 +1,1 @@
-"""Small complete models and data: one for each kind of work that people bring."""
+"""Small complete models with their data, one file for each kind of task."""

@@ -1,177 +1,133 @@
-"""Language model: a small GPT that reads a text by characters, and goes on with it.
+"""Language model: a small GPT that predicts the next byte of a text, and continues texts.
 
-The text is one that is always at hand, this package's own source, or a file of yours. Rung 3 of the ladder.
+The model is an nn.Module with step methods. The default text is Python's own help.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
 
-HERE = Path(__file__).parents[1] / "core"
-CHARACTERS = 256  # a character is a byte: every text can be read, and the net need not be told which are in it
+from .data import SplitData, require_path
+
+VOCABULARY = 256  # One token per byte: every text can be read.
 
 
-class TextData:
-    """A text as batches ``(batch, block + 1)`` of bytes, ``int64``: each character but the last is followed by the next.
+class TextData(SplitData):
+    """Cut a text into blocks of bytes. A batch is ``int64 (batch, block + 1)``.
 
     Args:
-        path: A text file. None: the source of this package's room core/, about 150,000 characters.
-        block: How many characters the net sees at once.
+        path: A text file. The default is a part of Python's help topics.
+        block: Context length. A block has one more byte, the target of its last position.
         batch_size: Blocks per batch.
-        val_fraction: Share of the text, its end, that is kept for validation.
-
-    Example:
-        >>> data = TextData(block=8, batch_size=4)
-        >>> data.setup()
-        >>> next(iter(data.train_dataloader())).shape
-        torch.Size([4, 9])
     """
 
-    def __init__(
-        self, path: str | None = None, block: int = 64, batch_size: int = 32, val_fraction: float = 0.1
-    ) -> None:
-        self.path, self.block, self.batch_size, self.val_fraction = path, block, batch_size, val_fraction
-        self.train = self.val = torch.empty(0, dtype=torch.int64)
+    def __init__(self, path: str | None = None, block: int = 64, batch_size: int = 32) -> None:
+        super().__init__(batch_size)
+        self.path = path
+        self.block = block
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the text."""
-        files = [Path(self.path)] if self.path is not None else sorted(HERE.glob("*.py"))
-        try:
-            text = b"\n\n".join(file.read_bytes() for file in files)
-        except OSError as error:
+        """Read the text and cut it. Training blocks overlap by half, validation blocks do not."""
+        text = torch.tensor(list(self.read_text()), dtype=torch.int64)
+        cut = len(text) * 9 // 10
+        train, val = text[:cut], text[cut:]
+        if len(val) <= self.block:
             raise ValueError(
-                f"TextData: path={self.path!r} cannot be read: {error.strerror}; give a text file"
-            ) from error
-        cut = int(len(text) * (1 - self.val_fraction))
-        shortest = min(cut, len(text) - cut)
-        if shortest <= self.block:
-            raise ValueError(
-                f"TextData: {len(text):,} characters leave {shortest:,} for one of the two parts: too few for block="
-                f"{self.block}; give a longer text, a smaller block, or a val_fraction nearer to 0.5"
+                f"TextData(block): got {self.block}, expected less than a tenth of the text's"
+                f" {len(text)} bytes. Write a smaller block= (--data.block)."
             )
-        self.train, self.val = (torch.tensor(list(part), dtype=torch.int64) for part in (text[:cut], text[cut:]))
+        val_blocks = val.unfold(0, self.block + 1, self.block)
+        self.splits = {
+            "train": train.unfold(0, self.block + 1, max(self.block // 2, 1)),
+            "val": val_blocks,
+            "test": val_blocks[:3],  # The beginnings that predict continues.
+        }
 
-    def train_dataloader(self) -> DataLoader:
-        """Blocks of the training part, which overlap by half, reshuffled every epoch."""
-        return DataLoader(Blocks(self.train, self.block, self.block // 2 or 1), self.batch_size, shuffle=True)
+    def read_text(self) -> bytes:
+        if self.path is None:
+            from pydoc_data.topics import topics
 
-    def val_dataloader(self) -> DataLoader:
-        """Blocks of the validation part, one behind the other."""
-        return DataLoader(Blocks(self.val, self.block, self.block), self.batch_size)
-
-    def predict_dataloader(self) -> DataLoader:
-        """Three beginnings out of the validation part."""
-        return DataLoader(Blocks(self.val, self.block, (len(self.val) - self.block - 1) // 2), batch_size=3)
-
-    def unigram_bits(self) -> float:
-        """Bits per character of the validation part, if one knows how frequent each character is, and nothing else."""
-        counts = torch.bincount(self.train, minlength=CHARACTERS).double() + 1e-3
-        return functional.cross_entropy(counts.log().expand(len(self.val), -1), self.val).item() / math.log(2)
-
-
-class Blocks(Dataset):
-    """Pieces of a text, `block` characters and the one behind them, that begin `stride` characters after each other."""
-
-    def __init__(self, text: Tensor, block: int, stride: int) -> None:
-        self.pieces = text.unfold(0, block + 1, max(stride, 1))
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.pieces[index]
-
-
-class Layer(nn.Module):
-    """Attention to what came before, then a net for each character by itself; both are added to what came in."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm, self.attention, self.mix = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.net = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(batch, time, width)`` to the same shape."""
-        batch, time, width = x.shape
-        parts = self.attention(self.norm(x)).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.mix(seen.transpose(1, 2).reshape(batch, time, width))
-        return x + self.net(x)
+            return "\n".join(topics.values())[:200_000].encode()
+        return require_path("TextData", self.path).read_bytes()
 
 
 class GPT(nn.Module):
-    """A GPT of characters. Losses are cross-entropies in nats per character, ``val_bits`` the same in bits.
+    """Predict the next byte.
 
     Args:
-        block: The most characters it sees at once; that of the data, or more.
-        width: Numbers per character.
-        heads: How many places a layer can look at, for each character. Divides the width.
-        layers: How many layers.
+        block: Context length, at least that of the data.
+        width: Width of the embeddings. ``heads`` divides it.
+        heads: Attention heads per layer.
+        layers: Number of layers.
         lr: Learning rate of AdamW.
-        length: How many characters ``predict`` goes on with.
-
-    Example:
-        >>> GPT(width=16, heads=2, layers=1)(torch.zeros(2, 5, dtype=torch.int64)).shape
-        torch.Size([2, 5, 256])
+        length: Number of bytes that ``predict`` adds to a text.
     """
 
     def __init__(
-        self, block: int = 64, width: int = 64, heads: int = 4, layers: int = 2, lr: float = 3e-3, length: int = 200
+        self,
+        block: int = 64,
+        width: int = 64,
+        heads: int = 4,
+        layers: int = 2,
+        lr: float = 3e-3,
+        length: int = 200,
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"GPT: heads={heads} must divide width={width}")
-        self.block, self.lr, self.length = block, lr, length
-        self.characters, self.places = nn.Embedding(CHARACTERS, width), nn.Embedding(block, width)
-        self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)))
-        self.out = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, CHARACTERS))
-
-    def forward(self, text: Tensor) -> Tensor:
-        """Characters ``(batch, time)`` to a score for each that may come next ``(batch, time, 256)``."""
-        if text.shape[1] > self.block:
-            raise ValueError(
-                f"GPT: a text of {text.shape[1]} characters, but block={self.block}: give block=, at least that"
+        self.block = block
+        self.lr = lr
+        self.length = length
+        self.token_embedding = nn.Embedding(VOCABULARY, width)
+        self.position_embedding = nn.Embedding(block, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, 0.0, activation="gelu", batch_first=True, norm_first=True
             )
-        places = torch.arange(text.shape[1], device=text.device)
-        return self.out(self.layers(self.characters(text) + self.places(places)))
+            for _ in range(layers)
+        )
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens ``(batch, time)`` to scores of the next token ``(batch, time, 256)``."""
+        time = tokens.shape[1]
+        if time > self.block:
+            raise ValueError(
+                f"GPT(block): got {self.block}, expected at least the data's {time}."
+                f" Write block={time} (--model.block {time})."
+            )
+        positions = torch.arange(time, device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        # No position attends to a later one.
+        mask = nn.Transformer.generate_square_subsequent_mask(time, device=tokens.device)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        return self.head(x)
 
     def training_step(self, batch: Tensor) -> Tensor:
-        """The loss over all characters of the blocks."""
+        """Return the cross-entropy in nats per byte."""
         return functional.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     def validation_step(self, batch: Tensor) -> dict[str, Tensor]:
-        """The loss, and the same in bits: what a character costs if it is stored by this net's guesses."""
+        """Return the loss in nats and in bits, logged as ``val_loss`` and ``val_bits``."""
         loss = self.training_step(batch)
         return {"loss": loss, "bits": loss / math.log(2)}
 
     def predict_step(self, batch: Tensor) -> list[str]:
-        """Each text, and what the net goes on with."""
-        return [bytes(text.tolist()).decode("utf-8", "replace") for text in self.go_on(batch)]
+        return [bytes(tokens.tolist()).decode(errors="replace") for tokens in self.generate(batch)]
 
-    def go_on(self, text: Tensor) -> Tensor:
-        """Draw characters one by one, from the 20 most likely each; the same ones at each call.
-
-        Example:
-            >>> GPT(width=16, heads=2, layers=1, length=7).go_on(torch.zeros(2, 5, dtype=torch.int64)).shape
-            torch.Size([2, 12])
-        """
-        random = torch.Generator(text.device).manual_seed(0)
+    def generate(self, tokens: Tensor) -> Tensor:
+        """Append ``length`` tokens, each drawn from the 20 most likely ones."""
+        generator = torch.Generator(tokens.device).manual_seed(0)
         for _ in range(self.length):
-            scores, which = (self(text[:, -self.block :])[:, -1] / 0.8).topk(20)
-            drawn = torch.multinomial(scores.softmax(1), 1, generator=random)
-            text = torch.cat([text, which.gather(1, drawn)], dim=1)
-        return text
+            logits = self(tokens[:, -self.block :])[:, -1]
+            scores, candidates = logits.topk(20)
+            probabilities = functional.softmax(scores / 0.8, dim=1)
+            drawn = torch.multinomial(probabilities, 1, generator=generator)
+            tokens = torch.cat([tokens, candidates.gather(1, drawn)], dim=1)
+        return tokens
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=self.lr)

@@ -1,158 +1,119 @@
-"""MNIST: 70,000 images of handwritten digits, 28x28 pixels, and the net of every tutorial: 784-100-10.
+"""MNIST: 70,000 images of handwritten digits, and the network of every tutorial, 784-100-10.
 
-The images are fetched once, from openml.org, into a file; where there is no network, give the file. Rung 3 of the ladder: an
-object with step methods.
+The model is a plain object with step methods: the loop needs no base class. The files are
+downloaded once. Without a network, copy them to ``data/mnist``, packed (.gz) or unpacked.
 """
 
 from __future__ import annotations
 
-import os
-import warnings
+import gzip
+import struct
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
-KEYS = ("x_train", "y_train", "x_test", "y_test")  # as in the mnist.npz that comes with Keras, which will do
-TEST = 10_000  # the last images of openml's, as their makers have split them
+from .. import TensorLoader
+from .data import SplitData, download, hold_out
+
+MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+Batch = tuple[Tensor, Tensor]
 
 
-class MNISTData:
-    """MNIST as three parts; a batch is ``(images, labels)``: ``float32 (batch, 784)`` from 0 to 1, ``int64 (batch,)``.
+class MNISTData(SplitData):
+    """Load MNIST's IDX files.
+
+    A batch is ``(images, labels)``: images ``float32 (batch, 28, 28)`` from 0 to 1, labels
+    ``int64 (batch,)``.
 
     Args:
-        path: The file with the images, an ``.npz`` with x_train, y_train, x_test and y_test (images ``uint8 (n, 28, 28)``). If
-            there is none, it is made: 15 MB, fetched from openml.org.
+        path: Folder of the four IDX files. Missing files are downloaded to it (12 MB).
         batch_size: Images per batch.
-        val_size: How many of the training images, the last ones, are kept for validation.
-
-    Example:
-        >>> import numpy
-        >>> x, y = numpy.zeros((20, 28, 28), "uint8"), numpy.arange(20) % 10
-        >>> numpy.savez("small.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-        >>> data = MNISTData("small.npz", batch_size=8, val_size=5)
-        >>> data.setup()
-        >>> [len(labels) for images, labels in data.train_dataloader()], len(data.val_dataloader())
-        ([8, 7], 1)
     """
 
-    def __init__(self, path: str = "data/mnist.npz", batch_size: int = 64, val_size: int = 5000) -> None:
-        self.path, self.batch_size, self.val_size = path, batch_size, val_size
-        self.parts: dict[str, TensorDataset] = {}
+    def __init__(self, path: str = "data/mnist", batch_size: int = 64) -> None:
+        super().__init__(batch_size)
+        self.path = Path(path)
 
     def prepare_data(self) -> None:
-        """Fetch the images unless the file is there; of several processes one does it."""
-        if not Path(self.path).exists():
-            fetch(self.path)
+        """Download the files that are missing. Only one process calls this."""
+        for name in TRAIN + TEST:
+            if not (self.path / name).exists():
+                download(f"{MIRROR}{name}.gz", self.path / f"{name}.gz")
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the file and split the training images."""
-        if self.parts:
+        """Read the files. The last tenth of the training images is for validation."""
+        if self.splits:
             return
-        import numpy as np
+        self.splits = hold_out(self.read_part(TRAIN), self.read_part(TEST))
 
-        self.prepare_data()
-        try:
-            with open(self.path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-                x, y, x_test, y_test = (torch.from_numpy(file[key]) for key in KEYS)
-        except Exception as error:  # a damaged file makes zipfile and numpy raise anything
-            raise ValueError(
-                f"MNISTData: '{self.path}' is no .npz file with {', '.join(KEYS)} ({type(error).__name__}: {error});"
-                " give another one as path= (--data.path), or remove it to fetch it again"
-            ) from error
-        if not 1 <= self.val_size < len(x):
-            raise ValueError(
-                f"MNISTData: val_size={self.val_size} must be at least 1, and less than the {len(x)} images"
-            )
-        pixels, labels = x.flatten(1).float() / 255, y.long()
-        self.parts = {
-            "train": TensorDataset(pixels[: -self.val_size], labels[: -self.val_size]),
-            "val": TensorDataset(pixels[-self.val_size :], labels[-self.val_size :]),
-            "test": TensorDataset(x_test.flatten(1).float() / 255, y_test.long()),
-        }
+    def read_part(self, names: tuple[str, str]) -> tuple[Tensor, Tensor]:
+        images, labels = (read_idx(self.path / name) for name in names)
+        return images.float() / 255, labels.long()
 
-    def train_dataloader(self) -> DataLoader:
-        """The training part, reshuffled every epoch."""
-        return DataLoader(self.parts["train"], self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader:
-        """The validation part."""
-        return DataLoader(self.parts["val"], self.batch_size)
-
-    def test_dataloader(self) -> DataLoader:
-        """The test part."""
-        return DataLoader(self.parts["test"], self.batch_size)
-
-    predict_dataloader = test_dataloader
+    def make_loader(self, split: str, shuffle: bool = False) -> TensorLoader:
+        """Slice batches from the tensors: a DataLoader would collate 55,000 images one by one."""
+        tensors = self.splits[split].tensors
+        return TensorLoader(*tensors, batch_size=self.batch_size, shuffle=shuffle)
 
 
-def fetch(path: str | Path) -> None:
-    """Fetch MNIST from openml.org into a file, which is whole or not there."""
-    import numpy as np
-    from sklearn.datasets import fetch_openml
+def read_idx(path: Path) -> Tensor:
+    """Read an IDX file of bytes, or the same file with the suffix .gz.
 
+    The format: three bytes for the type, one for the number of dimensions, the sizes as big-endian
+    integers, the values.
+    """
+    if not path.exists():
+        path = path.with_name(f"{path.name}.gz")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is tried again: the end is told below
-            found = fetch_openml("mnist_784", version=1, as_frame=False, parser="liac-arff", cache=False, n_retries=1)
-    except Exception as error:  # no network, a proxy, a server that is down: each says it in another way
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        if content[:3] != b"\0\0\x08":
+            raise ValueError(f"header {content[:3]!r}")
+        header = 4 + 4 * content[3]
+        sizes = struct.unpack(f">{content[3]}I", content[4:header])
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).reshape(sizes)
+    except Exception as error:  # A damaged file raises errors of struct, gzip, zlib or torch.
         raise ValueError(
-            f"MNISTData: there is no file '{path}', and openml.org cannot be reached ({type(error).__name__}: {error}): give"
-            " the path of an .npz file with x_train, y_train, x_test and y_test, such as Keras' mnist.npz, as path="
-            " (--data.path ~/.keras/datasets/mnist.npz)"
+            f"MNISTData: got '{path}' ({error}), expected an IDX file of bytes."
+            " Delete it to download it again, or write path= (--data.path) for another folder."
         ) from error
-    images, labels = found.data.astype("uint8").reshape(-1, 28, 28), found.target.astype("int64")
-    parts = dict(zip(KEYS, (images[:-TEST], labels[:-TEST], images[-TEST:], labels[-TEST:]), strict=True))
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(f"{path}.{os.getpid()}.tmp")
-    try:
-        with beside.open("wb") as file:
-            np.savez_compressed(file, **parts)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
-class MNISTNet(nn.Module):
-    """784-100-10: one hidden layer, ReLU, cross-entropy, Adam.
+class MNISTNet:
+    """Train a network with one hidden layer.
 
     Args:
-        hidden: Width of the layer between.
-        lr: Learning rate.
-
-    Example:
-        >>> MNISTNet()(torch.zeros(5, 784)).shape
-        torch.Size([5, 10])
+        hidden: Width of the hidden layer.
+        lr: Learning rate of Adam.
     """
 
     def __init__(self, hidden: int = 100, lr: float = 1e-3) -> None:
-        super().__init__()
         self.lr = lr
-        self.net = nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+        hidden_layer = nn.Sequential(nn.Linear(784, hidden), nn.ReLU())
+        self.net = nn.Sequential(nn.Flatten(), hidden_layer, nn.Linear(hidden, 10))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Images ``(batch, 784)`` to one score per digit ``(batch, 10)``."""
-        return self.net(images)
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The cross-entropy, in nats per image."""
+    def training_step(self, batch: Batch) -> Tensor:
+        """Return the cross-entropy, which is logged as ``train_loss``."""
         images, labels = batch
-        return functional.cross_entropy(self(images), labels)
+        return functional.cross_entropy(self.net(images), labels)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss, and the share of images that are read rightly: ``val_loss``, ``val_acc``."""
+    def validation_step(self, batch: Batch) -> dict[str, Tensor]:
+        """Return a dict, which is logged as ``val_loss`` and ``val_acc``."""
         images, labels = batch
-        logits = self(images)
-        return functional.cross_entropy(logits, labels), (logits.argmax(1) == labels).float().mean()
+        logits = self.net(images)
+        acc = (logits.argmax(dim=1) == labels).float().mean()
+        return {"loss": functional.cross_entropy(logits, labels), "acc": acc}
 
     test_step = validation_step
 
-    def predict_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The most likely digit of each image."""
-        return self(batch[0]).argmax(1)
+    def predict_step(self, batch: Batch) -> Tensor:
+        images, _ = batch
+        return self.net(images).argmax(dim=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam."""
-        return torch.optim.Adam(self.parameters(), lr=self.lr)
+        return torch.optim.Adam(self.net.parameters(), lr=self.lr)

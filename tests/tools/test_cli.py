@@ -326,7 +326,7 @@ def test_an_object_as_an_argument(capsys):
             FIT[:3],
             "fit has no train loader; give --data package.module:Class, or write a method train_dataloader in Lit",
         ),
-        (["fit", "--data.batch_size", "0"], "DigitsData: batch_size=0 must be at least 1"),
+        (["fit", "--data.batch_size", "0"], "DigitsData(batch_size): got 0, expected at least 1. "),
         (
             ["fit", "--config", "no.yaml"],
             "--config no.yaml: No such file or directory; --print_config writes such a file",

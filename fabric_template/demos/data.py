@@ -1,0 +1,128 @@
+"""Splits, loaders and downloads that the demos share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
+
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Tensors = tuple[Tensor, ...]
+
+
+class SplitData:
+    """Serve the datasets in ``splits`` with the loader methods of a LightningDataModule.
+
+    A subclass fills ``splits`` with "train", "val" and "test" in ``setup()``.
+
+    Args:
+        batch_size: Samples per batch. The last batch of an epoch may be smaller.
+        num_workers: Worker processes per loader. 0 is fastest for data that is in memory.
+    """
+
+    def __init__(self, batch_size: int, num_workers: int = 0) -> None:
+        if batch_size < 1:
+            raise ValueError(
+                f"{type(self).__name__}(batch_size): got {batch_size}, expected at least 1."
+                " Write batch_size=64 (--data.batch_size 64)."
+            )
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.splits: dict[str, Any] = {}
+
+    def train_dataloader(self) -> Any:
+        return self.make_loader("train", shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return self.make_loader("val")
+
+    def test_dataloader(self) -> Any:
+        return self.make_loader("test")
+
+    def predict_dataloader(self) -> Any:
+        return self.make_loader("test")
+
+    def make_loader(self, split: str, shuffle: bool = False) -> Any:
+        """Return a loader for one split. Override this for another kind of loader."""
+        if not self.splits:
+            name = type(self).__name__
+            raise RuntimeError(f"{name}: no splits before setup(). Call data.setup('fit') first.")
+        return DataLoader(
+            self.splits[split],
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            # Starting the workers again takes longer than an epoch of a small data set.
+            persistent_workers=self.num_workers > 0,
+        )
+
+
+def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
+    """Return "train", "val" and "test", where "val" is the last tenth of the training samples."""
+    val_size = len(train[0]) // 10
+    return {
+        "train": TensorDataset(*(tensor[:-val_size] for tensor in train)),
+        "val": TensorDataset(*(tensor[-val_size:] for tensor in train)),
+        "test": TensorDataset(*test),
+    }
+
+
+def split_indices(
+    count: int, val_fraction: float, test_fraction: float, seed: int = 0, labels: Any = None
+) -> dict[str, np.ndarray]:
+    """Split ``range(count)`` at random into "train", "val" and "test".
+
+    With ``labels``, a NumPy array, each split has the same share of each class.
+
+    Example:
+        >>> {name: len(part) for name, part in split_indices(100, 0.2, 0.1).items()}
+        {'train': 70, 'val': 20, 'test': 10}
+    """
+    import numpy as np
+    from sklearn.model_selection import train_test_split
+
+    rows = np.arange(count)
+    rest, test = train_test_split(rows, test_size=test_fraction, stratify=labels, random_state=seed)
+    labels = None if labels is None else labels[rest]
+    share = val_fraction / (1 - test_fraction)
+    train, val = train_test_split(rest, test_size=share, stratify=labels, random_state=seed)
+    return {"train": train, "val": val, "test": test}
+
+
+def download(url: str, path: Path) -> None:
+    """Download a file unless it exists. The file appears only when it is complete."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    print(f"downloading {url}")
+    try:
+        with urlopen(url, timeout=30) as response, partial.open("wb") as file:
+            shutil.copyfileobj(response, file)
+        partial.replace(path)
+    except OSError as error:
+        raise ValueError(f"download of {url}: got {error}. Copy the file to {path}.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def require_torchvision(name: str) -> None:
+    """Raise an error that says what to install if torchvision is missing."""
+    if find_spec("torchvision") is None:
+        raise ValueError(f"{name}: torchvision is missing. Write pip install torchvision.")
+
+
+def require_path(name: str, path: str) -> Path:
+    """Return the path, or raise an error in the user's terms if nothing is there."""
+    if not Path(path).exists():
+        message = f"{name}(path): got '{path}', expected an existing file or folder."
+        raise ValueError(f"{message} Write path= (--data.path) for one.")
+    return Path(path)

@@ -1,0 +1,105 @@
+"""The demos mnist and cifar10 read small files of the original formats, unpacked, packed or downloaded."""
+
+import gzip
+import re
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from fabric_template import read_logs
+from fabric_template.demos import cifar10, mnist
+from fabric_template.tools.cli import main
+
+QUIET = ["--accelerator", "cpu", "--enable_progress_bar", "false"]
+
+
+def write_mnist(folder, suffix=""):
+    """Write scikit-learn's digits, enlarged to 28x28 pixels, as IDX files."""
+    digits = load_digits()
+    images = np.pad(np.kron(digits.images / 16 * 255, np.ones((3, 3))), ((0, 0), (2, 2), (2, 2)))
+    folder.mkdir(parents=True)
+    for part, rows in ((mnist.TRAIN, slice(1500)), (mnist.TEST, slice(1500, None))):
+        for name, array in zip(part, (images[rows], digits.target[rows]), strict=True):
+            header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+            content = header + array.astype("uint8").tobytes()
+            (folder / (name + suffix)).write_bytes(gzip.compress(content) if suffix else content)
+
+
+def write_cifar10(folder, count=300):
+    """Write images as binary batches. The class decides the colour of an image."""
+    generator = np.random.default_rng(0)
+    folder.mkdir()
+    for name in [*cifar10.TRAIN, *cifar10.TEST]:
+        labels = generator.integers(0, 10, count, dtype="uint8")
+        pixels = generator.integers(0, 80, (count, 3, 1024))
+        for channel in range(3):
+            pixels[:, channel] += (labels * (channel + 3) % 10 * 19)[:, None]
+        rows = np.concatenate([labels[:, None], pixels.reshape(count, -1)], axis=1)
+        (folder / name).write_bytes(rows.astype("uint8").tobytes())
+
+
+def test_mnist_is_learned_from_unpacked_files():
+    write_mnist(Path("idx"))
+    options = ["--model", "demos.mnist", "--data.path", "idx", "--max_epochs", "4", *QUIET]
+    assert main(["fit", *options]) == 0
+    assert read_logs("logs")["val_acc"].iloc[-1] > 0.85
+
+
+def test_mnist_is_downloaded_once(monkeypatch):
+    write_mnist(Path("mirror"), suffix=".gz")
+    monkeypatch.setattr(mnist, "MIRROR", Path("mirror").resolve().as_uri() + "/")
+    data = mnist.MNISTData()
+    data.prepare_data()
+    shutil.rmtree("mirror")
+    data.prepare_data()
+    data.setup()
+    assert [len(data.splits[split]) for split in ("train", "val", "test")] == [1350, 150, 297]
+    images, labels = next(iter(data.train_dataloader()))
+    assert (images.shape, images.max(), labels.dtype) == ((64, 28, 28), 1, torch.int64)
+    assert sorted(path.suffix for path in Path("data/mnist").iterdir()) == [".gz"] * 4
+
+
+@pytest.mark.parametrize("content", [b"", b"no index", b"\0\0\x08\x03\0\0", b"\0\0\x08\x01\0\0\0\x09short"])
+def test_mnist_names_a_damaged_file(content):
+    write_mnist(Path("idx"))
+    Path("idx", mnist.TEST[0]).write_bytes(content)
+    with pytest.raises(ValueError, match=r"^MNISTData: got 'idx/t10k-images-idx3-ubyte' .* Delete it"):
+        mnist.MNISTData("idx").setup()
+
+
+def test_cifar10_is_learned_after_a_download(monkeypatch):
+    write_cifar10(Path("cifar-10-batches-bin"))
+    archive = shutil.make_archive("mirror/cifar-10-binary", "gztar", ".", "cifar-10-batches-bin")
+    monkeypatch.setattr(cifar10, "URL", Path(archive).as_uri())
+    options = ["--model.width", "4", "--data.batch_size", "50", "--max_epochs", "3", *QUIET]
+    assert main(["fit", "--model", "demos.cifar10", *options]) == 0
+    assert read_logs("logs")["val_acc"].iloc[-1] > 0.3
+    assert Path("data/cifar-10-batches-bin/test_batch.bin").exists()
+
+
+def test_cifar10_reads_binary_batches():
+    write_cifar10(Path("bin"), count=20)
+    data = cifar10.CIFAR10Data("bin")
+    data.setup()
+    images, labels = data.splits["test"].tensors
+    row = Path("bin/test_batch.bin").read_bytes()[7 * 3073 :]
+    assert (labels[7], images[7, 1, 2, 3]) == (row[0], row[1 + 1024 + 2 * 32 + 3])
+    assert [len(data.splits[split]) for split in ("train", "val", "test")] == [90, 10, 20]
+    assert sum(weight.numel() for weight in cifar10.CIFAR10Net().parameters()) == 11_173_962  # ResNet-18
+    Path("bin/data_batch_3.bin").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"^CIFAR10Data: got 'bin/data_batch_3.bin', expected a binary batch"):
+        cifar10.CIFAR10Data("bin").setup()
+
+
+@pytest.mark.parametrize("demo", ["mnist", "cifar10"])
+def test_a_missing_network_is_named(monkeypatch, capsys, demo):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # Nothing listens there.
+    assert main(["fit", "--model", f"demos.{demo}", *QUIET]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"download of https://.*Copy the file to data/\S+\n$", error)
+    assert not [path for path in Path("data").rglob("*") if path.is_file()]
