@@ -6,10 +6,8 @@ DEMOS has the classes of each, and the options that its run has by default: `fit
 from typing import Any
 
 
-def _demo(
-    model: str, data: str, max_epochs: int, monitor: str, mode: str = "max"
-) -> dict[str, Any]:
-    options = {"max_epochs": max_epochs, "monitor": monitor, "mode": mode, "seed": 0}
+def _demo(model: str, data: str, epochs: int, monitor: str, mode: str = "max") -> dict[str, Any]:
+    options = {"max_epochs": epochs, "monitor": monitor, "mode": mode, "seed": 0}
     return {"model": f"{__name__}.{model}", "data": f"{__name__}.{data}", **options}
 
 

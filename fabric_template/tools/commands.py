@@ -181,17 +181,28 @@ def verify_command(path: str) -> int:
         files = sorted(file for file in files[0].rglob("[!.]*") if file.suffix in SUFFIXES)
     if not files:
         raise ValueError(f"verify: got {path}, expected a folder with {', '.join(SUFFIXES)} files.")
-    damages = {file: find_damage(file) for file in files}
-    for file, damage in damages.items():
+    code = 0
+    for file in files:
+        try:
+            damage = find_damage(file)
+        except OSError as error:
+            print(f"not read    {file}: {error.strerror}")
+            code = code or 2
+            continue
         print(f"damaged     {file}: {damage}" if damage else f"whole       {file}")
-    return int(any(damages.values()))
+        code = 1 if damage else code
+    return code
 
 
 def find_damage(file: Path) -> str | None:
     """Return what is wrong with a file of torch.save, a zip archive. None if it is whole."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-    except (OSError, zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
-        return str(error)
+    with open(file, "rb") as opened:
+        # zipfile takes an error of the disk for damage. Reading the file once raises it.
+        while opened.read(2**20):
+            pass
+        try:
+            with zipfile.ZipFile(opened) as archive:
+                damaged = archive.testzip()
+        except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
+            return str(error)
     return damaged and f"the checksum of {damaged} is wrong"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ from .. import AtomicCheckpointIO
 
 def check_output(out: Path) -> None:
     """Refuse a file that cannot be written, before anything is predicted."""
-    if out.suffix not in (".csv", ".npz", ".pt"):
-        raise ValueError(f"--out: got {out}, expected a name that ends in .csv, .npz or .pt.")
-    if not os.access(out.parent, os.W_OK) or out.is_dir():
-        raise ValueError(f"--out: got {out}, expected a file in a folder that can be written.")
+    if out.suffix not in (".csv", ".npz", ".pt") or out.is_dir():
+        raise ValueError(f"--out: got {out}, expected a file name in .csv, .npz or .pt.")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        reason = error.strerror
+        raise ValueError(f"--out: got {out}, where no file can be made ({reason}).") from error
 
 
 def save_predictions(batches: list[Any], out: Path) -> None:
@@ -25,17 +30,16 @@ def save_predictions(batches: list[Any], out: Path) -> None:
         batches: What predict_step returned, by batch.
         out: The file: .csv has a row per sample, .npz an array per key, .pt the list.
     """
+    if out.suffix == ".pt":
+        AtomicCheckpointIO().save_checkpoint(batches, out)  # type: ignore[arg-type]
+        return
+    write = save_table if out.suffix == ".csv" else save_arrays
     unfinished = out.with_name(f"{out.name}.tmp")
     try:
-        if out.suffix == ".csv":
-            save_table(join_batches(batches), unfinished)
-        elif out.suffix == ".npz":
-            save_arrays(join_batches(batches), unfinished)
-        else:
-            AtomicCheckpointIO().save_checkpoint(batches, out)  # type: ignore[arg-type]
-            return
+        write(join_batches(batches), unfinished)
         os.replace(unfinished, out)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
+        unfinished.unlink(missing_ok=True)
         instead = out.with_name(f"{out.name}.pt")
         AtomicCheckpointIO().save_checkpoint(batches, instead)  # type: ignore[arg-type]
         raise ValueError(f"--out: got {out}, but {error}. They are saved as {instead}.") from error
