@@ -197,7 +197,7 @@ def add_function_options(parser: ArgumentParser, function: Callable[..., Any]) -
         if types[name] is bool:
             del settings["type"]
             settings["action"] = "store_true"
-        elif str(parameter.annotation).startswith("list[str]"):
+        elif re.match(r"(list|Sequence)\[str\]", str(parameter.annotation)):
             settings.update(type=str, nargs="+" if is_required else "*")
         elif parameter.kind is not parameter.KEYWORD_ONLY and not is_required:
             settings["nargs"] = "?"
