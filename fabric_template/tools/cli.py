@@ -193,7 +193,8 @@ def add_function_options(parser: ArgumentParser, function: Callable[..., Any]) -
         settings: dict[str, Any] = {"type": types[name], "help": texts.get(name)}
         is_required = parameter.default is parameter.empty
         if not is_required:
-            settings["default"] = parameter.default
+            default = parameter.default
+            settings["default"] = list(default) if isinstance(default, tuple) else default
         if types[name] is bool:
             del settings["type"]
             settings["action"] = "store_true"
@@ -201,8 +202,10 @@ def add_function_options(parser: ArgumentParser, function: Callable[..., Any]) -
             settings.update(type=str, nargs="+" if is_required else "*")
         elif parameter.kind is not parameter.KEYWORD_ONLY and not is_required:
             settings["nargs"] = "?"
-        flag = f"--{name}" if parameter.kind is parameter.KEYWORD_ONLY else name
-        parser.add_argument(flag, **settings)
+        names = [name]
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            names = [*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))]
+        parser.add_argument(*names, **settings)
     return [*parameters]
 
 
@@ -314,8 +317,9 @@ class LoopCommand:
         paths += [resolve_class("model", name) for name in values_of("model", typed)]
         model = next((path for path in reversed(paths) if path), None)
         if model is None:
-            in_files = [config.get(part) for config in configs for part in OBJECTS]
-            if values_of("data", typed) or any(in_files):
+            data = {(config.get("data") or {}).get("class_path") for config in configs}
+            data |= {resolve_class("data", name) for name in values_of("data", typed)}
+            if data - {None, DEMOS["digits"]["data"]} or any(c.get("model") for c in configs):
                 raise ValueError("--model: got no class, expected --model package.module:Class.")
             model = DEMOS["digits"]["model"]
         for name, demo in DEMOS.items():

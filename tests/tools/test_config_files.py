@@ -44,6 +44,12 @@ def test_arguments_of_one_class_are_merged_at_every_depth(capsys):
     assert (found["hidden"], arguments["init"], arguments["num_parameters"]) == (4, 0.5, 4)
 
 
+def test_a_file_of_data_alone_goes_with_the_default_demo(capsys):
+    Path("tuned.yaml").write_text("data: {class: fabric_template.demos.digits:DigitsData, batch_size: 32}\n")
+    found = config(capsys, "fit", "--config", "tuned.yaml")
+    assert (found["data"]["init_args"]["batch_size"], found["monitor"]) == (32, "val_acc")
+
+
 def test_callbacks_of_files_and_typed_ones(capsys):
     Path("run.yaml").write_text("callbacks:\n- class_path: lit.Hears\n  init_args: {word: file}\n")
     argv = [*FIT, *QUIET, "--fast_dev_run", "--config", "run.yaml"]
