@@ -1,220 +1,372 @@
-"""The command line: fit, validate, test, predict, plot, runs, profile, compare, tune, copy, diff, update, verify.
+"""The command line: jsonargparse makes, parses and explains the options of every command.
 
-Nothing heavy is imported before a verb needs it: a word of help must not wait for torch.
+The function of a command is imported when the command is used. No help waits for torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import re
+import shlex
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from .errors import PACKAGE, UsageError, as_typed
-from .running import run_verb
-from .typed import program
+from .. import LoopConfig
+from ..demos import DEMOS
+from .arguments import (
+    LIGHTNING,
+    OBJECTS,
+    join_values,
+    name_checkpoint,
+    read_config,
+    read_run,
+    record_classes,
+    resolve_class,
+    resolve_word,
+    starts_new_run,
+    values_of,
+)
 
-VERBS = {
-    "fit": "train; without options: the digits, 10 epochs",
-    "validate": "run a model's validation_step over its data",
-    "test": "run a model's test_step over its data",
-    "predict": "run a model's predict_step over its data",
-    "plot": "draw the logs of one run or several",
-    "runs": "list runs and how they stand; compare two, find the best, write a page to look at",
-    "profile": "where a training step goes: a table, a picture, and what to do about it",
-    "compare": "run two scripts and explain the first optimizer step in which they differ",
-    "tune": "find what makes a training faster on this machine, or with --lr a learning rate for it",
-    "copy": "copy this package, or its single file, into a project of yours",
-    "diff": "show what you have changed in a copy, and what upstream has since",
-    "update": "bring what is new upstream into a copy, beside what you have changed in it",
-    "verify": "read checkpoints from end to end: are they whole?",
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+    from .. import FabricLoop
+
+PACKAGE = __package__.rpartition(".")[0]
+COMMANDS = {  # name: (module, function, help)
+    "fit": ("commands", "fit_command", "train a model; without options the digits demo"),
+    "validate": ("commands", "validate_command", "run a model's validation_step over its data"),
+    "test": ("commands", "test_command", "run a model's test_step over its data"),
+    "predict": ("commands", "predict_command", "run a model's predict_step over its data"),
+    "plot": ("plots", "plot_command", "draw the logs of one run or several"),
+    "runs": ("runs", "runs_command", "list runs, compare two, find the best one"),
+    "compare": ("compare", "compare_command", "find the first step in which two trainings differ"),
+    "profile": ("profile", "profile_command", "show where the time of a training step goes"),
+    "tune": ("tune", "tune_command", "find faster options, or with --lr a learning rate"),
+    "copy": ("vendoring", "copy_command", "copy this package or its single file into a project"),
+    "diff": ("vendoring", "diff_command", "show what you and what upstream have changed in a copy"),
+    "update": ("vendoring", "update_command", "merge what is new upstream into a copy"),
+    "verify": ("commands", "verify_command", "check that checkpoints are whole"),
 }
+OPTION_HELP = {
+    "config": "A YAML file of options. Of several the last wins. It can import any class.",
+    "run": "Take model, data and all options from this run, logs/<name>/version_<n>.",
+    "model": "package.module:Class, or demos.NAME. --model.help lists its arguments.",
+    "data": "package.module:Class of an object with train_dataloader and the like.",
+    "callbacks": "--callbacks+=EarlyStopping --callbacks.monitor=val_loss, or your own class.",
+    "logger": "true: the CSV logger. false: none. Or TensorBoardLogger --logger.save_dir=boards.",
+}
+FABRIC_OPTIONS = {  # name: (type, default, help)
+    "accelerator": (str, "auto", '"cpu", "gpu", "tpu" or "mps". "auto": what the machine has.'),
+    "strategy": (str, "auto", '"ddp", "ddp_spawn", "fsdp", ... "auto": "ddp" for several devices.'),
+    "devices": (
+        list[int] | int | str,
+        "auto",
+        'A number, indices such as [0, 2], or "auto" for all.',
+    ),
+    "num_nodes": (int, 1, "The number of machines."),
+    "precision": (
+        str | None,
+        None,
+        '"32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true" ...',
+    ),
+}
+MADE_ARGUMENTS = ("loop", "model", "data", "build", "arguments")  # of functions, not typed
+FIELDS = {field.name: str(field.type) for field in dataclasses.fields(LoopConfig)}
+FIELDS.pop("logger")
+
+
+class AnyClass(ABC):
+    """The type of model, data, callbacks and logger for jsonargparse. They need no base class."""
+
+    @abstractmethod
+    def __init__(self) -> None: ...
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        # Classes, plain values and jsonargparse's own ones do not count as finished objects.
+        is_plain = other.__module__.partition(".")[0] in ("builtins", "jsonargparse")
+        return not is_plain and not issubclass(other, type)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (diff, compare; update: conflicts; verify: not whole) or 2 (not done).
+    """Run one command and return its exit code.
 
-    Example:
-        >>> main(["fit", "--max_epoch", "3"])
-        2
+    Returns:
+        0; 1 if the command found differences or damage; 2 if it could not run; 130 after Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    verb, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     try:
-        if verb in ("-h", "--help", "help"):
-            verbs = "\n".join(f"  {name:10}{line}" for name, line in VERBS.items())
-            print(f"usage: {program()} VERB [options]\n\n{verbs}\n\n{program()} VERB --help shows a verb's options.")
-        elif verb == "--version":
-            from .. import __version__
-
-            print(f"{PACKAGE} {__version__}")
-        elif verb not in VERBS:
-            raise UsageError(f"there is no {verb!r}: expected one of {', '.join(VERBS)}")
-        else:
-            if verb not in OTHERS:
-                run_verb(verb, rest, VERBS[verb])
-            else:
-                return OTHERS[verb](verb, rest) or 0
-    except SystemExit as stop:  # argparse has said what there is to say
+        if not argv or argv[0] in ("-h", "--help", "help"):
+            lines = "\n".join(f"  {name:10}{text}" for name, (_, _, text) in COMMANDS.items())
+            print(f"usage: {program()} COMMAND [options]\n\n{lines}\n\nCOMMAND --help shows more.")
+            return 0
+        if argv[0] == "--version":
+            print(f"{PACKAGE} {importlib.import_module(PACKAGE).__version__}")
+            return 0
+        return run_command(argv[0], argv[1:])
+    except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
-    except KeyboardInterrupt:  # before or after the training
+    except KeyboardInterrupt:
         print(f"{program()}: interrupted", file=sys.stderr)
         return 130
-    except Exception as error:
-        if not _is_for_users(error):
+    except (ValueError, TypeError) as error:
+        if not is_users_mistake(error):
             raise
-        text = as_typed(" ".join(str(error).split()))
-        if "is of another model" in text:
-            text += ": repeat the --model.* options that its fit was given, or give its folder as --run"
-        print(f"{program()}: {text}", file=sys.stderr)
+        names = "|".join([*FIELDS, *FABRIC_OPTIONS, "resume", "load"])
+        text = re.sub(rf"(?<![\w.'`-])({names})(?==|: got )", r"--\1", " ".join(str(error).split()))
+        hint = "; or give --data package.module:Class" if re.search("has no .*loader", text) else ""
+        print(f"{program()}: {text}{hint}", file=sys.stderr)
         return 2
-    return 0
 
 
-def _is_for_users(error: Exception) -> bool:
-    """Whether an error is one of our own checks, so that a traceback would add nothing.
+def run_command(name: str, argv: list[str]) -> int:
+    """Import the function of a command, parse its arguments and call it."""
+    if name not in COMMANDS:
+        raise ValueError(f"got the command {name}, expected one of {', '.join(COMMANDS)}.")
+    module, function_name, _ = COMMANDS[name]
+    function = getattr(importlib.import_module(f".{module}", __package__), function_name)
+    if next(iter(inspect.signature(function).parameters)) in ("loop", "build"):
+        return LoopCommand(name, function).run(argv)
+    parser = make_parser(name)
+    add_function_options(parser, function)
+    return function(**parse(parser, argv).as_dict())
 
-    It is when we raised it and nobody else's code (a step, a hook, a constructor) stands between the command and it.
-    """
-    if isinstance(error, UsageError):
-        return True
-    modules, trace = [], error.__traceback__
+
+def is_users_mistake(error: Exception) -> bool:
+    """Whether one of our checks raised the error, and no code of the user is in the traceback."""
+    packages, trace = [], error.__traceback__
     while trace is not None:
         name = str(trace.tb_frame.f_globals.get("__name__"))
-        is_ours = name in (PACKAGE, "__main__") or name.startswith(f"{PACKAGE}.")  # __main__: python -m
-        modules.append("ours" if is_ours else name.partition(".")[0])
+        packages.append(PACKAGE if f"{name}.".startswith(f"{PACKAGE}.") else name.partition(".")[0])
         trace = trace.tb_next
-    between = {"lightning", "contextlib"}  # what launches, and what opens and closes a session
-    return isinstance(error, ValueError | TypeError) and modules[-1] == "ours" and {*modules} <= {"ours", *between}
+    ours = {PACKAGE, "__main__", "lightning", "contextlib", "jsonargparse"}
+    return packages[-1] == PACKAGE and {*packages} <= ours
 
 
-# ---- plot, runs, profile, compare, verify; copy, diff, update
+def program() -> str:
+    """Return how the command is typed, for messages that can be copied."""
+    name = Path(sys.argv[0]).stem
+    return name if name == "fabric-template" else f"python -m {PACKAGE}"
 
 
-def _arguments(verb: str, argv: list[str], **options: dict[str, Any]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"{program()} {verb}", description=VERBS[verb], allow_abbrev=False)
-    for name, words in options.items():
-        parser.add_argument(name.replace("__", "--"), **words)
-    return parser.parse_args(argv)
+def make_parser(name: str) -> ArgumentParser:
+    """Make the empty parser of a command."""
+    import jsonargparse
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    return jsonargparse.ArgumentParser(
+        prog=f"{program()} {name}",
+        description=COMMANDS[name][2],
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
 
 
-def _plot(verb: str, argv: list[str]) -> int:
-    from .plots import plot_command
+def add_function_options(parser: ArgumentParser, function: Callable[..., Any]) -> list[str]:
+    """Add the parameters of a command's function, the keyword-only ones as options.
 
-    given = _arguments(
-        verb, argv,
-        PATH={"nargs": "*", "default": ["logs"]},
-        __metrics={"nargs": "+"},
-        __x={},
-        __smooth={"type": float},
-        __out={},
-        __watch={"action": "store_true"},
-    )  # fmt: skip
-    words = vars(given)
-    return plot_command(words.pop("PATH"), **words)
+    Returns:
+        The names of the parameters.
+    """
+    from docstring_parser import parse as parse_docstring
 
-
-def _runs(verb: str, argv: list[str]) -> int:
-    from .runs import runs_command
-
-    given = _arguments(verb, argv, paths={"nargs": "*"}, __metric={}, __mode={}, __html={})
-    return runs_command(given.paths, metric=given.metric, mode=given.mode, html=given.html)
-
-
-def _compare(verb: str, argv: list[str]) -> int:
-    from .compare import compare_command
-
-    given = _arguments(
-        verb, argv,
-        first={"help": 'the script that is right, with its arguments ("train.py --lr 0.1"), or a recording'},
-        second={"help": "the script to compare with it, or a recording"},
-        __steps={"type": int, "default": 50, "help": "the number of optimizer steps to compare (50)"},
-    )  # fmt: skip
-    return compare_command(given.first, given.second, steps=given.steps)
-
-
-def _profile(verb: str, argv: list[str]) -> int:
-    from .options import read_options
-    from .profile import profile_command
-
-    parser = argparse.ArgumentParser(prog=f"{program()} {verb}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--out")
-    parser.add_argument("--trace")
-    own, rest = parser.parse_known_args(argv)
-    options = read_options(verb, rest, program(), VERBS[verb])
-    if options is None:
-        return 0
-    from ..loop import FabricLoop
-
-    loop = FabricLoop(**{**options.make_words(), "profiler": None})
-    parts = options.make_parts()
-    return profile_command(loop, parts["model"], parts.get("data"), out=own.out, trace=own.trace, steps=own.steps)
+    documented = parse_docstring(function.__doc__ or "").params
+    texts = {argument.arg_name: argument.description for argument in documented}
+    signature = inspect.signature(function).parameters
+    parameters = {name: signature[name] for name in signature if name not in MADE_ARGUMENTS}
+    # jsonargparse would import what is under TYPE_CHECKING, such as torch, to resolve these types.
+    annotations = {name: parameter.annotation for name, parameter in parameters.items()}
+    module = sys.modules[function.__module__]
+    types = get_type_hints(SimpleNamespace(__annotations__=annotations), vars(module))
+    for name, parameter in parameters.items():
+        settings: dict[str, Any] = {"type": types[name], "help": texts.get(name)}
+        is_required = parameter.default is parameter.empty
+        if not is_required:
+            default = parameter.default
+            settings["default"] = list(default) if isinstance(default, tuple) else default
+        if types[name] is bool:
+            del settings["type"]
+            settings["action"] = "store_true"
+        elif re.match(r"(list|Sequence)\[str\]", str(parameter.annotation)):
+            settings.update(type=str, nargs="+" if is_required else "*")
+        elif parameter.kind is not parameter.KEYWORD_ONLY and not is_required:
+            settings["nargs"] = "?"
+        names = [name]
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            names = [*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))]
+        parser.add_argument(*names, **settings)
+    return [*parameters]
 
 
-def _print(text: str) -> None:
+def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
+    """Parse, with one line for a mistake."""
     try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return parser.parse_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(explain(parser, str(error))) from None
 
 
-def _tune(verb: str, argv: list[str]) -> None:
-    from .trying import run_tune
+def explain(parser: ArgumentParser, message: str) -> str:
+    """Turn a message of jsonargparse into one line that names the option."""
+    text = " ".join(message.split())
+    if match := re.match(r"Unrecognized arguments: (.*)", text):
+        options = [word.partition("=")[0] for word in match[1].split() if word.startswith("--")]
+        return "; ".join(unknown_option(parser, option) for option in options) or text
+    keys = re.findall(r'Parser key "([\w.]+)"', text)
+    owner = re.search(r"given class_path '([\w.]+)'", text)
+    option = "--" + ".".join(keys[: 2 if owner else 1])
+    if match := re.search(r"Option '(\w+)' is (not accepted|required)", text):
+        if owner is None and match[2] == "required":
+            return f"{parser.prog} needs {match[1]}. {parser.prog} --help explains it."
+        if owner is None:
+            return unknown_option(parser, f"--{match[1]}")
+        if owner[1].endswith(f".{AnyClass.__name__}"):
+            return f"{option}.{match[1]}: got no {option}, expected {option} package.module:Class."
+        verb = "is required by" if match[2] == "required" else "is no argument of"
+        return f"{option}.{match[1]} {verb} {owner[1]}. {option}.help={owner[1]} lists all."
+    inner = text[owner.end() :] if owner else text
+    kinds = re.search(r"Subtypes: \[(.*?)\] Errors", inner)
+    kinds = kinds or re.search(r"Expected an? (.*?)\. Got", inner)
+    value = re.search(r"(?:Got value|Given value): (.*?)(?: - | Given|$)", inner)
+    if keys and kinds and value:
+        expected = re.sub(r"<class '([\w.]+)'>", r"\1", kinds[1]).replace(", ", " or ")
+        return f"{option}: got {value[1]}, expected {expected.replace('NoneType', 'null')}."
+    # An error of a constructor is one of the reasons why no type of a union fits.
+    if errors := re.search(r"Errors: - (.*?) Given value", text):
+        text = re.sub(r"(Expected|Not a valid) .*?( - |$)", "", errors[1])
+    return f"{option}: {text}" if keys else text
 
-    run_tune(argv, VERBS[verb])
+
+def unknown_option(parser: ArgumentParser, option: str) -> str:
+    """Name the option that is nearest to an unknown one."""
+    known = [string for action in parser._actions for string in action.option_strings]
+    near = difflib.get_close_matches(option, known, n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"{parser.prog} --help lists all."
+    return f"{option}: {parser.prog} has no such option. {hint}"
 
 
-def _copies(verb: str, argv: list[str]) -> int:
-    from .vendoring import copy_command, diff_command, update_command
+class LoopCommand:
+    """A command that needs a loop, a model and data."""
 
-    options: dict[str, list[str]] = {
-        "copy": ["mini", "force"],
-        "diff": ["yours", "upstream"],
-        "update": ["dry_run", "force"],
-    }
-    flags = {f"__{name.replace('_', '-')}": {"action": "store_true"} for name in options[verb]}
-    given = vars(_arguments(verb, argv, path={}, **flags))
-    commands: dict[str, Any] = {"copy": copy_command, "diff": diff_command, "update": update_command}
-    try:
-        return commands[verb](given["path"], **{name: given[name] for name in options[verb]})
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        raise UsageError(f"{verb}: {error.filename}: {error.strerror}") from error
+    def __init__(self, name: str, function: Callable[..., int]) -> None:
+        self.name, self.function = name, function
+        self.parser = make_parser(name)
+        self.parser.usage = f"{self.parser.prog} [options]"
+        self.parser.add_argument("--config", action="config", help=OPTION_HELP["config"])
+        many = list[AnyClass] | None
+        types = {
+            "run": str,
+            "model": AnyClass,
+            "data": AnyClass,
+            "callbacks": many,
+            "logger": bool | many,
+        }
+        for option, kind in types.items():
+            self.parser.add_argument(f"--{option}", type=kind, help=OPTION_HELP[option])
+        self.own_options = add_function_options(self.parser, function)
+        add_fields = self.parser.add_class_arguments
+        add_fields(LoopConfig, fail_untyped=False, instantiate=False, skip={"logger"})
+        for option, (kind, default, text) in FABRIC_OPTIONS.items():
+            self.parser.add_argument(f"--{option}", type=kind, default=default, help=text)
 
+    def run(self, argv: list[str]) -> int:
+        """Parse the arguments, make what the function takes and call it."""
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        self.command = f"{program()} {self.name} {shlex.join(argv)}".rstrip()
+        typed = join_values(argv, [name for name, kind in FIELDS.items() if "bool" in kind])
+        if {"-h", "--help"} & {*typed}:
+            self.parser.print_help()
+            for part in OBJECTS:
+                for name in values_of(part, typed):
+                    with contextlib.suppress(SystemExit):
+                        parse(self.parser, [f"--{part}.help={resolve_class(part, name)}"])
+            return 0
+        self.arguments = self.complete(typed)
+        settings = self.parse({}).as_dict()
+        own = {name: settings[name] for name in self.own_options}
+        if "build" not in inspect.signature(self.function).parameters:
+            return self.function(*self.build({}), **own)
+        arguments = {}
+        for part in OBJECTS:
+            for name, value in (settings[part] or {}).get("init_args", {}).items():
+                arguments[f"{part}.{name}"] = value
+        return self.function(self.build, arguments, **own)
 
-def _verify(verb: str, argv: list[str]) -> int:
-    from ..files.errors import CheckpointError, UnreadableError
-    from ..files.opening import SUFFIXES
-    from ..files.reading import verify_checkpoint
-    from ..files.shards import check_file
+    def complete(self, typed: list[str]) -> list[str]:
+        """Put files first and classes second, all with the import paths of their classes."""
+        import yaml
 
-    given = _arguments(verb, argv, PATH={"help": "a checkpoint, or a folder of them; exit code 1 if one is not whole"})
-    path, code = Path(given.PATH), 0
-    files = [path] if not path.is_dir() else sorted(p for p in path.rglob("[!.]*") if p.suffix in SUFFIXES)
-    if not files:
-        raise UsageError(f"verify {path}: there is no checkpoint in this folder ({', '.join(SUFFIXES)})")
-    for file in files:
+        runs = [Path(folder) for folder in values_of("run", typed)[-1:]]
+        configs = [read_run(self.name, folder, typed) for folder in runs]
+        if runs and starts_new_run(self.name, typed):
+            typed = name_checkpoint(runs[0], typed)
+        configs += [read_config("--config", Path(path)) for path in values_of("config", typed)]
+        paths = [(config.get("model") or {}).get("class_path") for config in configs]
+        paths += [resolve_class("model", name) for name in values_of("model", typed)]
+        model = next((path for path in reversed(paths) if path), None)
+        if model is None:
+            data = {(config.get("data") or {}).get("class_path") for config in configs}
+            data |= {resolve_class("data", name) for name in values_of("data", typed)}
+            if data - {None, DEMOS["digits"]["data"]} or any(c.get("model") for c in configs):
+                raise ValueError("--model: got no class, expected --model package.module:Class.")
+            model = DEMOS["digits"]["model"]
+        for name, demo in DEMOS.items():
+            if demo["model"] == model:
+                classes = {part: {"class_path": demo[part]} for part in OBJECTS}
+                configs.insert(0, {"name": name, **demo, **classes})
+        arguments = []
+        for config in configs:
+            text = yaml.safe_dump(config, default_flow_style=True, width=sys.maxsize)
+            arguments.append(f"--config={text}")
+        words = [word for word in typed if not word.startswith(("--config=", "--run="))]
+        words = [resolve_word(word, model) for word in words]
+        first = [word for word in words if word.startswith(("--model=", "--data="))]
+        last = [word for word in words if ".help=" in word]
+        others = [word for word in words if word not in first and word not in last]
+        return [*arguments, *first, *others, *last]
+
+    def parse(self, options: dict[str, Any]) -> Namespace:
+        """Parse the completed arguments, with these options over them."""
+        arguments = list(self.arguments)
+        for name, value in options.items():
+            arguments.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+        return parse(self.parser, arguments)
+
+    def build(self, options: dict[str, Any]) -> tuple[FabricLoop, Any, Any]:
+        """Make the loop, the model and the data. These options replace the typed ones."""
+        from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+        from .. import FabricLoop
+
+        settings = self.parse(options)
+        plain = {name: settings[name] for name in (*FIELDS, *FABRIC_OPTIONS)}
+        mistakes = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)
         try:
-            verify_checkpoint(file)
-            if file.suffix == ".ckpt":
-                check_file(file)
-            print(f"whole       {file}")
-        except UnreadableError as error:
-            code = code or 2
-            print(f"not read    {error}")
-        except CheckpointError as error:
-            code = 1
-            print(f"unusable    {error}")
-    return code
+            loop = FabricLoop(**plain, **self.instantiate(settings, *LIGHTNING))
+        except mistakes as error:
+            raise ValueError(explain(self.parser, str(error))) from error
+        recorded = record_classes(settings.as_dict())
+        loop.recipe = {**plain, **recorded, "about": {"command": self.command}}
+        # The loop has seeded the random numbers, so the first weights depend on the seed.
+        made = self.instantiate(settings, *OBJECTS)
+        return loop, made["model"], made["data"]
 
+    def instantiate(self, settings: Namespace, *options: str) -> dict[str, Any]:
+        """Make the objects of some options."""
+        from jsonargparse import Namespace
 
-OTHERS = {"plot": _plot, "runs": _runs, "profile": _profile, "compare": _compare, "tune": _tune}
-OTHERS |= {"verify": _verify}
-OTHERS |= dict.fromkeys(("copy", "diff", "update"), _copies)
-
-if __name__ == "__main__":
-    sys.exit(main())
+        # jsonargparse 4.49 has renamed instantiate_classes.
+        make = getattr(self.parser, "instantiate", None) or self.parser.instantiate_classes
+        return vars(make(Namespace(**{option: settings[option] for option in options})))

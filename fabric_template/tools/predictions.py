@@ -1,148 +1,92 @@
-"""Predictions: what predict returned, as the file that a name says: a table, arrays, or the list itself."""
+"""Saving of predictions: a table, arrays, or the list of batches."""
 
 from __future__ import annotations
 
-import io
+import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError
-
-AS_THEY_ARE = ("", ".pt", ".pth", ".ckpt")
-ONLY = "prediction"  # the name of what has none
+from .. import AtomicCheckpointIO
 
 
-def try_out(out: Path) -> None:
-    """Prove that the predictions can be saved there, before hours are spent on them."""
-    if out.suffix.lower() not in (*AS_THEY_ARE, ".csv", ".npz"):
-        raise UsageError(f"--out {out}: expected a name that ends in .csv (a table), .npz (arrays) or .pt (torch.save)")
+def check_output(out: Path) -> None:
+    """Refuse a file that cannot be written, before anything is predicted."""
+    if out.suffix not in (".csv", ".npz", ".pt") or out.is_dir():
+        raise ValueError(f"--out: got {out}, expected a file name in .csv, .npz or .pt.")
     try:
-        if out.exists() and not out.is_file():
-            raise UsageError(f"--out {out}: this is no regular file; give the path of a file")
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent) as file:  # without a name: a kill leaves nothing behind
-            file.write(b"\n")
+        tempfile.TemporaryFile(dir=out.parent).close()
     except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written: {error.strerror}; give another file") from error
+        reason = error.strerror
+        raise ValueError(f"--out: got {out}, where no file can be made ({reason}).") from error
 
 
-def save(results: list[Any], out: Path, of_many: bool) -> None:
-    """Write the predictions, whole or not at all; in another format beside, rather than lose them.
+def save_predictions(batches: list[Any], out: Path) -> None:
+    """Write the predictions. Those that do not fit the format are saved beside it by torch.save.
 
     Args:
-        results: a list by batch; of many loaders, a list of these.
-        out: the file.
-        of_many: whether there is more than one loader.
-
-    Raises:
-        UsageError: They do not fit into the format. All of them are saved as torch.save writes them, then.
+        batches: What predict_step returned, by batch.
+        out: The file: .csv has a row per sample, .npz an array per key, .pt the list.
     """
-    from ..files.disk import replace_file
-    from ..files.storage import AtomicCheckpointIO
-
-    kind = out.suffix.lower()
-    if kind in AS_THEY_ARE:
-        AtomicCheckpointIO().save_checkpoint(results, out)  # type: ignore[arg-type]
+    if out.suffix == ".pt":
+        AtomicCheckpointIO().save_checkpoint(batches, out)  # type: ignore[arg-type]
         return
+    write = save_table if out.suffix == ".csv" else save_arrays
+    unfinished = out.with_name(f"{out.name}.tmp")
     try:
-        content = (to_csv if kind == ".csv" else to_npz)(results if of_many else [results])
-    except ValueError as error:
+        write(join_batches(batches), unfinished)
+        os.replace(unfinished, out)
+    except (ValueError, OSError) as error:
+        unfinished.unlink(missing_ok=True)
         instead = out.with_name(f"{out.name}.pt")
-        AtomicCheckpointIO().save_checkpoint(results, instead)  # type: ignore[arg-type]
-        raise UsageError(f"--out {out}: {error}; they are saved as {instead}") from error
-    try:
-        replace_file(out, content)
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written: {error.strerror}; give another file") from error
+        AtomicCheckpointIO().save_checkpoint(batches, instead)  # type: ignore[arg-type]
+        raise ValueError(f"--out: got {out}, but {error}. They are saved as {instead}.") from error
 
 
-def to_csv(loaders: list[list[Any]]) -> bytes:
-    """One row per sample: a column per class, by its index, or per key; of several loaders, first which.
-
-    Example:
-        >>> import torch
-        >>> print(to_csv([[torch.tensor([[0.5, 1.0]]), torch.tensor([[0.25, 3.0]])]]).decode(), end="")
-        0,1
-        0.5,1.0
-        0.25,3.0
-    """
-    import csv
-
-    from ..record.tables import cell_of
-
-    tables = []
-    for loader, batches in enumerate(loaders):
-        columns: dict[str, list[str]] = {}
-        for name, array in _arrays(batches).items():
-            if array.ndim > 2:
-                raise ValueError(
-                    f"{name} has shape {array.shape[1:]} for each sample, a cell holds one number: .npz or .pt do"
-                )
-            # the shortest text that reads back as the same number, in its own precision
-            cells = (
-                array.astype(str).tolist() if array.dtype.kind != "U" else [cell_of(text) for text in array.tolist()]
-            )
-            if array.ndim == 1:
-                columns[name] = cells
-            else:
-                prefix = "" if name == ONLY else f"{name}_"
-                columns |= {f"{prefix}{i}": [row[i] for row in cells] for i in range(array.shape[1])}
-        lengths = {name: len(cells) for name, cells in columns.items()}
-        if len({*lengths.values()}) > 1:
-            raise ValueError(f"its parts have different numbers of samples, {lengths}: .npz or .pt hold them")
-        rows = zip(*columns.values(), strict=True)
-        is_one_of_many = len(loaders) > 1
-        head = [*(["dataloader"] if is_one_of_many else []), *columns]
-        tables.append((head, [[str(loader), *row] if is_one_of_many else list(row) for row in rows]))
-    if len({tuple(head) for head, _ in tables}) > 1:
-        raise ValueError("the loaders' predictions have different columns: .npz or .pt hold them")
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([tables[0][0], *(row for _, rows in tables for row in rows)] if tables else [])
-    return text.getvalue().encode("utf-8", "surrogateescape")
-
-
-def to_npz(loaders: list[list[Any]]) -> bytes:
-    """An array per key, all batches in one; of several loaders with the loader's number before it."""
-    import numpy as np
-
-    arrays = {
-        f"dataloader_{i}/{name}" if len(loaders) > 1 else name: array
-        for i, batches in enumerate(loaders)
-        for name, array in _arrays(batches).items()
-    }
-    file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **arrays)
-    return file.getvalue()
-
-
-def _arrays(batches: Iterable[Any]) -> dict[str, Any]:
-    """All batches of a loader together, an array per key (or place, or alone)."""
-    import numpy as np
-
-    parts: dict[str, list[Any]] = {}
-    for batch in batches:
-        named = batch if isinstance(batch, Mapping) else {ONLY: batch}
-        if isinstance(batch, list | tuple) and any(getattr(value, "ndim", 0) for value in batch):
-            named = dict(enumerate(batch))
-        for name, value in named.items():
-            parts.setdefault(str(name), []).append(_array(str(name), value))
-    try:
-        return {name: np.concatenate(arrays) for name, arrays in parts.items()}
-    except ValueError as error:
-        raise ValueError(f"its batches do not go into one array ({error}): .pt holds them") from error
-
-
-def _array(name: str, value: Any) -> Any:
+def join_batches(batches: list[Any]) -> dict[str, Any]:
+    """Return an array for each key of the predictions, or one that is called prediction."""
     import numpy as np
     import torch
 
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-    array = np.atleast_1d(np.asarray(value))
-    if array.dtype.kind not in "biufcU":
-        raise ValueError(f"{name} holds {type(value).__name__}s that are no numbers and no text: .pt holds them")
-    return array
+    parts: dict[str, list[Any]] = {}
+    for batch in batches:
+        named = batch if isinstance(batch, Mapping) else {"prediction": batch}
+        if isinstance(batch, list | tuple):
+            named = dict(enumerate(batch))
+        for name, value in named.items():
+            if isinstance(value, torch.Tensor):
+                # NumPy has no bfloat16.
+                value = value.float() if value.dtype == torch.bfloat16 else value
+                value = value.detach().cpu().numpy()
+            array = np.atleast_1d(np.asarray(value))
+            if array.dtype.kind not in "biufcU":
+                raise ValueError(f"{name} holds neither numbers nor text")
+            parts.setdefault(str(name), []).append(array)
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+def save_table(arrays: dict[str, Any], path: Path) -> None:
+    """Write a row per sample: a column per key, or per class of a key."""
+    import pandas
+
+    columns: dict[str, Any] = {}
+    for name, array in arrays.items():
+        if array.ndim > 2:
+            raise ValueError(f"{name} has shape {array.shape[1:]} per sample")
+        if array.ndim == 1:
+            columns[name] = array
+        else:
+            prefix = "" if name == "prediction" else f"{name}_"
+            for index in range(array.shape[1]):
+                columns[f"{prefix}{index}"] = array[:, index]
+    pandas.DataFrame(columns).to_csv(path, index=False)
+
+
+def save_arrays(arrays: dict[str, Any], path: Path) -> None:
+    """Write an array per key."""
+    import numpy as np
+
+    with path.open("wb") as file:
+        np.savez(file, **arrays)

@@ -273,7 +273,7 @@ def test_where_predictions_go_is_tried_before_they_are_made(tmp_path, capsys, mo
     Path("file").write_text("")
     os.mkfifo("pipe")
     assert cli.main([*PREDICT, out]) == 2
-    assert f"--out {out}: " in capsys.readouterr().err.splitlines()[-1]
+    assert f"--out: got {out}, " in capsys.readouterr().err.splitlines()[-1]
     assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
 
 

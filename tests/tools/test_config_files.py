@@ -1,72 +1,74 @@
-"""A --config file is trusted like a program, but not with the memory; and a run's name is one plain name on one line."""
+"""Files of --config: merged in order, below what is typed, in our form of a class and in LightningCLI's."""
 
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from runs import fit
-
-from fabric_template.core.config import is_name
-from fabric_template.tools import cli
+from test_cli import FIT, QUIET, refused, run, typed, weights  # noqa: F401
 
 
-def laugh(levels, width, leaf="lol"):
-    lines = [f"a0: &a0 [{leaf}, {leaf}]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]" for i in range(1, levels)]
-    return "\n".join([*lines, f"model: {{hidden: *a{levels - 1}}}"])
+def config(capsys, *argv):
+    """Return the parsed output of --print_config."""
+    code, out, err = run(capsys, *argv, "--print_config")
+    assert (code, err) == (0, "")
+    return yaml.safe_load(out)
 
 
-BOMBS = {
-    "a billion laughs": laugh(9, 10),
-    "one long text, often": f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 1000)}]",
-    "deeper than a number can say": laugh(400, 10),
-    "in itself": "a: &a [*a]",
-    "merged": "a0: &a0 {k: 1}\n"
-    + "\n".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 9)),
-}
+def test_print_config_can_be_fed_back(capsys):
+    argv = ["--max_epochs", 2, "--model.hidden", 5, "--data.batch_size", 16, "--seed", 3, *QUIET]
+    Path("run.yaml").write_text(run(capsys, *FIT, *argv, "--print_config")[1])
+    run(capsys, *FIT, *argv)
+    assert run(capsys, "fit", "--config", "run.yaml")[0] == 0
+    a, b = weights("run/version_0"), weights("run/version_1")
+    assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("kind", BOMBS)
-def test_aliases_that_unfold_are_refused_before_they_do(tmp_path, capsys, kind, monkeypatch):
-    Path("run.yaml").write_text(BOMBS[kind])
-    built = []
-    monkeypatch.setattr(yaml, "safe_load", built.append)
-    assert cli.main(["fit", "--config", "run.yaml"]) == 2
-    assert built == []
-    assert (
-        capsys.readouterr()
-        .err.splitlines()[-1]
-        .endswith("--config run.yaml: its aliases unfold to more than 10,000,000 characters; write less of them")
-    )
+def test_the_last_file_wins_and_what_is_typed_beats_all(capsys):
+    Path("a.yaml").write_text("model: {class: lit:Lit, hidden: 5, lr: 0.2}\ndata: lit:Data\nmax_epochs: 7\nname: a\n")
+    Path("b.yaml").write_text("model: {hidden: 6}\nmax_epochs: 1\n")
+    found = config(capsys, "fit", "--name", "typed", "--config", "a.yaml", "--config", "b.yaml", "--model.lr", 0.3)
+    assert (found["max_epochs"], found["name"]) == (1, "typed")
+    assert found["model"] == {"class_path": "lit.Lit", "init_args": {"hidden": 6, "lr": 0.3, "act": None}}
+    Path("c.yaml").write_text("model: lit:make_wide\n")
+    found = config(capsys, "fit", "--config", "a.yaml", "--config", "c.yaml")
+    assert found["model"] == {"class_path": "lit.make_wide", "init_args": {"factor": 2}}
 
 
-def test_aliases_of_good_use_stay(tmp_path, capsys):
-    Path("run.yaml").write_text(
-        "max_epochs: &two 2\nlimit_train_batches: *two\nlimit_val_batches: *two\nlogger: false\n"
-    )
-    words = ["--enable_checkpointing", "false", "--enable_model_summary", "false", "--enable_progress_bar", "false"]
-    assert cli.main(["fit", "--config", "run.yaml", *words]) == 0
+def test_arguments_of_one_class_are_merged_at_every_depth(capsys):
+    act = "{class_path: torch.nn.PReLU, init_args: {%s}}"
+    Path("a.yaml").write_text(f"model: {{class_path: lit.Lit, init_args: {{hidden: 4, act: {act % 'init: 0.5'}}}}}\n")
+    Path("b.yaml").write_text(f"model: {{class: lit:Lit, act: {act % 'num_parameters: 4'}}}\ndata: lit:Data\n")
+    found = config(capsys, "fit", "--config", "a.yaml", "--config", "b.yaml")["model"]["init_args"]
+    arguments = found["act"]["init_args"]
+    assert (found["hidden"], arguments["init"], arguments["num_parameters"]) == (4, 0.5, 4)
 
 
-def test_help_says_what_a_file_may_do(capsys):
-    assert cli.main(["fit", "--help"]) == 0
-    assert "It is trusted like a program: the classes that it names are imported and run." in " ".join(
-        capsys.readouterr().out.split()
-    )
+def test_a_file_of_data_alone_goes_with_the_default_demo(capsys):
+    Path("tuned.yaml").write_text("data: {class: fabric_template.demos.digits:DigitsData, batch_size: 32}\n")
+    found = config(capsys, "fit", "--config", "tuned.yaml")
+    assert (found["data"]["init_args"]["batch_size"], found["monitor"]) == (32, "val_acc")
+
+
+def test_callbacks_of_files_and_typed_ones(capsys):
+    Path("run.yaml").write_text("callbacks:\n- class_path: lit.Hears\n  init_args: {word: file}\n")
+    argv = [*FIT, *QUIET, "--fast_dev_run", "--config", "run.yaml"]
+    assert "heard file\n" in run(capsys, *argv)[1]
+    assert "heard file\nheard nothing\n" in run(capsys, *argv, "--callbacks+", "lit:Hears")[1]
+    assert "heard" not in run(capsys, *argv, "--callbacks", "null")[1]
 
 
 @pytest.mark.parametrize(
-    "text", ["two\nlines", "bell\a", "tab\t", "\x7f", "\u2028", "\u202egpj.exe", "\0", "a/b", "", ".."]
+    ("text", "words"),
+    [
+        ("max_epoch: 3", "--max_epoch: fabric-template fit has no such option. Did you mean --max_epochs?"),
+        ("model: {class: lit:Lit, depth: 3}", "--model.depth is no argument of lit.Lit."),
+        ("model: {hidden: 3}", "--model: got no class, expected --model package.module:Class."),
+        ("data: lit:Data", "--model: got no class, expected --model package.module:Class."),
+        ("callbacks: [3]", "--callbacks: got 3, expected package.module:Class."),
+        ("[1, 2]", "--config: got run.yaml, expected lines such as max_epochs: 3."),
+    ],
 )
-def test_a_name_is_one_plain_line(tmp_path, text):
-    assert not is_name(text)
-    for word in ("name", "version"):
-        with pytest.raises(ValueError, match="a folder's name") as error:
-            fit(tmp_path, **{word: text})
-        assert "\n" not in str(error.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("text", ["run", "größe 2", "実験", "a.b-c_d=3"])
-def test_other_names_may_be_in_any_language(text):
-    assert is_name(text)
+def test_mistakes_in_a_file_are_one_line(capsys, text, words):
+    Path("run.yaml").write_text(text)
+    assert refused(capsys, "fit", "--config", "run.yaml").startswith(words)
