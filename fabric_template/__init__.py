@@ -18,7 +18,7 @@ if _TYPE_CHECKING:
     from .tools.plots import plot_logs as plot_logs
     from .tools.profiling import profile as profile
     from .tools.runs import list_runs as list_runs
-    from .tools.tuning import tune as tune
+    from .tools.tune import tune as tune
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ _HOMES = {
     "plot_logs": "tools.plots",
     "profile": "tools.profiling",
     "read_logs": "record.read_back",
-    "tune": "tools.tuning",
+    "tune": "tools.tune",
 }
 __all__ = list(_HOMES)
 
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> _Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _import_module(f".{_HOMES[name]}", __name__)
-    value = home if home.__name__.endswith(f".{name}") else getattr(home, name)
+    value = getattr(home, name, home)
     globals()[name] = value  # asked once
     return value
 

@@ -157,10 +157,37 @@ def _export(verb: str, argv: list[str]) -> None:
     run_export(argv, VERBS[verb])
 
 
-def _tune(verb: str, argv: list[str]) -> None:
-    from .trying import run_tune
+def _tune(verb: str, argv: list[str]) -> int:
+    import inspect
 
-    run_tune(argv, VERBS[verb])
+    from .options import Options, read_options
+    from .tune import tune_command
+
+    parser = argparse.ArgumentParser(prog=f"{program()} {verb}", description=VERBS[verb], add_help=False)
+    for switch in ("--lr", "--same_numbers"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--out", default="tuned.yaml")
+    own, rest = parser.parse_known_args(argv)
+
+    def read(options: dict[str, Any]) -> Options:
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        found = read_options(verb, [*rest, *words], program(), VERBS[verb])
+        if found is None:
+            raise SystemExit(0)
+        return found
+
+    def build(options: dict[str, Any]) -> tuple[Any, Any, Any]:
+        from ..loop import FabricLoop
+
+        found = read(options)
+        loop, parts = FabricLoop(**found.make_words()), found.make_parts()
+        return loop, parts["model"], parts.get("data")
+
+    parts = read({}).factories
+    arguments = {f"{part}.{name}": None for part in parts for name in inspect.signature(parts[part]).parameters}
+    return tune_command(build, arguments, **vars(own))
 
 
 def _copies(verb: str, argv: list[str]) -> int:

@@ -111,8 +111,8 @@ def test_the_loops_own_profile_and_tune_are_the_packages_functions():
     found = loop.profile(net, loader, steps=5, tries=False, **given)
     assert isinstance(found, Profile)
     assert (len(found.steps), found.samples) == (5, 8)
-    tuned = loop.tune(net, loader, only=["fused"], seconds=0.05, show=None, **given)
-    assert [trial.name for trial in tuned.trials][:2] == ["as it is", "fused optimizer"]
+    tuned = loop.tune(net, loader, only=["fused"], seconds=0.05, **given)
+    assert [name for name, _, _ in tuned.trials][:2] == ["as it is", "fused True"]
 
 
 def test_a_copy_without_tools_says_what_it_lacks(monkeypatch):
