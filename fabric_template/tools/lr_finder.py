@@ -15,7 +15,7 @@ class LearningRateRamp:
         self.losses: list[float] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let no scheduler step: it may need a validation."""
+        """Stop schedulers, which may need a validation."""
         for config in trainer.lr_scheduler_configs:
             config.frequency = 10**9
 

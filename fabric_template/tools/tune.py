@@ -1,4 +1,4 @@
-"""Tune: find the settings that make a training faster on this machine, or a learning rate for it."""
+"""Tune: find the settings that make a training faster on this machine, or a learning rate."""
 
 from __future__ import annotations
 
@@ -118,6 +118,8 @@ class Tuner:
                 if all(self.compare(choice, new) > MIN_GAIN for _ in range(ROUNDS)):
                     choice = new
         gain = median(self.compare({}, choice) for _ in range(ROUNDS)) if choice else 1.0
+        if gain < MIN_GAIN:
+            choice, gain = {}, 1.0
         lines = []
         for name, value in choice.items():
             numbers = "same" if name in SAME_NUMBERS else "other"
@@ -198,8 +200,8 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: dict[str, 
     else:
         parts = {**parts, "train_dataloaders": change_loader(owner, choice)}
     stopwatch = Stopwatch(seconds / WINDOWS, "fused" in choice)
-    options = {name: choice[name] for name in ("precision", "compile") if name in choice}
-    options = trial_options(loop) | options
+    options = trial_options(loop)
+    options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
     type(loop)(callbacks=[stopwatch], **options).fit(**parts)
     return median(stopwatch.rates[1:])
 
@@ -208,7 +210,7 @@ def as_tensor_loader(loader: Any) -> Any:
     """Return a TensorLoader in place of a DataLoader of tensors in memory."""
     from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset, default_collate
 
-    from .. import TensorLoader
+    from ..data.tensors import TensorLoader
 
     is_usual = type(loader.sampler) in (RandomSampler, SequentialSampler)
     is_usual = is_usual and loader.collate_fn is default_collate
@@ -223,7 +225,7 @@ def change_loader(loader: Any, choice: dict[str, Any]) -> Any:
     """Return a loader of the same samples with the chosen settings."""
     from torch.utils.data import DataLoader
 
-    from .. import TensorLoader
+    from ..data.tensors import TensorLoader
 
     if "tensor_loader" in choice:
         loader = as_tensor_loader(loader)
@@ -259,7 +261,7 @@ class Stopwatch:
         self.rates: list[float] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Fuse the optimizers if it is chosen, and let no scheduler step: it may need a validation."""
+        """Fuse the optimizers if it is chosen, and stop schedulers: some need a validation."""
         for config in trainer.lr_scheduler_configs:
             config.frequency = 10**9
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

@@ -47,7 +47,8 @@ def test_the_ramp_ends_when_the_loss_blows_up_and_the_suggestion_is_below(tmp_pa
 def test_batches_of_one_optimizer_step_share_a_rate():
     ramp = ramped(steps=12, accumulate_grad_batches=3)
     assert len(set(ramp.rates)) == 12
-    assert ramp.rates[:3] == [1e-4] * 3 and ramp.rates[3] > 1e-4
+    assert ramp.rates[:3] == [1e-4] * 3
+    assert ramp.rates[3] > 1e-4
 
 
 @pytest.mark.parametrize(
