@@ -4,7 +4,7 @@
     python benchmarks/tuned.py --problem digits --rounds 3 --seconds 0.5
     python benchmarks/tuned.py --toy            # to see that it runs
 
-How it is measured: `tune` runs first, on the training as it comes, with the largest batch of the table as its limit. Then all
+How it is measured: `tune` runs first, on the training as it comes. Then all
 rows and its choice take turns, each time in a process of its own, by the loop's own clock (samples per second); ratios are
 taken within a round, and of those the median, with the least and the most. A choice that is a row of the table is that row.
 """
@@ -27,16 +27,12 @@ from fabric_template import FabricLoop
 from fabric_template.demos.digits import DigitsClassifier, DigitsData
 from fabric_template.demos.mnist import MNISTNet
 from fabric_template.demos.tabular import TabularData, TabularNet
-from fabric_template.tools.apart import ask
-from fabric_template.tools.jobs import ObjectJob
-from fabric_template.tools.knobs import label
-from fabric_template.tools.throughput import measure
-from fabric_template.tools.tuning import tune
+from fabric_template.tools.tune import label, measure, run_in_process, tune
 
-LARGE = {"digits": 512, "mnist": 400, "tabular": 512}  # tune doubles what it finds: 64, 100, 64
-ONE, FAST = {"threads": 1}, {"threads": 1, "tensors": True, "fused": True}
+LARGE = {"digits": 512, "mnist": 400, "tabular": 512}
+ONE, FAST = {"threads": 1}, {"threads": 1, "tensor_loader": True, "fused": True}
 BY_HAND: list[dict[str, Any]] = [
-    {}, ONE, {**ONE, "workers": 2}, {**ONE, "tensors": True}, FAST, {**FAST, "precision": "bf16-mixed"},
+    {}, ONE, {**ONE, "num_workers": 2}, {**ONE, "tensor_loader": True}, FAST, {**FAST, "precision": "bf16-mixed"},
     {**FAST, "compile": True},
 ]  # fmt: skip
 
@@ -64,15 +60,17 @@ def parts(problem: str, toy: bool) -> tuple[Any, dict[str, Any]]:
     return TabularNet(), {"datamodule": TabularData()}
 
 
-def rates(job: ObjectJob, choices: list[dict[str, Any]], seconds: float, rounds: int) -> list[list[float]]:
+def rates(
+    job: tuple[Any, dict[str, Any]], choices: list[dict[str, Any]], seconds: float, rounds: int
+) -> list[list[float]]:
     """Samples per second of each choice, round by round."""
     found: list[list[float]] = []
     for _ in range(rounds):
-        answers = [ask(partial(measure, job, choice, seconds, 120.0), 120.0) for choice in choices]
-        if failed := [answer.failure for answer in answers if answer.failure]:
+        answers = [run_in_process(partial(measure, *job, seconds, choice)) for choice in choices]
+        if failed := [failure for _, failure in answers if failure]:
             print("left out a round:", "; ".join(failed))
             continue
-        found.append([answer.result.rate for answer in answers])
+        found.append([rate for rate, _ in answers])
     return found
 
 
@@ -80,13 +78,10 @@ def run(problem: str, toy: bool, seconds: float, rounds: int) -> None:
     model, given = parts(problem, toy)
     loop = FabricLoop(accelerator="cpu", name=problem)
     rows = [{}, FAST] if toy else by_hand(problem)
-    tuned = tune(
-        loop, model, **given, seconds=seconds, max_batch_size=LARGE[problem], show=lambda line: None,
-        only=["tensors"] if toy else None,
-    )  # fmt: skip
+    tuned = tune(loop, model, **given, seconds=seconds, only=["tensor_loader"] if toy else None)
     choices = rows if tuned.choice in rows else [*rows, tuned.choice]
     place = choices.index(tuned.choice)
-    found = rates(ObjectJob(loop, model, given), choices, seconds, rounds)
+    found = rates((loop, {"model": model, "train_dataloaders": next(iter(given.values()))}), choices, seconds, rounds)
     print(f"\n{problem}\n{'':48}{'samples/s':>12}{'/ as it is':>12}")
     medians = [statistics.median(column) for column in zip(*found, strict=True)]
     for number, choice in enumerate(choices):

@@ -18,7 +18,7 @@ if _TYPE_CHECKING:
     from .tools.plots import plot_logs as plot_logs
     from .tools.profile import profile as profile
     from .tools.runs import list_runs as list_runs
-    from .tools.tuning import tune as tune
+    from .tools.tune import tune as tune
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ _HOMES = {
     "plot_logs": "tools.plots",
     "profile": "tools.profile",
     "read_logs": "record.read_back",
-    "tune": "tools.tuning",
+    "tune": "tools.tune",
 }
 __all__ = list(_HOMES)
 

@@ -1,4 +1,4 @@
-"""Tune: what pays is kept; a trial that runs out of memory, dies or hangs is a line of the table; nothing here is changed."""
+"""Tune: what is faster is kept, a trial that fails is a row, and nothing in this process changes."""
 
 import os
 import signal
@@ -6,262 +6,148 @@ import time
 
 import pytest
 import torch
+import yaml
 from clock import Clock
+from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.core.errors import Misuse
-from fabric_template.tools import apart, throughput
-from fabric_template.tools.knobs import BY_NAME, KNOBS
-from fabric_template.tools.rebuilt import has_tensors, rebuilt
-from fabric_template.tools.throughput import Facts, Speed
-from fabric_template.tools.tuning import Trial, Tuned, Tuner, chosen_knobs, tune
+from fabric_template.tools import tune as tune_module
+from fabric_template.tools.tune import Tuner, change_loader, run_in_process, tune, tune_command
 
 CLOCK = Clock()
-FOREVER = 600
 
 
 @pytest.fixture(autouse=True)
-def on_the_clock(monkeypatch):
-    """A trial takes as long as is said here, on every machine."""
-    monkeypatch.setattr(throughput, "time", CLOCK)
+def fixed_clock(monkeypatch):
+    """Let a step take the seconds that it sleeps on CLOCK, on every machine."""
+    monkeypatch.setattr(tune_module, "time", CLOCK)
 
 
 class Samples(Dataset):
-    """Some numbers."""
+    """The number of workers, as samples."""
 
     def __len__(self):
         return 512
 
     def __getitem__(self, index):
-        return torch.full((2,), float(index))
-
-
-class WhoMadeIt(Samples):
-    """Each sample is how many workers there are to make it."""
-
-    def __getitem__(self, index):
         worker = get_worker_info()
-        return torch.full((2,), 0.0 if worker is None else float(worker.num_workers))
+        return torch.full((2,), float(worker.num_workers if worker else 0))
 
 
 def slow_step(net, batch):
-    """So long for a batch, however large it is."""
     CLOCK.sleep(0.01)
-    return net(batch).pow(2).mean() * 1e-6
+    return net(batch).mean()
 
 
-def step_that_waits(net, batch):
-    """So long for a sample, shared by the workers."""
+def step_that_waits_for_samples(net, batch):
     CLOCK.sleep(0.005 * len(batch) / max(1, int(batch[0, 0])))
     return net(batch).mean()
 
 
-def parts():
+def tuned(loader, step=slow_step, **options):
     net = nn.Linear(2, 1)
-    return net, torch.optim.SGD(net.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loop = FabricLoop(accelerator="cpu")
+    return tune(loop, net, loader, optimizer=optimizer, training_step=step, seconds=0.1, **options)
 
 
-def tuned_with(loader, step=slow_step, **words):
-    net, optimizer = parts()
-    given = {"seconds": 0.3, "time_limit": FOREVER, "show": None, **words}
-    return tune(FabricLoop(accelerator="cpu"), net, loader, optimizer=optimizer, training_step=step, **given)
+def failure_of(function):
+    result, failure = run_in_process(function)
+    assert result is None
+    return failure
 
 
-# ---- in a process of its own
+# ---- processes
 
 
-def test_what_work_returns_comes_back():
-    asked = apart.ask(lambda folder: (os.getpid() != parent, os.listdir(folder)), FOREVER)
-    assert asked.result == (True, ["output"])
+def test_failures_of_a_process_are_reasons(monkeypatch):
+    assert run_in_process(lambda: os.getpid() != os.getppid()) == (True, "")
+    assert failure_of(lambda: os._exit(3)) == "its process ended with exit code 3"
+    assert failure_of(lambda: os.kill(os.getpid(), signal.SIGKILL)) == "its process ended with exit code -9"
+    assert failure_of(lambda: bytearray(1 << 62)).startswith("MemoryError")
+    assert failure_of(lambda: {}["lost"]) == "KeyError: 'lost'"
+    monkeypatch.setattr(tune_module, "TIME_LIMIT", 1)
+    assert failure_of(lambda: time.sleep(600)) == "no result after 1 seconds"
 
 
-parent = os.getpid()
+def test_with_cuda_in_use_the_function_is_pickled(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert run_in_process(os.getcwd) == (os.getcwd(), "")
 
 
-@pytest.mark.parametrize(
-    ("work", "failure", "is_memory"),
-    [
-        (lambda folder: os._exit(3), "its process ended with exit code 3", False),
-        (lambda folder: os.kill(os.getpid(), signal.SIGKILL), "its process was killed (SIGKILL)", True),
-        (lambda folder: time.sleep(FOREVER), "it hung: no end within 1 s", False),
-        (lambda folder: bytearray(1 << 62), "MemoryError", True),
-        (lambda folder: {}["lost"], "KeyError: 'lost'", False),
-        (lambda folder: exit(0), "SystemExit: 0", False),
-    ],
-)
-def test_work_that_fails_is_an_answer(work, failure, is_memory):
-    answer = apart.ask(work, 1 if "hung" in failure else FOREVER)
-    assert (answer.result, answer.failure, answer.is_short_of_memory) == (None, failure, is_memory)
+# ---- what is kept
 
 
-def test_its_last_lines_come_back_and_those_it_has_started_end():
-    there, held = os.pipe()
-
-    def work(folder):
-        import subprocess
-
-        subprocess.Popen(["sleep", "100000"], pass_fds=[held])
-        print("said")
-        os.system("echo by another")
-        raise ValueError("enough")
-
-    answer = apart.ask(work, FOREVER)
-    assert answer.failure == "ValueError: enough"
-    assert "ValueError: enough" in answer.said
-    os.close(held)
-    assert os.read(there, 1) == b""  # comes when nobody holds the other end
-    os.close(there)
+def test_workers_are_kept_for_slow_samples(monkeypatch):
+    monkeypatch.setitem(tune_module.SETTINGS, "num_workers", ((0, 2), "num_workers={0}"))
+    found = tuned(DataLoader(Samples(), batch_size=4), step_that_waits_for_samples, only=["num_workers"])
+    assert found.choice == {"num_workers": 2}
+    assert found.gain == pytest.approx(2, rel=0.1)
+    assert found.lines == ["num_workers=2 (same numbers)"]
+    assert "result      2.0" in str(found)
 
 
-def test_without_fork_it_is_a_new_interpreter_and_takes_what_can_be_pickled(monkeypatch):
-    monkeypatch.setattr(apart, "can_fork", lambda: False)
-    with pytest.raises(Misuse, match="each trial gets its model and data as a pickle, and this is none .*tune --model"):
-        apart.ask(lambda folder: 1, FOREVER)
-    assert apart.ask(os.path.basename, FOREVER).result
-
-
-# ---- what pays
-
-
-def test_workers_win_where_samples_take_long(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    tuned = tuned_with(DataLoader(WhoMadeIt(), batch_size=2), step_that_waits, only=["workers"])
-    assert tuned.choice == {"workers": 2}
-    assert tuned.gain == pytest.approx(2)
-    names = [trial.name for trial in tuned.trials]
-    assert names[:3] == ["as it is", "workers 1", "workers 2"]
-    assert names[-2:] == ["as it is, again", "all that pays, again"]
-    assert tuned.said()[1:] == [
-        "write       DataLoader(..., num_workers=2, persistent_workers=True)",
-        "same        the numbers stay: workers 2",
-    ]
-
-
-def test_a_batch_that_does_not_fit_is_named_and_nothing_here_has_changed(tmp_path):
-    def collate(samples):
-        if len(samples) > 64:
-            raise MemoryError("no room for more than 64")
-        return torch.stack(samples)
-
-    net, optimizer = parts()
-    weights, numbers = [p.clone() for p in net.parameters()], torch.get_rng_state()
-    loader, shown = DataLoader(Samples(), batch_size=16, collate_fn=collate, shuffle=True), []
-    tuned = tune(
-        FabricLoop(accelerator="cpu"), net, loader, optimizer=optimizer, training_step=slow_step, only=["batch_size"],
-        seconds=0.15, show=shown.append,
-    )  # fmt: skip
-    assert tuned.choice == {"batch_size": 64}
-    assert tuned.words == {}
-    assert tuned.notes == ["batch size 128 does not fit into memory: MemoryError: no room for more than 64"]
-    assert any(line.startswith("batch size 128") and "failed: MemoryError" in line for line in shown)
-    assert "other       the numbers change: batch size 64" in tuned.said()
-    assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
-    assert torch.equal(numbers, torch.get_rng_state())
-    assert optimizer.state_dict()["state"] == {}
-    assert not any(hasattr(p, "grad") and p.grad is not None for p in net.parameters())
-    assert os.listdir(tmp_path) == []
-    tuned.save_csv(tmp_path / "trials.csv")
-    rows = (tmp_path / "trials.csv").read_text().splitlines()
-    assert len(rows) == len(tuned.trials) + 1
-    (row,) = [row for row in rows if row.startswith("batch size 128,")]
-    assert row.endswith("MemoryError: no room for more than 64")
-
-
-def test_a_trial_whose_process_dies_is_survived():
+def test_a_batch_size_that_fails_is_a_row_and_nothing_here_changes(tmp_path, capsys):
     def step(net, batch):
-        if len(batch) == 32:
-            os._exit(5)
+        if len(batch) > 128:
+            raise MemoryError("no room")
         return slow_step(net, batch)
 
-    tuned = tuned_with(DataLoader(Samples(), batch_size=16), step, only=["batch_size"], seconds=0.1)
-    assert tuned.choice == {}
-    assert tuned.notes == ["batch size 32 fails: its process ended with exit code 5"]
-    assert tuned.said()[-1] == "result      nothing pays by more than its spread: leave it as it is"
+    loader = DataLoader(Samples(), batch_size=32, shuffle=True)
+    found = tuned(loader, step, only=["batch_size"])
+    assert found.choice == {"batch_size": 128}
+    assert found.options == {}
+    assert "(other numbers)" in found.lines[0]
+    assert ("batch_size 256", 0.0, "MemoryError: no room") in found.trials
+    assert "failed samples/s  batch_size 256  MemoryError: no room" in capsys.readouterr().out
+    assert loader.batch_size == 32
+    assert os.listdir(tmp_path) == []
 
 
-def test_a_batch_size_that_fits_only_once_is_halved():
-    fits = iter([True, False])
-    tuner_trials = {16: 100.0, 32: 200.0, 64: 400.0}
+def test_options_for_the_loop_are_kept(monkeypatch):
+    def rate(choice):
+        return 100.0 * (2 if "precision" in choice else 1) * (0.9 if "fused" in choice else 1)
 
-    class Known(Tuner):
-        def trial(self, name, choice, work=None):
-            size = choice.get("batch_size", 16)
-            fails = size == 64 and not next(fits)
-            speed = None if fails else Speed([tuner_trials[size]] * 5, 0.1, Facts(batch_size=16, samples=160))
-            self.tuned.trials.append(one := Trial(name, dict(choice), speed, "MemoryError" * fails, fails))
-            return one, ""
-
-    tuned = Known(None, seconds=1, time_limit=1, show=None).run(["batch_size"], same_numbers=False, max_batch_size=None)
-    assert tuned.choice == {"batch_size": 32}
-    assert tuned.gain == 2.0
-    assert tuned.notes == ["batch size 64 fits once and not again: MemoryError"]
+    found = Tuner(rate).run(["fused", "precision"])
+    assert (found.choice, found.options, found.gain) == ({"precision": "bf16-mixed"},) * 2 + (2.0,)
+    assert FabricLoop(accelerator="cpu", **found.options).fabric.strategy.precision.precision == "bf16-mixed"
 
 
-def test_a_batch_that_leaves_few_steps_says_so_and_two_that_pay_together_are_found():
-    class Known(Tuner):
-        def trial(self, name, choice, work=None):
-            rate = 100.0 * choice.get("batch_size", 16) / 16 * (1.05 if {"tensors", "fused"} <= {*choice} else 1.0)
-            facts = Facts(batch_size=16, samples=160, has_tensors=True, is_fused=False)
-            self.tuned.trials.append(one := Trial(name, dict(choice), Speed([rate] * 5, 0.1, facts)))
-            return one, ""
-
-    names = ["tensors", "fused", "batch_size"]
-    tuned = Known(None, seconds=1, time_limit=1, show=None).run(names, same_numbers=False, max_batch_size=None)
-    assert tuned.choice == {"tensors": True, "fused": True, "batch_size": 64}
-    tried = [one.name for one in tuned.trials if not one.name.endswith("again")]
-    assert tried[1:3] == ["TensorLoader", "fused optimizer"]
-    assert tried[3:] == ["batch size 32", "batch size 64", "TensorLoader, fused optimizer"]
-    assert tuned.notes == ["batch size 64 leaves 3 steps to an epoch: it takes more epochs to learn as much"]
+@pytest.mark.parametrize("gains", [(1.02,), (1.5, 1.02), (1.5, 1.5, 1.0), (1.5, 1.5, 1.5, 1.0, 1.5, 1.0)], ids=str)
+def test_a_setting_that_is_not_faster_each_time_and_at_the_end_is_dropped(gains, monkeypatch):
+    remaining = iter(gains)
+    tuner = Tuner(None)
+    monkeypatch.setattr(tuner, "trial", lambda choice: next(remaining) if choice else 1.0)
+    assert tuner.run(["fused"]).choice == {}
+    assert list(remaining) == []
 
 
-# ---- what is refused
+def test_precision_fused_and_own_loaders_of_a_model_reach_the_trial():
+    class Model(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(2, 1)
+
+        def training_step(self, batch):
+            (optimizer,) = self.trainer.optimizers
+            settings = (self.trainer.precision, optimizer.param_groups[0]["fused"], len(batch[0]))
+            raise RuntimeError(str(settings))
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=8)
+
+    choice = {"precision": "bf16-mixed", "fused": True, "tensor_loader": True, "batch_size": 16}
+    parts = {"model": Model(), "train_dataloaders": None}
+    with pytest.raises(RuntimeError, match=r"\('bf16-mixed', True, 16\)"):
+        tune_module.measure(FabricLoop(accelerator="cpu"), parts, 0.1, choice)
 
 
-def test_a_training_that_fails_as_it_is():
-    def step(net, batch):
-        raise ValueError("inside the step")
-
-    with pytest.raises(
-        Misuse, match=r"tune: the training fails as it is \(ValueError: inside the step\); expected one that"
-    ):
-        tuned_with([torch.zeros(4, 2)], step)
-
-
-def test_names_that_are_none():
-    with pytest.raises(Misuse, match="tune: there is no 'warp' to try: expected some of threads, workers, pin_memory"):
-        chosen_knobs(["warp"], same_numbers=False)
-    with pytest.raises(Misuse, match="tune: precision changes the numbers: leave it out, or same_numbers"):
-        chosen_knobs(["precision", "workers"], same_numbers=True)
-
-
-# ---- what is tried
-
-
-def test_what_applies_to_what():
-    facts = Facts(
-        cores=8,
-        threads=8,
-        workers=0,
-        batch_size=100,
-        samples=1000,
-        has_tensors=True,
-        has_convolutions=True,
-        is_fused=False,
-    )
-    tried = {knob.name: list(knob.values(facts, {})) for knob in KNOBS}
-    assert tried == {
-        "workers": [1, 2, 4, 8], "pin_memory": [], "prefetch": [], "tensors": [True],
-        "threads": [1, 2, 4], "matmul_precision": ["medium"],
-        "precision": ["bf16-mixed"], "channels_last": [True], "fused": [True], "compile": [True], "batch_size": [200, 400],
-    }  # fmt: skip
-    on_gpu = Facts(device="cuda", cores=2, workers=1, precision="bf16-mixed", is_compiled=True)
-    tried = {knob.name: list(knob.values(on_gpu, {})) for knob in KNOBS}
-    assert {name: values for name, values in tried.items() if values} == {
-        "workers": [0, 2], "pin_memory": [True], "prefetch": [True],
-    }  # fmt: skip
-    assert list(BY_NAME["batch_size"].values(facts, {"max_batch_size": 150})) == []
+# ---- loaders
 
 
 def batches_of(loader):
@@ -269,49 +155,67 @@ def batches_of(loader):
     return [[part.tolist() for part in batch] for batch in loader]
 
 
-def test_workers_and_tensors_give_the_same_batches():
+def test_changed_loaders_have_the_same_samples():
     data = TensorDataset(torch.arange(10), torch.arange(10, 20))
-    shuffled, plain = DataLoader(data, 4, shuffle=True), DataLoader(Subset(data, [9, 1, 2, 3]), 3)
-    assert batches_of(rebuilt(shuffled, {"workers": 2})) == batches_of(shuffled)
-    as_tensors = rebuilt(plain, {"tensors": True})
-    assert type(as_tensors) is TensorLoader
-    assert batches_of(as_tensors) == batches_of(plain)
-    both = rebuilt({"a": shuffled, "b": [plain]}, {"tensors": True, "batch_size": 2})
-    assert (both["a"].batch_size, both["a"].shuffle, both["b"][0].batch_size) == (2, True, 2)
-    assert sorted(sum((batch[0] for batch in batches_of(both["a"])), [])) == list(range(10))
-    own = DataLoader(data, batch_sampler=[[0, 1], [2]])
-    assert not has_tensors(own)
-    assert batches_of(rebuilt(own, {"workers": 1, "batch_size": 5})) == batches_of(own)
-    assert rebuilt([1, 2], {"workers": 1}) == [1, 2]
-
-
-class Wavering(Tuner):
-    """A machine whose speed wavers by more than settings differ: windows from a third to the double."""
-
-    def __init__(self, *gains):
-        super().__init__(None, seconds=0, time_limit=0, show=None)
-        self.gains = iter(gains)  # of the setting, each time that it is measured
-
-    def trial(self, name, choice, work=None):
-        rate = 100 * (next(self.gains) if choice else 1)
-        one = Trial(
-            name, dict(choice), Speed([rate * part for part in (0.3, 0.6, 1, 1.4, 2)], 0.1, Facts(has_tensors=True))
-        )
-        self.tuned.trials.append(one)
-        return one, ""
+    loader, plain = DataLoader(data, 4, shuffle=True), DataLoader(data, 3)
+    assert batches_of(change_loader(loader, {"num_workers": 2})) == batches_of(loader)
+    assert batches_of(change_loader(plain, {"tensor_loader": True})) == batches_of(plain)
+    changed = change_loader(loader, {"tensor_loader": True, "batch_size": 5})
+    assert (type(changed), changed.batch_size, changed.shuffle) == (TensorLoader, 5, True)
+    assert sorted(sum((batch[0] for batch in batches_of(changed)), [])) == list(range(10))
 
 
 @pytest.mark.parametrize(
-    ("gains", "pays"), [((1.5,) * 4, True), ((1.05,), False), ((1.5, 1.05), False), ((1.5, 1.5, 1.0), False)], ids=str
+    ("make", "choice"),
+    [
+        (lambda data: DataLoader(data, 4, collate_fn=list), {"tensor_loader": True}),
+        (lambda data: DataLoader(Samples(), 4), {"tensor_loader": True}),
+        (lambda data: DataLoader(data, 4), {"batch_size": 8}),
+        (lambda data: DataLoader(data, batch_sampler=[[0, 1], [2]]), {"num_workers": 1}),
+        (lambda data: DataLoader(type("Stream", (IterableDataset,), {})(), 4), {"num_workers": 1}),
+        (lambda data: TensorLoader(*data.tensors, batch_size=4), {"num_workers": 1}),
+        (lambda data: [1, 2], {"num_workers": 1}),
+    ],
 )
-def test_where_speeds_waver_it_must_be_faster_three_times_of_three(gains, pays):
-    tuner = Wavering(*gains)
-    assert tuner.run(["tensors"], same_numbers=False, max_batch_size=None).choice == ({"tensors": True} if pays else {})
-    assert next(tuner.gains, None) is None
-    if pays:
-        assert tuner.tuned.gain == pytest.approx(1.5)
+def test_a_loader_that_cannot_be_changed_is_refused(make, choice):
+    with pytest.raises((ValueError, AttributeError, TypeError)):
+        change_loader(make(TensorDataset(torch.arange(10))), choice)
 
 
-def test_nothing_pays_within_the_spread():
-    assert not Speed([100, 120, 140], 0.1).pays(Speed([90, 110, 130], 0.1))
-    assert Tuned().said() == ["result      nothing pays by more than its spread: leave it as it is"]
+# ---- errors and the command
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"tune: got a training that fails \(ValueError: inside the step\)"):
+        tuned(
+            [torch.zeros(4, 2)],
+            lambda net, batch: (_ for _ in ()).throw(ValueError("inside the step")),
+        )
+    with pytest.raises(ValueError, match="only: got warp, expected some of threads, tensor_loader"):
+        tuned([], only=["warp"])
+    with pytest.raises(ValueError, match="only: got fused, expected some of threads, num_workers"):
+        tuned([], only=["fused"], same_numbers=True)
+
+
+class Data:
+    def train_dataloader(self):
+        return DataLoader(Samples(), batch_size=32)
+
+
+class Model(nn.Linear):
+    def training_step(self, batch):
+        return slow_step(self, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_command_writes_a_file_for_fit(tmp_path, capsys):
+    def build(options):
+        return FabricLoop(accelerator="cpu"), Model(2, 1), Data()
+
+    out = tmp_path / "tuned.yaml"
+    names = {"only": ["batch_size"], "seconds": 0.1, "out": str(out)}
+    assert tune_command(build, {"data.batch_size": 32}, **names) == 0
+    assert yaml.safe_load(out.read_text()) == {"data": {"class": f"{__name__}:Data", "batch_size": 256}}
+    assert capsys.readouterr().out.splitlines()[-1] == f"config      {out}, for fit --config"
