@@ -24,6 +24,7 @@ from fabric_template.files.reading import read_checkpoint
 from fabric_template.files.shards import whole
 from fabric_template.files.storage import AtomicCheckpointIO
 from fabric_template.process.choose import newest_good
+from fabric_template.tools.cli import main
 from fabric_template.tools.convert import convert
 
 HOME = "checkpoints/run/version_0"
@@ -112,7 +113,7 @@ def on_two(rank):
 
 
 def test_the_same_files_by_two_ranks():
-    """The values of one file, by halves; killed and resumed to the bit; read by DDP, FSDP2, one process, convert."""
+    """The values of one file, by halves; killed and resumed to the bit; read by DDP, FSDP2, one process, verify, convert."""
     codes, errors = externally(on_two)
     assert codes == [0, 0], errors
     names = ("pieces", "behind", 5, 9, "to_async", "to_pieces", "to_parts", "from_file", "from_split")
@@ -139,24 +140,30 @@ def test_the_same_files_by_two_ranks():
 
     (alone,) = FabricLoop(**loud("pieces")).validate(Net(), make_loader(18), load="last", verbose=False)
     assert alone["val_loss"] > 0
-    convert(Path("pieces", HOME, "last.ckpt"), Path("one.ckpt"))
+    assert main(["verify", "pieces"]) == 0
+    assert main(["convert", f"pieces/{HOME}/last.ckpt", "--out", "one.ckpt"]) == 0
     assert same(dict(Net.load_from_checkpoint("one.ckpt").state_dict()), one["state_dict"])
     Path("pieces", HOME, pieces[1]).unlink()
     with pytest.warns(UserWarning, match=r"__1_0.distcp' is missing.* It is set aside as .*last.ckpt.damaged'"):
         assert newest_good([Path("pieces", HOME)]).name == "best.ckpt"
 
 
-def test_one_file_as_pieces():
-    """And back: the same values; the pieces as long as they can be."""
+def test_one_file_as_pieces(capsys):
+    """And back: the same values; the pieces as long as they can be; what is typed wrongly is one line."""
     fit("alone", "auto", ranks=1, max_epochs=1)
     path = f"alone/{HOME}/last.ckpt"
     for pieces in (3, 20):  # of sixteen rows
-        convert(Path(path), Path(f"in{pieces}.ckpt"), pieces=pieces)
-        convert(Path(f"in{pieces}.ckpt"), Path(f"again{pieces}.ckpt"))
+        assert main(["convert", path, "--pieces", str(pieces), "--out", f"in{pieces}.ckpt"]) == 0
+        assert main(["verify", f"in{pieces}.ckpt"]) == 0
+        assert main(["convert", f"in{pieces}.ckpt", "--out", f"again{pieces}.ckpt"]) == 0
         assert same(read_checkpoint(f"again{pieces}.ckpt"), read_checkpoint(path))
     assert tree("step=10.shards") == [f"__{rank}_0.distcp" for rank in range(3)]
-    convert(Path("in3.ckpt"), None, pieces=2)  # for another number of ranks
+    assert main(["convert", "in3.ckpt", "--pieces", "2"]) == 0  # for another number of ranks
     assert same(whole(read_checkpoint("in3-pieces.ckpt"), "in3-pieces.ckpt"), read_checkpoint(path))
+    assert main(["convert", path]) == main(["convert", path, "--pieces", "0"]) == 2
+    told = capsys.readouterr().err
+    assert "it is one file already, which every run reads; type --pieces 4 for four pieces" in told
+    assert "--pieces 0: expected a number of ranks >= 1" in told
 
 
 class Held(AtomicCheckpointIO):
@@ -181,7 +188,7 @@ def test_pieces_that_no_file_names_once_a_thread_has_written():
     """One file takes their place after the last look at them: they are removed on the way out."""
     fit("alone", "auto", ranks=1, max_epochs=1, monitor=None)
     path = f"alone/{HOME}/last.ckpt"
-    convert(Path(path), Path("alone", HOME, "split.ckpt"), pieces=2)
+    assert main(["convert", path, "--pieces", "2", "--out", f"alone/{HOME}/split.ckpt"]) == 0
     Path("alone", HOME, "split.ckpt").rename(path)
     assert tree(f"alone/{HOME}") == ["last.ckpt", "step=10.shards/__0_0.distcp", "step=10.shards/__1_0.distcp"]
     words = {"plugins": Behind(Held(in_run=True)), "monitor": None, "save_every_n_steps": None, "max_epochs": 2}

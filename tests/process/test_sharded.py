@@ -34,7 +34,7 @@ from fabric_template.files.reading import read_checkpoint
 from fabric_template.files.shards import index_of, whole
 from fabric_template.process import signals
 from fabric_template.process.choose import newest_good
-from fabric_template.tools.convert import convert
+from fabric_template.tools.cli import main
 
 TWO = {"accelerator": "cpu", "devices": 2}
 
@@ -476,11 +476,13 @@ def test_checkpoints_in_pieces():
     assert alone["val_loss"] > 0
 
     # one file, in Lightning's layout
-    convert(Path(last), Path("one.ckpt"))
+    assert main(["convert", last, "--out", "one.ckpt"]) == 0
     assert same(dict(Adam.load_from_checkpoint("one.ckpt").state_dict()), weights["state_dict"])
     assert same(read_checkpoint("one.ckpt")["optimizer_states"], weights["optimizer_states"])
+    assert main(["convert", last, "--out", "one.ckpt"]) == main(["convert", "one.ckpt"]) == 2  # it is there; it is one
 
     # "auto" knows them
+    assert main(["verify", "full"]) == 0
     piece = f"full/{home}/step=15.shards/__1_0.distcp"
     data = bytearray(Path(piece).read_bytes())
     data[len(data) // 2] ^= 1
