@@ -87,13 +87,10 @@ def draw_history(folder: str) -> bool:
     with contextlib.suppress(Exception):
         import matplotlib
 
-        matplotlib.use("Agg")
-        from .. import plot_logs
+        from .plots import save_picture
 
-        axes: Any = plot_logs(folder)
-        figure = axes.figure if hasattr(axes, "figure") else axes[0].figure
-        figure.savefig(Path(folder, "history.png"), dpi=150)
-        matplotlib.pyplot.close(figure)
+        matplotlib.use("Agg")
+        save_picture([folder], Path(folder, "history.png"))
         return True
     return False
 

@@ -52,14 +52,6 @@ def _named_in(file):
     return re.findall(r"self\.(\w+)", Path(torch.__file__).parent.joinpath(file).read_text())
 
 
-def _stepped():
-    """What a scheduler notes on its optimizer."""
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    optimizer.step()
-    return dir(optimizer) + dir(optimizer.step)
-
-
 NEEDED = [  # name, who has it, and what we need it for
     ("_foreach_add_", lambda: torch, "entries.py", "sums of all names of a batch in one operation; documented"),
     ("_version", lambda: torch.zeros(()), "metrics.py", "whether a loss was changed in place since it was logged"),
@@ -102,8 +94,6 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_send_idx", _workers, "multiprocess.py", "to know which batches workers have begun"),
     ("_orig_mod", lambda: torch.compile(torch.nn.Linear(1, 1), backend="eager"), "prepare.py", "to train what was compiled"),
     ("_step_supports_amp_scaling", lambda: torch.optim.SGD([torch.ones(1)], fused=True), "optimizing.py", "fused in 16-mixed"),
-    ("_wrapped_by_lr_sched", _stepped, "aside.py", "a copied optimizer, which its scheduler knows for one that steps"),
-    ("_opt_called", _stepped, "aside.py", "the same: that it has stepped"),
     ("_dynamo", "torch", "compiling.py", "the compiler's own lists and callbacks, which torch.compiler has no names for:"),
     *[(name, "torch._dynamo", "compiling.py", why) for name, why in (
         ("graph_break_reasons", "where a step leaves its graph"), ("guard_failures", "why it is compiled once more"),
@@ -112,7 +102,7 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_comm_hooks", lambda: _named_in("nn/parallel/distributed.py"), "buckets.py", "hooks' states that no checkpoint holds"),
     ("_overlap_with_ddp", lambda: _named_in("distributed/optim/zero_redundancy_optimizer.py"), "redundancy.py",
      "one whose steps do nothing"),
-    ("_option_string_actions", argparse.ArgumentParser, "options.py", "a help that shows what is typed"),
+    ("_actions", argparse.ArgumentParser, "cli.py", "the options that a mistyped one may have meant"),
 ]  # fmt: skip
 
 ASKED = [  # name, the path to it from a Trainer, and which of Lightning's files asks a trainer for it
@@ -163,7 +153,7 @@ def test_lightning_still_asks_for_it(name, path, file):
 
 def test_no_other_private_names_are_used():
     """Every underscored attribute that the package reads is its own, or is listed above."""
-    own, read = {"_exit"}, {}  # os._exit is documented
+    own, read = {"_exit", "_getframe"}, {}  # of os and sys, documented
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -10,13 +10,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_score
 
 from fabric_template import FabricLoop, read_logs
-from fabric_template.demos import detection, gan
+from fabric_template.demos import DEMOS, detection, gan
 from fabric_template.demos.autoencoder import Autoencoder
 from fabric_template.demos.digits import DigitsData
 from fabric_template.demos.language_model import GPT, TextData
 from fabric_template.demos.tabular import TabularData
 from fabric_template.tools.cli import main
-from fabric_template.tools.demos import DEMOS
 
 QUIET = ["--accelerator", "cpu", "--enable_progress_bar", "false", "--enable_model_summary", "false"]
 SMALL_GPT = "--data.block 32 --model.block 32 --model.width 32 --model.layers 1 --model.length 20"

@@ -482,8 +482,6 @@ def test_checkpoints_in_pieces(capsys):
     data = bytearray(Path(piece).read_bytes())
     data[len(data) // 2] ^= 1
     Path(piece).write_bytes(data)
-    assert main(["verify", last]) == 1
-    assert "__1_0.distcp' is damaged: it has another checksum" in capsys.readouterr().out
     with pytest.raises(DamagedError):
         FabricLoop(**loud("full")).validate(Adam(), val(), load="last", verbose=False)
     with pytest.warns(UserWarning, match=r"another checksum.* It is set aside as .*last.ckpt.damaged'"):
