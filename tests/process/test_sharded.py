@@ -418,7 +418,7 @@ def written_meanwhile(rank, full, words):
     return found
 
 
-def test_checkpoints_in_pieces(capsys):
+def test_checkpoints_in_pieces():
     """A small file that names them; exact resume, also in an epoch's middle; read by DDP, and by one process alone."""
     codes, errors = externally(resumed)
     assert codes == [0, 0], errors
