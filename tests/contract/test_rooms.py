@@ -29,7 +29,7 @@ ARROWS = {  # a room, and those that it may import beside itself; a file at the 
     # random numbers
     "tools": {"loop", "core", "record", "files", "data", "exact"},
     # what a user would write
-    "demos": set(),
+    "demos": {"data"},  # TensorLoader
     "mini": set(),
     # the public names, looked up on first use
     "__init__": {"loop", "core", "data", "files", "record", "tools", "mini"},
