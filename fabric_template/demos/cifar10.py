@@ -39,7 +39,7 @@ class CIFAR10Data(SplitData):
         self.path = Path(path)
 
     def prepare_data(self) -> None:
-        """Download and unpack the files unless the folder exists. Only one process calls this."""
+        """Download and unpack the files unless the folder exists."""
         if not self.path.exists():
             archive = self.path.with_name("cifar-10-binary.tar.gz")
             download(URL, archive)

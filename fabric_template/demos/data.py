@@ -38,6 +38,9 @@ class SplitData:
         self.num_workers = num_workers
         self.splits: dict[str, Any] = {}
 
+    def prepare_data(self) -> None:
+        """Download what is missing. Only one process calls this. The default does nothing."""
+
     def train_dataloader(self) -> Any:
         return self.make_loader("train", shuffle=True)
 

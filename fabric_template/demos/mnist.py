@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .. import TensorLoader
+from ..data.tensors import TensorLoader
 from .data import SplitData, download, hold_out
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
@@ -39,7 +39,7 @@ class MNISTData(SplitData):
         self.path = Path(path)
 
     def prepare_data(self) -> None:
-        """Download the files that are missing. Only one process calls this."""
+        """Download the files that are missing."""
         for name in TRAIN + TEST:
             if not (self.path / name).exists():
                 download(f"{MIRROR}{name}.gz", self.path / f"{name}.gz")
