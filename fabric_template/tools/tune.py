@@ -16,15 +16,22 @@ from typing import Any, NamedTuple
 
 from .lr_finder import LearningRateRamp, save_curve
 
-# A setting is kept if it is faster by MIN_GAIN in each of ROUNDS comparisons.
+# A setting is kept if its slowest of ROUNDS trials beats the fastest one without it by MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
 # The speed is the median of WINDOWS. A trial that takes TIME_LIMIT seconds counts as hung.
 WINDOWS, TIME_LIMIT = 5, 120.0
+IN_EFFECT = "this value is in effect already"
 # The values to try and the line to write, in the order of the trials.
 SETTINGS: dict[str, tuple[tuple, str]] = {
-    "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0} in the shell"),
+    "threads": (
+        (1, 2, 4, 8),
+        "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}; last digits may differ",
+    ),
     "tensor_loader": ((True,), "TensorLoader(x, y, ...) in place of the DataLoader"),
-    "num_workers": ((0, 1, 2, 4, 8), "DataLoader(..., num_workers={0}, persistent_workers=True)"),
+    "num_workers": (
+        (0, 1, 2, 4, 8),
+        "DataLoader(..., num_workers={0}, persistent_workers=bool({0}))",
+    ),
     "fused": ((True,), "fused=True for the optimizer, as in torch.optim.Adam(..., fused=True)"),
     "precision": (("bf16-mixed",), "FabricLoop(precision={0!r})"),
     "compile": ((True,), "FabricLoop(compile={0})"),
@@ -56,7 +63,8 @@ class Tuned(NamedTuple):
 
 def row(name: str, rate: float, failure: str) -> str:
     """Return the line of a trial in the table."""
-    return f"{'failed' if failure else f'{rate:,.0f}':>12} samples/s  {name}  {failure}".rstrip()
+    speed = "failed" if failure else f"{rate:,.0f} samples/s"
+    return f"{speed:>22}  {name}  {failure}".rstrip()
 
 
 def label(choice: dict[str, Any]) -> str:
@@ -108,17 +116,21 @@ class Tuner:
 
     def run(self, names: Iterable[str]) -> Tuned:
         """Try one setting after another, keep what is faster, and measure the gain at the end."""
+        import torch
+
         choice: dict[str, Any] = {}
         if not self.trial(choice):
             reason = self.trials[0][2]
             raise ValueError(f"tune: got a training that fails ({reason}). Try fit first.")
         for name in names:
             for value in SETTINGS[name][0]:
+                if name == "threads" and value == torch.get_num_threads():
+                    continue
                 new = {**choice, name: value}
-                if all(self.compare(choice, new) > MIN_GAIN for _ in range(ROUNDS)):
+                if self.compare(choice, new):
                     choice = new
-        gain = median(self.compare({}, choice) for _ in range(ROUNDS)) if choice else 1.0
-        if gain < MIN_GAIN:
+        gain = self.compare({}, choice) if choice else 0.0
+        if not gain:
             choice, gain = {}, 1.0
         lines = []
         for name, value in choice.items():
@@ -128,10 +140,15 @@ class Tuner:
         return Tuned(choice, options, lines, gain, self.trials)
 
     def compare(self, before: dict[str, Any], after: dict[str, Any]) -> float:
-        """Measure two choices in turn, and return how many times faster the second one is."""
-        fast = self.trial(after)
-        slow = self.trial(before) if fast else 0.0
-        return fast / slow if slow else 0.0
+        """Measure two choices in turn; return the gain, or 0.0 if it is not above the noise."""
+        slow: list[float] = []
+        fast: list[float] = []
+        for _ in range(ROUNDS):
+            fast.append(self.trial(after))
+            slow.append(self.trial(before) if fast[-1] else 0.0)
+            if min(fast) <= max(slow) * MIN_GAIN or not min(slow):
+                return 0.0
+        return median(fast) / median(slow)
 
     def trial(self, choice: dict[str, Any]) -> float:
         """Return samples per second of a training in a process of its own, 0.0 if it fails."""
@@ -201,7 +218,10 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: dict[str, 
         parts = {**parts, "train_dataloaders": change_loader(owner, choice)}
     stopwatch = Stopwatch(seconds / WINDOWS, "fused" in choice)
     options = trial_options(loop)
-    options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
+    for name in {"precision", "compile"} & {*choice}:
+        if choice[name] == options[name]:
+            raise ValueError(IN_EFFECT)
+        options[name] = choice[name]
     type(loop)(callbacks=[stopwatch], **options).fit(**parts)
     return median(stopwatch.rates[1:])
 
@@ -245,6 +265,8 @@ def change_loader(loader: Any, choice: dict[str, Any]) -> Any:
         raise ValueError(f"it is not between {loader.batch_size} and half of the samples")
     if not {*changes} <= {*names}:
         raise ValueError("a TensorLoader has no workers")
+    if changes.get("num_workers") == arguments.get("num_workers", -1):
+        raise ValueError(IN_EFFECT)
     arguments |= changes
     if isinstance(loader, TensorLoader):
         return TensorLoader(*loader.tensors, **arguments)
