@@ -5,12 +5,10 @@
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
 Parts: `workers` and `nodes` are tests/faults/elastic.py (a worker killed under torchrun, and a whole node), `workers_sharded`
-and `nodes_sharded` with a model in parts, `workers_meanwhile` and `nodes_meanwhile` with one that threads save,
+and `nodes_sharded` with a model in parts,
 `failing` is tests/process/test_failing_ranks.py (one rank of two fails, in each way),
 `launchers` is soak/launchers.py (launchers x strategies x verbs, and signals to torchrun),
 `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
-`meanwhile` with such a one that threads save,
-`pieces` is tests/faults/piece_sweep.py (every operation on the disk of both ranks that save in pieces fails once),
 `configurations` is tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py
 (random configurations by Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each
 way), `reads` is tests/faults/reads.py (every look at it), `raised` is tests/process/test_raised_anywhere.py (an exception at
@@ -38,14 +36,10 @@ PARTS = (
     "syscalls",
     "ranks",
     "sharded",
-    "meanwhile",
-    "pieces",
     "workers",
     "nodes",
     "nodes_sharded",
-    "nodes_meanwhile",
     "workers_sharded",
-    "workers_meanwhile",
     "failing",
     "launchers",
     "reads",
@@ -68,8 +62,6 @@ def command_of(part, words, seed):
         "kills": [*python, FAULTS / "kills.py", "--kills", words.kills, "--seed", seed],
         "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
         "sharded": [*python, FAULTS / "kills.py", "--sharded", "--kills", words.rank_kills // 2, "--seed", seed],
-        "meanwhile": [*python, FAULTS / "kills.py", "--meanwhile", "--kills", words.rank_kills // 2, "--seed", seed],
-        "pieces": [*python, FAULTS / "piece_sweep.py"],
         "failing": [*python, ROOT / "tests" / "process" / "test_failing_ranks.py"],
         "launchers": [*python, ROOT / "soak" / "launchers.py"],
         "configurations": [*drawn, "--count", words.configurations],
@@ -101,8 +93,8 @@ def rows_of(part, seconds, figures):
         return [(part, 0, "it broke down", seconds, "")]
     if not figures:
         return [(part, 0, 0, seconds, "skipped: no C compiler here")]
-    if part in ("kills", "ranks", "sharded", "meanwhile"):
-        how = {"sharded": ", sharded", "meanwhile": ", sharded, saved while training goes on"}.get(part, "")
+    if part in ("kills", "ranks", "sharded"):
+        how = ", sharded" if part == "sharded" else ""
         what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}{how}"
         remark = (
             f"{figures['rounds']} runs; {figures['left_temporary_files']} kills in mid-write, {figures['began_anew']} before "
@@ -110,7 +102,7 @@ def rows_of(part, seconds, figures):
         )
         return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
     if part.startswith(("workers", "nodes")):
-        how = {"sharded": ", sharded", "meanwhile": ", sharded, saved while training goes on"}.get(figures["kind"], "")
+        how = ", sharded" if figures["kind"] == "sharded" else ""
         what = f"SIGKILL of {'one node of two' if part.startswith('nodes') else 'a worker under torchrun'}{how}"
         remark = f"{figures['rounds']} runs, {figures['hangs']} hung; seed {figures['seed']}"
         if part.startswith("nodes"):
@@ -150,19 +142,6 @@ def rows_of(part, seconds, figures):
         what, lost = "random configurations, beside Trainer", len(figures["losses"])
         remark = f"the same bits; {figures['refused']} refused by both; seed {figures['seed']}"
         return [(what, figures["configurations"], lost, seconds, remark)]
-    if part == "pieces":
-        ranks = ", ".join(f"{count} of {rank}" for rank, count in figures["operations"].items())
-        new, old = figures["made_new"], figures["kept_old"]
-        remark = f"{ranks}, in each way; the new checkpoint was there {new} times, the old one {old}"
-        return [
-            (
-                "injected faults, a save in pieces",
-                sum(figures["faults"].values()),
-                len(figures["losses"]),
-                seconds,
-                remark,
-            )
-        ]
     if part == "sweep":
         kinds = ", ".join(f"{kind} {count}" for kind, count in figures["faults"].items())
         remark = f"{kinds}; {figures['operations']} operations in a run"

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import IterableDataset
 
 import fabric_template
-from fabric_template import FabricLoop, TensorLoader
+from fabric_template import FabricLoop, MiniLoop, TensorLoader
 from fabric_template.files.errors import CheckpointError
 from fabric_template.record.terminal import Terminal
 
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:resume. (on_train_epoch_start of
 
 PACKAGE = Path(fabric_template.__file__).parent
 FORK = {"strategy": "ddp_fork", "devices": 2}
+both_loops = pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
 
 
 class Net(nn.Module):
@@ -74,10 +75,11 @@ def sgd(net, lr=0.1):
     return torch.optim.SGD(net.parameters(), lr=lr)
 
 
-def fit(model=None, train=None, val=None, fit_words=None, **words):
-    """Fit quietly; returns (loop, model)."""
+def fit(model=None, train=None, val=None, fit_words=None, loop_class=FabricLoop, **words):
+    """Fit quietly with either loop; returns (loop, model)."""
     model = Net() if model is None else model
-    loop = FabricLoop(**quiet(**{"max_epochs": 1, **words}))
+    words = {"max_epochs": 1, **words}
+    loop = loop_class(**(quiet(**words) if loop_class is FabricLoop else {"accelerator": "cpu", **words}))
     loop.fit(model, batches() if train is None else train, val, **(fit_words or {}))
     return loop, model
 
@@ -102,16 +104,22 @@ def test_fault_01_every_file_can_be_imported():
             importlib.import_module(name)
 
 
-def test_fault_02_a_dict_with_an_optimizer():
+@both_loops
+def test_fault_02_a_dict_with_an_optimizer(loop_class):
     """Any mapping is taken for a scheduler: the documented {"optimizer": ...} ends in a bare assert."""
-    loop, net = fit(Net(lambda net: {"optimizer": sgd(net)}))
+    loop, net = fit(Net(lambda net: {"optimizer": sgd(net)}), loop_class=loop_class)
     assert (loop.global_step, loop.optimizers, loop.lr_scheduler_configs) == (4, [net.first], [])
 
 
-def test_fault_03_one_update_per_window():
-    """It steps when global_step % N == 0, but global_step moves only on a step: 1 update of 6; max_steps never ends."""
-    loop, net = fit(train=batches(24), accumulate_grad_batches=4)
+@both_loops
+def test_fault_03_one_update_per_window(loop_class):
+    """It steps when global_step % N == 0, but global_step moves only on a step: 1 update of 6."""
+    loop, net = fit(train=batches(24), accumulate_grad_batches=4, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 24)
+
+
+def test_fault_03_max_steps_ends_the_training():
+    """... and max_steps never ends."""
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, max_epochs=-1, max_steps=8)
     assert (loop.global_step, net.trained) == (8, 32)
 
@@ -121,18 +129,20 @@ def linear(net, batch):
     return net(batch[0]).mean()
 
 
-def weight_after(accumulate, x, batch_size):
+def weight_after(loop_class, accumulate, x, batch_size):
     net = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(net.weight)
     fit_words = {"optimizer": sgd(net, lr=1.0), "training_step": linear}
-    fit(net, TensorLoader(x[:, None], batch_size=batch_size), fit_words=fit_words, accumulate_grad_batches=accumulate)
+    loader = TensorLoader(x[:, None], batch_size=batch_size)
+    fit(net, loader, fit_words=fit_words, loop_class=loop_class, accumulate_grad_batches=accumulate)
     return net.weight.item()
 
 
-def test_fault_04_the_loss_is_divided_by_the_window():
+@both_loops
+def test_fault_04_the_loss_is_divided_by_the_window(loop_class):
     """The loss is not divided by N: the step is N times too large."""
     x = torch.tensor([1.0, 2.0, 3.0, 6.0])
-    assert weight_after(4, x, 1) == weight_after(1, x, 4) == -3.0
+    assert weight_after(loop_class, 4, x, 1) == weight_after(loop_class, 1, x, 4) == -3.0
 
 
 class LocalGradients(Net):
@@ -156,15 +166,17 @@ def test_fault_05_no_synchronisation_inside_a_window(tmp_path):
     assert [torch.equal(a, b) for a, b in zip(one, other, strict=True)] == [False, True, False, True]
 
 
-def test_fault_06_the_last_window_is_stepped_and_leaks_nothing():
+@both_loops
+def test_fault_06_the_last_window_is_stepped_and_leaks_nothing(loop_class):
     """No flush of the last window; its gradients leak into the next epoch."""
     x = torch.tensor([1.0, 3.0, 8.0])
-    assert weight_after(2, x, 1) == -(1.0 + 3.0) / 2 - 8.0 / 2
-    loop, _ = fit(train=batches(5), accumulate_grad_batches=2, max_epochs=2)
+    assert weight_after(loop_class, 2, x, 1) == -(1.0 + 3.0) / 2 - 8.0 / 2
+    loop, _ = fit(train=batches(5), accumulate_grad_batches=2, max_epochs=2, loop_class=loop_class)
     assert loop.global_step == 6
 
 
-def test_fault_07_gradients_are_there_before_the_step():
+@both_loops
+def test_fault_07_gradients_are_there_before_the_step(loop_class):
     """on_before_optimizer_step fires before backward: the gradients are None."""
 
     class Look(Net):
@@ -175,7 +187,7 @@ def test_fault_07_gradients_are_there_before_the_step():
     torch.manual_seed(1)
     model = Look()
     model.dropout.p = 0.0
-    fit(model)
+    fit(model, loop_class=loop_class)
     assert seen == [[True, True]] * 4
 
 
@@ -191,21 +203,23 @@ def halving(net):
     return optimizer, StepLR(optimizer, 1, 0.5)
 
 
-def test_fault_09_a_pair_keeps_its_scheduler():
+@both_loops
+def test_fault_09_a_pair_keeps_its_scheduler(loop_class):
     """(optimizer, scheduler) silently loses its scheduler: lr stays 0.1."""
-    _, net = fit(Net(halving), max_epochs=4)
+    _, net = fit(Net(halving), max_epochs=4, loop_class=loop_class)
     assert net.rates == [0.1, 0.05, 0.025, 0.0125]
 
 
 @pytest.mark.parametrize("shape", ["[optimizer]", "([optimizer], [scheduler])"])
-def test_fault_10_lists(shape):
+@both_loops
+def test_fault_10_lists(loop_class, shape):
     """[optimizer] and ([optimizer], [scheduler]) raise "not subscriptable"."""
 
     def optimizers(net):
         optimizer, scheduler = halving(net)
         return [optimizer] if shape == "[optimizer]" else ([optimizer], [scheduler])
 
-    loop, net = fit(Net(optimizers), max_epochs=2)
+    loop, net = fit(Net(optimizers), max_epochs=2, loop_class=loop_class)
     assert loop.global_step == 8
     assert net.rates == ([0.1, 0.1] if shape == "[optimizer]" else [0.1, 0.05])
 
@@ -220,7 +234,8 @@ def test_fault_11_unknown_shapes_are_answered_with_the_known_ones(returned):
         fit(net, fit_words={"optimizer": returned, "training_step": linear})
 
 
-def test_fault_12_a_returned_tensor_and_a_scheduler():
+@both_loops
+def test_fault_12_a_returned_tensor_and_a_scheduler(loop_class):
     """dict.update("train_loss", x): TypeError once a step returns a plain tensor and a scheduler is on."""
 
     def optimizers(net):
@@ -228,20 +243,26 @@ def test_fault_12_a_returned_tensor_and_a_scheduler():
         scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs")
         return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "train_loss"}
 
-    _, net = fit(Net(optimizers), max_epochs=3)
+    _, net = fit(Net(optimizers), max_epochs=3, loop_class=loop_class)
     assert net.rates == [0.1, 0.1, 0.05]  # the second epoch is no better: halved after it
 
 
-def test_fault_13_a_scheduler_that_monitors_nothing():
+@both_loops
+def test_fault_13_a_scheduler_that_monitors_nothing(loop_class):
     """Every scheduler monitors val_loss by default: StepLR without validation is a KeyError."""
-    _, net = fit(Net(lambda net: dict(zip(("optimizer", "lr_scheduler"), halving(net), strict=True))), max_epochs=2)
+    _, net = fit(
+        Net(lambda net: dict(zip(("optimizer", "lr_scheduler"), halving(net), strict=True))),
+        max_epochs=2,
+        loop_class=loop_class,
+    )
     assert net.rates == [0.1, 0.05]
 
 
 # ---- 14 to 26: schedulers, validation, how long
 
 
-def test_fault_14_the_monitored_value_is_the_mean():
+@both_loops
+def test_fault_14_the_monitored_value_is_the_mean(loop_class):
     """The monitored value is the last batch of this rank: 0..7 gave 7, not 3.5."""
     seen = []
 
@@ -257,7 +278,7 @@ def test_fault_14_the_monitored_value_is_the_mean():
         optimizer = sgd(net)
         return {"optimizer": optimizer, "lr_scheduler": Recorder(optimizer), "monitor": "val_loss"}
 
-    loop, _ = fit(Ramp(optimizers), val=batches(8), max_epochs=2)
+    loop, _ = fit(Ramp(optimizers), val=batches(8), max_epochs=2, loop_class=loop_class)
     assert seen == [3.5, 3.5]
     assert loop.callback_metrics["val_loss"] == 3.5
 
@@ -363,7 +384,8 @@ def test_fault_18_modes_are_the_users_and_eval_is_not_silent():
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_fault_19_precision_is_live_in_the_step(precision):
+@both_loops
+def test_fault_19_precision_is_live_in_the_step(loop_class, precision):
     """On one device model.training_step goes around precision: bf16-mixed ran in float32, bf16-true raised."""
 
     class Look(Net):
@@ -372,7 +394,7 @@ def test_fault_19_precision_is_live_in_the_step(precision):
             return super().training_step(batch, batch_idx)
 
     seen = set()
-    fit(Look(), precision=precision)
+    fit(Look(), precision=precision, loop_class=loop_class)
     assert seen == {torch.bfloat16}
 
 
@@ -397,9 +419,10 @@ def test_fault_21_callbacks_hear_of_eval_and_train():
     assert called == ["eval", "train"] * 2
 
 
-def test_fault_22_no_epochs_train_nothing():
+@both_loops
+def test_fault_22_no_epochs_train_nothing(loop_class):
     """max_epochs=0 trains an epoch."""
-    loop, net = fit(max_epochs=0)
+    loop, net = fit(max_epochs=0, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (0, 0)
 
 
@@ -426,9 +449,10 @@ def test_fault_24_without_limits_there_is_one():
     assert limits == [(1000, -1)]
 
 
-def test_fault_25_a_second_fit_is_a_whole_one():
+@both_loops
+def test_fault_25_a_second_fit_is_a_whole_one(loop_class):
     """A second fit trains one epoch: counters are never reset."""
-    loop, net = fit(max_epochs=3)
+    loop, net = fit(max_epochs=3, loop_class=loop_class)
     history = loop.fit(net, batches())
     assert (net.trained, loop.current_epoch, loop.global_step) == (24, 3, 12)
     assert history["epoch"].tolist() == [0, 1, 2]
@@ -768,8 +792,6 @@ PRIVATE = {
     ("lightning.fabric.utilities.data", "_dataloader_init_kwargs_resolve_sampler"),
     # a type, imported for the type checker only
     ("lightning.fabric.wrappers", "_FabricModule"),
-    # nested containers, for which torch has no public name
-    *(("torch.utils._pytree", name) for name in ("tree_flatten", "tree_unflatten", "tree_leaves")),
 }
 
 

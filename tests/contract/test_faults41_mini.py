@@ -1,33 +1,38 @@
-"""The same 41 faults (test_faults41.py tells them), each shown not to be MiniLoop's either, or why it cannot be.
+"""The same 41 faults (test_faults41.py explains them), each shown not to be MiniLoop's either, or why it cannot be.
 
-The number in a test's name is the fault's in the list. A fault of a word that MiniLoop has not stands under NOT_HERE.
+The number in a test's name is the fault's in the list. A fault of an option that MiniLoop does not have is in
+NOT_HERE. test_faults41.py runs the tests that are the same for both loops.
 """
 
 import ast
 import importlib.util
+import inspect
 import math
 import re
 import signal
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pandas as pd
 import pytest
+import test_faults41
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from modules import Classifier, assert_same_weights, make_loader
-from test_faults41 import Endless, LocalGradients, Net, NoLaunch, Reads, batches, halving, linear, sgd
+from test_faults41 import FORK, Endless, LocalGradients, Net, NoLaunch, Reads, batches, halving, linear, sgd
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 import fabric_template.mini
-from fabric_template import MiniLoop, TensorLoader
+from fabric_template import MiniLoop
 
 FILE = Path(fabric_template.mini.__file__)
-FORK = {"strategy": "ddp_fork", "devices": 2}
+
+fit = partial(test_faults41.fit, loop_class=MiniLoop)
 
 NOT_HERE = {
     16: "no max_steps and no limit_*_batches: no epoch is cut short but by Ctrl-C, and that one steps nothing more",
@@ -35,14 +40,6 @@ NOT_HERE = {
     26: "no max_steps: validation follows whole epochs only",
     32: "no loggers: metrics.csv is written by the loop itself",
 }
-
-
-def fit(model=None, train=None, val=None, fit_words=None, **words):
-    """Fit; returns (loop, model)."""
-    model = Net() if model is None else model
-    loop = MiniLoop(**{"accelerator": "cpu", "max_epochs": 1, **words})
-    loop.fit(model, batches() if train is None else train, val, **(fit_words or {}))
-    return loop, model
 
 
 # ---- 1 to 13: imports, optimizers, the update
@@ -59,41 +56,11 @@ def test_fault_01_the_file_can_be_imported_under_another_name(tmp_path):
     assert module.MiniLoop(accelerator="cpu").max_epochs == 1000
 
 
-def test_fault_02_a_dict_with_an_optimizer():
-    loop, net = fit(Net(lambda net: {"optimizer": sgd(net)}))
-    assert (loop.global_step, loop.optimizers, loop.lr_scheduler_configs) == (4, [net.first], [])
-
-
-def test_fault_03_one_update_per_window():
-    loop, net = fit(train=batches(24), accumulate_grad_batches=4)
-    assert (loop.global_step, net.trained) == (6, 24)
-
-
-def weight_after(accumulate, x, batch_size):
-    net = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(net.weight)
-    fit_words = {"optimizer": sgd(net, lr=1.0), "training_step": linear}
-    fit(net, TensorLoader(x[:, None], batch_size=batch_size), fit_words=fit_words, accumulate_grad_batches=accumulate)
-    return net.weight.item()
-
-
-def test_fault_04_the_loss_is_divided_by_the_window():
-    x = torch.tensor([1.0, 2.0, 3.0, 6.0])
-    assert weight_after(4, x, 1) == weight_after(1, x, 4) == -3.0
-
-
 def test_fault_05_no_synchronisation_inside_a_window(tmp_path):
     data = torch.utils.data.TensorDataset(torch.randn(16, 4))
     fit(LocalGradients(tmp_path), torch.utils.data.DataLoader(data, 2), accumulate_grad_batches=2, **FORK)
     one, other = torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt")
     assert [torch.equal(a, b) for a, b in zip(one, other, strict=True)] == [False, True, False, True]
-
-
-def test_fault_06_the_last_window_is_stepped_and_leaks_nothing():
-    x = torch.tensor([1.0, 3.0, 8.0])
-    assert weight_after(2, x, 1) == -(1.0 + 3.0) / 2 - 8.0 / 2
-    loop, _ = fit(train=batches(5), accumulate_grad_batches=2, max_epochs=2)
-    assert loop.global_step == 6
 
 
 @pytest.mark.parametrize("given", [3, 0])
@@ -109,40 +76,11 @@ def test_fault_06_a_loader_that_gives_less_than_its_length_is_refused(given):
         fit(train=Short([(torch.ones(2, 4),)] * given), accumulate_grad_batches=2)
 
 
-def test_fault_07_gradients_are_there_before_the_step():
-    class Look(Net):
-        def on_before_optimizer_step(self, optimizer):
-            seen.append([p.grad is not None and bool(p.grad.abs().sum() > 0) for p in self.parameters()])
-
-    seen = []
-    torch.manual_seed(1)
-    model = Look()
-    model.dropout.p = 0.0
-    fit(model)
-    assert seen == [[True, True]] * 4
-
-
 def test_fault_08_a_gradient_scaler_gets_no_closure():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     fabric = Fabric(accelerator="cpu", plugins=MixedPrecision("16-mixed", device="cpu", scaler=scaler))
     loop, net = fit(fabric=fabric)
     assert (loop.precision, loop.global_step, net.trained) == ("16-mixed", 4, 4)
-
-
-def test_fault_09_a_pair_keeps_its_scheduler():
-    _, net = fit(Net(halving), max_epochs=4)
-    assert net.rates == [0.1, 0.05, 0.025, 0.0125]
-
-
-@pytest.mark.parametrize("shape", ["[optimizer]", "([optimizer], [scheduler])"])
-def test_fault_10_lists(shape):
-    def optimizers(net):
-        optimizer, scheduler = halving(net)
-        return [optimizer] if shape == "[optimizer]" else ([optimizer], [scheduler])
-
-    loop, net = fit(Net(optimizers), max_epochs=2)
-    assert loop.global_step == 8
-    assert net.rates == ([0.1, 0.1] if shape == "[optimizer]" else [0.1, 0.05])
 
 
 @pytest.mark.parametrize(
@@ -153,42 +91,7 @@ def test_fault_11_unknown_shapes_are_answered_with_the_known_ones(returned):
         fit(nn.Linear(4, 1), fit_words={"optimizer": returned, "training_step": linear})
 
 
-def test_fault_12_a_returned_tensor_and_a_scheduler():
-    def optimizers(net):
-        optimizer = sgd(net)
-        scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs")
-        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "train_loss"}
-
-    _, net = fit(Net(optimizers), max_epochs=3)
-    assert net.rates == [0.1, 0.1, 0.05]  # the second epoch is no better: halved after it
-
-
-def test_fault_13_a_scheduler_that_monitors_nothing():
-    _, net = fit(Net(lambda net: dict(zip(("optimizer", "lr_scheduler"), halving(net), strict=True))), max_epochs=2)
-    assert net.rates == [0.1, 0.05]
-
-
 # ---- 14 to 26: schedulers, validation, how long
-
-
-def test_fault_14_the_monitored_value_is_the_mean():
-    seen = []
-
-    class Recorder(ReduceLROnPlateau):
-        def step(self, metrics, epoch=None):
-            seen.append(float(metrics))
-
-    class Ramp(Net):
-        def validation_step(self, batch, batch_idx):
-            return {"loss": torch.tensor(float(batch_idx))}
-
-    def optimizers(net):
-        optimizer = sgd(net)
-        return {"optimizer": optimizer, "lr_scheduler": Recorder(optimizer), "monitor": "val_loss"}
-
-    loop, _ = fit(Ramp(optimizers), val=batches(8), max_epochs=2, monitor="val_loss")
-    assert seen == [3.5, 3.5]
-    assert loop.callback_metrics["val_loss"] == loop.best["best.ckpt"] == 3.5
 
 
 def test_fault_14_the_mean_is_over_all_ranks():
@@ -274,28 +177,11 @@ def test_fault_18_modes_are_the_users_and_eval_is_not_silent():
         fit(Net().eval())
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_fault_19_precision_is_live_in_the_step(precision):
-    class Look(Net):
-        def training_step(self, batch, batch_idx):
-            seen.add(self.layer(batch[0]).dtype)
-            return super().training_step(batch, batch_idx)
-
-    seen = set()
-    fit(Look(), precision=precision)
-    assert seen == {torch.bfloat16}
-
-
 def test_fault_20_a_plain_module_validates_on_several_devices():
     data = torch.utils.data.TensorDataset(torch.randn(8, 4))
     loaders = torch.utils.data.DataLoader(data), torch.utils.data.DataLoader(data)
     history = MiniLoop(accelerator="cpu", max_epochs=2, **FORK).fit(Net(), *loaders)
     assert history["val_loss"].notna().tolist() == [True, True]
-
-
-def test_fault_22_no_epochs_train_nothing():
-    loop, net = fit(max_epochs=0)
-    assert (loop.global_step, net.trained) == (0, 0)
 
 
 def test_fault_23_resumed_at_its_end_trains_nothing():
@@ -314,13 +200,6 @@ def test_fault_24_without_limits_there_is_one():
     loop = MiniLoop(accelerator="cpu")
     loop.fit(Stops(), batches())
     assert limits == [(1000, -1)]
-
-
-def test_fault_25_a_second_fit_is_a_whole_one():
-    loop, net = fit(max_epochs=3)
-    history = loop.fit(net, batches())
-    assert (net.trained, loop.current_epoch, loop.global_step) == (24, 3, 12)
-    assert history["epoch"].tolist() == [0, 1, 2]
 
 
 # ---- 27 to 31: checkpoints
@@ -560,6 +439,11 @@ def test_fault_41_fit_returns_what_can_be_plotted(tmp_path):
 
 
 def test_every_number_has_a_test_or_a_reason():
-    numbers = {int(name.split("_")[2]) for name in globals() if name.startswith("test_fault_")}
+    shared = [
+        name
+        for name, test in vars(test_faults41).items()
+        if name.startswith("test_fault_") and "loop_class" in inspect.signature(test).parameters
+    ]
+    numbers = {int(name.split("_")[2]) for name in [*globals(), *shared] if name.startswith("test_fault_")}
     assert not numbers & NOT_HERE.keys()
     assert numbers | NOT_HERE.keys() == set(range(1, 42))

@@ -1,4 +1,4 @@
-"""compile=: the numbers of the step as it is; what keeps the compiler from the whole of it is said once, and what to write."""
+"""compile=: the same numbers as without it, and an error that says what to install where there is no compiler."""
 
 import re
 import warnings
@@ -63,42 +63,6 @@ def test_the_same_bits_and_keys(tmp_path, words):
     assert all(torch.equal(plain[name], compiled[name]) for name in plain)
     assert rates == compiled_rates
     assert re.search(rf"{DURATION} of that$", loop.ending()["compiled"][0])
-
-
-class Reads(Classifier):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        if loss > 1000:
-            loss = loss * 2
-        self.read = loss.item()
-        return loss
-
-
-def test_a_break_is_named(tmp_path):
-    torch.manual_seed(0)
-    module, plain = Reads(), Reads()
-    plain.load_state_dict(module.state_dict())
-    _, told = trained(module, make_loader(), compile=EAGER)
-    trained(plain, make_loader())
-    line = Reads.training_step.__code__.co_firstlineno + 2
-    assert told == [
-        "compile={'backend': 'eager'}: training_step is not compiled as a whole:"
-        f" {__file__}, line {line}, `if loss > 1000:`: a branch depends on a tensor's values (and at line {line + 2})."
-        " It runs on, in parts, which is slower; write torch.where(condition, a, b), which computes both"
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
-
-
-def test_a_smaller_batch_is_named():
-    """... once, though it comes in training and in validation; what is advised helps."""
-    _, told = trained(Classifier(), make_loader(38), compile=EAGER)
-    assert len(told) == 1
-    assert "step was compiled once more" in told[0]
-    assert "size mismatch at index 0. expected 4, actual 2; write drop_last=True in the DataLoader" in told[0]
-    torch._dynamo.reset()
-    assert trained(Classifier(), make_loader(38, drop_last=True), compile=EAGER)[1] == []
-    torch._dynamo.reset()
-    assert trained(Classifier(), make_loader(38), compile=EAGER | {"dynamic": True})[1] == []
 
 
 def test_without_a_compiler_it_is_said_what_to_install():

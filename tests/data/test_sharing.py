@@ -12,13 +12,11 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    Sampler,
     SequentialSampler,
     TensorDataset,
 )
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.data.tensors import cuts
 
 FORK = {"strategy": "ddp_fork", "devices": 2}
 
@@ -147,80 +145,6 @@ def test_predict_sees_each_sample_once_the_last_batch_included(tmp_path):
     assert seen(tmp_path, "predict") == expected
 
 
-def test_batches_are_cut_alike():
-    """As many as the rank with most samples has, none empty, every sample in one."""
-    for most in range(1, 30):
-        for samples in (most, most - 1):
-            for size in range(2, 9):
-                if samples:
-                    parts = [list(range(samples))[cut] for cut in cuts(samples, size, most)]
-                    assert len(parts) == -(-most // size)
-                    assert [i for part in parts for i in part] == list(range(samples))
-                    assert 1 <= min(map(len, parts)) <= max(map(len, parts)) <= size
-
-
-class Backwards(Sampler):
-    """A sampler of one's own."""
-
-    def __init__(self, num):
-        self.num = num
-
-    def __iter__(self):
-        return iter(range(self.num - 1, -1, -1))
-
-    def __len__(self):
-        return self.num
-
-
-class Pairs(BatchSampler):
-    """A batch sampler of one's own, made like PyTorch's."""
-
-
-class Stubborn:
-    """One that nobody can make again."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return iter(self.batches)
-
-    def __len__(self):
-        return len(self.batches)
-
-
-class NeedsMore(DataLoader):
-    """A DataLoader that could not be made again from what it keeps."""
-
-    def __init__(self, secret, dataset, **words):
-        super().__init__(dataset, **words)
-
-
-def test_samplers_and_batch_samplers_of_ones_own_are_shared(tmp_path):
-    data = numbers(8)
-    loaders = [
-        DataLoader(data, batch_size=2, sampler=Backwards(8)),
-        DataLoader(data, batch_sampler=Pairs(Backwards(8), 2, False)),
-        NeedsMore("what", data, batch_size=2, sampler=Backwards(8)),
-    ]
-    for loader in loaders:
-        FabricLoop(**quiet(**FORK)).validate(Sees(tmp_path), loader, verbose=False)
-    one, other = [[7, 5], [3, 1]], [[6, 4], [2, 0]]
-    found = seen(tmp_path, "validate")
-    # a batch sampler gets the samples in their order, because that is what its DataLoader's own sampler says: as Trainer
-    assert found == [[*one, [0, 2], [4, 6], *one], [*other, [1, 3], [5, 7], *other]]
-    pl.Trainer(**quiet(**FORK)).validate(Sees(tmp_path), loaders[1], verbose=False)
-    assert [rank[6:] for rank in seen(tmp_path, "validate")] == [rank[2:4] for rank in found]
-
-
-def test_a_batch_sampler_that_cannot_be_made_again_is_refused(tmp_path):
-    loader = DataLoader(numbers(4), batch_sampler=Stubborn([[0, 1], [2, 3]]))
-    with pytest.raises(Exception, match="can't inject a .distributed. sampler into your batch sampler"):
-        FabricLoop(**quiet(**FORK)).validate(Sees(tmp_path), loader, verbose=False)
-    with pytest.raises(Exception, match="can't inject a .distributed. sampler into your batch sampler"):
-        pl.Trainer(**quiet(**FORK)).validate(Sees(tmp_path), loader, verbose=False)
-
-
 class Stream(IterableDataset):
     """Rank zero's stream is empty."""
 
@@ -275,8 +199,3 @@ def test_the_order_of_the_samples_goes_on_under_another_seed(tmp_path, kind, rel
     for batch in (3, 8):
         assert fit(99, resume=tmp_path / f"{batch}.ckpt") == [rank[batch:] for rank in whole], batch
     assert fit(99)[0] != whole[0]
-    old = torch.load(tmp_path / "8.ckpt")
-    for rank in old["fabric_template"]["ranks"]:
-        del rank["train"]["seeds"]
-    torch.save(old, tmp_path / "old.ckpt")
-    assert len(fit(1, resume=tmp_path / "old.ckpt")[0]) == 4

@@ -100,11 +100,6 @@ def test_killed_at_every_step(tmp_path, name):
     killed_at_every_step(tmp_path, make, make_callback, 12, max_epochs=3, val=val_loader)
 
 
-def test_gradients_that_are_left_for_the_epoch_that_renews_batch_norm(tmp_path):
-    """Without a validation nobody frees them, and Lightning's callback lets that epoch step with them."""
-    killed_at_every_step(tmp_path, *CALLBACKS["swa_batchnorm"], 8, max_epochs=2)
-
-
 def killed_at_every_step(tmp_path, make, make_callback, samples, **words):
     words |= {"log_every_n_steps": 2, "save_every_n_steps": 1}
     train = lambda: make_loader(samples)  # noqa: E731

@@ -9,7 +9,6 @@ from runs import assert_same_end, fit
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from fabric_template import TensorLoader
-from fabric_template.data.tensors import count_cuts, cuts
 from fabric_template.exact.middle import resume
 from fabric_template.exact.position import source_of
 
@@ -66,22 +65,6 @@ def test_a_tensor_loader_cuts_no_batch_that_is_done(shuffle, batch_size, drop_la
     found = list(source)
     assert [batch[0].tolist() for batch in found] == [batch[0].tolist() for batch in rest]
     assert (len(found), counted[-1].cuts) == (5, 5)
-
-
-def test_cuts_behind_the_first_ones():
-    def plain(samples, batch_size, most):
-        starts = list(range(0, samples, batch_size))
-        if batch_size > 1 and len(starts) < -(-most // batch_size):
-            starts.append(samples - 1)
-        return [slice(start, end) for start, end in zip(starts, [*starts[1:], samples], strict=True)]
-
-    for samples in range(1, 13):
-        for batch_size in range(1, 6):
-            for most in (samples, samples + 1):
-                expected = plain(samples, batch_size, most)
-                assert count_cuts(samples, batch_size, most) == len(expected)
-                for done in range(len(expected) + 2):
-                    assert list(cuts(samples, batch_size, most, done)) == expected[done:]
 
 
 SAMPLERS = {

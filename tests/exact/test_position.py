@@ -135,35 +135,6 @@ def test_random_items(tmp_path, words):
         assert loaded(loader) == 4 * (24 - batch)
 
 
-class Late(Counted):
-    """Makes its generators with its first item, and a seed for one of them from the library's numbers."""
-
-    def __init__(self, num=48, noise=()):
-        super().__init__(num, noise)
-        self.own = None
-
-    def __getitem__(self, index):
-        if self.own is None:
-            self.own = {name: GENERATORS[name]() for name in self.noise if name in GENERATORS}
-            self.own["python_generator"].seed(torch.randint(99, ()).item())
-        return super().__getitem__(index)
-
-
-LATE_WORDS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
-
-
-@pytest.mark.parametrize("words", LATE_WORDS, ids=["here", "workers", "persistent"])
-def test_generators_made_with_the_first_item(tmp_path, words):
-    """As they are not there yet, the dataset is asked for one item first, wherever it is used; nothing else is loaded."""
-
-    def make():
-        own = torch.Generator().manual_seed(5)
-        return DataLoader(Late(noise=(*LIBRARIES, *GENERATORS)), 4, shuffle=True, generator=own, **words)
-
-    for batch, loader in killed(tmp_path, make, (7, 18), val=lambda: DataLoader(Late(8, GENERATORS), 4)):
-        assert loaded(loader) in [4 * (24 - batch) + asked for asked in range(3)]
-
-
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 @pytest.mark.parametrize(("was", "now", "at"), [(0, 2, 7), (2, 0, 7), (2, 0, 12), (2, 3, 12), (3, 2, 7)])
 def test_another_number_of_workers_that_stay(tmp_path, was, now, at):
@@ -187,46 +158,6 @@ def test_another_number_of_workers_that_stay(tmp_path, was, now, at):
     for later in (2, 20 - at):  # in the pass that was gone on with, and in a later one
         again = fit(tmp_path / "again" / str(later), by_step, make(now), seed=98, resume="last", **words)
         assert_same_end(resumed, again)
-
-
-class Named(Late):
-    """Knows its samples by other keys than 0, 1, 2."""
-
-    def __getitem__(self, index):
-        return super().__getitem__({f"sample {number}": number for number in range(48)}[index])
-
-
-def test_generators_that_cannot_be_had(tmp_path):
-    """Nobody knows an item to ask for, and it is said so."""
-    names = [f"sample {number}" for number in range(48)]
-    make = lambda: DataLoader(Named(noise=["python_generator"]), 4, sampler=names)  # noqa: E731
-    runs = killed(tmp_path, make, (7,))
-    told = "the states of 1 random generators that a loader and its dataset hold, 0 are there now: none is put back"
-    with pytest.raises(UserWarning, match=told):
-        next(runs)
-
-
-class Many(Late):
-    def __getitem__(self, index):
-        item = super().__getitem__(index)
-        self.own |= {str(number): np.random.RandomState(number) for number in range(40) if str(number) not in self.own}
-        return item
-
-
-def test_more_generators_than_workers_have_room_for(tmp_path):
-    runs = killed(tmp_path, lambda: DataLoader(Many(noise=["python_generator"]), 4, num_workers=2), (7,))
-    with pytest.warns(UserWarning, match="is asked again for the 7 batches"):
-        _, loader = next(runs)
-    assert loaded(loader) == 4 * 24
-
-
-def test_generators_that_are_not_there_any_more(tmp_path):
-    noise = [["numpy_state", "torch_generator"], ["numpy_state"]]
-    make = lambda: loader_of(noise=noise[0])  # noqa: E731
-    fit(tmp_path, by_step, make, max_epochs=1)
-    told = "the states of 2 random generators that a loader and its dataset hold, 1 are there now: none is put back"
-    with pytest.warns(UserWarning, match=told):
-        fit(tmp_path, by_step, lambda: loader_of(noise=noise[1]), resume="last", max_epochs=2)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -627,10 +558,3 @@ def test_a_run_that_kept_no_position(tmp_path):
     with pytest.warns(UserWarning, match="does not say which batches of its epoch are done"):
         loop, _, _ = fit(tmp_path, train=loader_of, resume=tmp_path / "hand.ckpt", max_epochs=1)
     assert (loop.current_epoch, loop.global_step) == (1, 12)
-
-
-def test_the_private_name_that_counts_what_workers_were_sent():
-    iterator = iter(DataLoader(range(8), batch_size=2, num_workers=1, prefetch_factor=2))
-    assert iterator._send_idx == 2
-    next(iterator)
-    assert iterator._send_idx == 3

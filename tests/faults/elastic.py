@@ -3,7 +3,6 @@
     python tests/faults/elastic.py --kills 100                one worker of two, on one node
     python tests/faults/elastic.py --kills 30 --nodes 2       a whole node of --nnodes 1:2; another comes in its place, or not
     python tests/faults/elastic.py --sharded                  the same of a model in parts (FSDP2), saved in pieces
-    python tests/faults/elastic.py --meanwhile                ... which threads write while training goes on
     python tests/faults/elastic.py --forked                   several times as many on a busy machine
 
 The agent is torchrun's own (elastic_launch), forked from a process that has imported it; its workers are scripts, as under
@@ -38,7 +37,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from victim import Victim, difference, end_of, in_parts, meanwhile_words, quiet, train
+from victim import Victim, difference, end_of, in_parts, quiet, train
 
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.files.shards import whole as joined
@@ -50,7 +49,7 @@ TIMEOUT = timedelta(
     seconds=60
 )  # of a group of several nodes: for so long one waits, as it begins, for a node that is gone
 COMES_LATE = 3  # the exit code of a node that finds the run closed
-KINDS = ("whole", "sharded", "meanwhile")  # how the model lies on the ranks, and is saved
+KINDS = ("whole", "sharded")  # how the model lies on the ranks, and is saved
 
 
 @dataclass
@@ -227,7 +226,6 @@ def work(root, nodes, kind):
     of_group = {"timeout": TIMEOUT} if several else {}
     strategy = DDPStrategy(**of_group) if kind == "whole" else in_parts(ranks, **of_group)
     words = {"make": Long, "max_epochs": Long.epochs} if several else {}
-    words |= meanwhile_words() if kind == "meanwhile" else {}
     train(root, batch_size=8 // ranks, strategy=strategy, accumulate_grad_batches=1, save_every_n_steps=3, **words)
 
 
@@ -353,8 +351,6 @@ def campaign(kills, nodes, ranks, kind, forked, seed, most=float("inf")):
         if forked:
             warm_up(home / "warm")
             in_parts()
-            if kind == "meanwhile":
-                meanwhile_words()
         run = Run(home / "whole", nodes, ranks, kind, forked, log)
         run.wait_for_workers()
         first = time.monotonic()
@@ -401,9 +397,6 @@ def main():
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other run after so many")
     parser.add_argument(
         "--sharded", dest="kind", action="store_const", const="sharded", help="the model in parts (FSDP2)"
-    )
-    parser.add_argument(
-        "--meanwhile", dest="kind", action="store_const", const="meanwhile", help="... saved by threads"
     )
     parser.add_argument("--forked", action="store_true", help="workers are forked, and import nothing")
     parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)

@@ -22,7 +22,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from victim import difference, end_of, in_parts, meanwhile_words, quiet, train
+from victim import difference, end_of, in_parts, quiet, train
 
 PATIENCE = 600.0  # seconds until a run that does not end counts as hanging
 
@@ -72,8 +72,7 @@ def fork(work, *args):
 
 def words_of(kind):
     """What the ranks are told: "" is DDP with one file."""
-    words = {"strategy": in_parts() if kind in ("sharded", "meanwhile") else "ddp"}
-    return words | (meanwhile_words() if kind.endswith("meanwhile") else {})
+    return {"strategy": in_parts() if kind == "sharded" else "ddp"}
 
 
 def start(root, ranks, log, kind=""):
@@ -145,7 +144,6 @@ def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
         warm_up(home / "warm")
         if kind:  # what the ranks import, once
             in_parts()
-            meanwhile_words()
         codes, seconds = length_of(start(home / "whole", ranks, log, kind))
         if any(codes):
             raise RuntimeError(f"the undisturbed run ended with {codes}:\n{log.read_text()}")
@@ -200,9 +198,8 @@ def main():
     parser.add_argument(
         "--sharded", action="store_true", help="the model in parts on two ranks (FSDP2), saved in pieces"
     )
-    parser.add_argument("--meanwhile", action="store_true", help="the same, its pieces written while training goes on")
     words = parser.parse_args()
-    kind = "meanwhile" if words.meanwhile else "sharded" if words.sharded else ""
+    kind = "sharded" if words.sharded else ""
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", file=sys.stderr)
     figures = campaign(words.kills, 2 if kind else words.ranks, seed, kind=kind)

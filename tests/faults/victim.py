@@ -15,7 +15,6 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])] 
 import numpy as np
 import torch
 from lightning.fabric.utilities.seed import seed_everything
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import make_data
 from torch import nn
 from torch.utils.data import DataLoader
@@ -72,15 +71,6 @@ def in_parts(ranks=2, **words):
     from torch.distributed.fsdp import fully_shard
 
     return ModelParallelStrategy(lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), ranks, 1, **words)
-
-
-def meanwhile_words():
-    """The words by which their pieces are written while training goes on; the ranks agree after each batch."""
-    import fabric_template.files.background  # noqa: F401
-    from fabric_template.process import signals
-
-    signals.AGREE_EVERY = 0
-    return {"plugins": AsyncCheckpointIO()}
 
 
 def train(root, make=Victim, batch_size=4, **words):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from itertools import pairwise
 from pathlib import Path
 
 import lightning
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 from interpreter import ready
 from lightning.fabric import Fabric
 
-from fabric_template.files import disk, locks, storage
+from fabric_template.files import locks, storage
 from fabric_template.files.locks import one_writer
 from fabric_template.files.names import safe_name
 from fabric_template.files.reading import (
@@ -186,21 +185,6 @@ def test_every_single_write_may_fail_or_be_short(tmp_path, monkeypatch, code):
     assert n > 20
 
 
-@pytest.mark.parametrize("buffer", [1, 100, 4096, storage.BUFFER])
-def test_pieces_are_written_together(tmp_path, monkeypatch, buffer):
-    """The same bytes, in as few writes as the buffer allows; a large tensor goes by it."""
-    state = {"small": [torch.arange(3) for _ in range(9)], "large": torch.ones(2**18)}
-    whole = save(state, tmp_path / "whole.ckpt").read_bytes()
-    sizes, real = [], storage._fs.write
-    monkeypatch.setattr(storage, "BUFFER", buffer)
-    monkeypatch.setattr(storage._fs, "write", lambda fd, data: (sizes.append(len(data)), real(fd, data))[1])
-    (tmp_path / "other").mkdir()
-    assert save(state, tmp_path / "other" / "whole.ckpt").read_bytes() == whole
-    assert sum(sizes) == len(whole)
-    assert 2**20 in sizes
-    assert all(size + after > buffer for size, after in pairwise(sizes))
-
-
 def test_a_first_file_that_cannot_be_renamed_tells_its_own_cause(tmp_path, monkeypatch):
     """Not that there is nothing under its name."""
     monkeypatch.setattr(storage._fs, "replace", failing(os.replace, 1, errno.EACCES))
@@ -218,30 +202,6 @@ def test_folder_that_cannot_be_synced(tmp_path, monkeypatch):
     assert same(read_checkpoint(tmp_path / "last.ckpt"), STATE)
     monkeypatch.setattr(storage._fs, "fsync", failing(os.fsync, 2, errno.EINVAL))  # a file system without folder sync
     save(STATE, tmp_path / "last.ckpt")
-
-
-def test_order_is_write_fsync_replace_fsync_folder(tmp_path, monkeypatch):
-    calls = []
-    for name in ("open", "write", "fsync", "replace", "unlink"):
-        real = getattr(storage._fs, name)
-        monkeypatch.setattr(storage._fs, name, lambda *a, _n=name, _r=real, **k: (calls.append(_n), _r(*a, **k))[1])
-    save(STATE, tmp_path / "a.ckpt")
-    order = [c for i, c in enumerate(calls) if i == 0 or calls[i - 1] != c]
-    assert order == ["open", "write", "fsync", "replace", "open", "fsync"]
-
-
-def test_folders_are_made_first_and_synced_behind(tmp_path, monkeypatch):
-    """Each of the parents holds a new name; a file system with a journal writes it once for all of them."""
-    done = []
-    mkdir, fsync = disk.fs.mkdir, disk.fs.fsync
-    monkeypatch.setattr(disk.fs, "mkdir", lambda path: (done.append(f"mkdir {path.name}"), mkdir(path)))
-    monkeypatch.setattr(
-        disk.fs, "fsync", lambda fd: (done.append("fsync " + Path(os.readlink(f"/proc/self/fd/{fd}")).name), fsync(fd))
-    )
-    disk.make_folder(tmp_path / "a" / "b" / "c")
-    assert done == ["mkdir a", "mkdir b", "mkdir c", "fsync b", "fsync a", f"fsync {tmp_path.name}"]
-    disk.make_folder(tmp_path / "a" / "b")
-    assert len(done) == 6
 
 
 def test_interrupt_is_not_hidden_and_leaves_nothing(tmp_path, monkeypatch):

@@ -3,8 +3,6 @@
 import errno
 import os
 import stat
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,6 @@ from fabric_template.files.disk import clear_stale, replace_file, try_lock
 from fabric_template.files.errors import CheckpointError
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.files.storage import AtomicCheckpointIO
-from fabric_template.process.away import DAY, desk, from_file, to_file
-from fabric_template.process.outcome import Outcome
 from fabric_template.tools import cli
 
 LOGS, CHECKPOINTS = "logs/run/version_0", "checkpoints/run/version_0"
@@ -52,18 +48,6 @@ def test_no_planted_link_is_followed(tmp_path):
     fit(tmp_path, max_epochs=2, version=0)
     assert precious.read_text() == "mine"
     assert (home / "metrics.csv").is_file()
-
-
-@pytest.mark.parametrize("plant", ["link", "file"])
-def test_a_name_that_was_guessed_is_not_used(tmp_path, monkeypatch, write, plant):
-    monkeypatch.setattr("secrets.token_hex", lambda size: "0123abcd")
-    precious, beside = tmp_path / "precious", tmp_path / f".a.ckpt.{os.getpid()}.0123abcd.tmp"
-    precious.write_text("mine")
-    beside.symlink_to(precious) if plant == "link" else os.link(precious, beside)
-    with pytest.raises((OSError, CheckpointError), match="File exists"):
-        write(tmp_path / "a.ckpt")
-    assert precious.read_text() == "mine"
-    assert not (tmp_path / "a.ckpt").exists()
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o600, 0o666, 0o444])
@@ -166,22 +150,6 @@ def test_the_next_run_of_a_name_clears_what_no_living_one_holds(tmp_path):
     assert [path for path in living if path.exists()] == [path for path in living if "other" in path.parts]
 
 
-def test_tidying_grows_neither_with_the_versions_nor_with_the_saves(tmp_path, monkeypatch):
-    """It looks into the newest ones, when a run begins."""
-    for number in range(3 * disk.NEWEST):
-        (tmp_path / "logs/run" / f"version_{number}").mkdir(parents=True)
-    listed, listdir = [], os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path=".": listed.append(Path(path)) or listdir(path))
-    counts = []
-    for epochs in (1, 9):
-        listed.clear()
-        fit(tmp_path, max_epochs=epochs)
-        counts.append(len([path for path in listed if tmp_path in path.parents]))
-    newest = tmp_path / "logs/run" / f"version_{3 * disk.NEWEST - 1}"
-    assert newest in listed
-    assert counts[0] + 1 == counts[1] < disk.NEWEST + 15  # one more: the version before has a folder of checkpoints
-
-
 def test_what_a_run_syncs(tmp_path, monkeypatch):
     """What has to survive a power cut, once: nothing that a small run does is dearer."""
     synced, fsync = [], os.fsync
@@ -227,38 +195,6 @@ def test_pipes_and_links_are_no_stale_files(tmp_path):
     clear_stale(tmp_path)  # opening the pipe would wait for ever
     assert precious.read_text() == "mine"
     assert link.is_symlink()
-
-
-def test_a_file_that_is_cleared_before_it_is_locked_is_made_anew(tmp_path, monkeypatch, write):
-    """Another run may start between the two."""
-    gone = []
-
-    def opens(path, *args):
-        fd = os.open(path, *args)
-        if str(path).endswith(".tmp") and len(gone) < 2:
-            gone.append(path)
-            clear_stale(tmp_path)
-        return fd
-
-    monkeypatch.setattr(disk.fs, "open", opens)
-    write(tmp_path / "a.ckpt")
-    assert len(set(gone)) == 2
-    assert os.listdir(tmp_path) == ["a.ckpt"]
-
-
-def test_results_that_nobody_read_go_after_a_day(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    old, young = tmp_path / "fabric_template_old.desk", tmp_path / "fabric_template_young.desk"
-    for path, age in ((old, DAY + 60), (young, DAY - 60)):
-        path.mkdir()
-        os.utime(path, (time.time() - age,) * 2)
-    with desk() as folder:
-        assert (old.exists(), young.exists()) == (False, True)
-        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-        assert from_file(to_file(Outcome(results=1), folder)).results == 1
-    with pytest.raises(RuntimeError), desk() as folder:
-        to_file(Outcome(results=1), f"{folder}/none")
-    assert os.listdir(tmp_path) == [young.name]
 
 
 # ---- predict --out

@@ -2,17 +2,12 @@
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from externally import externally
-from lightning.fabric.strategies import ModelParallelStrategy
 from modules import Classifier, make_data, sgd
 from runs import fit, logs_of, val_loader
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fabric_template import TensorLoader
@@ -90,44 +85,6 @@ def test_each_step_has_the_samples_of_an_undisturbed_run(numbers, kind):
     )
     assert len(logs_of(".")[0].splitlines()) == 2
     assert "order" not in read_checkpoint(LAST)["fabric_template"]
-
-
-def test_another_batch_of_all_together_is_said(recwarn):
-    """Two processes with the batch of one: what is no whole number of steps comes again, and nothing is lost."""
-    train(1, "DataLoader", max_steps=3)
-    train(2, "DataLoader", max_epochs=1, batch=16, resume="auto")  # in other processes
-    steps = list(seen().values())
-    assert [len(step) for step in steps] == [8, 8, 8, 16, 16, 16]
-    assert sorted({sample for step in steps for sample in step}) == list(range(SAMPLES))
-    train(2, "DataLoader", "two", batch=8, max_steps=3)
-    train(1, "DataLoader", "two", batch=16, max_epochs=1, resume="auto")
-    said = [str(one.message) for one in recwarn if "the epoch goes on with" in str(one.message)]
-    assert "8 of them come again, as 24 are not a whole number of steps here" in said[0]
-
-
-def parted(rank, tensor_parallel, **words):
-    """Two shares of the samples, each with one rank or with two that have a layer in parts."""
-
-    def parallelize(model, mesh):
-        if tensor_parallel > 1:
-            parallelize_module(model, mesh["tensor_parallel"], {"net.0": ColwiseParallel(), "net.3": RowwiseParallel()})
-        return fully_shard(model, mesh=mesh["data_parallel"])
-
-    data = TensorDataset(*make_data(SAMPLES).tensors, torch.arange(SAMPLES))
-    where = {"strategy": ModelParallelStrategy(parallelize, 2, tensor_parallel), "devices": 2 * tensor_parallel}
-    fit(".", Noted, lambda: DataLoader(data, batch_size=4, shuffle=True), **where, **words)
-
-
-@pytest.mark.parametrize("numbers", [(2, 1), (1, 2)], ids=str)
-def test_ranks_of_one_share_count_as_one(numbers):
-    """2 x 2 processes, and 2: as many shares of the samples."""
-    before, after = numbers
-    assert externally(partial(parted, tensor_parallel=before, max_steps=2), ranks=2 * before)[0] == [0] * 2 * before
-    codes, _ = externally(partial(parted, tensor_parallel=after, max_epochs=1, resume="last"), ranks=2 * after)
-    assert codes == [0] * 2 * after
-    steps = [set(step) for step in seen().values()]
-    assert [len(step) for step in steps] == [8] * 8
-    assert set().union(*steps) == set(range(SAMPLES))
 
 
 class Stream(IterableDataset):

@@ -1,4 +1,4 @@
-"""resume= among thousands of files and versions: few are opened, and the furthest good one is still the one chosen."""
+"""resume= and checkpoint_path() choose the furthest good checkpoint, or the best one, among many files."""
 
 import shutil
 from pathlib import Path
@@ -13,27 +13,13 @@ from runs import fit, val_loader
 from fabric_template import FabricLoop
 from fabric_template.files import disk
 from fabric_template.files.found import find_checkpoint
-from fabric_template.files.reading import load_header, read_checkpoint
-from fabric_template.process import choose as resume
-from fabric_template.process.choose import by_progress, newest_good
+from fabric_template.files.reading import read_checkpoint
+from fabric_template.process.choose import by_progress
 
 
 @pytest.fixture(autouse=True)
 def no_sync(monkeypatch):
     monkeypatch.setattr(disk.fs, "fsync", lambda fd: None)
-
-
-@pytest.fixture
-def opened(monkeypatch):
-    """The names of the files that are looked into."""
-    names = []
-
-    def counting(path):
-        names.append(Path(path).name)
-        return load_header(path)
-
-    monkeypatch.setattr(resume, "load_header", counting)
-    return names
 
 
 def write(folder, name, epochs, batch=0, of_epoch=3, **more):
@@ -42,23 +28,6 @@ def write(folder, name, epochs, batch=0, of_epoch=3, **more):
     content = {"global_step": ours["total_batches"], "epoch": epochs - (not batch), "optimizer_states": []}
     folder.mkdir(parents=True, exist_ok=True)
     torch.save({**content, "fabric_template": ours, **more}, folder / name)
-
-
-def test_one_of_all_epochs_and_a_last_one(tmp_path, opened):
-    for epoch in range(300):
-        write(tmp_path, f"epoch={epoch}-val_loss={1 / (epoch + 1):.4f}.ckpt", epoch + 1)
-    write(tmp_path, "last.ckpt", 300)
-    write(tmp_path, "best.ckpt", 120)
-    assert newest_good([tmp_path]) == tmp_path / "last.ckpt"
-    assert sorted(opened) == ["best.ckpt", "last.ckpt"]
-    opened.clear()
-    write(tmp_path, "last.ckpt", 299, batch=2)  # a kill between the two files of the 300th epoch
-    assert newest_good([tmp_path]) == tmp_path / "epoch=299-val_loss=0.0033.ckpt"
-    assert len(opened) == 3
-    (tmp_path / "epoch=299-val_loss=0.0033.ckpt").write_bytes(b"")
-    with pytest.warns(UserWarning, match="is set aside"):
-        assert newest_good([tmp_path]) == tmp_path / "last.ckpt"
-    assert len(opened) == 6
 
 
 @pytest.mark.parametrize(
@@ -78,30 +47,6 @@ def test_the_order_is_that_of_all_that_is_in_them(tmp_path, name):
     assert steps == sorted(steps, reverse=True)
     assert len(found) == 42
     assert found[0].name == "last.ckpt"
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("epoch=3-step=40.ckpt", (3, 40)), ("epoch=3-val_loss=0.5.ckpt", (3, resume.INFINITE)),
-     ("train_loss_epoch=0.5.ckpt", (resume.INFINITE,) * 2), ("epoch=10.5.ckpt", (resume.INFINITE,) * 2),
-     ("x-step=7-v1.ckpt", (resume.INFINITE, 7)), ("last.ckpt", (resume.INFINITE,) * 2)],
-)  # fmt: skip
-def test_what_a_name_says(name, said):
-    assert resume._said(name) == said
-
-
-def test_thousands_of_versions(tmp_path, opened):
-    """Empty ones, and those of runs that have no best: none of their files is opened."""
-    for number in range(400):
-        write(tmp_path / f"run/version_{number}", "last.ckpt", 1) if number % 2 else (
-            tmp_path / f"run/version_{number}"
-        ).mkdir(parents=True, exist_ok=True)
-    assert find_checkpoint("best", tmp_path, "run", None) is None
-    assert opened == []
-    assert newest_good([tmp_path / "run" / f"version_{number}" for number in range(398, -1, -1)]) == (
-        tmp_path / "run/version_397/last.ckpt"
-    )
-    assert opened == ["last.ckpt"]
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])

@@ -1,21 +1,17 @@
-"""The history is read from the CSV at a resume: a checkpoint is no larger after a thousand epochs than after ten."""
+"""The history of a resumed run begins with the rows of its CSV file, or of the checkpoint where there is none."""
 
-import math
 import shutil
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Classifier, make_loader
-from runs import fit, logs_of, same, without_time
+from runs import fit, logs_of, without_time
 
 from fabric_template import CSVLogger
 from fabric_template.files import disk
-from fabric_template.files.reading import read_checkpoint
-from fabric_template.record.parsing import value_of
-from fabric_template.record.tables import cell_of
 
 LAST = "checkpoints/run/version_0/last.ckpt"
 
@@ -55,12 +51,6 @@ def two():
     return make_loader(8)
 
 
-def test_cells_are_the_very_values():
-    for value in (True, False, 0, -3, 2**70, 0.1, 1e22, 1.0, -0.0, 5e-324, math.inf, -math.inf, math.nan, "text"):
-        found = value_of(cell_of(value))
-        assert (type(found), repr(found)) == (type(value), repr(value))
-
-
 def assert_same_rows(one, other):
     pd.testing.assert_frame_equal(one.drop(columns="time"), other.drop(columns="time"), check_exact=True)
 
@@ -85,42 +75,6 @@ def test_the_same_frame_and_file(tmp_path, loggers, epochs):
                                   check_exact=True, check_dtype=False)  # fmt: skip
     assert logs_of(tmp_path / "a") == logs_of(tmp_path / "whole")
     assert (logs_of(tmp_path / "a")[0] is None) == (loggers in ("none", "foreign"))
-
-
-class Sizes(Callback):
-    """Notes the size of each checkpoint, and how many rows were looked at for it."""
-
-    def __init__(self):
-        self.sizes, self.touched = [], []
-
-    def on_fit_start(self, trainer, module):
-        outer = self
-
-        class Rows(list):
-            def __iter__(self):
-                outer.touched += [None] * len(self)
-                return super().__iter__()
-
-            def __getitem__(self, index):
-                found = super().__getitem__(index)
-                outer.touched += [None] * (len(found) if isinstance(index, slice) else 1)
-                return found
-
-        trainer._run.history.rows = Rows()
-
-    def on_train_epoch_start(self, trainer, module):
-        if Path(LAST).exists():
-            self.sizes.append((Path(LAST).stat().st_size, len(self.touched)))
-
-
-@pytest.mark.parametrize(("words", "bytes_per_row"), [({}, 0), ({"logger": False}, 120)])
-def test_a_checkpoint_does_not_grow(tmp_path, words, bytes_per_row):
-    """Without a CSV of ours the rows are in it, as little text as they can be; none is looked at twice for that."""
-    sizes = Sizes()
-    fit(".", train=lambda: make_loader(4), max_epochs=60, callbacks=[sizes], **words)
-    (early, few), (late, many) = sizes.sizes[10], sizes.sizes[50]
-    assert late - early <= 40 * bytes_per_row + 128  # torch pads its parts to 64 bytes
-    assert many - few <= 40 * 4
 
 
 def test_in_a_new_version_the_rows_of_the_old_one_come_first(tmp_path):
@@ -179,14 +133,3 @@ def test_the_log_of_another_run_in_its_place_is_kept(tmp_path):
     assert (tmp_path / "logs/run/version_1/metrics.csv.before").read_bytes() == other
     assert_same_rows(fit(tmp_path / "whole", Odd, two, max_epochs=2)[2], frame)
     assert without_time(tmp_path / "logs/run/version_1/metrics.csv") == logs_of(tmp_path / "whole")[0]
-
-
-def test_an_older_file_has_a_dict_for_each_row(tmp_path):
-    frame = fit(tmp_path, Odd, two, max_epochs=2)[2]
-    content = read_checkpoint(tmp_path / LAST)
-    rows = [{k: v for k, v in row.items() if not (v != v and k != "=sum")} for row in frame.to_dict("records")]
-    content["fabric_template"]["history"] = rows
-    torch.save(content, tmp_path / "older.ckpt")
-    resumed = fit(tmp_path / "b", Odd, two, resume=tmp_path / "older.ckpt", max_epochs=3)[2]
-    assert_same_rows(fit(tmp_path / "whole", Odd, two, max_epochs=3)[2], resumed)
-    assert same(without_time(tmp_path / "b/logs/run/version_0/metrics.csv"), logs_of(tmp_path / "whole")[0])

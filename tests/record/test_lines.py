@@ -7,7 +7,6 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
-from calls import calls_of
 from clock import DURATION
 from nbclient import NotebookClient
 from runs import Plain, fit, make_loader, val_loader
@@ -109,17 +108,6 @@ def test_a_resumed_run_goes_on(tmp_path, capsys):
     marked = [int(line.split()[0]) for line in whole if "*" in line]
     best = [epoch for epoch, loss in enumerate(history["val_loss"]) if loss == min(history["val_loss"][: epoch + 1])]
     assert marked == best
-
-
-def test_a_line_costs_little(tmp_path, monkeypatch):
-    """400 epochs into a file: each line on the disk as it is printed, for 99 calls when this was written, or 0.05 ms."""
-    with open(tmp_path / "log", "w", encoding="utf-8") as file:
-        monkeypatch.setattr(sys, "stdout", file)
-        screen = Screen(Lines("val_loss"))
-        screen.row({**ROW, "epoch": 0}, 1.0)
-        counted = [calls_of(screen.row, {**ROW, "epoch": epoch}, 1.0)[1] for epoch in range(1, 400)]
-        assert len((tmp_path / "log").read_text().splitlines()) == 401
-    assert max(counted) < 300
 
 
 def test_a_reader_who_goes_away_costs_no_run(tmp_path, monkeypatch):

@@ -1,52 +1,18 @@
-"""A table with ever more columns: each new one costs a pass over the file's bytes, and no cell of it is taken apart."""
+"""A CSV table is whole after each row, also with new columns and after edits by another program."""
 
-import csv
-import io
-import itertools
-
-import pandas as pd
 import pytest
 
 from fabric_template.files import disk
-from fabric_template.record import parsing, tables
 from fabric_template.record.parsing import read_table
 from fabric_template.record.tables import Table
 
 FIRST = ("epoch", "step")
 
 
-def count_rows_read(monkeypatch):
-    """A list that grows by every row of a file that is taken apart into cells."""
-    rows = []
-
-    def counting(path):
-        found = read_table(path)
-        rows.extend(found[1])
-        return found
-
-    monkeypatch.setattr(parsing, "read_table", counting)
-    return rows
-
-
 @pytest.fixture(autouse=True)
 def no_sync(monkeypatch):
     """Hundreds of them would be seconds."""
     monkeypatch.setattr(disk.fs, "fsync", lambda fd: None)
-
-
-def test_new_names_one_by_one_take_no_row_apart(tmp_path, monkeypatch):
-    table, rows = Table(str(tmp_path / "metrics.csv"), FIRST), count_rows_read(monkeypatch)
-    for i in range(100):
-        table.append({"epoch": i, "step": 10 * i, f"loss,{i}": 0.5, "=note": "a,b"})
-    assert rows == []
-    names = ["loss,0", "=note", *(f"loss,{i}" for i in range(1, 100))]
-    expected = pd.DataFrame(
-        {"epoch": range(100), "step": range(0, 1000, 10)}
-        | {f"'{name}" if name == "=note" else name: "a,b" if name == "=note" else None for name in names}
-    ).astype({f"loss,{i}": float for i in range(100)})
-    for i in range(100):
-        expected.loc[i, f"loss,{i}"] = 0.5
-    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "metrics.csv"), expected)
 
 
 @pytest.mark.parametrize("last", [3, 7, 8])
@@ -97,45 +63,3 @@ def test_a_hand_between_two_rows_is_noticed(tmp_path):
     path.write_bytes(b'epoch,a,b\n0,"x\ny",5\n1,,1\n')
     table.append({"epoch": 2, "c": 1})
     assert path.read_bytes() == b'epoch,a,b,c\n0,"x\ny",5,\n1,,1,\n2,,,1\n'
-
-
-def test_a_file_of_ours_is_opened_and_cut_back_without_a_row_taken_apart(tmp_path, monkeypatch):
-    """A million rows are opened as quickly as they are read from the disk."""
-    path = tmp_path / "metrics.csv"
-    path.write_bytes(b"epoch,step,loss\n" + b"".join(b"%d,%d,0.5\n" % (i, 10 * i) for i in range(1000)))
-    rows = count_rows_read(monkeypatch)
-    table = Table(str(path), FIRST)
-    assert table.position() == {"rows": 1000, "columns": ["epoch", "step", "loss"]}
-    for kept in (1000, 998, 3, 0):
-        table.rewind(kept, ["epoch", "step", "loss"])
-        assert path.read_bytes().count(b"\n") == kept + 1
-    table.append({"epoch": 0, "step": 0, "loss": 0.5})
-    assert (rows, path.read_bytes()) == ([], b"epoch,step,loss\n0,0,0.5\n")
-
-
-def test_what_is_not_taken_apart_would_be_the_same(tmp_path):
-    """All short files of these bytes: either looked at cell by cell, or found to be what that would find."""
-    path, plain = tmp_path / "metrics.csv", 0
-    for marks in itertools.product(b'a,\n\r"', repeat=4):
-        path.write_bytes(b"a,b\n" + bytes(marks))
-        if (found := parsing.plain_table(str(path))) is not None:
-            columns, data, number = found
-            again = read_table(path)
-            assert (columns, number, True) == (again[0], len(again[1]), again[2])
-            assert tables.to_table(columns, again[1]) == data == path.read_bytes()
-            plain += 1
-    assert plain == 4
-
-
-def test_lines_are_those_of_the_csv_module_whatever_stands_in_the_cells():
-    cells = ["", "1", "0.5", "a b", " a", "a,b", 'a"b', '"', ",", "a\nb", "a\rb", "'", "ä"]
-    for width in (1, 2, 3):
-        columns = list("xyz"[:width])
-        rows = [
-            {name: cell for name, cell in zip(columns, row, strict=True) if cell != "'"}  # one that is not there
-            for row in itertools.product(cells, repeat=width)
-        ]
-        for lines in (*([row] for row in rows), rows):
-            text = io.StringIO(newline="")
-            csv.DictWriter(text, columns, restval="", lineterminator="\n").writerows(lines)
-            assert tables.to_lines(columns, lines) == text.getvalue().encode()

@@ -1,17 +1,12 @@
 """What hooks, loggers and writers are told beside the numbers: under FabricLoop what Trainer tells them."""
 
-import warnings
-
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     BasePredictionWriter,
-    EarlyStopping,
     LambdaCallback,
     ModelCheckpoint,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from modules import quiet
@@ -139,25 +134,6 @@ def test_one_name_has_one_value(tmp_path, make, verb):
         getattr(loop, verb)(Module(rate=0.1), datamodule=Data(rate=0.2))
 
 
-@pytest.mark.parametrize("given", [{}, {"ckpt_path": "best"}], ids=["no model", "best"])
-@pytest.mark.parametrize("count", [1, 2])
-def test_the_first_of_two_checkpoints_is_named(tmp_path, count, given):
-    sentence = (
-        '`.test(ckpt_path="best")` is called with Trainer configured with multiple `ModelCheckpoint` callbacks. It will use the'
-        " best checkpoint path from first checkpoint callback."
-    )
-    for make in LOOPS:
-        keep = [ModelCheckpoint(tmp_path / make.__name__ / mode, monitor="val", mode=mode) for mode in ("min", "max")]
-        loop = make(**quiet(max_epochs=1, callbacks=keep[:count], enable_checkpointing=True, default_root_dir=tmp_path))
-        loop.fit(module := Module())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loop.test(*([module] if given else []), **given)
-        said = [str(one.message) for one in caught]
-        assert [one for one in said if "multiple" in one] == [sentence] * (count - 1)
-        assert str(loop.ckpt_path) == keep[0].best_model_path
-
-
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("steps", [-1, 100], ids=["epochs", "steps"])
 def test_a_resumed_run_starts_in_the_epoch_to_come(tmp_path, steps):
@@ -210,47 +186,3 @@ def test_a_stream_has_no_indices():
     assert told[:2] == told[2:]
     assert told[2][-1] == [[]]
     assert told[3][-1] == [[], [[0, 1], [2]]]
-
-
-class Backed(Module):
-    """With a backbone that is thawed later."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone = torch.nn.Linear(1, 1)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.layer.parameters(), 0.01)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-@pytest.mark.parametrize(
-    "make_callback",
-    [
-        lambda: ModelCheckpoint(monitor="val", every_n_epochs=2),
-        lambda: StochasticWeightAveraging(0.01, swa_epoch_start=2),
-        lambda: EarlyStopping("late", patience=0, mode="max", strict=False),
-        lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1),
-    ],
-    ids=["checkpoint", "averaging", "stopping", "finetuning"],
-)
-def test_a_callback_takes_the_state_of_before(tmp_path, make_callback):
-    """A file in which something was still None, given to the loop that has gone on since."""
-
-    def log_late(loop, module):
-        if loop.current_epoch:
-            module.log("late", 1.0 - 0.1 * loop.current_epoch)
-
-    told = []
-    for make in LOOPS:
-        torch.manual_seed(1)
-        callback, root = make_callback(), tmp_path / make.__name__
-        keep = ModelCheckpoint(root / "kept", "{epoch}", save_top_k=-1)
-        callbacks = [callback, LambdaCallback(on_validation_epoch_end=log_late), keep]
-        loop = make(**quiet(max_epochs=3, callbacks=callbacks, enable_checkpointing=True), default_root_dir=root)
-        loop.fit(module := Backed())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loop.test(module, ckpt_path=str(root / "kept" / "epoch=0.ckpt"))
-        told.append({name: str(value).replace(make.__name__, "") for name, value in callback.state_dict().items()})
-    assert told[0] == told[1]

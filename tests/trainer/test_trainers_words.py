@@ -1,13 +1,11 @@
 """Trainer's words in the four verbs: ckpt_path and weights_only mean what they mean there; files that are written beside."""
 
 import inspect
-import threading
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import Classifier, assert_same_weights, make_loader
 from runs import fit, loud, val_loader
@@ -85,27 +83,6 @@ def test_two_words_for_one_file_are_refused(trained):
 # ---- AsyncCheckpointIO
 
 
-class Slowly(AtomicCheckpointIO):
-    """Writes nothing before the training is over."""
-
-    def __init__(self, over):
-        super().__init__(in_run=True)
-        self.over, self.threads = over, set()
-
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        assert self.over.wait(900)
-        self.threads.add(threading.current_thread())
-        super().save_checkpoint(checkpoint, path, storage_options)
-
-
-class Over(pl.Callback):
-    def __init__(self, over):
-        self.over = over
-
-    def on_train_end(self, trainer, pl_module):
-        self.over.set()
-
-
 @pytest.mark.parametrize("as_list", [True, False])
 def test_async_files_are_ours_and_there_at_the_end(tmp_path, as_list):
     io = AsyncCheckpointIO()
@@ -119,20 +96,6 @@ def test_async_files_are_ours_and_there_at_the_end(tmp_path, as_list):
     _, module, _ = fit(tmp_path / "async", val=val_loader, max_epochs=3, resume="last", plugins=AsyncCheckpointIO())
     assert_same_weights(fit(tmp_path / "whole", val=val_loader, max_epochs=3)[1], module)
     fit(tmp_path / "again", val=val_loader, max_epochs=1, plugins=io)  # it serves another fit
-
-
-def test_fit_waits_for_what_is_written_beside_it(tmp_path):
-    over = threading.Event()
-    base = Slowly(over)
-    loop, *_ = fit(tmp_path, max_epochs=2, plugins=AsyncCheckpointIO(base), callbacks=[Over(over)])
-    assert torch.load(loop.checkpoint_path("last"), weights_only=True)["global_step"] == 20
-    assert threading.current_thread() not in base.threads
-
-
-def test_a_model_checkpoint_writes_through_it(tmp_path):
-    keeps = ModelCheckpoint(tmp_path / "kept", filename="it")
-    fit(tmp_path, max_epochs=1, plugins=[AsyncCheckpointIO()], callbacks=[keeps])
-    assert torch.load(tmp_path / "kept/it.ckpt", weights_only=True)["global_step"] == 10
 
 
 @pytest.mark.filterwarnings("ignore:could not save")  # where the next save hears of it
