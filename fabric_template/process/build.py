@@ -135,7 +135,7 @@ def _compiling(plan: Plan, fabric: Fabric) -> Any:
         return None
     from ..core.compiling import Compiling
 
-    compiling = Compiling(plan.config.compile, plan.said if fabric.is_global_zero else None)
+    compiling = Compiling(plan.config.compile)
     if plan.fn == "fit":
         compiling.check(fabric.device, plan.config.accumulate_grad_batches)
     return compiling

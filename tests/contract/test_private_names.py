@@ -96,7 +96,6 @@ NEEDED = [  # name, who has it, and what we need it for
     ("_step_supports_amp_scaling", lambda: torch.optim.SGD([torch.ones(1)], fused=True), "optimizing.py", "fused in 16-mixed"),
     ("_dynamo", "torch", "compiling.py", "the compiler's own lists and callbacks, which torch.compiler has no names for:"),
     *[(name, "torch._dynamo", "compiling.py", why) for name, why in (
-        ("graph_break_reasons", "where a step leaves its graph"), ("guard_failures", "why it is compiled once more"),
         ("callback_handler", "how long compilation takes"),
     )],
     ("_comm_hooks", lambda: _named_in("nn/parallel/distributed.py"), "buckets.py", "hooks' states that no checkpoint holds"),
