@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,74 +64,47 @@ def profile(
     train_dataloaders: Any = None,
     datamodule: Any = None,
     *,
-    optimizer: Any = None,
-    scheduler: Any = None,
-    training_step: Callable | None = None,
     steps: int = 50,
-    trace: str | os.PathLike | None = None,
+    **arguments: Any,
 ) -> Profile:
     """Train a few steps on a copy; find where their time goes and what makes them faster.
 
     Weights, optimizers, callbacks, random numbers and loaders are unchanged afterwards, and no file
-    is left. Validation, checkpoints and loggers other than the CSV logger do not run.
+    is left. Validation, callbacks and loggers other than the CSV logger do not run.
 
     Args:
         loop: Its options are those of the training.
         model: As for `fit`.
         train_dataloaders: As for `fit`, but one loader.
         datamodule: As for `fit`, in place of the loader.
-        optimizer: As for `fit`.
-        scheduler: As for `fit`.
-        training_step: As for `fit`.
         steps: Number of timed batches.
-        trace: File for a trace of three steps, for ui.perfetto.dev or chrome://tracing.
+        arguments: As for `fit`: optimizer, scheduler, training_step.
     """
     from lightning.pytorch.utilities.seed import isolate_rng
-    from torch.profiler import profile as record
 
-    from .step_timer import PARTS, Training
-    from .suggestions import median_ms, suggest
+    from .step_timer import PARTS, find_faster, get_median, time_steps
 
-    _check(loop, steps, trace)
-    if hasattr(train_dataloaders, "train_dataloader"):
-        train_dataloaders, datamodule = None, train_dataloaders
-    arguments = {"optimizer": optimizer, "scheduler": scheduler, "training_step": training_step}
-    training = Training(loop, model, train_dataloaders, datamodule, arguments)
-    with isolate_rng():
-        timer = training.time_steps(steps, synchronize=loop.fabric.device.type == "cuda")
-        medians = {}
-        for part in PARTS:
-            medians[part] = round(median_ms([step[part] for step in timer.steps]), 3)
-        total = sum(medians.values())
-        shares = {part: value / total for part, value in medians.items()}
-        suggestions, notes = suggest(shares, total, training, timer)
-        if trace is not None:
-            with record() as recorded:
-                training.time_steps(3)
-            recorded.export_chrome_trace(os.fspath(trace))
-    rows = [Row(part, medians[part], shares[part]) for part in PARTS if medians[part]]
-    return Profile(rows, str(loop.fabric.device), steps, suggestions, notes)
-
-
-def _check(loop: Any, steps: Any, trace: Any) -> None:
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"profile(steps): got {steps!r}, expected an int >= 1. Write steps=50.")
     if loop.fabric.world_size > 1:
         size = loop.fabric.world_size
         raise ValueError(f"profile(loop): got {size} processes, expected one. Write devices=1.")
-    if trace is not None and not Path(trace).absolute().parent.is_dir():
-        raise ValueError(f"profile(trace): got {str(trace)!r}, expected a file. Create its folder.")
+    if hasattr(train_dataloaders, "train_dataloader"):
+        train_dataloaders, datamodule = None, train_dataloaders
+    training = (loop, model, train_dataloaders, datamodule, arguments)
+    with isolate_rng():
+        timer = time_steps(training, steps, synchronize=loop.fabric.device.type == "cuda")
+        medians = [round(get_median([step[part] for step in timer.steps]), 3) for part in PARTS]
+        total = sum(medians)
+        rows = [Row(part, ms, ms / total) for part, ms in zip(PARTS, medians, strict=True) if ms]
+        suggestions = find_faster(training, timer.loader, medians[0] / total, total)
+        reads: set[str] = set()
+        time_steps(training, 2, reads=reads)
+    notes = [f"{line} reads the value of a tensor: on a GPU each step waits there" for line in reads]
+    return Profile(rows, str(loop.fabric.device), steps, suggestions, notes)
 
 
-def profile_command(
-    loop: Any,
-    model: Any,
-    data: Any,
-    *,
-    out: str | None = None,
-    trace: str | None = None,
-    steps: int = 50,
-) -> int:
+def profile_command(loop: Any, model: Any, data: Any, *, out: str | None = None, steps: int = 50) -> int:
     """Show where the time of a training step goes, and what makes it shorter.
 
     Args:
@@ -141,18 +112,12 @@ def profile_command(
         model: The model.
         data: The datamodule or loader; None if the model has its own.
         out: File for a picture of the table.
-        trace: File for a trace of three steps, for ui.perfetto.dev or chrome://tracing.
         steps: Number of timed batches.
     """
-    from matplotlib.figure import Figure
-
-    if out is not None:
-        formats = Figure().canvas.get_supported_filetypes()
-        if Path(out).suffix[1:] not in formats or not Path(out).absolute().parent.is_dir():
-            raise ValueError(f"--out: got {out}, expected a picture. Write --out profile.png.")
-    found = profile(loop, model, data, steps=steps, trace=trace)
+    found = profile(loop, model, data, steps=steps)
     print(found)
     if out is not None:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
         found.plot().savefig(out, dpi=150)
         print(f"picture: {out}")
     return 0

@@ -1,33 +1,27 @@
-"""Time the parts of training steps on a copy of a training."""
+"""Time training steps on a copy of a training, and try what could make them faster."""
 
 from __future__ import annotations
 
 import copy
-import functools
+import os
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from statistics import fmean, median
 from typing import Any
 
 import torch
-from torch.optim import optimizer as optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, SequentialSampler
 
+from ..data.tensors import TensorLoader
 from ..loop import FabricLoop
 
-PARTS = ("data", "transfer", "forward", "backward", "optimizer", "logging", "hooks", "rest")
-LOGGING = ("log", "log_dict", "log_metrics")
-HOOKS = (
-    *(
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_after_batch_transfer",
-        "on_before_zero_grad",
-    ),
-    *("on_before_backward", "on_after_backward", "on_before_optimizer_step"),
-)
+PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
 # The options that decide how long a step takes. The other options keep their defaults.
 OPTIONS = (
     *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
@@ -42,17 +36,23 @@ QUIET = {
     "num_sanity_val_steps": 0,
     "max_epochs": 1,
 }
+WARM_UP = 5
+# A change is suggested if it is faster by MIN_GAIN in the median of several comparisons.
+MIN_GAIN, COMPARISONS = 1.1, 3
+SECONDS = 0.2  # of one side of a comparison
+READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
+LIBRARIES = ("torch", "lightning", "torchmetrics", __name__.partition(".")[0])
 
 
 class _EnoughSteps(BaseException):
     """End `fit` after the last timed step, without the end of an epoch."""
 
 
-class StepTimer:
+class _StepTimer:
     """Callback that charges each moment of a step to one part, so that the parts add up to it."""
 
-    def __init__(self, steps: int, warm_up: int, synchronize: Callable[[], Any] | None) -> None:
-        self.wanted, self.warm_up, self.synchronize = steps, warm_up, synchronize
+    def __init__(self, steps: int, synchronize: bool) -> None:
+        self.wanted, self.synchronize = steps, synchronize
         self.steps: list[dict[str, float]] = []
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.started = 0
@@ -60,81 +60,49 @@ class StepTimer:
         self.since = time.perf_counter()
         self.loader: Any = None
 
-    def switch(self, part: str) -> str:
-        """Start a part and return the one that ends."""
-        if self.synchronize is not None:
-            self.synchronize()
+    def switch(self, part: str) -> None:
+        if self.synchronize:
+            torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds[self.part] += now - self.since
-        before, self.part, self.since = self.part, part, now
-        return before
-
-    def timed(self, method: Callable, part: str) -> Callable:
-        """Return a function that calls the method and charges it to a part."""
-
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before = self.switch(part)
-            result = method(*args, **kwargs)
-            self.switch(before)
-            return result
-
-        return call
-
-    def time_methods(self, owner: Any, names: tuple[str, ...], part: str) -> None:
-        """Time what an object's class overrides. An attribute of the object hides the method."""
-        for name in names:
-            method = getattr(owner, name, None)
-            module = str(getattr(method, "__module__", ""))
-            if callable(method) and not module.endswith((".core.hooks", ".callbacks.callback")):
-                vars(owner)[name] = self.timed(method, part)
-
-    def on_train_start(self, loop: Any, module: Any, *args: Any) -> None:
-        """Time what the loop has made by now: self.log, loggers and optimizers."""
-        for owner in (module, *loop.loggers):
-            self.time_methods(owner, LOGGING, "logging")
-        for optimizer in loop.optimizers:
-            optimizer.zero_grad = self.timed(optimizer.zero_grad, "optimizer")
+        self.part, self.since = part, now
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """Start a step. What precedes this hook belongs to the step before."""
+        # What precedes this hook belongs to the step before.
         self.switch("forward")
-        if self.started > self.warm_up:
+        if self.started > WARM_UP:
             self.steps.append(self.seconds)
         if len(self.steps) == self.wanted:
             raise _EnoughSteps
         self.started += 1
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self.switch("optimizer")
+
     def on_before_backward(self, *args: Any) -> None:
-        """Start the backward part."""
         self.switch("backward")
 
     def on_after_backward(self, *args: Any) -> None:
-        """End the backward part. A step with manual optimization continues."""
-        self.switch("forward")
-
-    def on_before_optimizer_step(self, *args: Any) -> None:
-        """Start the optimizer part, which includes clipping."""
+        # Clipping and the optimizer's step follow.
         self.switch("optimizer")
 
     def after_optimizer_step(self, *args: Any) -> None:
-        """End the optimizer part."""
+        # A step with manual optimization continues.
         self.switch("forward")
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Charge what follows to the loop itself."""
         self.switch("rest")
 
 
-class RepeatedLoader:
+class _RepeatedLoader:
     """Loader that starts again when it ends, so that no epoch ends while steps are timed."""
 
-    def __init__(self, loader: Any, timer: StepTimer) -> None:
+    def __init__(self, loader: Any, timer: _StepTimer) -> None:
         self.loader, self.timer = loader, timer
 
     def __len__(self) -> int:
-        return self.timer.warm_up + self.timer.wanted + 2
+        return WARM_UP + self.timer.wanted + 2
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(len(self)):
@@ -143,97 +111,119 @@ class RepeatedLoader:
                 self.timer.switch("transfer")
                 yield batch
                 self.timer.switch("data")
-        raise ValueError("profile: got a loader without batches, expected one with batches.")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
 
 
-@dataclass
-class Training:
-    """A training as `fit` would start it. Only copies of its parts are trained."""
+class _ReadRecorder(TorchFunctionMode):
+    """Collects the lines outside of libraries at which a step reads the value of a tensor."""
 
-    loop: FabricLoop
-    model: Any
-    loader: Any
-    datamodule: Any
-    arguments: dict[str, Any]
+    def __init__(self, timer: _StepTimer, lines: set[str]) -> None:
+        super().__init__()
+        self.timer, self.lines = timer, lines
 
-    def time_steps(
-        self,
-        steps: int,
-        warm_up: int = 5,
-        *,
-        synchronize: bool = False,
-        change_loader: Callable[[Any], Any] | None = None,
-        context: Callable[[StepTimer], AbstractContextManager] = nullcontext,
-    ) -> StepTimer:
-        """Train a copy until the steps are timed, with another loader or in a context.
-
-        With `synchronize` each part waits for the GPU, so that its own work is charged to it.
-        """
-        timer = StepTimer(steps, warm_up, torch.cuda.synchronize if synchronize else None)
-
-        def repeat(loader: Any) -> RepeatedLoader:
-            timer.loader = loader
-            loader = _copy_loader(loader)
-            return RepeatedLoader(change_loader(loader) if change_loader else loader, timer)
-
-        model, callbacks, arguments = self._copy()
-        datamodule = copy.copy(self.datamodule)
-        train = None if self.loader is None else repeat(self.loader)
-        source = model if datamodule is None else datamodule
-        if train is None and hasattr(source, "train_dataloader"):
-            make_loader = source.train_dataloader
-            source.train_dataloader = lambda: repeat(make_loader())
-        for owner in (model, datamodule, *callbacks):
-            timer.time_methods(owner, HOOKS, "hooks")
-        options = {name: getattr(self.loop.config, name) for name in OPTIONS}
-        with ExitStack() as stack:
-            options["default_root_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
-            before = optim.register_optimizer_step_pre_hook(timer.on_before_optimizer_step)
-            after = optim.register_optimizer_step_post_hook(timer.after_optimizer_step)
-            stack.callback(before.remove)
-            stack.callback(after.remove)
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            stack.enter_context(context(timer))
-            stack.enter_context(suppress(_EnoughSteps))
-            options.update(QUIET, logger=bool(self.loop.loggers), callbacks=[timer, *callbacks])
-            loop = FabricLoop(self.loop.fabric, **options)
-            loop.fit(model, train, datamodule=datamodule, **arguments)
-        if len(timer.steps) < steps:
-            raise ValueError(
-                f"profile: got a training that ends after {timer.started} batches, expected"
-                f" {warm_up + steps}. Remove what stops it early."
-            )
-        return timer
-
-    def _copy(self) -> tuple[Any, list[Any], dict[str, Any]]:
-        """Copy all that a training changes. The copies refer to each other as the originals do."""
-        from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
-
-        silent = (Checkpoint, ModelSummary, ProgressBar)
-        callbacks = [one for one in self.loop.callbacks if not isinstance(one, silent)]
-        memo: dict[int, Any] = {id(self.loop): self.loop}
-        with suppress(AttributeError, RuntimeError):
-            memo[id(self.model.trainer)] = self.model.trainer
-        try:
-            return copy.deepcopy((self.model, callbacks, self.arguments), memo)
-        except Exception as error:
-            raise TypeError(
-                f"profile: got a model or callback that copy.deepcopy refuses ({error}), expected one"
-                " that it can copy. Open files and start threads in setup()."
-            ) from error
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        caller = sys._getframe(1)
+        library = str(caller.f_globals.get("__name__")).partition(".")[0]
+        is_step = self.timer.part != "data" and self.timer.started > WARM_UP
+        if function.__name__ in READS and library not in LIBRARIES and is_step:
+            path = os.path.relpath(caller.f_code.co_filename)
+            self.lines.add(f"{path}:{caller.f_lineno}")
+        return function(*args, **(kwargs or {}))
 
 
-def _copy_loader(loader: Any) -> Any:
-    """Copy a loader with its sampler and generators, but not its data."""
-    if hasattr(loader, "__next__") or isinstance(loader, dict):
-        kind = type(loader).__name__
-        raise TypeError(f"profile: got a {kind}, expected one loader. Give a DataLoader.")
-    shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
-    memo = {id(part): part for part in shared}
-    # The running iterator of persistent workers cannot be copied. The copy starts its own.
-    memo[id(getattr(loader, "_iterator", None))] = None
-    return copy.deepcopy(loader, memo)
+def time_steps(
+    training: tuple,
+    steps: int,
+    synchronize: bool = False,
+    new_loader: Any = None,
+    threads: int | None = None,
+    reads: set[str] | None = None,
+) -> _StepTimer:
+    """Train a copy until the steps are timed, with another loader or number of threads.
+
+    With `synchronize` each part waits for the GPU, so that its own work is charged to it.
+    """
+    loop, model, train, datamodule, arguments = training
+    timer = _StepTimer(steps, synchronize)
+    model, arguments = copy.deepcopy((model, arguments))
+    datamodule = copy.copy(datamodule)
+
+    def repeat(loader: Any) -> _RepeatedLoader:
+        timer.loader = loader
+        loader = new_loader or loader
+        # The data are shared, and a running iterator of persistent workers cannot be copied.
+        shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
+        memo = {id(part): part for part in shared} | {id(getattr(loader, "_iterator", None)): None}
+        return _RepeatedLoader(copy.deepcopy(loader, memo), timer)
+
+    source = model if datamodule is None else datamodule
+    if train is not None:
+        train = repeat(train)
+    elif hasattr(source, "train_dataloader"):
+        make_loader = source.train_dataloader
+        source.train_dataloader = lambda: repeat(make_loader())
+    options = {name: getattr(loop.config, name) for name in OPTIONS}
+    with ExitStack() as stack:
+        options["default_root_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.callback(register_optimizer_step_post_hook(timer.after_optimizer_step).remove)
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads or torch.get_num_threads())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(suppress(_EnoughSteps))
+        if reads is not None:
+            stack.enter_context(_ReadRecorder(timer, reads))
+        options.update(QUIET, logger=bool(loop.loggers), callbacks=[timer])
+        FabricLoop(loop.fabric, **options).fit(model, train, datamodule=datamodule, **arguments)
+    if len(timer.steps) < steps:
+        message = "expected one that goes on. Give batches, and remove what stops it."
+        raise ValueError(f"profile: got a training of {timer.started} batches, {message}")
+    return timer
+
+
+def get_median(seconds: list[float]) -> float:
+    """Return the median in ms of ten groups of consecutive steps. Workers deliver in bursts."""
+    size = max(1, len(seconds) // 10)
+    return 1e3 * median(fmean(seconds[i : i + size]) for i in range(0, len(seconds), size))
+
+
+def find_faster(training: tuple, loader: Any, data_share: float, milliseconds: float) -> list[str]:
+    """Try changes, and describe those that make the steps faster."""
+    steps = min(max(int(1e3 * SECONDS / milliseconds), 10), 200)
+    gains = {}
+    for text, change in _get_changes(loader, data_share):
+        # A change that fails here is not suggested.
+        with suppress(Exception):
+            pairs = [_time_pair(training, steps, change) for _ in range(COMPARISONS)]
+            gain, before, after = sorted(pairs)[COMPARISONS // 2]
+            if gain >= MIN_GAIN:
+                gains[f"{gain:.1f}x ({before:.3f} to {after:.3f} ms) by {text}"] = gain
+    return sorted(gains, key=gains.__getitem__, reverse=True)
+
+
+def _time_pair(training: tuple, steps: int, change: dict) -> tuple[float, float, float]:
+    """Return how many times a change is faster, and ms a step without and with it."""
+    timers = [time_steps(training, steps), time_steps(training, steps, **change)]
+    before, after = (get_median([sum(step.values()) for step in one.steps]) for one in timers)
+    return before / max(after, 0.001), before, after
+
+
+def _get_changes(loader: Any, data_share: float) -> Iterator[tuple[str, dict]]:
+    """Yield what could make a step faster: its text, and the argument of time_steps."""
+    if data_share > 0.1 and isinstance(loader, DataLoader):
+        workers = min(os.cpu_count() or 1, 2 * loader.num_workers or 8)
+        if hasattr(loader.dataset, "tensors"):
+            size, shuffle = loader.batch_size, not isinstance(loader.sampler, SequentialSampler)
+            tensors = loader.dataset.tensors
+            new: Any = TensorLoader(*tensors, batch_size=size or 1, shuffle=shuffle)
+            text = f"TensorLoader(x, y, batch_size={size}): the data are in memory"
+            yield text, {"new_loader": new}
+        elif workers > loader.num_workers:
+            new = copy.copy(loader)
+            # DataLoader's setter forbids to change persistent_workers.
+            vars(new).update(num_workers=workers, persistent_workers=True, prefetch_factor=2)
+            text = f"DataLoader(..., num_workers={workers}, persistent_workers=True)"
+            yield text, {"new_loader": new}
+    threads = torch.get_num_threads()
+    if data_share < 0.5 and threads > 1:
+        text = f"torch.set_num_threads(1): the steps are small for {threads} threads"
+        yield text, {"threads": 1}

@@ -1,6 +1,6 @@
 """The parts of a step add up, suggestions help, and a profile leaves no trace."""
 
-import json
+import copy
 import random
 import re
 import tempfile
@@ -56,15 +56,14 @@ class SlowBackward(torch.autograd.Function):
         return grad
 
 
-class SlowSGD(torch.optim.SGD):
+class SlowOptimizer(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
     def step(self, closure=None):
+        loss = None if closure is None else closure()
         CLOCK.sleep(LONG)
-        return super().step(closure)
-
-
-class SlowCallback:
-    def on_train_batch_end(self, *args):
-        CLOCK.sleep(LONG)
+        return loss
 
 
 def loss_of(net, batch):
@@ -76,13 +75,13 @@ def slow_step(net, batch):
     return loss_of(net, batch)
 
 
-def profile_net(loader=None, step=loss_of, optimizer=torch.optim.SGD, steps=6, trace=None, **options):
+def profile_net(loader=None, step=loss_of, optimizer=torch.optim.SGD, steps=6, **options):
     """Profile a net whose own work takes no time on the fake clock."""
     net = nn.Linear(4, 1)
     if loader is None:
         loader = TensorLoader(torch.ones(16, 4), torch.zeros(16, 1), batch_size=4)
     arguments = {"optimizer": optimizer(net.parameters(), lr=0.1), "training_step": step}
-    return FabricLoop(accelerator="cpu", **options).profile(net, loader, steps=steps, trace=trace, **arguments)
+    return FabricLoop(accelerator="cpu", **options).profile(net, loader, steps=steps, **arguments)
 
 
 # ---- the table and the picture
@@ -92,8 +91,7 @@ def profile_net(loader=None, step=loss_of, optimizer=torch.optim.SGD, steps=6, t
     ("data", {"loader": DataLoader(SlowDataset(), 1)}),
     ("forward", {"step": slow_step}),
     ("backward", {"step": lambda net, batch: SlowBackward.apply(loss_of(net, batch))}),
-    ("optimizer", {"optimizer": SlowSGD}),
-    ("hooks", {"callbacks": [SlowCallback()]}),
+    ("optimizer", {"optimizer": SlowOptimizer}),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_time_is_charged_to_its_part(part, slow, fake_clock):
     found = profile_net(**slow)
@@ -101,16 +99,9 @@ def test_time_is_charged_to_its_part(part, slow, fake_clock):
     assert found.milliseconds == 5.0
 
 
-def test_manual_optimization_logging_and_transfer_hooks(fake_clock):
+def test_manual_optimization_is_timed(fake_clock):
     class Manual(Classifier):
         automatic_optimization = False
-
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            CLOCK.sleep(LONG)
-            return batch
-
-        def log(self, *args, **kwargs):
-            CLOCK.sleep(LONG)
 
         def training_step(self, batch, batch_idx):
             for _ in range(2):
@@ -118,18 +109,21 @@ def test_manual_optimization_logging_and_transfer_hooks(fake_clock):
                 CLOCK.sleep(LONG)
                 self.manual_backward(SlowBackward.apply(nn.functional.cross_entropy(self(batch[0]), batch[1])))
                 self.optimizers().step()
-            self.log("x", 1.0)
 
-    module = Manual(lambda module: SlowSGD(module.parameters(), lr=0.1))
+    module = Manual(lambda module: SlowOptimizer(module.parameters(), lr=0.1))
     found = profile(FabricLoop(accelerator="cpu"), module, make_loader(), steps=3)
-    parts = {row.part: row.milliseconds for row in found.rows}
-    assert parts == {"forward": 10, "backward": 10, "optimizer": 10, "logging": 5, "hooks": 5}
+    assert {row.part: row.milliseconds for row in found.rows} == {
+        "forward": 10,
+        "backward": 10,
+        "optimizer": 10,
+    }
 
 
 def test_table_and_picture_show_the_same_numbers_and_add_up():
-    """Options that end a fit do not end a profile. A value read in each step is free here, and a note."""
+    """Options that end a fit do not end a profile. A value read in each step is a note."""
     found = profile_net(step=reading_step, steps=12, accumulate_grad_batches=2, max_steps=1, limit_train_batches=1)
-    assert "reads the value of a tensor in each step: free on a CPU" in str(found)
+    assert re.search(r"\nnote: .*test_profile\.py:\d+ reads the value of a tensor: on a GPU", str(found))
+    assert len(found.notes) == 1
     table = [line.split() for line in str(found).splitlines()[1 : len(found.rows) + 2]]
     assert [cells[0] for cells in table] == [row.part for row in found.rows] + ["step"]
     numbers = [float(cells[1]) for cells in table]
@@ -165,26 +159,20 @@ def threaded_step(net, batch):
 
 
 def reading_step(net, batch):
-    CLOCK.sleep(LONG / 10)
     loss = loss_of(net, batch)
     assert loss.item() == float(loss)
     return loss
 
 
 @pytest.fixture
-def slow_faults(monkeypatch):
-    """Collating tensors in memory and reading a value take time, as on a device."""
-    item, sample = torch.Tensor.item, TensorDataset.__getitem__
-
-    def slow_item(tensor):
-        CLOCK.sleep(LONG)
-        return item(tensor)
+def slow_samples(monkeypatch):
+    """Collating tensors in memory takes time."""
+    sample = TensorDataset.__getitem__
 
     def slow_sample(dataset, index):
         CLOCK.sleep(LONG / 10)
         return sample(dataset, index)
 
-    monkeypatch.setattr(torch.Tensor, "item", slow_item)
     monkeypatch.setattr(TensorDataset, "__getitem__", slow_sample)
 
 
@@ -195,9 +183,8 @@ IN_MEMORY = TensorDataset(torch.ones(64, 4), torch.zeros(64, 1))
     ({"loader": DataLoader(SlowDataset(), 4)}, r"5\.0x \(25\.000 to 5\.000 ms\) by DataLoader\(.*num_workers=[1-9]"),
     ({"loader": DataLoader(IN_MEMORY, 8)}, r"1\.8x .*TensorLoader\(x, y, batch_size=8\)"),
     ({"step": threaded_step}, r"2\.0x \(10\.000 to 5\.000 ms\) by torch.set_num_threads\(1\)"),
-    ({"step": reading_step}, r"11\.0x .* by not reading tensors: .*test_profile\.py:\d+ reads the value"),
-], ids=["no workers", "tensors in memory", "threads", "item"])  # fmt: skip
-def test_each_fault_has_a_suggestion_that_helps(fault, suggestion, fake_clock, slow_faults, monkeypatch):
+], ids=["no workers", "tensors in memory", "threads"])  # fmt: skip
+def test_each_fault_has_a_suggestion_that_helps(fault, suggestion, fake_clock, slow_samples, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -258,7 +245,11 @@ def fit_module(root, profiles):
     pl.seed_everything(1, verbose=False)
     module, data, counting = Classifier(by_step), Data(), Counting()
     module.net[0].eval()
-    callbacks = [counting, EarlyStopping("train_loss"), ModelCheckpoint(root / "mine", every_n_train_steps=1)]
+    callbacks = [
+        counting,
+        EarlyStopping("train_loss"),
+        ModelCheckpoint(root / "mine", every_n_train_steps=1),
+    ]
     loop = FabricLoop(**quiet(default_root_dir=str(root), max_epochs=2, callbacks=callbacks, enable_checkpointing=True))
     if profiles:
         before = random_states()
@@ -267,35 +258,34 @@ def fit_module(root, profiles):
         assert (module.net[0].training, counting.seen, data.setups) == (False, 0, 0)
         assert list(root.rglob("*")) == []
     history = loop.fit(module, data)
-    return module.state_dict(), history.drop(columns="time").to_csv(), loop.optimizers[0].state_dict(), random_states()
-
-
-def fit_net(root, profiles):
-    pl.seed_everything(1, verbose=False)
-    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=200)
-    loader = DataLoader(NoisyDataset(), 4, shuffle=True, generator=torch.Generator().manual_seed(3))
-    loop = FabricLoop(**quiet(max_epochs=2))
-    arguments = {
-        "optimizer": optimizer,
-        "scheduler": {"scheduler": scheduler, "interval": "step"},
-        "training_step": lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]),
-    }
-    loop.fit(net, loader, **arguments)
-    if profiles:
-        profile(loop, net, loader, steps=4, **arguments)
-    loop.fit(net, loader, **arguments)
-    return net.state_dict(), optimizer.state_dict(), random_states()
+    return (
+        module.state_dict(),
+        history.drop(columns="time").to_csv(),
+        loop.optimizers[0].state_dict(),
+        random_states(),
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("fit", [fit_module, fit_net])
-def test_a_fit_after_a_profile_is_the_fit_without_it(fit, tmp_path):
+def test_a_fit_after_a_profile_is_the_fit_without_it(tmp_path):
     roots = [tmp_path / "with", tmp_path / "without"]
     for root in roots:
         root.mkdir()
-    assert same(fit(roots[0], True), fit(roots[1], False))
+    assert same(fit_module(roots[0], True), fit_module(roots[1], False))
+
+
+def test_a_profile_after_a_fit_changes_nothing():
+    net = nn.Linear(8, 3)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    arguments = {
+        "optimizer": optimizer,
+        "training_step": lambda net, batch: net(batch[0]).square().mean(),
+    }
+    loader, loop = DataLoader(NoisyDataset(), 4, shuffle=True), FabricLoop(**quiet(max_epochs=1))
+    loop.fit(net, loader, **arguments)
+    before = copy.deepcopy((net.state_dict(), optimizer.state_dict(), random_states()))
+    profile(loop, net, loader, steps=4, **arguments)
+    assert same((net.state_dict(), optimizer.state_dict(), random_states()), before)
 
 
 # ---- errors and the command
@@ -303,30 +293,17 @@ def test_a_fit_after_a_profile_is_the_fit_without_it(fit, tmp_path):
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     ({"steps": 0}, ValueError, r"profile\(steps\): got 0, expected an int >= 1"),
-    ({"steps": "9"}, ValueError, r"profile\(steps\): got '9'"),
     ({"devices": 2}, ValueError, r"profile\(loop\): got 2 processes, expected one. Write devices=1"),
-    ({"loader": iter([])}, TypeError, "got a list_iterator, expected one loader"),
-    ({"loader": {"a": []}}, TypeError, "got a dict, expected one loader"),
-    ({"loader": []}, ValueError, "got a loader without batches"),
-    ({"trace": "no/trace.json"}, ValueError, r"profile\(trace\): got 'no/trace.json', expected a file"),
-    ({"callbacks": [Counting()]}, TypeError, "callback that copy.deepcopy refuses .*TextIOWrapper"),
+    ({"loader": []}, ValueError, "the train loader .* gave no batch"),
     ({"step": lambda net, batch: 1 / 0}, ZeroDivisionError, "division by zero"),
 ])  # fmt: skip
-def test_errors(arguments, error, message, tmp_path):
-    with (tmp_path / "file").open("w") as file:
-        for callback in arguments.get("callbacks", ()):
-            callback.file = file
-        with pytest.raises(error, match=message):
-            profile_net(**arguments)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        profile_net(**arguments)
 
 
 def test_the_command(tmp_path, capsys):
     loop = FabricLoop(accelerator="cpu")
-    assert profile_command(loop, Classifier(), Data(), out="steps.png", trace="trace.json", steps=3) == 0
+    assert profile_command(loop, Classifier(), Data(), out="pictures/steps.png", steps=3) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("of 3 steps on cpu")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["steps.png", "trace.json"]
-    names = [event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
-    assert "Optimizer.step#SGD.step" in names
-    for out in ("no/steps.png", "steps.xyz"):
-        with pytest.raises(ValueError, match=f"--out: got {out}, expected a picture"):
-            profile_command(loop, Classifier(), Data(), out=out)
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["steps.png"]
