@@ -15,13 +15,7 @@ def tell_differences(run: Run, now: Mapping[str, Any]) -> None:
     before = (run.origin.pending or {}).get("fingerprint")
     if not isinstance(before, Mapping) or not run.fabric.is_global_zero:
         return
-    if kept := differences(now["settings"], before.get("settings")):
-        run.said.warn(
-            f"resume: in the code, and otherwise in the run that goes on: {'; '.join(kept)}. It goes on with what it was; to"
-            " change that, set it in on_train_start (for group in loop.optimizers[0].param_groups: group['lr'] = 0.01), or"
-            " write load= in the place of resume= to start a new run from the weights"
-        )
-    if found := differences({name: part for name, part in now.items() if name != "settings"}, before):
+    if found := differences(now, before):
         run.said.warn(
             f"resume: other than in the run that goes on: {'; '.join(found)}. It goes on with what it has now, and not with"
             " the numbers that it would have had"
@@ -32,8 +26,8 @@ def differences(now: Mapping[str, Any], before: Any) -> list[str]:
     """What is other now, in words; what only one of them knows is no difference.
 
     Example:
-        >>> differences({"batches": 6, "versions": {"torch": "2.9"}}, {"batches": 5, "versions": {"torch": "2.8"}})
-        ['batches 6 (was 5)', 'torch 2.9 (was 2.8)']
+        >>> differences({"batches": 6, "processes": 2}, {"batches": 5, "processes": 1})
+        ['batches 6 (was 5)', 'processes 2 (was 1)']
     """
     if not isinstance(before, Mapping):
         return []

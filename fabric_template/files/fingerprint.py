@@ -2,54 +2,21 @@
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 import torch
-from lightning.fabric import __version__ as lightning_version
 
-from .. import __version__
 from ..core.inputs import length_of
 from ..core.passes import INFINITE
 from ..core.run import Run
 
-VERSIONS = {
-    "python": platform.python_version(),
-    "torch": str(torch.__version__),
-    "lightning": lightning_version,
-    "fabric_template": __version__,
-}
-
 
 def fingerprint(run: Run) -> dict[str, Any]:
-    """What the run is made of before callbacks change it: made once, as its optimizers are."""
+    """Return the classes of the optimizers and the number of processes, which a resume compares."""
     return {
-        "accumulate_grad_batches": run.config.accumulate_grad_batches,
-        "precision": str(run.fabric.strategy.precision.precision),
         "optimizers": [kin(optimizer) for optimizer in run.optimizing.optimizers],
-        "schedulers": [type(config.scheduler).__name__ for config in run.optimizing.schedulers],
-        "settings": settings_of(run),
         "processes": run.fabric.world_size,
-        "versions": {name: ".".join(text.split(".")[:2]) for name, text in VERSIONS.items()},  # a third number mends
     }
-
-
-def settings_of(run: Run) -> dict[str, str]:
-    """The numbers and words that optimizers and schedulers are made with, which a resume takes from the file."""
-    parts: list[tuple[Any, dict[str, Any]]] = []
-    for optimizer in run.optimizing.optimizers:
-        for index, group in enumerate(optimizer.param_groups):  # of which there may be hundreds
-            own = {**group, "lr": group.get("initial_lr", group.get("lr")), "initial_lr": None}
-            parts.append((optimizer, {key: own[key] for key in ("lr", "weight_decay") if key in own} if index else own))
-    parts += [(config.scheduler, config.scheduler.state_dict()) for config in run.optimizing.schedulers]
-    found: dict[str, str] = {}
-    for number, (part, values) in enumerate(parts):
-        name = kin(part)[0] + f" {number}" * any(type(part) is type(other) for other, _ in parts[:number])
-        for key, value in values.items():
-            value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            if isinstance(value, bool | int | float | str) or key == "betas":
-                found[f"{name}.{key}"] = str(value)
-    return found
 
 
 def of_data(run: Run) -> dict[str, Any]:

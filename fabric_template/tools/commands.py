@@ -144,7 +144,7 @@ def predict_command(
         model: The model.
         data: The object with the loaders.
         load: Take the weights of "last", "best" or a path.
-        out: The file: .csv (a row per sample), .npz (an array per key) or .pt (a list by batch).
+        out: The file: .csv (a row per sample) or .pt (a list by batch).
     """
     from .predictions import check_output, save_predictions
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from math import hypot, isclose
 from typing import Any
 
+from .recorder import load_steps
+from .recorder import record_training as record_training
+
 Record = dict[str, Any]
 Run = list[Record]
 Explanation = tuple[str, str]  # the reason and the fix
@@ -51,8 +54,6 @@ def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
     Raises:
         ValueError: If a file is missing, a script fails or a training takes no optimizer step.
     """
-    from .recorder import load_steps
-
     recordings = load_steps(first, steps), load_steps(second, steps)
     lengths = tuple(len(recorded) for recorded in recordings)
     shortest = min(lengths)
@@ -107,15 +108,20 @@ def _check_optimizer(first: Run, second: Run, step: int) -> Finding | None:
     return None if a == b else ("optimizer", a, b, reason, f"{a} in both")
 
 
-def _check_initial_weights(first: Run, second: Run, step: int) -> Finding | None:
-    pairs = _find_changed(first[0], second[0], "weights before")
+def _check_weights_before(first: Run, second: Run, step: int) -> Finding | None:
+    pairs = _find_changed(first[step], second[step], "weights before")
     if not pairs:
         return None
-    a, b = (parameter["weights before"]["norm"] for parameter in pairs[0])
+    a, b = (parameter["weights before"] for parameter in pairs[0])
     names = _join_names([a for a, _ in pairs])
-    reason = f"{names}: another model, other random numbers, or loaded or trained before"
-    fix = "torch.manual_seed(0) before the model is created, and the same checkpoint, in both"
-    return "norm of initial weights", a, b, reason, fix
+    if a["shape"] != b["shape"]:
+        return "shape", a["shape"], b["shape"], f"the models differ in {names}", "the same model"
+    if step == 0:
+        reason = f"{names}: initialized with other random numbers, or loaded or trained before"
+        fix = "torch.manual_seed(0) before the model is created, and the same checkpoint, in both"
+        return "norm of initial weights", a["norm"], b["norm"], reason, fix
+    reason = f"{names}: clamped, averaged, copied or loaded between two steps in one training only"
+    return "norm of weights before", a["norm"], b["norm"], reason, "the same change in both"
 
 
 def _check_settings(first: Run, second: Run, step: int) -> Finding | None:
@@ -124,14 +130,31 @@ def _check_settings(first: Run, second: Run, step: int) -> Finding | None:
         return None
     a, b = (parameter["settings"] for parameter in pairs[0])
     name = next(name for name in a if a[name] != b[name])
-    reason, fix = "the optimizers or their schedulers differ", f"{name}={a[name]}"
+    reason, fix = "the optimizers are created with different values", f"{name}={a[name]}"
     groups = [{str(p["settings"]) for p in run[step]["parameters"]} for run in (first, second)]
     if len(groups[0]) != len(groups[1]):
         changed = [a for a, b in pairs if a["settings"][name] != b["settings"][name]]
         reason, fix = f"other parameter groups: {_join_names(changed)}", "the same groups in both"
-    elif step > 0:
-        fix = 'scheduler.step() after the same batches, "interval": "step" or "epoch" for fit'
+    elif name == "lr":
+        reason, fix = _explain_schedule(first, second) or (reason, fix)
     return "learning rate" if name == "lr" else name, a[name], b[name], reason, fix
+
+
+def _count_steps_with_first_rate(run: Run) -> int:
+    rates = [step["parameters"][0]["settings"].get("lr") for step in run]
+    return next((i for i, rate in enumerate(rates) if rate != rates[0]), len(rates))
+
+
+def _explain_schedule(first: Run, second: Run) -> Explanation | None:
+    a, b = _count_steps_with_first_rate(first), _count_steps_with_first_rate(second)
+    interval = "step" if a == 1 else "epoch"
+    fix = f'"interval": "{interval}" for fit, scheduler.step() after each {interval} by hand'
+    if b == len(second):
+        reason = "only the first changes it, as by a scheduler"
+        return None if a == len(first) else (reason, f"the same scheduler, {fix}")
+    if a == len(first):
+        return "only the second changes it, as by a scheduler", "no scheduler in the second"
+    return f"scheduler.step() is called elsewhere: a change after {a} and after {b} steps", fix
 
 
 def _check_accumulation(first: Run, second: Run, step: int) -> Finding | None:
@@ -144,43 +167,83 @@ def _check_batch(first: Run, second: Run, step: int) -> Finding | None:
     for a, b in zip(first[step]["passes"], second[step]["passes"], strict=False):
         sizes = a["batch size"], b["batch size"]
         if sizes[0] != sizes[1] and min(sizes) > 0:
-            reason = "the loaders have other batch sizes, or only one drops the last batch"
-            fix = f"batch_size={sizes[0]}, or the same drop_last"
+            reason, fix = "the loaders have different batch sizes", f"batch_size={sizes[0]}"
+            if step > 0:
+                reason, fix = "only one drops the last batch", f"drop_last={sizes[0] > sizes[1]}"
             return "batch size", sizes[0], sizes[1], reason, fix
         # A module that also gets the targets has more samples.
         only_first = set(a["samples"]) - set(b["samples"])
         only_second = set(b["samples"]) - set(a["samples"])
         if only_first and only_second:
-            samplers = first[0]["sampler"], second[0]["sampler"]
-            reason = f"other samples, transforms or order: {samplers[0]} and {samplers[1]}"
-            fix = "the same dataset and seed, and sampler.set_epoch(epoch), in both"
-            if samplers[0] != samplers[1]:
-                fix = f"shuffle={samplers[0] != 'SequentialSampler'}"
+            reason, fix = _explain_batch(first, second, step)
             return "digest of a sample", min(only_first), min(only_second), reason, fix
     return None
+
+
+def _get_batches(run: Run) -> list[set[str]]:
+    return [{sample for one in step["passes"] for sample in one["samples"]} for step in run]
+
+
+def _explain_batch(first: Run, second: Run, step: int) -> Explanation:
+    batches = _get_batches(first), _get_batches(second)
+    samplers = first[0]["sampler"], second[0]["sampler"]
+    if samplers[0] != samplers[1] and set().union(*batches[0]) & set().union(*batches[1]):
+        reason = f"the same samples in another order: {samplers[0]} and {samplers[1]}"
+        return reason, f"shuffle={samplers[0] != 'SequentialSampler'}"
+    repeats = [run[step] == run[0] for run in batches]
+    if repeats[0] != repeats[1]:
+        reason = f"the {'first' if repeats[0] else 'second'} repeats the order of its first epoch"
+        return reason, "sampler.set_epoch(epoch) at the start of each epoch, or one generator"
+    reason = "the samples, their transforms or their order differ"
+    fix = "the same dataset and transforms, and the same generator= for the DataLoader, in both"
+    return _explain_random_state(first, second, step) or (reason, fix)
+
+
+def _explain_random_state(first: Run, second: Run, step: int) -> Explanation | None:
+    for start in range(step + 1):
+        for a, b in zip(first[start]["passes"], second[start]["passes"], strict=False):
+            states = a["random state"], b["random state"]
+            names = [name for name in states[0] if states[0][name] != states[1].get(name)]
+            if names:
+                reason = f"the random state of {' and '.join(names)} differs from step {start} on"
+                return reason, "the same seed before both, and as many random numbers drawn"
+    return None
+
+
+def _explain_modes(first: list[str], second: list[str], step: int) -> Explanation | None:
+    if len(first) == len(second):
+        return None
+    which, names = ("first", first) if len(first) > len(second) else ("second", second)
+    reason = f"more modules are in eval mode in the {which}: {', '.join(sorted(set(names)))}"
+    return reason, f"model.train() {'at the start of each epoch' if step else 'before training'}"
 
 
 def _check_loss(first: Run, second: Run, step: int) -> Finding | None:
     for a, b in zip(first[step]["passes"], second[step]["passes"], strict=False):
         # NaN differs from itself, its text does not.
         if str(a["loss"]) != str(b["loss"]):
-            reason, fix = _explain_loss(a, b, len(first[step]["passes"]))
+            explanation = _explain_modes(a["eval modules"], b["eval modules"], step)
+            if explanation is None and a["is random"] and b["is random"]:
+                explanation = _explain_random_state(first, second, step)
+            reason, fix = explanation or _explain_loss(a, b, len(first[step]["passes"]))
             return "loss", a["loss"], b["loss"], reason, fix
     return None
 
 
 def _explain_loss(a: Record, b: Record, passes: int) -> Explanation:
-    modules = a["eval modules"], b["eval modules"]
-    if len(modules[0]) != len(modules[1]):
-        which = "first" if len(modules[0]) > len(modules[1]) else "second"
-        names = ", ".join(sorted({*modules[0], *modules[1]}))
-        reason = f"more modules are in eval mode in the {which}: {names}"
-        return reason, "model.train() before training and after each validation"
     if passes > 1 and isclose(a["loss"], b["loss"] * passes, rel_tol=1e-3):
         reason = f"{passes} times smaller: fit divides by accumulate_grad_batches, the step as well"
         return reason, "return the loss of the batch undivided"
-    reason = "other targets, outputs, loss functions, precision or random numbers, as for dropout"
-    return reason, "the same model, loss, precision= and number of random numbers in both"
+    if passes > 1 and isclose(a["loss"] * passes, b["loss"], rel_tol=1e-3):
+        return f"{passes} times larger: not divided by the number of batches", f"loss / {passes}"
+    if a["batch size"] > 1 and isclose(a["loss"] * a["batch size"], b["loss"], rel_tol=1e-3):
+        return "the mean over the batch in the first, the sum in the second", "reduction='mean'"
+    if a["is random"] != b["is random"]:
+        which = "first" if a["is random"] else "second"
+        return f"the model has dropout or noise in the {which} only", "the same model in both"
+    if isclose(a["loss"], b["loss"], rel_tol=0.02):
+        return "rounding, as of another precision", "the same precision= (or autocast) in both"
+    return "other targets, outputs or loss functions", "the same loss of the same outputs in both"
 
 
 def _check_gradients(first: Run, second: Run, step: int) -> Finding | None:
@@ -210,12 +273,12 @@ def _explain_gradients(a: Record, b: Record, norms: Any, ratios: list[float]) ->
     if all(isclose(ratio, 1, rel_tol=1e-3) for ratio in ratios):
         reason = "rounding: sums, as of the norm for clipping, in another order"
         return reason, "nothing if the last bits may differ, else the same order of parameters"
-    if all(isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios):
-        which = "second" if norms[0] > norms[1] else "first"
-        reason = f"only the {which} clips or scales gradients, or more"
-        return reason, f"gradient_clip_val={min(norms):.4g}, or none, in both"
-    reason = "a part of the loss is detached, or gradients are clipped by value, in one only"
-    return reason, "the same training step and clipping in both"
+    if not all(isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios):
+        reason = "a part of the loss is detached, or gradients are clipped by value, in one only"
+        return reason, "the same training step and clipping in both"
+    if norms[0] > norms[1]:
+        return "only the second clips or scales gradients, or more", "the clipping of the first"
+    return "only the first clips or scales gradients, or more", f"gradient_clip_val={norms[0]:.4g}"
 
 
 def _check_weights(first: Run, second: Run, step: int) -> Finding | None:
@@ -233,5 +296,5 @@ def _check_weights(first: Run, second: Run, step: int) -> Finding | None:
     return "norm of a buffer", a, b, reason, "model.eval() before the validation"
 
 
-CHECKS = [_check_optimizer, _check_initial_weights, _check_settings, _check_accumulation]
+CHECKS = [_check_optimizer, _check_weights_before, _check_settings, _check_accumulation]
 CHECKS += [_check_batch, _check_loss, _check_gradients, _check_weights]

@@ -1,4 +1,4 @@
-"""Saving of predictions: a table, arrays, or the list of batches."""
+"""Saving of predictions: a table, or the list of batches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .. import AtomicCheckpointIO
 
 def check_output(out: Path) -> None:
     """Refuse a file that cannot be written, before anything is predicted."""
-    if out.suffix not in (".csv", ".npz", ".pt") or out.is_dir():
-        raise ValueError(f"--out: got {out}, expected a file name in .csv, .npz or .pt.")
+    if out.suffix not in (".csv", ".pt") or out.is_dir():
+        raise ValueError(f"--out: got {out}, expected a file name in .csv or .pt.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out.parent).close()
@@ -28,15 +28,14 @@ def save_predictions(batches: list[Any], out: Path) -> None:
 
     Args:
         batches: What predict_step returned, by batch.
-        out: The file: .csv has a row per sample, .npz an array per key, .pt the list.
+        out: The file: .csv has a row per sample, .pt is the list.
     """
     if out.suffix == ".pt":
         AtomicCheckpointIO().save_checkpoint(batches, out)  # type: ignore[arg-type]
         return
-    write = save_table if out.suffix == ".csv" else save_arrays
     unfinished = out.with_name(f"{out.name}.tmp")
     try:
-        write(join_batches(batches), unfinished)
+        save_table(join_batches(batches), unfinished)
         os.replace(unfinished, out)
     except (ValueError, OSError) as error:
         unfinished.unlink(missing_ok=True)
@@ -82,11 +81,3 @@ def save_table(arrays: dict[str, Any], path: Path) -> None:
             for index in range(array.shape[1]):
                 columns[f"{prefix}{index}"] = array[:, index]
     pandas.DataFrame(columns).to_csv(path, index=False)
-
-
-def save_arrays(arrays: dict[str, Any], path: Path) -> None:
-    """Write an array per key."""
-    import numpy as np
-
-    with path.open("wb") as file:
-        np.savez(file, **arrays)

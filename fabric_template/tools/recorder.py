@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
+import random
 import shlex
 import subprocess
 import sys
@@ -13,11 +15,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim import optimizer
-from torch.utils.data import DataLoader
 
 # These settings of an optimizer do not change what a step computes.
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -43,11 +40,11 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
     """
     if steps < 1:
         raise ValueError(f"steps: got {steps}, expected 1 or more. Write the number of steps.")
-    recorder = _Recorder(steps, stop)
+    recorder = Recorder(steps, stop)
     try:
         with recorder.register_hooks():
             yield
-    except _EnoughSteps:
+    except EnoughSteps:
         pass
     finally:
         Path(path).write_text(json.dumps(recorder.steps, default=float), encoding="utf-8")
@@ -93,12 +90,17 @@ def _run_script(path: str, arguments: list[str], recording: Path, steps: int) ->
         )
 
 
-class _EnoughSteps(BaseException):
+class EnoughSteps(BaseException):
     """Ends a training after the last step to record."""
 
 
-class _Recorder:
-    """Records optimizer steps as dicts of plain values."""
+class Recorder:
+    """Records optimizer steps as dicts of plain values.
+
+    Args:
+        limit: The number of steps to record.
+        stop: Raise `EnoughSteps` after them.
+    """
 
     def __init__(self, limit: int, stop: bool) -> None:
         self.limit, self.stop, self.is_full = limit, stop, False
@@ -107,12 +109,20 @@ class _Recorder:
         self.modules: dict[int, Any] = {}
         self.inputs: dict[int, list[str]] = {}
         self.batch_size = 0
+        self.optimizers: list[Any] = []
         self.parameters: list[Any] = []
+        self.random_state: dict[str, str] = {}
         self.sampler = ""
         self.has_old_gradients = False
 
     @contextmanager
     def register_hooks(self) -> Iterator[None]:
+        """Record the training in this block."""
+        import torch
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim import optimizer
+        from torch.utils.data import DataLoader
+
         run_backward, start_loader = torch.autograd.backward, DataLoader.__iter__
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -133,6 +143,9 @@ class _Recorder:
             yield
 
     def before_forward(self, module: Any, args: Any) -> None:
+        """Record the data that enters a module with parameters, and the random state."""
+        import torch
+
         if torch.compiler.is_compiling() or self.is_full or not torch.is_grad_enabled():
             return
         if id(module) not in self.modules:
@@ -143,8 +156,10 @@ class _Recorder:
             # A later call replaces an earlier one, which may be a measurement without backward.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
+            self.random_state = get_random_state()
 
     def before_backward(self, loss: Any) -> None:
+        """Record the loss and the forward pass that computed it."""
         if self.is_full:
             return
         if not self.passes:
@@ -155,6 +170,8 @@ class _Recorder:
             {
                 "samples": [sample for samples in self.inputs.values() for sample in samples],
                 "batch size": self.batch_size,
+                "random state": self.random_state,
+                "is random": self.random_state != get_random_state(),
                 "eval modules": [type(leaf).__name__ for leaf in leaves if not leaf.training],
                 "loss": sum(float(tensor.detach().sum()) for tensor in find_tensors(loss)),
             }
@@ -162,19 +179,24 @@ class _Recorder:
         self.inputs, self.batch_size = {}, 0
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Record the weights before an optimizer step."""
         if not self.is_full:
             self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self.weights = [fingerprint(p) for p in self.parameters]
             self.number_of_passes = len(self.passes)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Record an optimizer step."""
         if self.is_full:
             return
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+        number = self.optimizers.index(optimizer) + 1
         modules = self.modules.values()
         buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
         self.steps.append(
             {
-                "optimizer": type(optimizer).__name__,
+                "optimizer": f"{type(optimizer).__name__} (number {number})",
                 # An optimizer may call its closure several times. The first pass is comparable.
                 "passes": self.passes[: self.number_of_passes + 1],
                 "has old gradients": self.has_old_gradients,
@@ -186,10 +208,12 @@ class _Recorder:
         self.passes = []
         self.is_full = len(self.steps) == self.limit
         if self.is_full and self.stop:
-            raise _EnoughSteps
+            raise EnoughSteps
 
     def describe_parameters(self, optimizer: Any) -> list[dict[str, Any]]:
         """Describe each parameter, in the optimizer's order."""
+        import torch
+
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
         # The first module that was called is the outermost one. Its names are the full ones.
         names = {id(parameter): name for name, parameter in reversed(named)}
@@ -212,6 +236,8 @@ class _Recorder:
 
 def find_tensors(value: Any) -> Iterator[Any]:
     """Yield the tensors in nested lists, tuples and dicts."""
+    import torch
+
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -223,11 +249,25 @@ def find_tensors(value: Any) -> Iterator[Any]:
 
 def digest(tensor: Any) -> str:
     """Return a digest of a tensor's bits."""
+    import torch
+
     bits = tensor.detach().to_dense().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(bits.numpy(), digest_size=8).hexdigest()
 
 
 def fingerprint(tensor: Any) -> dict[str, Any]:
-    """Describe a tensor by its norm and a digest of its bits."""
+    """Describe a tensor by its shape, its norm and a digest of its bits."""
     norm = tensor.detach().double().nan_to_num().norm()
-    return {"norm": float(norm), "digest": digest(tensor)}
+    return {"shape": list(tensor.shape), "norm": float(norm), "digest": digest(tensor)}
+
+
+def get_random_state() -> dict[str, str]:
+    """Return a digest of the random state of each library."""
+    import numpy
+    import torch
+
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state()}
+    states["torch"] = torch.get_rng_state().numpy()
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().numpy()
+    return {name: hashlib.md5(pickle.dumps(state)).hexdigest() for name, state in states.items()}

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from fabric_template import FabricLoop, MiniLoop, compare
 from fabric_template.tools.cli import main
-from fabric_template.tools.recorder import record_training
+from fabric_template.tools.compare import record_training
 
 
 class Script:
@@ -278,12 +278,30 @@ class FrozenLater(Script):
         return super().loss(net, batch)
 
 
+class ClippedEarly(Clipping):
+    def train_on(self, i, batch, net, optimizer, is_last):
+        optimizer.zero_grad()
+        loss = self.loss(net, batch)
+        nn.utils.clip_grad_norm_(net.parameters(), self.clip)
+        loss.backward()
+        optimizer.step()
+
+
 class ClippedInReverse(Clipping):
     def train_on(self, i, batch, net, optimizer, is_last):
         self.loss(net, batch).backward()
         nn.utils.clip_grad_norm_([*net.parameters()][::-1], self.clip, foreach=False)
         optimizer.step()
         optimizer.zero_grad()
+
+
+class SteppedBefore(ScheduledByStep):
+    def train_on(self, i, batch, net, optimizer, is_last):
+        self.rates.step()
+        super().train_on(i, batch, net, optimizer, is_last)
+
+    def scheduler(self, optimizer):
+        self.rates = super().scheduler(optimizer)
 
 
 class Sampled(Script):
@@ -308,6 +326,13 @@ class SeededLate(Script):
         return net
 
 
+class Drawing(Dropping):
+    def train_on(self, i, batch, net, optimizer, is_last):
+        super().train_on(i, batch, net, optimizer, is_last)
+        if i == 2:
+            torch.randn(1)
+
+
 class Clamped(Script):
     def train_on(self, i, batch, net, optimizer, is_last):
         super().train_on(i, batch, net, optimizer, is_last)
@@ -321,8 +346,11 @@ class ValidatesInTrainMode(Normed):
             sum(self.loss(net, batch) for batch in val)
 
 
-def divided_loss(self, net, batch):
-    return cross_entropy(net(batch[0]), batch[1]) / (3 if net.training else 1)
+def scaled_loss(factor):
+    def loss(self, net, batch):
+        return cross_entropy(net(batch[0]), batch[1]) * (factor if net.training else 1)
+
+    return loss
 
 
 def other_loss(self, net, batch):
@@ -337,6 +365,10 @@ def loader_in_order(self):
     return DataLoader(make_data(), 8)
 
 
+def narrow_net(self):
+    return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
 def sgd(self, net):
     return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
 
@@ -345,13 +377,14 @@ def adamw(self, net):
     return torch.optim.AdamW(net.parameters(), lr=0.1)
 
 
-DividedTwice, OtherLoss = change(Accumulating, loss=divided_loss), change(Script, loss=other_loss)
+DividedTwice, NotDivided = change(Accumulating, loss=scaled_loss(1 / 3)), change(Accumulating, loss=scaled_loss(3))
+Summed, OtherLoss = change(Script, loss=scaled_loss(8)), change(Script, loss=other_loss)
 Uneven = change(Script, loader=uneven_loader, drops_last=False)
 Slower, WithAdamW, OneGroup = (
     change(kind, optimizer=new) for kind, new in ((Script, sgd), (Script, adamw), (TwoGroups, adamw))
 )
 ByEpoch, SampledOnce = change(ScheduledByStep, interval="epoch"), change(Sampled, sets_epoch=False)
-InOrder = change(Script, loader=loader_in_order)
+InOrder, Narrower = change(Script, loader=loader_in_order), change(Script, net=narrow_net)
 
 MISTAKES = [
     # The eight mistakes that compare has to find: first, second, options of fit or None for a
@@ -364,17 +397,28 @@ MISTAKES = [
     (TwoGroups, OneGroup, {}, 0, "learning rate", "groups: 0.weight, 0.bias", "the same groups in both"),
     (Script, InOrder, {}, 0, "digest of a sample", "RandomSampler and SequentialSampler", "shuffle=True"),
     (Clipping, ClippedInReverse, None, None, "gradient norm", "rounding", "nothing if the last bits may differ"),
-    # Other differences, most of them with a general reason.
-    (Dropping, TrainsOnlyOnce, None, 5, "loss", "more modules are in eval mode", "after each validation"),
-    (ScheduledByStep, ByEpoch, {}, 1, "learning rate", "or their schedulers", '"interval": "step" or "epoch"'),
-    (Script, Slower, {}, 0, "learning rate", "the optimizers or their schedulers differ", "lr=0.1"),
+    # Others.
+    (Dropping, TrainsOnlyOnce, None, 5, "loss", "more modules are in eval mode", "model.train() at the start of each"),
+    (Accumulating, NotDivided, {}, 0, "loss", "3 times larger: not divided", "loss / 3"),
+    (Clipping, ClippedEarly, None, 0, "gradient norm", "only the first clips", "gradient_clip_val=0.1"),
+    (ScheduledByStep, ByEpoch, {}, 1, "learning rate", "after 1 and after 5 steps", '"interval": "step"'),
+    (ScheduledByStep, SteppedBefore, None, 0, "learning rate", "scheduler.step() is called elsewhere", '"interval": "step"'),
+    (ScheduledByEpoch, Script, {}, 5, "learning rate", "only the first changes it", "the same scheduler"),
+    (Script, ScheduledByEpoch, {}, 5, "learning rate", "only the second changes it", "no scheduler"),
+    (Script, Slower, {}, 0, "learning rate", "created with different values", "lr=0.1"),
     (Script, WithAdamW, {}, 0, "optimizer", "different classes", "SGD"),
-    (Uneven, change(Uneven, drops_last=True), {}, 4, "batch size", "only one drops the last batch", "drop_last"),
-    (Sampled, SampledOnce, None, 5, "digest of a sample", "DistributedSampler", "set_epoch"),
-    (Script, SeededLate, {}, 0, "norm of initial weights", "2.weight, 2.bias: another", "torch.manual_seed(0)"),
+    (Uneven, change(Uneven, drops_last=True), {}, 4, "batch size", "only one drops the last batch", "drop_last=False"),
+    (Script, change(Script, batch_size=4), {}, 0, "batch size", "different batch sizes", "batch_size=8"),
+    (Sampled, SampledOnce, None, 5, "digest of a sample", "the second repeats the order of its first epoch", "set_epoch"),
+    (Script, SeededLate, {}, 0, "norm of initial weights", "2.weight, 2.bias: initialized", "torch.manual_seed(0)"),
+    (Script, Narrower, {}, 0, "shape", "the models differ in 0.weight", "the same model"),
     (Script, Accumulating, {}, 0, "backward passes", "different number of batches", "accumulate_grad_batches=1"),
-    (Script, OtherLoss, {}, 0, "loss", "other targets, outputs, loss functions", "the same model, loss"),
-    (Clamped, Script, {}, 1, "loss", "other targets, outputs", "the same model"),
+    (Drawing, Dropping, {}, 3, "loss", "the random state of torch differs from step 3", "the same seed"),
+    (Script, Dropping, {}, 0, "loss", "dropout or noise in the second only", "the same model"),
+    (Script, Summed, {}, 0, "loss", "the mean over the batch in the first, the sum", "reduction='mean'"),
+    (Script, OtherLoss, {}, 0, "loss", "other targets, outputs or loss functions", "the same loss"),
+    (Script, HalfPrecision, {}, 0, "loss", "another precision", "the same precision="),
+    (Clamped, Script, {}, 1, "norm of weights before", "0.weight: clamped", "the same change"),
     (ValidatesInTrainMode, Normed, {}, 5, "norm of a buffer", "BatchNorm", "model.eval()"),
     (change(Script, epochs=4), Script, {}, 15, "number of steps", "ends earlier", "the same number of epochs"),
 ]  # fmt: skip
@@ -392,6 +436,23 @@ def test_a_mistake_is_explained(tmp_path, first, second, options, step, quantity
     assert (result.quantity, result.values[0] == result.values[1]) == (quantity, False)
     assert reason in result.reason
     assert fix in result.fix
+
+
+def test_optimizers_that_take_turns():
+    def train(order):
+        torch.manual_seed(0)
+        nets = [Script().net(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))]
+        optimizers = [torch.optim.Adam(net.parameters(), 1e-2) for net in nets]
+        for x, _ in DataLoader(make_data(), 8):
+            for turn in order:
+                optimizers[turn].zero_grad()
+                made = nets[0](x) if turn == 0 else nets[0](x).detach()
+                nets[1](made).mean().backward()
+                optimizers[turn].step()
+
+    assert compare(lambda: train((0, 1)), lambda: train((0, 1))).is_equal
+    result = compare(lambda: train((0, 1)), lambda: train((0, 1, 1)))
+    assert (result.step, result.values) == (2, ("Adam (number 1)", "Adam (number 2)"))
 
 
 # Recordings, scripts and the command
@@ -438,7 +499,7 @@ def test_scripts_are_compared_with_their_arguments(tmp_path, monkeypatch, capsys
     assert main(["compare", "train.py", "train.py 0.2"]) == 1
     assert capsys.readouterr().out == (
         "step 0   learning rate: 0.1 in the first, 0.2 in the second\n"
-        "reason   the optimizers or their schedulers differ\n"
+        "reason   the optimizers are created with different values\n"
         "fix      lr=0.1\n"
     )
 
