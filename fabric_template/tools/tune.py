@@ -81,6 +81,7 @@ def tune(
     only: Iterable[str] | None = None,
     seconds: float = 2.0,
     same_numbers: bool = False,
+    verbose: bool = False,
     **fit_arguments: Any,
 ) -> Tuned:
     """Find the settings that make a training faster, each tried in a process of its own.
@@ -93,6 +94,7 @@ def tune(
         only: the settings to try, such as ["threads", "batch_size"].
         seconds: the length of a trial.
         same_numbers: leave out the settings that change the numbers.
+        verbose: print each trial when it ends.
         **fit_arguments: optimizer, training_step and the like, as for fit.
 
     Raises:
@@ -104,14 +106,14 @@ def tune(
         raise ValueError(f"only: got {', '.join(names)}, expected some of {', '.join(known)}.")
     data = train_dataloaders if datamodule is None else datamodule
     parts = {"model": model, "train_dataloaders": data, **fit_arguments}
-    return Tuner(partial(measure, loop, parts, seconds)).run(names)
+    return Tuner(partial(measure, loop, parts, seconds), verbose).run(names)
 
 
 class Tuner:
     """Measures a training with several settings."""
 
-    def __init__(self, measure: Callable[[dict[str, Any]], float]) -> None:
-        self.measure = measure
+    def __init__(self, measure: Callable[[dict[str, Any]], float], verbose: bool = False) -> None:
+        self.measure, self.verbose = measure, verbose
         self.trials: list[tuple[str, float, str]] = []
 
     def run(self, names: Iterable[str]) -> Tuned:
@@ -154,7 +156,8 @@ class Tuner:
         """Return samples per second of a training in a process of its own, 0.0 if it fails."""
         rate, failure = run_in_process(partial(self.measure, choice))
         self.trials.append((label(choice), rate or 0.0, failure))
-        print(row(*self.trials[-1]), flush=True)
+        if self.verbose:
+            print(row(*self.trials[-1]), flush=True)
         return rate or 0.0
 
 
@@ -334,7 +337,7 @@ def tune_command(
         rate = save_curve(ramp.rates, ramp.losses, Path(out))
         print(f"suggested   {rate and f'{rate:.2g}'}\ncurve       {Path(out).with_suffix('.png')}")
         return 0
-    tuned = tune(loop, model, data, only=only, seconds=seconds, same_numbers=same_numbers)
+    tuned = tune(loop, model, data, only=only, seconds=seconds, same_numbers=same_numbers, verbose=True)
     options = dict(tuned.options)
     for part, owner in (("data", data), ("model", model)):
         own = {k: v for k, v in tuned.choice.items() if f"{part}.{k}" in arguments}

@@ -101,7 +101,8 @@ def test_a_batch_size_that_fails_is_a_row_and_nothing_here_changes(tmp_path, cap
     assert found.options == {}
     assert "(other numbers)" in found.lines[0]
     assert ("batch_size 256", 0.0, "MemoryError: no room") in found.trials
-    assert "failed  batch_size 256  MemoryError: no room" in capsys.readouterr().out
+    assert "failed  batch_size 256  MemoryError: no room" in str(found)
+    assert capsys.readouterr().out == ""
     assert loader.batch_size == 32
     assert os.listdir(tmp_path) == []
 
