@@ -1,0 +1,466 @@
+"""The loaders of a run: every shape that Trainer takes, limits, samplers, transfer to the device."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from ..checkpoint.dataloader_state import LoaderPosition
+from ..errors import ConfigurationError, ConfigurationTypeError
+from ..training.hooks import is_instance_of, overridden
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class DataConnector:
+    """Gives a run its batches.
+
+    Args:
+        loaders: What was given to the call, by stage: "train", "val", "test", "predict".
+        source: The datamodule or module that has ``train_dataloader()`` and the like.
+    """
+
+    def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
+        self.given = {stage: given for stage, given in loaders.items() if given is not None}
+        self.source = source
+        self.run: RunState = None  # type: ignore[assignment]
+        self.train: TrainLoaders | None = None
+        self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
+        self._eval_stage: str | None = None
+        self._loaded_in_epoch: dict[str, int] = {}
+
+    def has_loader(self, stage: str) -> bool:
+        """Return whether there is a loader for this stage, given or made by a method."""
+        return stage in self.given or overridden(self.source, f"{stage}_dataloader") is not None
+
+    def request(self, stage: str) -> Any:
+        """Return the given loaders, or call the method that makes them."""
+        if stage in self.given:
+            return self.given[stage]
+        return getattr(self.source, f"{stage}_dataloader")()
+
+    def _should_reload(self, stage: str) -> bool:
+        if stage not in self._loaded_in_epoch:
+            return True
+        every = self.run.config.reload_dataloaders_every_n_epochs
+        return bool(every) and self.run.progress.epochs_done - self._loaded_in_epoch[stage] >= every
+
+    def setup_train_loader(self) -> None:
+        """Make the training loader, at first and whenever it is to be reloaded."""
+        run = self.run
+        if run.config.limit_train_batches == 0 or not self._should_reload("train"):
+            return
+        self._loaded_in_epoch["train"] = run.progress.epochs_done
+        self.train = TrainLoaders(run, self.request("train"))
+        run.progress.num_train_batches = self.train.num_batches
+        if run.progress.is_in_epoch:
+            return
+        self.train.start()
+
+    def start_train_batches(self) -> None:
+        """Start the iterator of an epoch. That of the first epoch started with its loader, as in Trainer."""
+        if self.run.progress.epochs_done > 0 or self.train.is_used:
+            self.train.start()
+
+    def resume_train_batches(self) -> None:
+        """Continue the epoch that a checkpoint was saved in."""
+        self.set_epoch("train", self.run.progress.epochs_done)
+        self.train.resume(self.run.progress.batches_done)
+
+    def train_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield (batch on the device, whether it is the last one)."""
+        transfer = make_transfer(self.run)
+        for batch, is_last in self.train.batches(self.run.progress.batches_done):
+            yield (batch if transfer is None else transfer(batch, 0)), is_last
+
+    def setup_eval_loaders(self, stage: str) -> None:
+        """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""
+        if self._eval_stage == stage and not self._should_reload(stage):
+            return
+        self._loaded_in_epoch[stage] = self.run.progress.epochs_done
+        self._eval_stage = stage
+        self.eval_loaders = EvalLoaders(self.run, stage, self.request(stage))
+
+    def set_epoch(self, stage: str, epoch: int) -> None:
+        """Tell every sampler the epoch, so that shuffled epochs differ."""
+        loaders = self.train.loaders if stage == "train" else self.eval_loaders.loaders
+        for loader in loaders:
+            batch_sampler = getattr(loader, "batch_sampler", None)
+            samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+            for part in {id(s): s for s in (loader, *samplers, batch_sampler)}.values():
+                if callable(getattr(part, "set_epoch", None)):
+                    part.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.train is None else self.train.position.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.train is not None and state:
+            self.train.position.load_state_dict(state)
+
+
+class TrainLoaders:
+    """The training loader, or several that give one batch together."""
+
+    def __init__(self, run: RunState, source: Any) -> None:
+        self.run, self.source = run, source
+        self.loaders = [prepare_loader(run, loader, "train") for loader in flatten_loaders(source)]
+        limit = run.config.limit_train_batches
+        self.limits = [count_batches(loader, limit, "train") for loader in self.loaders]
+        self.combined = self._combine()
+        self.num_batches = self._count()
+        self.position = LoaderPosition(self.combined if self.combined is not None else self.loaders[0])
+        self.is_used = False
+        self._iterator: Iterator[Any] | None = None
+
+    def _combine(self) -> CombinedLoader | None:
+        is_combined = is_instance_of(self.source, "CombinedLoader")
+        if not is_combined and len(self.loaders) == 1 and self.source is flatten_loaders(self.source)[0]:
+            return None
+        combined = self.source if is_combined else CombinedLoader(self.source, "max_size_cycle")
+        if getattr(combined, "_mode", None) == "sequential":
+            raise ConfigurationError(
+                '`_FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. The available'
+                " modes are: ['min_size', 'max_size_cycle', 'max_size']"
+            )
+        combined.flattened = self.loaders
+        combined.limits = self.limits
+        return combined
+
+    def _count(self) -> int | float:
+        if self.combined is None:
+            return self.limits[0]
+        iter(self.combined)
+        try:
+            return len(self.combined)
+        except (TypeError, NotImplementedError):
+            return math.inf
+
+    def start(self) -> None:
+        """Start the iterator of an epoch, which draws random numbers for its order."""
+        self.is_used = False
+        self._iterator = self.position.start()
+
+    def resume(self, batches_done: int) -> None:
+        """Start the iterator of an epoch of which some batches are done."""
+        self._iterator = self.position.resume(batches_done)
+
+    def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
+        """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
+        self.is_used = True
+        iterator = self._iterator
+        if self.num_batches != math.inf:
+            for index in range(batches_done, int(self.num_batches)):
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+                yield self._unpack(batch), index + 1 == self.num_batches
+            return
+        missing = object()
+        following = next(iterator, missing)
+        while following is not missing:
+            batch, following = following, next(iterator, missing)
+            yield self._unpack(batch), following is missing
+
+    def _unpack(self, item: Any) -> Any:
+        return item[0] if self.combined is not None else item
+
+    @property
+    def as_given(self) -> Any:
+        """The loaders in the shape in which they were given."""
+        return self.loaders[0] if self.combined is None else self.combined.iterables
+
+
+class EvalLoaders:
+    """The loaders of an evaluation, one after the other."""
+
+    def __init__(self, run: RunState, stage: str, source: Any) -> None:
+        self.run, self.stage, self.source = run, stage, source
+        self.loaders = [prepare_loader(run, loader, stage) for loader in flatten_loaders(source)]
+        limit = getattr(run.config, f"limit_{stage}_batches")
+        self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
+        self.names = [str(name) for name in source] if _is_flat_dict(source) else []
+        is_combined = is_instance_of(source, "CombinedLoader")
+        self.combined = source if is_combined and source._mode != "sequential" else None
+        if self.combined is not None:
+            if stage == "predict":
+                raise ConfigurationError(
+                    '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
+                )
+            self.combined.flattened = self.loaders
+
+    @property
+    def has_several(self) -> bool:
+        """Return whether steps and hooks get a ``dataloader_idx``."""
+        return len(self.loaders) > 1 and self.combined is None
+
+    def count_batches(self, max_batches: int | float | None = None) -> int | float:
+        """Return the number of batches of all loaders."""
+        return sum(self._limited(max_batches))
+
+    def _limited(self, max_batches: int | float | None) -> list[int | float]:
+        return [min(limit, math.inf if max_batches is None else max_batches) for limit in self.limits]
+
+    def batches(self, max_batches: int | float | None = None) -> Iterator[tuple[Any, int, int]]:
+        """Yield (batch on the device, batch_idx, dataloader_idx)."""
+        transfer = make_transfer(self.run)
+        for batch, batch_idx, dataloader_idx in self._raw_batches(max_batches):
+            yield (
+                (batch if transfer is None else transfer(batch, dataloader_idx)),
+                batch_idx,
+                dataloader_idx,
+            )
+
+    def _raw_batches(self, max_batches: int | float | None) -> Iterator[tuple[Any, int, int]]:
+        if self.combined is not None:
+            self.combined.limits = self._limited(max_batches)
+            for batch, batch_idx, dataloader_idx in iter(self.combined):
+                yield batch, batch_idx, dataloader_idx
+            return
+        for dataloader_idx, limit in enumerate(self._limited(max_batches)):
+            iterator = iter(self.loaders[dataloader_idx])
+            batch_idx = 0
+            while batch_idx < limit:
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    break
+                yield batch, batch_idx, dataloader_idx
+                batch_idx += 1
+            if limit and not batch_idx:
+                self.run.warn_once(
+                    f"The {self.stage} loader ({type(self.loaders[dataloader_idx]).__name__}) gave no"
+                    " batch. Give an object that starts from its beginning with each iter()."
+                )
+
+    def note_batch_indices(self, dataloader_idx: int, batch_idx: int) -> None:
+        """Note the samples of the current batch, for callbacks that write predictions."""
+        sampler = getattr(self.loaders[dataloader_idx], "batch_sampler", None)
+        self.batch_indices = getattr(sampler, "current", None) or []
+
+    @property
+    def as_given(self) -> Any:
+        """The loaders in the shape in which they were given."""
+        is_single = len(self.loaders) == 1 and self.source is flatten_loaders(self.source)[0]
+        return self.loaders[0] if is_single else self.loaders
+
+
+class TrackingBatchSampler(BatchSampler):
+    """A batch sampler that remembers the indices of each batch that it gave, for predictions."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+        self.current: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for indices in self.batch_sampler:
+            self.current = list(indices)
+            yield indices
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+def flatten_loaders(source: Any) -> list[Any]:
+    """Return the loaders of a source in order. A list of loaders is opened, a list of batches is a loader.
+
+    Example:
+        >>> flatten_loaders({"a": range(3), "b": [range(2), range(1)]})
+        [range(0, 3), range(0, 2), range(0, 1)]
+    """
+    if is_instance_of(source, "CombinedLoader"):
+        return list(source.flattened)
+    if isinstance(source, Mapping) and source and all(map(_is_loader, source.values())):
+        parts = list(source.values())
+    elif isinstance(source, list | tuple) and source and all(map(_is_loader, source)):
+        parts = list(source)
+    else:
+        return [source]
+    return [loader for part in parts for loader in flatten_loaders(part)]
+
+
+def _is_loader(item: Any) -> bool:
+    """Return whether an item of a list is a loader, and not a batch."""
+    if isinstance(item, Mapping):
+        return bool(item) and all(map(_is_loader, item.values()))
+    if isinstance(item, list | tuple):
+        is_data = bool(item) and all(isinstance(part, int | float | str) for part in item)
+        return is_data or (bool(item) and all(map(_is_loader, item)))
+    return hasattr(item, "__iter__") and not isinstance(item, Tensor | str | bytes)
+
+
+def _is_flat_dict(source: Any) -> bool:
+    return isinstance(source, Mapping) and all(
+        flatten_loaders(value)[0] is value for value in source.values()
+    )
+
+
+def loader_length(loader: Any) -> int | float:
+    """Return the number of batches of a loader; infinite where it does not say.
+
+    Example:
+        >>> loader_length(range(3)), loader_length(iter([1]))
+        (3, inf)
+    """
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        if not hasattr(loader.dataset, "__len__"):
+            return math.inf
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return math.inf
+
+
+def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
+    """Return how many batches of a loader count under a limit.
+
+    Raises:
+        ConfigurationError: A fraction of a loader without length, or of less than one batch.
+
+    Example:
+        >>> count_batches(range(10), 0.25, "val"), count_batches(range(10), 4, "val")
+        (2, 4)
+    """
+    length = loader_length(loader)
+    if length == 0:
+        return 0
+    if isinstance(limit, int):
+        return min(length, limit)
+    if length == math.inf:
+        if limit in (0.0, 1.0):
+            return length if limit else 0
+        raise ConfigurationError(
+            f"When using an `IterableDataset`, `Trainer(limit_{stage}_batches)` must be `1.0` or an int."
+            f" An int specifies `num_{stage}_batches` to use."
+        )
+    batches = int(length * limit)
+    if batches == 0 and limit > 0:
+        raise ConfigurationError(
+            f"You requested to check {limit} of the `{stage}_dataloader` but {limit} * {length} < 1."
+            f" Please increase the `limit_{stage}_batches` argument. Try at least"
+            f" `limit_{stage}_batches={1.0 / length}`"
+        )
+    return batches
+
+
+def check_iterable(loader: Any, where: str) -> None:
+    """Refuse what is no loader.
+
+    Raises:
+        ConfigurationTypeError: The object cannot be iterated.
+    """
+    is_text = isinstance(loader, str | bytes)
+    if is_text or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise ConfigurationTypeError(
+            f"An invalid dataloader was {where}. Found {loader}. Expected a DataLoader, a TensorLoader"
+            " or any iterable of batches."
+        )
+
+
+def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
+    """Return a loader with the sampler that this run needs."""
+    name = "fit" if stage in ("train", "val") else stage
+    argument = "train_dataloaders" if stage == "train" else f"{stage}_dataloaders"
+    check_iterable(loader, f"passed to `Trainer.{name}({argument}=...)`")
+    if callable(getattr(loader, "for_rank", None)):
+        return loader.for_rank(run.fabric.global_rank, run.fabric.world_size)
+    if not isinstance(loader, DataLoader):
+        return loader
+    if run.config.overfit_batches and stage in ("train", "val"):
+        loader = _without_shuffling(run, loader, stage)
+    is_map_style = not isinstance(loader.dataset, IterableDataset)
+    is_distributed = isinstance(loader.sampler, DistributedSampler)
+    if run.fabric.world_size > 1 and is_map_style and not is_distributed and loader.batch_size:
+        loader = with_sampler(loader, _distributed_sampler(run, loader, stage))
+    if stage == "predict" and is_map_style and loader.batch_sampler is not None:
+        loader = with_batch_sampler(loader, TrackingBatchSampler(loader.batch_sampler))
+    return loader
+
+
+def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoader:
+    if isinstance(loader.sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    run.warn_once(
+        f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
+        f" {stage} dataloader shuffling for you."
+    )
+    return with_sampler(loader, SequentialSampler(loader.dataset))
+
+
+def _distributed_sampler(run: RunState, loader: DataLoader, stage: str) -> DistributedSampler:
+    import os
+
+    is_shuffled = isinstance(loader.sampler, RandomSampler) and not run.config.overfit_batches
+    return DistributedSampler(
+        loader.dataset,
+        num_replicas=run.fabric.world_size,
+        rank=run.fabric.global_rank,
+        shuffle=is_shuffled if stage != "train" else not isinstance(loader.sampler, SequentialSampler),
+        seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+        drop_last=False,
+    )
+
+
+def with_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
+    """Return a copy of a loader that takes its samples in another order."""
+    batch_sampler = BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
+    clone = with_batch_sampler(loader, batch_sampler)
+    object.__setattr__(clone, "sampler", sampler)
+    return clone
+
+
+def with_batch_sampler(loader: DataLoader, batch_sampler: Any) -> DataLoader:
+    """Return a copy of a loader with other batches of indices.
+
+    A copy keeps the class of the loader and its attributes, also those of subclasses that cannot be
+    constructed again. A DataLoader refuses to change its samplers through its own ``__setattr__``.
+    """
+    clone = copy.copy(loader)
+    object.__setattr__(clone, "batch_sampler", batch_sampler)
+    object.__setattr__(clone, "_iterator", None)
+    return clone
+
+
+def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:
+    """Return what brings a batch to the device, or None where there is nothing to do."""
+    owners = [part for part in (run.datamodule, run.hooks.source) if part is not None]
+    hooks: dict[str, Any] = {}
+    for name in _TRANSFER_HOOKS:
+        methods = [method for part in owners if (method := overridden(part, name)) is not None]
+        hooks[name] = methods[0] if methods else None
+    device, precision = run.fabric.device, run.steps
+    is_needed = device.type != "cpu" or precision.converts_dtype
+    if not is_needed and not any(hooks.values()):
+        return None
+    before, move, after = (hooks[name] for name in _TRANSFER_HOOKS)
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if precision.converts_dtype:
+            batch = run.fabric.strategy.precision.convert_input(batch)
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        if move is not None:
+            batch = move(batch, device, dataloader_idx)
+        elif device.type != "cpu":
+            batch = move_data_to_device(batch, device)
+        return batch if after is None else after(batch, dataloader_idx)
+
+    return transfer

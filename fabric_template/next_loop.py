@@ -1,0 +1,496 @@
+"""FabricLoop on the new engine. It takes the place of loop.py when it is at least as good."""
+
+from __future__ import annotations
+
+import os
+import signal as signal_module
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.trainer.states import TrainerStatus
+
+from .checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
+from .checkpoint.manager import CheckpointManager
+from .checkpoint.resolve import resolve_checkpoint, version_folder, version_of_checkpoint
+from .checkpoint.state import restore_model, restore_position, restore_training
+from .config import LoopConfig, parse_options
+from .data.dataloaders import DataConnector
+from .distributed.signals import SignalHandler
+from .errors import ConfigurationError, MissingDataError, WarnOnce
+from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
+from .loggers.console import Console
+from .loggers.csv_logger import CSVLogger, next_version
+from .loggers.history import History
+from .loggers.logger_connector import LoggerConnector
+from .loggers.result_collection import ResultCollection
+from .training.evaluation_loop import evaluate
+from .training.fit_loop import fit as run_fit
+from .training.hooks import Hooks, is_instance_of, overridden
+from .training.module_adapter import adapt_model
+from .training.optimization import AutomaticOptimization, ManualOptimization
+from .training.optimizers import parse_optimizers
+from .training.prediction_loop import predict as run_predict
+from .training.progress import Progress, StopCondition
+from .training.run_state import RunState
+from .training.step_runner import StepRunner
+
+_LOADER_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+_STEP_METHODS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
+
+
+class FabricLoop(TrainerAPI):
+    """A training loop on Lightning Fabric with Trainer's options and Trainer's numbers.
+
+    Args:
+        fabric: A ready Fabric. Or give Fabric's own arguments:
+        accelerator, strategy, devices, num_nodes, precision, plugins: See lightning.Fabric.
+        callbacks: Lightning's callbacks, or objects with methods named like hooks.
+        **options: The fields of LoopConfig, such as max_epochs=10.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric | None = None,
+        *,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        plugins: Any = None,
+        callbacks: Any = None,
+        **options: Any,
+    ) -> None:
+        self.config: LoopConfig = parse_options(options).resolve()
+        self.fabric = fabric or Fabric(
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            plugins=plugins,
+        )
+        self.callbacks = sort_callbacks(as_list(callbacks))
+        self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
+        self.checkpoint_io = AtomicCheckpointIO()
+        self.loggers = self._make_loggers()
+        self.profiler = make_profiler(self.config.profiler)
+        self.run: RunState | None = None
+        self.runs: dict[str, RunState] = {}
+        self.status = TrainerStatus.INITIALIZING
+        self._strategy_api = StrategyAPI(self)
+        if self.config.seed is not None:
+            Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
+
+    def _make_loggers(self) -> list[Any]:
+        config = self.config
+        if config.fast_dev_run or config.logger is False or config.logger is None:
+            return []
+        given = config.logger if isinstance(config.logger, list | tuple) else [config.logger]
+        root = Path(self.default_root_dir, "logs")
+        own = [CSVLogger(root, config.name, config.version) if g is True else g for g in given]
+        return own
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        resume: str | Path | None = None,
+        load: str | Path | None = None,
+        ckpt_path: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        training_step: Callable | None = None,
+        validation_step: Callable | None = None,
+        epoch_end: Callable | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Train a model. Returns the rows of metrics.csv as a DataFrame."""
+        if scheduler is not None:
+            optimizer = ([optimizer], scheduler if isinstance(scheduler, list) else [scheduler])
+        functions = {
+            "training_step": training_step,
+            "validation_step": validation_step,
+            "epoch_end": epoch_end,
+        }
+        run = self._make_run(
+            "fit", model, {"train": train_dataloaders, "val": val_dataloaders}, datamodule, functions
+        )
+        run.given_optimizer = optimizer
+        self._resolve_checkpoint(run, resume or ckpt_path, load, weights_only)
+        self._call(run, _fit)
+        return run.history.frame()
+
+    def validate(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        load: str | Path | None = None,
+        verbose: bool = True,
+        validation_step: Callable | None = None,
+        epoch_end: Callable | None = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run ``validation_step`` over the loaders. Returns what was logged, a dict for each loader."""
+        functions = {"validation_step": validation_step, "epoch_end": epoch_end}
+        run = self._make_run("validate", model, {"val": dataloaders}, datamodule, functions)
+        self._resolve_checkpoint(run, None, load or ckpt_path, weights_only)
+        return self._call(run, _evaluate)
+
+    def test(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        load: str | Path | None = None,
+        verbose: bool = True,
+        test_step: Callable | None = None,
+        epoch_end: Callable | None = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run ``test_step`` over the loaders. Returns what was logged, a dict for each loader."""
+        functions = {"test_step": test_step, "epoch_end": epoch_end}
+        run = self._make_run("test", model, {"test": dataloaders}, datamodule, functions)
+        self._resolve_checkpoint(run, None, load or ckpt_path, weights_only)
+        return self._call(run, _evaluate)
+
+    def predict(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool | None = None,
+        load: str | Path | None = None,
+        predict_step: Callable | None = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | None:
+        """Run ``predict_step`` or ``forward`` over the loaders. Returns the outputs by batch."""
+        functions = {"predict_step": predict_step}
+        run = self._make_run("predict", model, {"predict": dataloaders}, datamodule, functions)
+        self._resolve_checkpoint(run, None, load or ckpt_path, weights_only)
+        keep = return_predictions is not False
+        return self._call(run, lambda run: run_predict(run, keep))
+
+    # Set-up of a run
+
+    def _make_run(
+        self, stage: str, model: Any, loaders: dict[str, Any], datamodule: Any, functions: dict[str, Any]
+    ) -> RunState:
+        first = _LOADER_STAGE[stage]
+        if is_datamodule(loaders.get(first)):
+            datamodule, loaders[first] = loaders[first], None
+        last = self.run if stage != "fit" else None
+        if model is None:
+            if last is None:
+                raise TypeError(f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run")
+            model, datamodule = last.model, datamodule or last.datamodule
+            functions = {**getattr(last.module, "functions", {}), **{k: v for k, v in functions.items() if v}}
+        module, source, network = adapt_model(model, functions)
+        warn_once = WarnOnce(self.fabric.is_global_zero)
+
+        def module_for(callback: Any) -> Any:
+            is_lightnings = type(callback).__module__.startswith(("lightning.", "pytorch_lightning."))
+            return module if is_lightnings else model
+
+        hooks = Hooks(self, self.callbacks, source, module_for, self.profiler)
+        progress = Progress()
+        if last is not None:
+            progress.continue_from(last.progress)
+        has_timer = any(is_instance_of(callback, "Timer") for callback in self.callbacks)
+        stop = StopCondition(self.config, progress, has_timer or self.config.max_time is not None)
+        all_reduce = self.fabric.all_reduce if self.fabric.world_size > 1 else None
+        run = RunState(
+            stage=stage,
+            loop=self,
+            config=self.config,
+            fabric=self.fabric,
+            model=model,
+            module=module,
+            network=network,
+            datamodule=datamodule,
+            hooks=hooks,
+            results=ResultCollection(hooks, network, all_reduce, not self.config.barebones, not self.loggers),
+            history=History(),
+            data=DataConnector(loaders, datamodule if datamodule is not None else source),
+            progress=progress,
+            stop=stop,
+            steps=StepRunner(self.fabric, source, network, self.config.compile),
+            loggers=None,  # type: ignore[arg-type]
+            console=Console(bool(self.config.enable_progress_bar) and self.fabric.is_global_zero),
+            checkpoints=last.checkpoints if last is not None else CheckpointManager(None, self.config),
+            warn_once=warn_once,
+            accumulate_grad_batches=self.config.accumulate_grad_batches,
+        )
+        run.loggers = LoggerConnector(run)
+        run.history.run = run.data.run = run
+        check_model(run)
+        return run
+
+    def _resolve_checkpoint(
+        self, run: RunState, resume: Any, load: Any, weights_only: bool | None
+    ) -> None:
+        if resume is not None and load is not None:
+            raise ConfigurationError(
+                f"{run.stage}: got resume={str(resume)!r} and load={str(load)!r}, expected one of them."
+            )
+        keyword = resume if resume is not None else load
+        if keyword is None:
+            return
+        root = Path(self.default_root_dir)
+        path = resolve_checkpoint(os.fspath(keyword), root, self.config.name, self.config.version)
+        if path is None:
+            return
+        run.checkpoint_path = str(path)
+        run.checkpoint = read_checkpoint(path, weights_only=weights_only is not False)
+        run.resumes = resume is not None
+        if run.resumes and self.config.version is None:
+            version = version_of_checkpoint(path, root, self.config.name)
+            if version is not None:
+                for logger in self.loggers:
+                    if isinstance(logger, CSVLogger):
+                        logger.version = version
+
+    def _make_checkpoint_manager(self) -> CheckpointManager:
+        config = self.config
+        if not config.enable_checkpointing or any(
+            is_instance_of(callback, "Checkpoint") for callback in self.callbacks
+        ):
+            return CheckpointManager(None, config)
+        own = [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
+        runs = Path(self.default_root_dir, "checkpoints", config.name)
+        version = own[0].version if own else config.version
+        if version is None:
+            version = next_version(runs)
+        return CheckpointManager(runs / version_folder(version), config)
+
+    def _call(self, run: RunState, function: Callable[[RunState], Any]) -> Any:
+        """Run a stage with everything around it, and handle what ends it."""
+        self.run = self.runs[run.stage] = run
+        self._strategy_api.reset_lightning_optimizers()
+        self.status = TrainerStatus.RUNNING
+        self.fabric.launch()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.set_grad_enabled(True))
+                stack.enter_context(torch.autograd.set_detect_anomaly(self.config.detect_anomaly))
+                result = self._run_stage(run, function, stack)
+        except BaseException as error:
+            self._handle_exception(run, error)
+            raise
+        self.status = TrainerStatus.FINISHED
+        return result
+
+    def _run_stage(self, run: RunState, function: Callable, stack: ExitStack) -> Any:
+        attach(run, stack)
+        own_callbacks = overridden(run.hooks.source, "configure_callbacks")
+        if own_callbacks is not None:
+            add_model_callbacks(run, as_list(own_callbacks()))
+        prepare_data(run)
+        if run.stage == "fit":
+            run.checkpoints = self._make_checkpoint_manager()
+        run.hooks.call_datamodule(run.datamodule, "setup", run.stage)
+        run.hooks.call("setup", run.stage)
+        run.hooks.call_module("configure_model")
+        run.steps.convert_network()
+        if run.checkpoint is not None:
+            restore_model(run, run.checkpoint)
+        run.steps.setup(run.stage == "fit")
+        result = function(run)
+        run.progress.stage = None
+        if run.stage == "fit":
+            run.hooks.call("on_fit_end")
+        run.hooks.call_datamodule(run.datamodule, "teardown", run.stage)
+        run.hooks.call("teardown", run.stage)
+        run.loggers.finalize("success")
+        if self.profiler is not None:
+            self.profiler.describe()
+        return result
+
+    def _handle_exception(self, run: RunState, error: BaseException) -> None:
+        self.status = TrainerStatus.INTERRUPTED
+        run.exception = error
+        run.hooks.call_callbacks("on_exception", error)
+        run.hooks.call_datamodule(run.datamodule, "on_exception", error)
+        run.loggers.finalize("failed")
+        run.progress.stage = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "run": None, "runs": {}}
+
+
+def _fit(run: RunState) -> None:
+    """Prepare training, restore a checkpoint, check the validation, train."""
+    configure_optimizers(run)
+    run.hooks.call("on_fit_start")
+    run.loggers.log_hyperparameters(run)
+    is_automatic = run.module.automatic_optimization
+    run.optimization = AutomaticOptimization(run) if is_automatic else ManualOptimization(run)
+    resumes = run.checkpoint is not None and run.resumes
+    if resumes:
+        restore_training(run, run.checkpoint)
+    with SignalHandler() as signals:
+        run.signals = signals
+        run.results.start_training()
+        run.network.train()
+        run_sanity_check(run)
+        run.progress.stage = "train"
+        run.results.start_training()
+        if resumes:
+            run.data.setup_train_loader()
+            restore_position(run, run.checkpoint)
+        run.checkpoint = None
+        run_fit(run)
+    run.results.active = None
+    finish_signal(run)
+
+
+def finish_signal(run: RunState) -> None:
+    """Save where a signal ended training, and pass the signal on."""
+    number = run.stop.signal
+    if number is None:
+        return
+    if run.checkpoints.is_enabled:
+        run.checkpoints.save_last(run)
+    if number == signal_module.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+def _evaluate(run: RunState) -> list[dict[str, Any]]:
+    stage = "val" if run.stage == "validate" else run.stage
+    run.loggers.log_hyperparameters(run)
+    run.data.setup_eval_loaders(stage)
+    results = evaluate(run, run.stage)
+    run.results.active = None
+    return results
+
+
+def run_sanity_check(run: RunState) -> None:
+    """Validate a few batches before training, so that a broken validation fails at once."""
+    most = run.config.num_sanity_val_steps
+    if not run.should_validate or most == 0 or run.checkpoint is not None:
+        return
+    from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+
+    states = _collect_rng_states()
+    run.progress.stage = "sanity_check"
+    run.hooks.call("on_sanity_check_start")
+    run.data.setup_eval_loaders("val")
+    evaluate(run, "sanity_check", None if most == -1 else most)
+    run.hooks.call("on_sanity_check_end")
+    run.results.evaluation.clear()
+    run.progress.stage = None
+    _set_rng_states(states)
+
+
+def configure_optimizers(run: RunState) -> None:
+    """Make the optimizers: those that were given, or those that the module makes."""
+    returned = run.given_optimizer
+    where = "optimizer"
+    if returned is None:
+        where = "configure_optimizers"
+        own = run.hooks.module_method("configure_optimizers")
+        returned = run.hooks.inside("configure_optimizers", own)()
+    has_own_step = run.hooks.is_overridden("lr_scheduler_step")
+    is_automatic = run.module.automatic_optimization
+    run.optimizers, run.lr_schedulers = parse_optimizers(returned, is_automatic, has_own_step, where)
+    for optimizer in run.optimizers:
+        # torch keeps the state on the device of its parameters. Move what was made before.
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and key != "step":
+                    state[key] = value.to(run.fabric.device)
+
+
+def check_model(run: RunState) -> None:
+    """Refuse a model that lacks what its stage needs, before anything is launched or written."""
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    name = type(run.model).__name__
+    step = _STEP_METHODS.get(run.stage)
+    if step is not None and overridden(run.hooks.source, step) is None:
+        raise MisconfigurationException(
+            f"No `{step}()` method defined to run `Trainer.{run.stage}`. {name}: expected a method"
+            f" {step}(batch, batch_idx)."
+        )
+    stage = _LOADER_STAGE[run.stage]
+    if not run.data.has_loader(stage):
+        raise MissingDataError(
+            f"`{stage}_dataloader` must be implemented to be used with the Lightning Trainer."
+            f" {run.stage}: got no loader, expected an iterable of batches."
+        )
+    if run.stage == "fit" and run.data.has_loader("val"):
+        if not run.hooks.is_overridden("validation_step"):
+            run.warn_once(
+                f"You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop."
+            )
+
+
+def attach(run: RunState, stack: ExitStack) -> None:
+    """Give the module its trainer and its log for the time of the run."""
+    for part in {id(p): p for p in (run.module, run.model)}.values():
+        if isinstance(getattr(type(part), "trainer", None), property):
+            part.trainer = run.loop
+        attach_log(part, run, stack)
+    if run.datamodule is not None:
+        run.datamodule.trainer = run.loop
+
+
+def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
+    """Put our ``log`` and ``log_dict`` before Lightning's, which are many times slower."""
+    own = getattr(type(part), "log", None)
+    is_lightnings = "lightning" in getattr(own, "__module__", "") if own else True
+    if not is_lightnings:
+        return
+    for name in ("log", "log_dict"):
+        if name not in part.__dict__:
+            part.__dict__[name] = getattr(run.results, name)
+            stack.callback(part.__dict__.pop, name, None)
+
+
+def add_model_callbacks(run: RunState, callbacks: list[Any]) -> None:
+    """Add what ``configure_callbacks`` returned, in place of callbacks of the same class."""
+    kinds = {type(callback) for callback in callbacks}
+    kept = [callback for callback in run.loop.callbacks if type(callback) not in kinds]
+    run.loop.callbacks = sort_callbacks([*kept, *callbacks])
+    run.hooks.callbacks[:] = run.loop.callbacks
+    run.hooks.reset_cache()
+
+
+def prepare_data(run: RunState) -> None:
+    """Call ``prepare_data`` on the first process of each machine, before the others continue."""
+    for part in (run.datamodule, run.hooks.source):
+        method = overridden(part, "prepare_data")
+        if method is None:
+            continue
+        is_per_node = getattr(part, "prepare_data_per_node", True)
+        rank = run.fabric.local_rank if is_per_node else run.fabric.global_rank
+        if rank == 0:
+            method()
+    run.fabric.barrier()
+
+
+def is_datamodule(given: Any) -> bool:
+    names = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+    return any(callable(getattr(given, name, None)) for name in names)
+
+
+def as_list(given: Any) -> list[Any]:
+    if given is None or given is False:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def sort_callbacks(callbacks: list[Any]) -> list[Any]:
+    """Return the callbacks in the order of their calls: those that save come last."""
+    return sorted(callbacks, key=lambda callback: is_instance_of(callback, "Checkpoint"))
