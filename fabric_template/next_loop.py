@@ -6,11 +6,13 @@ import os
 import signal as signal_module
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from .checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
@@ -20,26 +22,30 @@ from .checkpoint.state import restore_model, restore_position, restore_training
 from .config import LoopConfig, parse_options
 from .data.dataloaders import DataConnector
 from .distributed.signals import SignalHandler
-from .errors import ConfigurationError, MissingDataError, WarnOnce
+from .errors import ConfigurationError, WarnOnce
+from .lightning_compat.callbacks import add_model_callbacks, as_list, parse_callbacks
+from .lightning_compat.checkpoints import (
+    checkpoint_of_callbacks,
+    default_keyword,
+    no_best_checkpoint,
+)
 from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .loggers.console import Console
 from .loggers.csv_logger import CSVLogger, next_version
 from .loggers.history import History
 from .loggers.logger_connector import LoggerConnector
 from .loggers.result_collection import ResultCollection
+from .training.checks import LOADER_OF_STAGE, check_call
 from .training.evaluation_loop import evaluate
 from .training.fit_loop import fit as run_fit
-from .training.hooks import Hooks, is_instance_of, overridden
+from .training.hooks import Hooks, is_instance_of
 from .training.module_adapter import adapt_model
 from .training.optimization import AutomaticOptimization, ManualOptimization
-from .training.optimizers import parse_optimizers
 from .training.prediction_loop import predict as run_predict
 from .training.progress import Progress, StopCondition
 from .training.run_state import RunState
+from .training.setup import attach_logs, attach_run, configure_optimizers, prepare_data
 from .training.step_runner import StepRunner
-
-_LOADER_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-_STEP_METHODS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
 class FabricLoop(TrainerAPI):
@@ -74,22 +80,25 @@ class FabricLoop(TrainerAPI):
             precision=precision,
             plugins=plugins,
         )
-        self.callbacks = sort_callbacks(as_list(callbacks))
+        self._callbacks = parse_callbacks(callbacks, self.config)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.checkpoint_io = AtomicCheckpointIO()
         self.loggers = self._make_loggers()
-        self.profiler = make_profiler(self.config.profiler)
+        self._profiler = make_profiler(self.config.profiler)
         self.run: RunState | None = None
         self.runs: dict[str, RunState] = {}
         self.status = TrainerStatus.INITIALIZING
         self._strategy_api = StrategyAPI(self)
+        self._ckpt_path: Any = None
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
     def _make_loggers(self) -> list[Any]:
         config = self.config
-        if config.fast_dev_run or config.logger is False or config.logger is None:
+        if config.logger is False or config.logger is None:
             return []
+        if config.fast_dev_run:
+            return [DummyLogger()]
         given = config.logger if isinstance(config.logger, list | tuple) else [config.logger]
         root = Path(self.default_root_dir, "logs")
         own = [CSVLogger(root, config.name, config.version) if g is True else g for g in given]
@@ -178,23 +187,27 @@ class FabricLoop(TrainerAPI):
         functions = {"predict_step": predict_step}
         run = self._make_run("predict", model, {"predict": dataloaders}, datamodule, functions)
         self._resolve_checkpoint(run, None, load or ckpt_path, weights_only)
-        keep = return_predictions is not False
-        return self._call(run, lambda run: run_predict(run, keep))
+        return self._call(run, partial(_predict, keep=return_predictions is not False))
 
     # Set-up of a run
 
     def _make_run(
         self, stage: str, model: Any, loaders: dict[str, Any], datamodule: Any, functions: dict[str, Any]
     ) -> RunState:
-        first = _LOADER_STAGE[stage]
+        is_last_model = model is None
+        first = LOADER_OF_STAGE[stage]
         if is_datamodule(loaders.get(first)):
             datamodule, loaders[first] = loaders[first], None
         last = self.run if stage != "fit" else None
         if model is None:
             if last is None:
-                raise TypeError(f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run")
+                raise TypeError(
+                    f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a"
+                    " previous run"
+                )
             model, datamodule = last.model, datamodule or last.datamodule
-            functions = {**getattr(last.module, "functions", {}), **{k: v for k, v in functions.items() if v}}
+            given = {name: function for name, function in functions.items() if function}
+            functions = {**getattr(last.module, "functions", {}), **given}
         module, source, network = adapt_model(model, functions)
         warn_once = WarnOnce(self.fabric.is_global_zero)
 
@@ -202,7 +215,7 @@ class FabricLoop(TrainerAPI):
             is_lightnings = type(callback).__module__.startswith(("lightning.", "pytorch_lightning."))
             return module if is_lightnings else model
 
-        hooks = Hooks(self, self.callbacks, source, module_for, self.profiler)
+        hooks = Hooks(self, self.callbacks, source, module_for, self._profiler)
         progress = Progress()
         if last is not None:
             progress.continue_from(last.progress)
@@ -226,15 +239,21 @@ class FabricLoop(TrainerAPI):
             stop=stop,
             steps=StepRunner(self.fabric, source, network, self.config.compile),
             loggers=None,  # type: ignore[arg-type]
-            console=Console(bool(self.config.enable_progress_bar) and self.fabric.is_global_zero),
+            console=Console(self._shows_console()),
             checkpoints=last.checkpoints if last is not None else CheckpointManager(None, self.config),
             warn_once=warn_once,
+            is_last_model=is_last_model,
             accumulate_grad_batches=self.config.accumulate_grad_batches,
         )
         run.loggers = LoggerConnector(run)
         run.history.run = run.data.run = run
-        check_model(run)
+        check_call(run)
         return run
+
+    def _shows_console(self) -> bool:
+        has_bar = any(is_instance_of(callback, "ProgressBar") for callback in self.callbacks)
+        is_enabled = bool(self.config.enable_progress_bar) and not has_bar
+        return is_enabled and self.fabric.is_global_zero
 
     def _resolve_checkpoint(
         self, run: RunState, resume: Any, load: Any, weights_only: bool | None
@@ -243,22 +262,41 @@ class FabricLoop(TrainerAPI):
             raise ConfigurationError(
                 f"{run.stage}: got resume={str(resume)!r} and load={str(load)!r}, expected one of them."
             )
+        resumes = resume is not None
         keyword = resume if resume is not None else load
         if keyword is None:
-            return
-        root = Path(self.default_root_dir)
-        path = resolve_checkpoint(os.fspath(keyword), root, self.config.name, self.config.version)
+            keyword = self._ckpt_path or default_keyword(self, run)
+            resumes = run.stage == "fit"
+        elif self._ckpt_path is not None:
+            run.warn_once(
+                f"`trainer.ckpt_path = {self._ckpt_path!r}` was called but then you passed"
+                f" `trainer.fit(ckpt_path={keyword!r})`. The latter will be loaded."
+            )
+            self._ckpt_path = None
+        path = None if keyword is None else self._find_checkpoint(run, os.fspath(keyword))
         if path is None:
             return
         run.checkpoint_path = str(path)
         run.checkpoint = read_checkpoint(path, weights_only=weights_only is not False)
-        run.resumes = resume is not None
-        if run.resumes and self.config.version is None:
-            version = version_of_checkpoint(path, root, self.config.name)
-            if version is not None:
-                for logger in self.loggers:
-                    if isinstance(logger, CSVLogger):
-                        logger.version = version
+        run.resumes = resumes
+        if resumes and self.config.version is None:
+            root = Path(self.default_root_dir)
+            version = version_of_checkpoint(Path(path), root, self.config.name)
+            for logger in self.loggers if version is not None else ():
+                if isinstance(logger, CSVLogger):
+                    logger.version = version
+
+    def _find_checkpoint(self, run: RunState, keyword: str) -> str | Path | None:
+        """Return the file that "best", "last" or "auto" means, or the path that was given."""
+        if keyword in ("best", "last", "auto") and self.checkpoint_callbacks:
+            return checkpoint_of_callbacks(self, keyword, run)
+        if keyword == "best":
+            if not self.config.enable_checkpointing:
+                raise no_best_checkpoint(self, run.stage)
+            if run.checkpoints.best_model_path:
+                return run.checkpoints.best_model_path
+        root = Path(self.default_root_dir)
+        return resolve_checkpoint(keyword, root, self.config.name, self.config.version)
 
     def _make_checkpoint_manager(self) -> CheckpointManager:
         config = self.config
@@ -291,10 +329,11 @@ class FabricLoop(TrainerAPI):
         return result
 
     def _run_stage(self, run: RunState, function: Callable, stack: ExitStack) -> Any:
-        attach(run, stack)
-        own_callbacks = overridden(run.hooks.source, "configure_callbacks")
+        attach_run(run, stack)
+        own_callbacks = run.hooks.module_method("configure_callbacks")
         if own_callbacks is not None:
-            add_model_callbacks(run, as_list(own_callbacks()))
+            self.callbacks = add_model_callbacks(self.callbacks, as_list(own_callbacks()))
+            attach_logs(run, stack)
         prepare_data(run)
         if run.stage == "fit":
             run.checkpoints = self._make_checkpoint_manager()
@@ -312,8 +351,8 @@ class FabricLoop(TrainerAPI):
         run.hooks.call_datamodule(run.datamodule, "teardown", run.stage)
         run.hooks.call("teardown", run.stage)
         run.loggers.finalize("success")
-        if self.profiler is not None:
-            self.profiler.describe()
+        if self._profiler is not None:
+            self._profiler.describe()
         return result
 
     def _handle_exception(self, run: RunState, error: BaseException) -> None:
@@ -325,7 +364,7 @@ class FabricLoop(TrainerAPI):
         run.progress.stage = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "run": None, "runs": {}}
+        return {**self.__dict__, "_callbacks": list(self.callbacks), "run": None, "runs": {}}
 
 
 def _fit(run: RunState) -> None:
@@ -375,6 +414,11 @@ def _evaluate(run: RunState) -> list[dict[str, Any]]:
     return results
 
 
+def _predict(run: RunState, keep: bool) -> list[Any] | None:
+    run.data.setup_eval_loaders("predict")
+    return run_predict(run, keep)
+
+
 def run_sanity_check(run: RunState) -> None:
     """Validate a few batches before training, so that a broken validation fails at once."""
     most = run.config.num_sanity_val_steps
@@ -393,104 +437,6 @@ def run_sanity_check(run: RunState) -> None:
     _set_rng_states(states)
 
 
-def configure_optimizers(run: RunState) -> None:
-    """Make the optimizers: those that were given, or those that the module makes."""
-    returned = run.given_optimizer
-    where = "optimizer"
-    if returned is None:
-        where = "configure_optimizers"
-        own = run.hooks.module_method("configure_optimizers")
-        returned = run.hooks.inside("configure_optimizers", own)()
-    has_own_step = run.hooks.is_overridden("lr_scheduler_step")
-    is_automatic = run.module.automatic_optimization
-    run.optimizers, run.lr_schedulers = parse_optimizers(returned, is_automatic, has_own_step, where)
-    for optimizer in run.optimizers:
-        # torch keeps the state on the device of its parameters. Move what was made before.
-        for state in optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and key != "step":
-                    state[key] = value.to(run.fabric.device)
-
-
-def check_model(run: RunState) -> None:
-    """Refuse a model that lacks what its stage needs, before anything is launched or written."""
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-    name = type(run.model).__name__
-    step = _STEP_METHODS.get(run.stage)
-    if step is not None and overridden(run.hooks.source, step) is None:
-        raise MisconfigurationException(
-            f"No `{step}()` method defined to run `Trainer.{run.stage}`. {name}: expected a method"
-            f" {step}(batch, batch_idx)."
-        )
-    stage = _LOADER_STAGE[run.stage]
-    if not run.data.has_loader(stage):
-        raise MissingDataError(
-            f"`{stage}_dataloader` must be implemented to be used with the Lightning Trainer."
-            f" {run.stage}: got no loader, expected an iterable of batches."
-        )
-    if run.stage == "fit" and run.data.has_loader("val"):
-        if not run.hooks.is_overridden("validation_step"):
-            run.warn_once(
-                f"You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop."
-            )
-
-
-def attach(run: RunState, stack: ExitStack) -> None:
-    """Give the module its trainer and its log for the time of the run."""
-    for part in {id(p): p for p in (run.module, run.model)}.values():
-        if isinstance(getattr(type(part), "trainer", None), property):
-            part.trainer = run.loop
-        attach_log(part, run, stack)
-    if run.datamodule is not None:
-        run.datamodule.trainer = run.loop
-
-
-def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
-    """Put our ``log`` and ``log_dict`` before Lightning's, which are many times slower."""
-    own = getattr(type(part), "log", None)
-    is_lightnings = "lightning" in getattr(own, "__module__", "") if own else True
-    if not is_lightnings:
-        return
-    for name in ("log", "log_dict"):
-        if name not in part.__dict__:
-            part.__dict__[name] = getattr(run.results, name)
-            stack.callback(part.__dict__.pop, name, None)
-
-
-def add_model_callbacks(run: RunState, callbacks: list[Any]) -> None:
-    """Add what ``configure_callbacks`` returned, in place of callbacks of the same class."""
-    kinds = {type(callback) for callback in callbacks}
-    kept = [callback for callback in run.loop.callbacks if type(callback) not in kinds]
-    run.loop.callbacks = sort_callbacks([*kept, *callbacks])
-    run.hooks.callbacks[:] = run.loop.callbacks
-    run.hooks.reset_cache()
-
-
-def prepare_data(run: RunState) -> None:
-    """Call ``prepare_data`` on the first process of each machine, before the others continue."""
-    for part in (run.datamodule, run.hooks.source):
-        method = overridden(part, "prepare_data")
-        if method is None:
-            continue
-        is_per_node = getattr(part, "prepare_data_per_node", True)
-        rank = run.fabric.local_rank if is_per_node else run.fabric.global_rank
-        if rank == 0:
-            method()
-    run.fabric.barrier()
-
-
 def is_datamodule(given: Any) -> bool:
     names = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
     return any(callable(getattr(given, name, None)) for name in names)
-
-
-def as_list(given: Any) -> list[Any]:
-    if given is None or given is False:
-        return []
-    return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def sort_callbacks(callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks in the order of their calls: those that save come last."""
-    return sorted(callbacks, key=lambda callback: is_instance_of(callback, "Checkpoint"))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities import move_data_to_device, suggested_max_num_workers
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
@@ -21,6 +25,7 @@ from torch.utils.data import (
 
 from ..checkpoint.dataloader_state import LoaderPosition
 from ..errors import ConfigurationError, ConfigurationTypeError
+from ..training.checks import loader_argument
 from ..training.hooks import is_instance_of, overridden
 
 if TYPE_CHECKING:
@@ -53,8 +58,15 @@ class DataConnector:
     def request(self, stage: str) -> Any:
         """Return the given loaders, or call the method that makes them."""
         if stage in self.given:
-            return self.given[stage]
-        return getattr(self.source, f"{stage}_dataloader")()
+            call, source = self.run.stage, self.given[stage]
+            where = f"passed to `Trainer.{call}({loader_argument(call, stage)}=...)`"
+        else:
+            name = f"{stage}_dataloader"
+            source = self.run.hooks.inside(name, getattr(self.source, name))()
+            where = f"returned from `{type(self.source).__name__}.{name}()`"
+        for loader in flatten_loaders(source):
+            check_iterable(loader, where)
+        return source
 
     def _should_reload(self, stage: str) -> bool:
         if stage not in self._loaded_in_epoch:
@@ -70,6 +82,14 @@ class DataConnector:
         self._loaded_in_epoch["train"] = run.progress.epochs_done
         self.train = TrainLoaders(run, self.request("train"))
         run.progress.num_train_batches = self.train.num_batches
+        every = run.config.log_every_n_steps
+        if self.train.num_batches < every and run.loop.loggers and not run.config.fast_dev_run:
+            run.warn_once(
+                f"The number of training batches ({self.train.num_batches}) is smaller than the logging"
+                f" interval Trainer(log_every_n_steps={every}). Set a lower value for log_every_n_steps if"
+                " you want to see logs for the training epoch.",
+                PossibleUserWarning,
+            )
         if run.progress.is_in_epoch:
             return
         self.train.start()
@@ -206,6 +226,7 @@ class EvalLoaders:
                     '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
                 )
             self.combined.flattened = self.loaders
+        self._first: Iterator[Any] | None = None
 
     @property
     def has_several(self) -> bool:
@@ -236,7 +257,7 @@ class EvalLoaders:
                 yield batch, batch_idx, dataloader_idx
             return
         for dataloader_idx, limit in enumerate(self._limited(max_batches)):
-            iterator = iter(self.loaders[dataloader_idx])
+            iterator, self._first = self._first or iter(self.loaders[dataloader_idx]), None
             batch_idx = 0
             while batch_idx < limit:
                 try:
@@ -251,10 +272,11 @@ class EvalLoaders:
                     " batch. Give an object that starts from its beginning with each iter()."
                 )
 
-    def note_batch_indices(self, dataloader_idx: int, batch_idx: int) -> None:
-        """Note the samples of the current batch, for callbacks that write predictions."""
+    def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
+        """Return the samples of a batch that is predicted; empty for loaders that have no indices."""
         sampler = getattr(self.loaders[dataloader_idx], "batch_sampler", None)
-        self.batch_indices = getattr(sampler, "current", None) or []
+        seen = sampler.seen if isinstance(sampler, TrackingBatchSampler) else []
+        return seen[batch_idx] if batch_idx < len(seen) else []
 
     @property
     def as_given(self) -> Any:
@@ -262,17 +284,23 @@ class EvalLoaders:
         is_single = len(self.loaders) == 1 and self.source is flatten_loaders(self.source)[0]
         return self.loaders[0] if is_single else self.loaders
 
+    def start(self) -> None:
+        """Start the first loader's iterator, which may draw random numbers, before the hooks, as Trainer."""
+        if self.combined is None and self.loaders and self.limits[0]:
+            self._first = iter(self.loaders[0])
+
 
 class TrackingBatchSampler(BatchSampler):
     """A batch sampler that remembers the indices of each batch that it gave, for predictions."""
 
     def __init__(self, batch_sampler: Any) -> None:
-        self.batch_sampler = batch_sampler
-        self.current: list[int] = []
+        self.batch_sampler, self.sampler = batch_sampler, getattr(batch_sampler, "sampler", None)
+        self.seen: list[list[int]] = []
 
     def __iter__(self) -> Iterator[Any]:
+        self.seen = []
         for indices in self.batch_sampler:
-            self.current = list(indices)
+            self.seen.append(list(indices))
             yield indices
 
     def __len__(self) -> int:
@@ -367,8 +395,11 @@ def check_iterable(loader: Any, where: str) -> None:
     Raises:
         ConfigurationTypeError: The object cannot be iterated.
     """
-    is_text = isinstance(loader, str | bytes)
-    if is_text or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+    is_list = isinstance(loader, list | tuple)
+    numbers = [isinstance(item, int | float) for item in loader] if is_list else []
+    is_mixed = any(numbers) and not all(numbers)
+    is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if is_mixed or isinstance(loader, str | bytes) or not is_iterable:
         raise ConfigurationTypeError(
             f"An invalid dataloader was {where}. Found {loader}. Expected a DataLoader, a TensorLoader"
             " or any iterable of batches."
@@ -377,15 +408,13 @@ def check_iterable(loader: Any, where: str) -> None:
 
 def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     """Return a loader with the sampler that this run needs."""
-    name = "fit" if stage in ("train", "val") else stage
-    argument = "train_dataloaders" if stage == "train" else f"{stage}_dataloaders"
-    check_iterable(loader, f"passed to `Trainer.{name}({argument}=...)`")
     if callable(getattr(loader, "for_rank", None)):
         return loader.for_rank(run.fabric.global_rank, run.fabric.world_size)
     if not isinstance(loader, DataLoader):
         return loader
     if run.config.overfit_batches and stage in ("train", "val"):
         loader = _without_shuffling(run, loader, stage)
+    prepare_workers(run, loader, stage)
     is_map_style = not isinstance(loader.dataset, IterableDataset)
     is_distributed = isinstance(loader.sampler, DistributedSampler)
     if run.fabric.world_size > 1 and is_map_style and not is_distributed and loader.batch_size:
@@ -393,6 +422,20 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     if stage == "predict" and is_map_style and loader.batch_sampler is not None:
         loader = with_batch_sampler(loader, TrackingBatchSampler(loader.batch_sampler))
     return loader
+
+
+def prepare_workers(run: RunState, loader: DataLoader, stage: str) -> None:
+    """Seed the workers of a loader as Trainer does, and warn where there are few."""
+    most = suggested_max_num_workers(run.loop.num_devices)
+    if loader.num_workers < 2 and most > 1:
+        run.warn_once(
+            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider"
+            f" increasing the value of the `num_workers` argument` to `num_workers={most}` in the"
+            " `DataLoader` to improve performance.",
+            PossibleUserWarning,
+        )
+    if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
 
 
 def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoader:
@@ -406,8 +449,6 @@ def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoa
 
 
 def _distributed_sampler(run: RunState, loader: DataLoader, stage: str) -> DistributedSampler:
-    import os
-
     is_shuffled = isinstance(loader.sampler, RandomSampler) and not run.config.overfit_batches
     return DistributedSampler(
         loader.dataset,

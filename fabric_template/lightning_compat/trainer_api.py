@@ -6,9 +6,9 @@ import math
 import os
 from copy import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
@@ -16,6 +16,7 @@ from ..checkpoint.state import build_checkpoint
 from ..errors import ConfigurationError
 from ..training.hooks import is_instance_of
 from ..training.optimization import clip_gradients
+from .private import PrivateAPI
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
@@ -28,7 +29,7 @@ _STAGES |= {"sanity_check": RunningStage.SANITY_CHECKING, "test": RunningStage.T
 _STAGES |= {"predict": RunningStage.PREDICTING}
 
 
-class TrainerAPI:
+class TrainerAPI(PrivateAPI):
     """The part of FabricLoop that code written for Trainer knows."""
 
     config: LoopConfig
@@ -38,7 +39,9 @@ class TrainerAPI:
     run: RunState | None
     runs: dict[str, RunState]
     status: TrainerStatus
-    profiler: Any
+    _callbacks: list[Any]
+    _profiler: Any
+    _ckpt_path: Any
 
     # Progress
 
@@ -211,6 +214,26 @@ class TrainerAPI:
         return run.data.eval_loaders.as_given if has_loaders else None
 
     @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks in the order of their calls. A change counts from the next hook on."""
+        return self.run.hooks.callbacks if self.run else self._callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: list[Any]) -> None:
+        self._callbacks = list(callbacks)
+        if self.run is not None:
+            self.run.hooks.callbacks[:] = callbacks
+
+    @property
+    def profiler(self) -> Any:
+        """The profiler, one that measures nothing where there is none."""
+        return self._profiler or PassThroughProfiler()
+
+    @profiler.setter
+    def profiler(self, profiler: Any) -> None:
+        self._profiler = make_profiler(profiler)
+
+    @property
     def logger(self) -> Any:
         """The first logger."""
         return self.loggers[0] if self.loggers else None
@@ -248,15 +271,24 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        return next(iter(self._callbacks_of("ProgressBar")), None)
+        """The progress bar among the callbacks. Who asks before a run gets Lightning's, not the console."""
+        bars = self._callbacks_of("ProgressBar")
+        if not bars and self.config.enable_progress_bar and self.status != TrainerStatus.RUNNING:
+            bars = [TQDMProgressBar()]
+            self.callbacks = [*bars, *self.callbacks]
+        return next(iter(bars), None)
 
     def _callbacks_of(self, kind: str) -> list[Any]:
         return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that this run started from."""
-        return self.run.checkpoint_path if self.run else None
+        """The checkpoint that this run started from. Set it to start the next runs from there."""
+        return self._ckpt_path or (self.run.checkpoint_path if self.run else None)
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: Any) -> None:
+        self._ckpt_path = path
 
     # Devices
 
@@ -400,22 +432,6 @@ class TrainerAPI:
             )
         return self.run
 
-    # What Lightning's own callbacks ask for under private names
-
-    @property
-    def fit_loop(self) -> FitLoopAPI:
-        return FitLoopAPI(self)
-
-    @property
-    def validate_loop(self) -> SimpleNamespace:
-        return SimpleNamespace(**{"_data_source": None, "_results": None, "batch_progress": None})
-
-    @property
-    def predict_loop(self) -> SimpleNamespace:
-        loaders = self.run.data.eval_loaders if self.run else None
-        indices = getattr(loaders, "batch_indices", [])
-        return SimpleNamespace(current_batch_indices=indices, epoch_batch_indices=[[indices]])
-
     @property
     def enable_autolog_hparams(self) -> bool:
         return True
@@ -428,93 +444,6 @@ class TrainerAPI:
             f"FabricLoop has no attribute {name!r}: it offers what modules and callbacks read from a"
             " Trainer (lightning_compat/trainer_api.py lists it), not all of Trainer."
         )
-
-
-class FitLoopAPI:
-    """``trainer.fit_loop``, as Lightning's callbacks know it."""
-
-    def __init__(self, loop: TrainerAPI) -> None:
-        self._loop = loop
-        self.epoch_loop = EpochLoopAPI(loop)
-
-    @property
-    def max_epochs(self) -> int | None:
-        return self._loop.max_epochs
-
-    @max_epochs.setter
-    def max_epochs(self, value: int | None) -> None:
-        self._loop.config = self._loop.config.changed(max_epochs=value)
-        if self._loop.run is not None:
-            self._loop.run.stop.max_epochs = -1 if value is None else value
-
-    @property
-    def max_steps(self) -> int:
-        return self._loop.max_steps
-
-    @max_steps.setter
-    def max_steps(self, value: int) -> None:
-        self._loop.config = self._loop.config.changed(max_steps=value)
-        if self._loop.run is not None:
-            self._loop.run.stop.max_steps = value
-
-    @property
-    def min_epochs(self) -> int | None:
-        return self._loop.min_epochs
-
-    @property
-    def total_batch_idx(self) -> int:
-        return self._loop.require_run("fit_loop").progress.total_batches - 1
-
-    @property
-    def batch_idx(self) -> int:
-        return self._loop.require_run("fit_loop").progress.batches_done - 1
-
-    def _should_accumulate(self) -> bool:
-        optimization = self._loop.require_run("fit_loop").optimization
-        return bool(optimization and optimization.is_accumulating)
-
-    @property
-    def _skip_backward(self) -> bool:
-        return self._loop.require_run("fit_loop").optimization.skip_backward
-
-    @_skip_backward.setter
-    def _skip_backward(self, value: bool) -> None:
-        self._loop.require_run("fit_loop").optimization.skip_backward = value
-
-    def setup_data(self) -> None:
-        self._loop.require_run("fit_loop").data.setup_train_loader()
-
-
-class EpochLoopAPI:
-    """``trainer.fit_loop.epoch_loop``, as Lightning's callbacks know it."""
-
-    def __init__(self, loop: TrainerAPI) -> None:
-        self._loop = loop
-
-    @property
-    def batch_progress(self) -> SimpleNamespace:
-        progress = self._loop.require_run("epoch_loop").progress
-        return SimpleNamespace(
-            current=SimpleNamespace(ready=progress.batches_done, processed=progress.batches_done),
-            total=SimpleNamespace(ready=progress.total_batches),
-            is_last_batch=progress.is_last_batch,
-        )
-
-    @property
-    def _batches_that_stepped(self) -> int:
-        return self._loop.run.progress.logging_step if self._loop.run else 0
-
-    @property
-    def global_step(self) -> int:
-        return self._loop.global_step
-
-    @property
-    def total_batch_idx(self) -> int:
-        return self._loop.require_run("epoch_loop").progress.total_batches - 1
-
-    @property
-    def batch_idx(self) -> int:
-        return self._loop.require_run("epoch_loop").progress.batches_done - 1
 
 
 class StrategyAPI:

@@ -25,11 +25,17 @@ class LoggerConnector:
 
     def log_step(self, run: RunState) -> None:
         """Log the values of an optimizer step every log_every_n_steps, and at the last step."""
-        if not self.every_n_steps or not run.results.train.has_step_values:
-            return
-        is_due = (run.progress.logging_step + 1) % self.every_n_steps == 0
-        if is_due or run.stop.should_stop or run.config.fast_dev_run:
+        if run.results.train.has_step_values and self.is_step_due():
             self.log_metrics(run.results.views()[1], writes_row=True)
+
+    def is_step_due(self) -> bool:
+        """Return whether the values of the current training or evaluation batch are logged."""
+        progress, every = self.run.progress, self.every_n_steps
+        if not every:
+            return False
+        is_training = progress.stage in ("train", None)
+        count = progress.logging_step + 1 if is_training else progress.eval_batches_done
+        return count % every == 0 or self.run.stop.should_stop or bool(self.run.config.fast_dev_run)
 
     def log_evaluation_step(self, run: RunState, dataloader_idx: int) -> None:
         """Log the values of an evaluation batch that are logged per step."""
@@ -91,7 +97,7 @@ class LoggerConnector:
         for logger in self.loggers:
             is_own = hasattr(logger, "log_epoch")
             if not is_own or writes_row:
-                logger.log_metrics(scalars, step)
+                logger.log_metrics(metrics=scalars, step=step)
                 logger.save()
 
     def log_hyperparameters(self, run: RunState) -> None:

@@ -38,6 +38,8 @@ def evaluate(run: RunState, stage: str, max_batches: int | float | None = None) 
     run.progress.eval_batches_done = 0
     run.results.start_evaluation()
     run.history.start_evaluation(run, stage)
+    run.data.set_epoch(stage, run.progress.epochs_done)
+    loaders.start()
     with evaluation_mode(run, name):
         run.hooks.call(f"on_{name}_start")
         run.hooks.call(f"on_{name}_epoch_start")
@@ -59,13 +61,13 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float | None) 
     hooks, results, loaders = run.hooks, run.results, run.data.eval_loaders
     method = getattr(hooks.source, f"{name}_step")
     step = hooks.inside(f"{name}_step", run.steps.get(f"{name}_step", method))
-    arguments = step_arguments(method)
+    arguments = step_arguments(method, loaders.has_several)
     current_loader = 0
     for batch, batch_idx, dataloader_idx in loaders.batches(max_batches):
         if dataloader_idx != current_loader:
             run.history.end_loader(run)
             current_loader = dataloader_idx
-        run.progress.eval_batches_done += 1
+        run.progress.count_eval_batch()
         results.start_batch(batch, dataloader_idx if loaders.has_several else None)
         place = (batch_idx, dataloader_idx) if loaders.has_several else (batch_idx,)
         hooks.call(f"on_{name}_batch_start", batch, *place)
@@ -77,10 +79,10 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float | None) 
         run.console.update(run)
 
 
-def step_arguments(method: Callable) -> Callable[[int, int], tuple[int, ...]]:
+def step_arguments(method: Callable, has_several: bool) -> Callable[[int, int], tuple[int, ...]]:
     """Return a function of (batch_idx, dataloader_idx) to what the step takes besides the batch."""
-    with_batch_idx = takes_batch_idx(method) and not takes_iterator(method)
-    with_loader = takes_argument(method, "dataloader_idx")
+    with_batch_idx = takes_batch_idx(method)
+    with_loader = has_several and takes_argument(method, "dataloader_idx")
 
     def arguments(batch_idx: int, dataloader_idx: int) -> tuple[int, ...]:
         if with_loader:

@@ -180,11 +180,15 @@ class ValidationSchedule:
     def restart_clock(self) -> None:
         self._restarted_at = time.monotonic()
 
+    def is_in_this_epoch(self) -> bool:
+        """Return whether check_val_every_n_epoch lets this epoch validate."""
+        every = self.run.config.check_val_every_n_epoch
+        return every is None or (self.run.progress.epochs_done + 1) % every == 0
+
     def is_due(self) -> bool:
         """Return whether to validate after the current batch."""
-        run, progress = self.run, self.run.progress
-        every = run.config.check_val_every_n_epoch
-        if not run.should_validate or (every is not None and (progress.epochs_done + 1) % every != 0):
+        run = self.run
+        if not run.should_validate or not self.is_in_this_epoch():
             return False
         if run.stop.should_stop and run.stop.can_stop_early:
             return True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -295,6 +296,8 @@ def prepare_step_functions(run: RunState) -> list[Callable[[Optimizer], Any]]:
     own_clipping = hooks.module_method("configure_gradient_clipping")
     if own_clipping is not None:
         own = hooks.inside("configure_gradient_clipping", own_clipping)
+        if algorithm is not None:
+            algorithm = GradClipAlgorithmType(algorithm.lower())
         functions.append(partial(own, gradient_clip_val=value, gradient_clip_algorithm=algorithm))
     elif value:
         functions.append(partial(clip_gradients, run, value=value, algorithm=algorithm))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -10,9 +11,27 @@ from .evaluation_loop import check_dataloader_idx, evaluation_mode, step_argumen
 from .hooks import overridden
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .run_state import RunState
+
+
+class Predictions:
+    """What was predicted, and of which samples.
+
+    Attributes:
+        outputs: By loader and batch, on the CPU; empty where only callbacks see them.
+        batch_indices: The indices of the samples, by loader and batch.
+        current_indices: Those of the current batch.
+    """
+
+    def __init__(self, num_loaders: int, has_several: bool) -> None:
+        self.outputs: list[list[Any]] = [[] for _ in range(num_loaders)]
+        self.batch_indices: list[list[list[int]]] = [[] for _ in range(num_loaders)]
+        self.current_indices: list[int] = []
+        self._has_several = has_several
+
+    def as_returned(self) -> list[Any]:
+        """Return the outputs by batch; for several loaders a list of such lists."""
+        return self.outputs if self._has_several else self.outputs[0]
 
 
 def predict(run: RunState, keep: bool) -> list[Any] | None:
@@ -20,9 +39,6 @@ def predict(run: RunState, keep: bool) -> list[Any] | None:
 
     Args:
         keep: Return the predictions. False: only callbacks see them.
-
-    Returns:
-        The outputs by batch on the CPU; for several loaders a list of such lists.
     """
     loaders = run.data.eval_loaders
     if loaders.count_batches() == 0:
@@ -30,39 +46,40 @@ def predict(run: RunState, keep: bool) -> list[Any] | None:
     check_dataloader_idx(run, "predict", loaders.has_several)
     run.progress.stage = "predict"
     run.progress.eval_batches_done = 0
-    predictions: list[list[Any]] = [[] for _ in loaders.loaders]
+    run.predictions = Predictions(len(loaders.loaders), loaders.has_several)
     with evaluation_mode(run, "predict"):
         run.hooks.call("on_predict_start")
         run.hooks.call("on_predict_epoch_start")
+        run.data.set_epoch("predict", run.progress.epochs_done)
         run.console.start_evaluation(run, loaders.count_batches())
-        _predict_batches(run, predictions, keep)
+        predict_batches(run, keep)
         run.hooks.call("on_predict_epoch_end")
         run.hooks.call("on_predict_end")
-    run.progress.stage = None
-    if not keep:
-        return None
-    return predictions if loaders.has_several else predictions[0]
+    return run.predictions.as_returned() if keep else None
 
 
-def _predict_batches(run: RunState, predictions: list[list[Any]], keep: bool) -> None:
-    hooks, loaders = run.hooks, run.data.eval_loaders
-    method = _predict_method(run)
+def predict_batches(run: RunState, keep: bool) -> None:
+    """Run the step and the hooks of every batch."""
+    hooks, loaders, predictions = run.hooks, run.data.eval_loaders, run.predictions
+    method = predict_method(run)
     step = hooks.inside("predict_step", run.steps.get("predict_step", method))
     is_own_step = overridden(hooks.source, "predict_step") is not None
-    arguments = step_arguments(method) if is_own_step else lambda *_: ()
+    arguments = step_arguments(method, loaders.has_several) if is_own_step else lambda *_: ()
     for batch, batch_idx, dataloader_idx in loaders.batches():
-        run.progress.eval_batches_done += 1
+        run.progress.count_eval_batch()
         place = (batch_idx, dataloader_idx) if loaders.has_several else (batch_idx,)
-        loaders.note_batch_indices(dataloader_idx, batch_idx)
+        predictions.current_indices = loaders.batch_indices(dataloader_idx, batch_idx)
         hooks.call("on_predict_batch_start", batch, *place)
         output = step(batch, *arguments(batch_idx, dataloader_idx))
+        if predictions.current_indices:
+            predictions.batch_indices[dataloader_idx].append(predictions.current_indices)
         hooks.call("on_predict_batch_end", output, batch, *place)
         if keep:
-            predictions[dataloader_idx].append(move_data_to_device(output, "cpu"))
+            predictions.outputs[dataloader_idx].append(move_data_to_device(output, "cpu"))
         run.console.update(run)
 
 
-def _predict_method(run: RunState) -> Callable:
+def predict_method(run: RunState) -> Callable:
     """Return the model's ``predict_step``, or what it does with a batch."""
     own = overridden(run.hooks.source, "predict_step")
     if own is not None:

@@ -26,6 +26,7 @@ class Progress:
         is_in_epoch: Whether an epoch has started and not ended.
         num_train_batches: Batches of an epoch; infinite where nobody knows.
         eval_batches_done: Batches of the current evaluation.
+        total_eval_batches: Batches of all validations inside of fit, or of all calls of a stage.
     """
 
     stage: str | None = None
@@ -39,6 +40,7 @@ class Progress:
     is_in_epoch: bool = False
     num_train_batches: int | float = math.inf
     eval_batches_done: int = 0
+    total_eval_batches: int = 0
 
     def start_epoch(self) -> None:
         self.is_in_epoch, self.is_last_batch = True, False
@@ -51,6 +53,10 @@ class Progress:
         self.batches_done = batch_idx + 1
         self.total_batches += 1
         return batch_idx
+
+    def count_eval_batch(self) -> None:
+        self.eval_batches_done += 1
+        self.total_eval_batches += self.stage != "sanity_check"
 
     def end_epoch(self) -> None:
         self.epochs_done += 1
@@ -67,7 +73,7 @@ class Progress:
             setattr(self, name, getattr(other, name))
 
     def state_dict(self) -> dict[str, Any]:
-        without = ("stage", "num_train_batches", "eval_batches_done")
+        without = ("stage", "num_train_batches")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .hooks import Hooks
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from .optimization import AutomaticOptimization, ManualOptimization
+    from .prediction_loop import Predictions
     from .step_runner import StepRunner
 
 
@@ -39,7 +40,9 @@ class RunState:
         module: A LightningModule: the model itself, or an adapter around it.
         network: The nn.Module that holds the parameters.
         steps: The step methods with precision, strategy and compilation around them.
-        checkpoint: The checkpoint that this run resumes, until it is restored.
+        checkpoint: The checkpoint that this run starts from, until it is restored.
+        resumes: Whether it is continued with its optimizers and counters.
+        is_last_model: Whether no model was given, so that the model of the run before is used.
     """
 
     stage: str
@@ -66,11 +69,13 @@ class RunState:
     optimization: AutomaticOptimization | ManualOptimization = None  # type: ignore[assignment]
     validation_schedule: ValidationSchedule = None  # type: ignore[assignment]
     signals: SignalHandler = None  # type: ignore[assignment]
+    predictions: Predictions = None  # type: ignore[assignment]
     given_optimizer: Any = None
     accumulate_grad_batches: int = 1
     checkpoint: dict[str, Any] | None = None
     checkpoint_path: str | None = None
     resumes: bool = False
+    is_last_model: bool = False
     exception: BaseException | None = None
 
     @property
