@@ -14,6 +14,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from .checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
 from .checkpoint.manager import CheckpointManager
@@ -232,7 +233,9 @@ class FabricLoop(TrainerAPI):
             network=network,
             datamodule=datamodule,
             hooks=hooks,
-            results=ResultCollection(hooks, network, all_reduce, not self.config.barebones, not self.loggers),
+            results=ResultCollection(
+                hooks, network, stage, all_reduce, not self.config.barebones, not self.loggers
+            ),
             history=History(),
             data=DataConnector(loaders, datamodule if datamodule is not None else source),
             progress=progress,
@@ -316,6 +319,7 @@ class FabricLoop(TrainerAPI):
         self.run = self.runs[run.stage] = run
         self._strategy_api.reset_lightning_optimizers()
         self.status = TrainerStatus.RUNNING
+        run.progress.stage = "train" if run.stage == "fit" else run.stage
         self.fabric.launch()
         try:
             with ExitStack() as stack:
@@ -345,12 +349,13 @@ class FabricLoop(TrainerAPI):
             restore_model(run, run.checkpoint)
         run.steps.setup(run.stage == "fit")
         result = function(run)
-        run.progress.stage = None
         if run.stage == "fit":
             run.hooks.call("on_fit_end")
         run.hooks.call_datamodule(run.datamodule, "teardown", run.stage)
         run.hooks.call("teardown", run.stage)
+        run.data.teardown()
         run.loggers.finalize("success")
+        run.progress.stage = None
         if self._profiler is not None:
             self._profiler.describe()
         return result
@@ -361,6 +366,7 @@ class FabricLoop(TrainerAPI):
         run.hooks.call_callbacks("on_exception", error)
         run.hooks.call_datamodule(run.datamodule, "on_exception", error)
         run.loggers.finalize("failed")
+        run.data.teardown()
         run.progress.stage = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -371,6 +377,7 @@ def _fit(run: RunState) -> None:
     """Prepare training, restore a checkpoint, check the validation, train."""
     configure_optimizers(run)
     run.hooks.call("on_fit_start")
+    run.network.zero_grad()
     run.loggers.log_hyperparameters(run)
     is_automatic = run.module.automatic_optimization
     run.optimization = AutomaticOptimization(run) if is_automatic else ManualOptimization(run)
@@ -380,7 +387,8 @@ def _fit(run: RunState) -> None:
     with SignalHandler() as signals:
         run.signals = signals
         run.results.start_training()
-        run.network.train()
+        if not run.is_lightning_module:
+            run.network.train()
         run_sanity_check(run)
         run.progress.stage = "train"
         run.results.start_training()
@@ -402,7 +410,7 @@ def finish_signal(run: RunState) -> None:
         run.checkpoints.save_last(run)
     if number == signal_module.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+    raise SIGTERMException(128 + number) if number == signal_module.SIGTERM else SystemExit(128 + number)
 
 
 def _evaluate(run: RunState) -> list[dict[str, Any]]:
@@ -433,7 +441,7 @@ def run_sanity_check(run: RunState) -> None:
     evaluate(run, "sanity_check", None if most == -1 else most)
     run.hooks.call("on_sanity_check_end")
     run.results.evaluation.clear()
-    run.progress.stage = None
+    run.progress.stage, run.progress.eval_batches_done = "train", 0
     _set_rng_states(states)
 
 

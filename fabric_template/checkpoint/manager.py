@@ -65,6 +65,8 @@ class CheckpointManager:
     def save_last(self, run: RunState) -> None:
         path = self.folder / "last.ckpt"
         self.last_model_path = str(path)
+        if self.config.monitor is None:
+            self.best_model_path = str(path)
         self.write(run, path)
 
     def save_best(self, run: RunState) -> None:
@@ -117,9 +119,8 @@ class CheckpointManager:
         """Write the state of a run to a file. A disk that fails costs a warning."""
         checkpoint = build_checkpoint(run)
         if run.fabric.is_global_zero:
-            for logger in run.loop.loggers:
-                if hasattr(logger, "sync"):
-                    save_or_warn(logger.sync, path)
+            for logger in run.loggers.csv_loggers:
+                save_or_warn(logger.sync, path)
             checkpoint_io = run.loop.checkpoint_io
             save_or_warn(lambda: checkpoint_io.save_checkpoint(checkpoint, path), path)
         run.fabric.barrier()

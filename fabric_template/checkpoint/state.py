@@ -14,6 +14,7 @@ import torch
 from lightning.fabric import __version__ as lightning_version
 
 from ..errors import CheckpointError
+from ..training.optimization import is_step_due
 from .rng import capture_rng_state, restore_rng_state
 
 if TYPE_CHECKING:
@@ -54,9 +55,8 @@ def build_checkpoint(run: RunState, weights_only: bool = False) -> dict[str, Any
     if not weights_only:
         run.hooks.call_callbacks("on_save_checkpoint", checkpoint)
     run.hooks.call_module("on_save_checkpoint", checkpoint)
-    if not weights_only:
-        checkpoint[OWN_KEY] = own_state(run)
-    return checkpoint
+    # A new dict, because hooks may have kept the one that they were given.
+    return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run)}
 
 
 def own_state(run: RunState) -> dict[str, Any]:
@@ -69,13 +69,20 @@ def own_state(run: RunState) -> dict[str, Any]:
     return {
         "progress": run.progress.state_dict(),
         "stop": run.stop.state_dict(),
-        "optimization": run.optimization.state_dict(),
+        "is_in_step": is_in_step(run),
+        "optimization": run.optimization.state_dict() if run.optimization else {},
         "history": run.history.state_dict(),
         "loggers": run.loggers.state_dict(),
         "checkpoints": run.checkpoints.state_dict(),
         "accumulate_grad_batches": run.accumulate_grad_batches,
         "ranks": gather_objects(run, of_rank),
     }
+
+
+def is_in_step(run: RunState) -> bool:
+    """Return whether a training step has started and not ended, as after an error in it."""
+    has_batch = run.results.train.batch is not None and run.progress.stage != "validate"
+    return has_batch and run.hooks.current != "on_train_batch_end"
 
 
 def gather_objects(run: RunState, item: Any) -> list[Any]:
@@ -225,6 +232,14 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     run.loggers.load_state_dict(own["loggers"])
     run.checkpoints.load_state_dict(own["checkpoints"])
     run.accumulate_grad_batches = own["accumulate_grad_batches"]
+    if run.progress.is_in_batch:
+        run.progress.logging_step += is_step_due(run)
+        run.progress.is_in_batch = False
+    if own["is_in_step"]:
+        run.warn_once(
+            f"You are resuming from a checkpoint that ended in the middle of a step ({run.checkpoint_path})."
+            " Training continues with the batch after it, and differs from an uninterrupted run."
+        )
     if len(own["ranks"]) != run.fabric.world_size:
         run.warn_once(
             f"The checkpoint is of {len(own['ranks'])} processes, this run has {run.fabric.world_size}."
@@ -275,7 +290,12 @@ def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> No
     progress.epochs_done = epoch["processed"]
     progress.total_batches = batch["total"]["ready"]
     progress.logging_step = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
-    is_in_epoch = epoch["ready"] > epoch["processed"] and not batch["is_last_batch"]
-    progress.is_in_epoch = is_in_epoch
-    if is_in_epoch:
+    is_in_epoch = epoch["ready"] > epoch["processed"]
+    if is_in_epoch and batch["is_last_batch"]:
+        progress.epochs_done += 1
+    elif is_in_epoch:
+        progress.is_in_epoch = True
         progress.batches_done = batch["current"]["ready"]
+    if batch["total"]["ready"] > batch["total"]["completed"]:
+        # Trainer counts the step after on_train_batch_end, in which the file was saved.
+        progress.logging_step += is_step_due(run)

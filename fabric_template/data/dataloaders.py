@@ -22,6 +22,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ..checkpoint.dataloader_state import LoaderPosition
 from ..errors import ConfigurationError, ConfigurationTypeError
@@ -128,6 +129,20 @@ class DataConnector:
                 if callable(getattr(part, "set_epoch", None)):
                     part.set_epoch(epoch)
 
+    def teardown(self) -> None:
+        """End the workers of every loader."""
+        for part in (self.train, self.eval_loaders):
+            if part is None:
+                continue
+            part._iterator = None
+            if part.combined is not None:
+                part.combined.reset()
+            for loader in part.loaders:
+                iterator = getattr(loader, "_iterator", None)
+                if isinstance(iterator, _MultiProcessingDataLoaderIter):
+                    iterator._shutdown_workers()
+                    loader._iterator = None
+
     def state_dict(self) -> dict[str, Any]:
         return {} if self.train is None else self.train.position.state_dict()
 
@@ -185,19 +200,18 @@ class TrainLoaders:
     def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
         self.is_used = True
-        iterator = self._iterator
         if self.num_batches != math.inf:
             for index in range(batches_done, int(self.num_batches)):
                 try:
-                    batch = next(iterator)
+                    batch = next(self._iterator)
                 except StopIteration:
                     return
                 yield self._unpack(batch), index + 1 == self.num_batches
             return
         missing = object()
-        following = next(iterator, missing)
+        following = next(self._iterator, missing)
         while following is not missing:
-            batch, following = following, next(iterator, missing)
+            batch, following = following, next(self._iterator, missing)
             yield self._unpack(batch), following is missing
 
     def _unpack(self, item: Any) -> Any:
@@ -226,7 +240,7 @@ class EvalLoaders:
                     '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
                 )
             self.combined.flattened = self.loaders
-        self._first: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] | None = None
 
     @property
     def has_several(self) -> bool:
@@ -257,11 +271,12 @@ class EvalLoaders:
                 yield batch, batch_idx, dataloader_idx
             return
         for dataloader_idx, limit in enumerate(self._limited(max_batches)):
-            iterator, self._first = self._first or iter(self.loaders[dataloader_idx]), None
+            if dataloader_idx:
+                self._iterator = iter(self.loaders[dataloader_idx])
             batch_idx = 0
             while batch_idx < limit:
                 try:
-                    batch = next(iterator)
+                    batch = next(self._iterator)
                 except StopIteration:
                     break
                 yield batch, batch_idx, dataloader_idx
@@ -287,7 +302,7 @@ class EvalLoaders:
     def start(self) -> None:
         """Start the first loader's iterator, which may draw random numbers, before the hooks, as Trainer."""
         if self.combined is None and self.loaders and self.limits[0]:
-            self._first = iter(self.loaders[0])
+            self._iterator = iter(self.loaders[0])
 
 
 class TrackingBatchSampler(BatchSampler):

@@ -198,15 +198,19 @@ class EvaluationLoopAPI(LoopAPI):
 
     @property
     def batch_progress(self) -> SimpleNamespace:
-        is_in_fit = self._run.stage == "fit"
-        key = "fit_loop" if is_in_fit else f"{self._run.stage}_loop"
-        name = "epoch_loop.val_loop.batch_progress" if is_in_fit else "batch_progress"
-        return as_namespace(loops_state(self._run)[key][name])
+        progress, hook = self._run.progress, self._run.hooks.current or ""
+        is_in_batch = hook.endswith(("_step", "_batch_start", "_batch_end"))
+        counts = {}
+        for name, count in (("current", progress.eval_batches_done), ("total", progress.total_eval_batches)):
+            completed = count - is_in_batch
+            processed = count if hook.endswith("_end") else completed
+            counts[name] = {"ready": count, "started": count, "processed": processed, "completed": completed}
+        return as_namespace(counts)
 
     @property
     def _has_run(self) -> bool:
         """Whether there was a validation, for ModelCheckpoint's message about a missing monitor."""
-        return self._run.progress.total_eval_batches > 0
+        return self._run.progress.eval_batches_done > 0
 
     @property
     def _data_source(self) -> SimpleNamespace:

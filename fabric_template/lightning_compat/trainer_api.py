@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
 from ..checkpoint.state import build_checkpoint
@@ -83,6 +84,11 @@ class TrainerAPI(PrivateAPI):
     @property
     def min_steps(self) -> int | None:
         return self.config.min_steps
+
+    @property
+    def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
+        algorithm = self.config.gradient_clip_algorithm
+        return None if algorithm is None else GradClipAlgorithmType(algorithm.lower())
 
     @property
     def accumulate_grad_batches(self) -> int:

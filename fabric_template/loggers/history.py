@@ -71,6 +71,8 @@ class History:
     Attributes:
         rows: The rows so far.
         returned: The newest means of what the steps returned, by name.
+        evaluated: What the newest evaluation measured, for the loggers.
+        evaluation_means: The means of what its steps returned.
         learning_rates: Those of the epoch's last optimizer step, noted before a scheduler changed them.
     """
 
@@ -180,7 +182,7 @@ class History:
         self.end_loader(run)
         run.results.active.dataloader_idx = None
         means = self._evaluation.compute(self._all_reduce)
-        self._evaluation_means = means
+        self.evaluation_means = means
         self.returned.update(means)
         if not run.is_lightning_module:
             # What a plain model returned are its metrics.
@@ -206,16 +208,17 @@ class History:
         for result in self._results:
             result.update(at_end)
         self.evaluated = {n: v for result in reversed(self._results) for n, v in result.items()}
-        if self._evaluation_means and not (run.is_lightning_module and any(self._results)):
+        if self.evaluation_means and not (run.is_lightning_module and any(self._results)):
             self._add_returned()
         return as_numbers(self._results)
 
     def _add_returned(self) -> None:
         for index, result in enumerate(self._results):
-            for name, value in self._evaluation_means.items():
+            for name, value in self.evaluation_means.items():
                 if self._loader_of.get(name, 0) == index:
                     result.setdefault(name, value)
-        self.evaluated = {**self._evaluation_means, **self.evaluated}
+        if not self.run.is_lightning_module:
+            self.evaluated = {**self.evaluation_means, **self.evaluated}
 
     # Rows
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .csv_logger import CSVLogger
+
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
@@ -23,10 +25,16 @@ class LoggerConnector:
     def loggers(self) -> list[Any]:
         return self.run.loop.loggers
 
+    @property
+    def csv_loggers(self) -> list[CSVLogger]:
+        """Our own loggers, which write whole rows."""
+        return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
+
     def log_step(self, run: RunState) -> None:
         """Log the values of an optimizer step every log_every_n_steps, and at the last step."""
         if run.results.train.has_step_values and self.is_step_due():
-            self.log_metrics(run.results.views()[1], writes_row=True)
+            metrics = run.results.views()[1]
+            self.log_metrics(metrics, row=metrics)
 
     def is_step_due(self) -> bool:
         """Return whether the values of the current training or evaluation batch are logged."""
@@ -44,7 +52,8 @@ class LoggerConnector:
         count = self._evaluated_batches.get(dataloader_idx, 0)
         self._evaluated_batches[dataloader_idx] = count + 1
         if run.results.active.has_step_values:
-            self.log_metrics(run.results.views()[1], step=count, writes_row=True)
+            metrics = run.results.views()[1]
+            self.log_metrics(metrics, step=count, row=metrics)
 
     def log_evaluation(self, run: RunState) -> None:
         """Log what an evaluation measured. Inside an epoch the values are a row of steps.csv, too."""
@@ -56,7 +65,9 @@ class LoggerConnector:
             run.history.returned.clear()
             return
         is_inside_epoch = run.stage != "fit" or not run.progress.is_epoch_complete
-        self.log_metrics(run.history.evaluated, writes_row=is_inside_epoch)
+        evaluated = run.history.evaluated
+        row = {**run.history.evaluation_means, **evaluated} if is_inside_epoch else None
+        self.log_metrics(evaluated, row=row)
 
     def log_train_epoch(self, run: RunState) -> None:
         """Log the values of an epoch, and write its row."""
@@ -67,9 +78,8 @@ class LoggerConnector:
         # Loggers expect the values of an epoch at its last step.
         self.log_metrics(metrics, step_offset=-1)
         row = run.history.add_row()
-        for logger in self.loggers:
-            if hasattr(logger, "log_epoch"):
-                logger.log_epoch(row)
+        for logger in self.csv_loggers:
+            logger.log_epoch(row)
         run.console.end_epoch(run, row)
 
     def log_metrics(
@@ -77,28 +87,28 @@ class LoggerConnector:
         metrics: Mapping[str, Any],
         step: int | None = None,
         step_offset: int = 0,
-        writes_row: bool = False,
+        row: Mapping[str, Any] | None = None,
     ) -> None:
         """Send values to every logger.
 
         Args:
             step: The x axis. None: a logged "step", or the logging step beside the epoch.
-            writes_row: Whether the CSV logger writes these values, too.
+            row: What the CSV logger writes into steps.csv. It writes whole epochs otherwise.
         """
-        if not metrics or not self.loggers:
-            return
         self.run.results.logged_metrics.update(metrics)
-        scalars = {n: v.item() if isinstance(v, Tensor) else v for n, v in metrics.items()}
-        if step is None and "step" in scalars:
-            step = int(scalars.pop("step"))
-        elif step is None:
-            scalars.setdefault("epoch", self.run.progress.epochs_done)
-            step = self.run.progress.logging_step + step_offset
         for logger in self.loggers:
-            is_own = hasattr(logger, "log_epoch")
-            if not is_own or writes_row:
-                logger.log_metrics(metrics=scalars, step=step)
-                logger.save()
+            values = (row or {}) if isinstance(logger, CSVLogger) else metrics
+            if not values:
+                continue
+            scalars = {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
+            at = step
+            if at is None and "step" in scalars:
+                at = int(scalars.pop("step"))
+            elif at is None:
+                scalars.setdefault("epoch", self.run.progress.epochs_done)
+                at = self.run.progress.logging_step + step_offset
+            logger.log_metrics(metrics=scalars, step=at)
+            logger.save()
 
     def log_hyperparameters(self, run: RunState) -> None:
         """Log the hyperparameters of the module and the datamodule."""
@@ -125,11 +135,10 @@ class LoggerConnector:
             logger.finalize(status)
 
     def state_dict(self) -> dict[str, Any]:
-        positions = [logger.position() for logger in self.loggers if hasattr(logger, "position")]
+        positions = [logger.position() for logger in self.csv_loggers]
         return {"positions": positions, "evaluated_batches": dict(self._evaluated_batches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._evaluated_batches = dict(state["evaluated_batches"])
-        own = [logger for logger in self.loggers if hasattr(logger, "rewind")]
-        for logger, position in zip(own, state["positions"], strict=False):
+        for logger, position in zip(self.csv_loggers, state["positions"], strict=False):
             logger.rewind(position)

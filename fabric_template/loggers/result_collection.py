@@ -214,9 +214,15 @@ class ResultCollection:
     """
 
     def __init__(
-        self, hooks: Any, module: Any, all_reduce: Callable[..., Any] | None, is_enabled: bool, warns_without_logger: bool
+        self,
+        hooks: Any,
+        module: Any,
+        stage: str,
+        all_reduce: Callable[..., Any] | None,
+        is_enabled: bool,
+        warns_without_logger: bool,
     ) -> None:
-        self._hooks, self._module = hooks, module
+        self._hooks, self._module, self._stage = hooks, module, stage
         self._is_distributed = all_reduce is not None
         self._all_reduce = all_reduce or _unreduced
         self._is_enabled, self._warns_without_logger = is_enabled, warns_without_logger
@@ -236,7 +242,7 @@ class ResultCollection:
 
     def __reduce__(self) -> Any:
         """A module that is pickled while it runs does not take the run along."""
-        return (_closed_results, ())
+        return (ClosedResults, ())
 
     def log(
         self,
@@ -330,7 +336,7 @@ class ResultCollection:
             )
             return
         hook = self._hooks.current
-        if hook and "predict" in hook:
+        if self._stage == "predict":
             raise ConfigurationError(
                 "You are trying to `self.log()` but the loop's result collection is not registered yet."
                 " This is most likely because you are trying to log in a `predict` hook, but it doesn't"
@@ -467,8 +473,13 @@ class ResultCollection:
         self._is_first_batch, self._last_hook = state["is_first_batch"], state["last_hook"]
 
 
-def _closed_results() -> None:
-    return None
+class ClosedResults:
+    """Takes the place of the results in a copy of a module that was pickled while it ran."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Ignore the value: the copy is of no run."""
+
+    log_dict = log
 
 
 def _unreduced(value: Tensor, **arguments: Any) -> Tensor:

@@ -6,7 +6,10 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+
 from ..config import parse_duration
+from ..errors import ConfigurationError
 from .evaluation_loop import evaluate
 from .lr_schedulers import learning_rates, step_lr_schedulers
 from .optimization import is_step_due
@@ -22,6 +25,12 @@ def fit(run: RunState) -> None:
     is_resumed_in_epoch = run.progress.is_in_epoch
     if (run.stop.is_fit_done and not is_resumed_in_epoch) or run.config.limit_train_batches == 0:
         return
+    if eval_modules := [name for name, part in run.network.named_modules() if not part.training]:
+        run.warn_once(
+            f"Found {len(eval_modules)} module(s) in eval mode at the start of training. This may lead to"
+            " unexpected behavior during training. If this is intentional, you can ignore this warning.",
+            PossibleUserWarning,
+        )
     run.history.start_clock()
     run.hooks.call("on_train_start")
     while run.progress.is_in_epoch or not run.stop.is_fit_done:
@@ -101,8 +110,9 @@ def end_batch(run: RunState) -> None:
     if run.validation_schedule.is_due():
         validate(run)
     step_lr_schedulers(run, "step", plateau=True)
+    run.progress.logging_step += is_stepping
+    run.progress.is_in_batch = False
     if is_stepping:
-        run.progress.logging_step += 1
         run.signals.check(run)
         run.checkpoints.save_step(run)
 
@@ -167,8 +177,6 @@ class ValidationSchedule:
             return interval
         if num_batches == math.inf:
             if interval != 1.0 and self.run.should_validate:
-                from ..errors import ConfigurationError
-
                 raise ConfigurationError(
                     "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)`"
                     " must be time based, `1.0` or an int. An int k specifies checking validation every"

@@ -52,14 +52,17 @@ def _monitored_value(run: RunState, config: LRSchedulerConfig) -> Any:
     value = metrics.get(config.monitor)
     if value is not None:
         return value
-    message = (
-        f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available."
-        f" Available metrics are: {sorted(metrics)}. Condition can be set using `monitor` key in lr"
-        " scheduler dict"
-    )
     if config.strict:
-        raise ConfigurationError(message)
-    run.warn_once(message, RuntimeWarning)
+        raise ConfigurationError(
+            f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available."
+            f" Available metrics are: {sorted(metrics)}. Condition can be set using `monitor` key in lr"
+            " scheduler dict"
+        )
+    run.warn_once(
+        f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is"
+        " set to `False`. Skipping learning rate update.",
+        RuntimeWarning,
+    )
     return None
 
 

@@ -153,7 +153,7 @@ def _parse_scheduler(item: Any, monitor: str | None, is_automatic: bool) -> LRSc
     if not isinstance(item, Mapping):
         config = LRSchedulerConfig(item)
     else:
-        config = _parse_scheduler_dict(item, is_automatic)
+        config = (_parse_scheduler_dict if is_automatic else _parse_manual_dict)(item)
         monitor = item.get("monitor", monitor)
     config.monitor = monitor if monitor is not None else config.monitor
     config.reduce_on_plateau |= isinstance(config.scheduler, ReduceLROnPlateau)
@@ -166,23 +166,41 @@ def _parse_scheduler(item: Any, monitor: str | None, is_automatic: bool) -> LRSc
     return config
 
 
-def _parse_scheduler_dict(item: Mapping, is_automatic: bool) -> LRSchedulerConfig:
+def _parse_manual_dict(item: Mapping) -> LRSchedulerConfig:
+    ignored = [key for key in item if key in ("reduce_on_plateau", "monitor", "strict")]
+    if ignored:
+        warnings.warn(
+            f"The lr scheduler dict contains the key(s) {ignored}, but the keys will be ignored. You need"
+            " to call `lr_scheduler.step()` manually in manual optimization.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return LRSchedulerConfig(**{key: value for key, value in item.items() if key not in ignored})
+
+
+def _parse_scheduler_dict(item: Mapping) -> LRSchedulerConfig:
     known = {field.name for field in fields(LRSchedulerConfig)}
     if unknown := sorted(set(item) - known):
-        warnings.warn(f"Found unsupported keys in the lr scheduler dict: {set(unknown)}", stacklevel=5)
+        warnings.warn(
+            f"Found unsupported keys in the lr scheduler dict: {set(unknown)}. HINT: remove them from the"
+            " output of `configure_optimizers`.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
     if "scheduler" not in item:
         raise ConfigurationError('The lr scheduler dict must have the key "scheduler" with its item')
     interval = item.get("interval", "epoch")
-    if interval not in ("step", "epoch") and is_automatic:
+    if interval not in ("step", "epoch"):
         raise ConfigurationError(
             'The "interval" key in lr scheduler dict must be "step" or "epoch"'
             f' but is "{interval}"'
         )
     scheduler = item["scheduler"]
-    if isinstance(scheduler, OneCycleLR) and interval == "epoch" and is_automatic:
+    if isinstance(scheduler, OneCycleLR) and interval == "epoch":
         warnings.warn(
             "A `OneCycleLR` scheduler is using 'interval': 'epoch'. Are you sure you didn't mean"
             " 'interval': 'step'?",
+            RuntimeWarning,
             stacklevel=5,
         )
     return LRSchedulerConfig(**{name: value for name, value in item.items() if name in known})

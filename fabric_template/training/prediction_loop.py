@@ -47,10 +47,11 @@ def predict(run: RunState, keep: bool) -> list[Any] | None:
     run.progress.stage = "predict"
     run.progress.eval_batches_done = 0
     run.predictions = Predictions(len(loaders.loaders), loaders.has_several)
+    run.data.set_epoch("predict", run.progress.epochs_done)
+    loaders.start()
     with evaluation_mode(run, "predict"):
         run.hooks.call("on_predict_start")
         run.hooks.call("on_predict_epoch_start")
-        run.data.set_epoch("predict", run.progress.epochs_done)
         run.console.start_evaluation(run, loaders.count_batches())
         predict_batches(run, keep)
         run.hooks.call("on_predict_epoch_end")

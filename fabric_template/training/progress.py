@@ -24,9 +24,10 @@ class Progress:
         logging_step: The step that loggers see: batches after which the optimizer stepped.
         is_last_batch: Whether the current batch is the last one of its epoch.
         is_in_epoch: Whether an epoch has started and not ended.
+        is_in_batch: Whether a batch has started, and what follows its hooks is not done yet.
         num_train_batches: Batches of an epoch; infinite where nobody knows.
         eval_batches_done: Batches of the current evaluation.
-        total_eval_batches: Batches of all validations inside of fit, or of all calls of a stage.
+        total_eval_batches: Batches of the validations in this epoch, or of all calls of a stage.
     """
 
     stage: str | None = None
@@ -38,17 +39,19 @@ class Progress:
     logging_step: int = 0
     is_last_batch: bool = False
     is_in_epoch: bool = False
+    is_in_batch: bool = False
     num_train_batches: int | float = math.inf
     eval_batches_done: int = 0
     total_eval_batches: int = 0
 
     def start_epoch(self) -> None:
         self.is_in_epoch, self.is_last_batch = True, False
-        self.batches_done = self.optimizer_steps_in_epoch = 0
+        self.batches_done = self.optimizer_steps_in_epoch = self.total_eval_batches = 0
 
     def start_batch(self, is_last: bool) -> int:
         """Count a training batch. Returns its index in the epoch."""
         batch_idx = self.batches_done
+        self.is_in_batch = True
         self.is_last_batch = is_last
         self.batches_done = batch_idx + 1
         self.total_batches += 1
