@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from .checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.resolve import resolve_checkpoint, version_folder, version_of_checkpoint
-from .checkpoint.state import restore_model, restore_position, restore_training
+from .checkpoint.state import OWN_KEY, restore_model, restore_position, restore_training
 from .config import LoopConfig, parse_options
 from .data.dataloaders import DataConnector
 from .distributed.signals import SignalHandler
@@ -281,6 +281,7 @@ class FabricLoop(TrainerAPI):
             return
         run.checkpoint_path = str(path)
         run.checkpoint = read_checkpoint(path, weights_only=weights_only is not False)
+        run.own_state = run.checkpoint.pop(OWN_KEY, None)
         run.resumes = resumes
         if resumes and self.config.version is None:
             root = Path(self.default_root_dir)
@@ -341,8 +342,7 @@ class FabricLoop(TrainerAPI):
         prepare_data(run)
         if run.stage == "fit":
             run.checkpoints = self._make_checkpoint_manager()
-        run.hooks.call_datamodule(run.datamodule, "setup", run.stage)
-        run.hooks.call("setup", run.stage)
+        run.hooks.call_with_stage("setup", run.stage, run.datamodule)
         run.hooks.call_module("configure_model")
         run.steps.convert_network()
         if run.checkpoint is not None:
@@ -351,8 +351,7 @@ class FabricLoop(TrainerAPI):
         result = function(run)
         if run.stage == "fit":
             run.hooks.call("on_fit_end")
-        run.hooks.call_datamodule(run.datamodule, "teardown", run.stage)
-        run.hooks.call("teardown", run.stage)
+        run.hooks.call_with_stage("teardown", run.stage, run.datamodule)
         run.data.teardown()
         run.loggers.finalize("success")
         run.progress.stage = None
@@ -394,7 +393,7 @@ def _fit(run: RunState) -> None:
         run.results.start_training()
         if resumes:
             run.data.setup_train_loader()
-            restore_position(run, run.checkpoint)
+            restore_position(run)
         run.checkpoint = None
         run_fit(run)
     run.results.active = None
@@ -440,7 +439,8 @@ def run_sanity_check(run: RunState) -> None:
     run.data.setup_eval_loaders("val")
     evaluate(run, "sanity_check", None if most == -1 else most)
     run.hooks.call("on_sanity_check_end")
-    run.results.evaluation.clear()
+    run.results.forget_evaluation()
+    run.history.returned.clear()
     run.progress.stage, run.progress.eval_batches_done = "train", 0
     _set_rng_states(states)
 

@@ -117,7 +117,10 @@ class CheckpointManager:
 
     def write(self, run: RunState, path: Path) -> None:
         """Write the state of a run to a file. A disk that fails costs a warning."""
-        checkpoint = build_checkpoint(run)
+        progress = run.progress
+        # Trainer saves an epoch before it counts it.
+        epoch = progress.epochs_done - (not progress.is_in_epoch)
+        checkpoint = build_checkpoint(run, epoch=max(0, epoch))
         if run.fabric.is_global_zero:
             for logger in run.loggers.csv_loggers:
                 save_or_warn(logger.sync, path)

@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 OWN_KEY = "fabric_template"
 
 
-def build_checkpoint(run: RunState, weights_only: bool = False) -> dict[str, Any]:
+def build_checkpoint(
+    run: RunState, weights_only: bool = False, epoch: int | None = None
+) -> dict[str, Any]:
     """Return the state of a run. Called on all processes; the first one's is written.
 
     Args:
         weights_only: Leave out optimizers, callbacks and positions.
+        epoch: The epoch that the file names. None: the current one.
     """
     source = run.module if run.is_lightning_module else run.network
     checkpoint: dict[str, Any] = {
-        "epoch": run.progress.epochs_done,
+        "epoch": run.progress.epochs_done if epoch is None else epoch,
         "global_step": run.progress.global_step,
         "pytorch-lightning_version": lightning_version,
         "state_dict": source.state_dict(),
@@ -138,8 +141,9 @@ def loops_state(run: RunState) -> dict[str, Any]:
     in_epoch = progress.optimizer_steps_in_epoch if is_automatic else 0
     manual_steps = 0 if is_automatic else progress.global_step
     scheduler_steps = sum(getattr(c.scheduler, "last_epoch", 0) or 0 for c in run.lr_schedulers)
+    loaders = run.data.loader_states()
     fit_loop = {
-        "state_dict": {},
+        "state_dict": {"combined_loader": loaders} if loaders else {},
         "epoch_progress": epoch,
         "epoch_loop.state_dict": {"_batches_that_stepped": progress.logging_step},
         "epoch_loop.batch_progress": batches | {"is_last_batch": progress.is_last_batch},
@@ -222,7 +226,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     precision = run.fabric.strategy.precision
     if (scaler_state := checkpoint.get(type(precision).__qualname__)) is not None:
         precision.load_state_dict(scaler_state)
-    own = checkpoint.get(OWN_KEY)
+    own = run.own_state
     if own is None:
         restore_progress_of_trainer(run, checkpoint)
         return
@@ -232,6 +236,8 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     run.loggers.load_state_dict(own["loggers"])
     run.checkpoints.load_state_dict(own["checkpoints"])
     run.accumulate_grad_batches = own["accumulate_grad_batches"]
+    ranks = own["ranks"]
+    run.data.load_loader_states(ranks[run.fabric.global_rank % len(ranks)]["data"].get("loaders", []))
     if run.progress.is_in_batch:
         run.progress.logging_step += is_step_due(run)
         run.progress.is_in_batch = False
@@ -247,9 +253,9 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
 
 
-def restore_position(run: RunState, checkpoint: dict[str, Any]) -> None:
+def restore_position(run: RunState) -> None:
     """Restore random generators, loaders and running sums, when the training loader exists."""
-    own = checkpoint.get(OWN_KEY)
+    own, run.own_state = run.own_state, None
     if own is None:
         return
     ranks = own["ranks"]
@@ -285,6 +291,7 @@ def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> No
     if fit_loop is None:
         progress.epochs_done = checkpoint["epoch"]
         return
+    run.data.load_loader_states(fit_loop["state_dict"].get("combined_loader", []))
     epoch = fit_loop["epoch_progress"]["current"]
     batch = fit_loop["epoch_loop.batch_progress"]
     progress.epochs_done = epoch["processed"]

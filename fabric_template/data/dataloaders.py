@@ -51,6 +51,7 @@ class DataConnector:
         self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
         self._eval_stage: str | None = None
         self._loaded_in_epoch: dict[str, int] = {}
+        self._states_to_load: list[dict[str, Any]] = []
 
     def has_loader(self, stage: str) -> bool:
         """Return whether there is a loader for this stage, given or made by a method."""
@@ -82,6 +83,8 @@ class DataConnector:
             return
         self._loaded_in_epoch["train"] = run.progress.epochs_done
         self.train = TrainLoaders(run, self.request("train"))
+        self.train.load_state_dicts(self._states_to_load)
+        self._states_to_load = []
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps
         if self.train.num_batches < every and run.loop.loggers and not run.config.fast_dev_run:
@@ -144,7 +147,22 @@ class DataConnector:
                     loader._iterator = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.train is None else self.train.position.state_dict()
+        if self.train is None:
+            return {}
+        return {**self.train.position.state_dict(), "loaders": self.loader_states()}
+
+    def loader_states(self) -> list[dict[str, Any]]:
+        """Return the states of the training loaders that have one."""
+        loaders = self.train.loaders if self.train is not None else ()
+        return [loader.state_dict() for loader in loaders if is_stateful(loader)]
+
+    def load_loader_states(self, states: list[dict[str, Any]]) -> None:
+        """Give the training loaders their states, now or when they are made."""
+        if self.train is None:
+            self._states_to_load = states
+        elif states:
+            self.train.load_state_dicts(states)
+            self.train.start()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.train is not None and state:
@@ -162,7 +180,7 @@ class TrainLoaders:
         self.combined = self._combine()
         self.num_batches = self._count()
         self.position = LoaderPosition(self.combined if self.combined is not None else self.loaders[0])
-        self.is_used = False
+        self.is_used, self.skips_batches = False, True
         self._iterator: Iterator[Any] | None = None
 
     def _combine(self) -> CombinedLoader | None:
@@ -188,6 +206,19 @@ class TrainLoaders:
         except (TypeError, NotImplementedError):
             return math.inf
 
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        """Give the loaders their states. They continue by themselves, so no batch is skipped."""
+        stateful = [loader for loader in self.loaders if is_stateful(loader)]
+        if states and len(states) != len(stateful):
+            raise RuntimeError(
+                f"The CombinedLoader has {len(stateful)} stateful loaders, but found {len(states)} states in"
+                " the checkpoint. Please make sure you define the same dataloaders that were used when"
+                " saving the checkpoint."
+            )
+        for loader, state in zip(stateful, states, strict=False):
+            loader.load_state_dict(state)
+        self.skips_batches = not states
+
     def start(self) -> None:
         """Start the iterator of an epoch, which draws random numbers for its order."""
         self.is_used = False
@@ -195,7 +226,7 @@ class TrainLoaders:
 
     def resume(self, batches_done: int) -> None:
         """Start the iterator of an epoch of which some batches are done."""
-        self._iterator = self.position.resume(batches_done)
+        self._iterator = self.position.resume(batches_done if self.skips_batches else 0)
 
     def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
@@ -257,14 +288,15 @@ class EvalLoaders:
     def batches(self, max_batches: int | float | None = None) -> Iterator[tuple[Any, int, int]]:
         """Yield (batch on the device, batch_idx, dataloader_idx)."""
         transfer = make_transfer(self.run)
-        for batch, batch_idx, dataloader_idx in self._raw_batches(max_batches):
+        for batch, batch_idx, dataloader_idx in self.raw_batches(max_batches):
             yield (
                 (batch if transfer is None else transfer(batch, dataloader_idx)),
                 batch_idx,
                 dataloader_idx,
             )
 
-    def _raw_batches(self, max_batches: int | float | None) -> Iterator[tuple[Any, int, int]]:
+    def raw_batches(self, max_batches: int | float | None) -> Iterator[tuple[Any, int, int]]:
+        """Yield (batch, batch_idx, dataloader_idx)."""
         if self.combined is not None:
             self.combined.limits = self._limited(max_batches)
             for batch, batch_idx, dataloader_idx in iter(self.combined):
@@ -348,6 +380,11 @@ def _is_loader(item: Any) -> bool:
         is_data = bool(item) and all(isinstance(part, int | float | str) for part in item)
         return is_data or (bool(item) and all(map(_is_loader, item)))
     return hasattr(item, "__iter__") and not isinstance(item, Tensor | str | bytes)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader keeps its own position."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _is_flat_dict(source: Any) -> bool:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from ..checkpoint.state import build_checkpoint
 from ..errors import ConfigurationError

@@ -71,6 +71,7 @@ class History:
     Attributes:
         rows: The rows so far.
         returned: The newest means of what the steps returned, by name.
+        outputs: What the steps of the current evaluation returned, by loader and batch.
         evaluated: What the newest evaluation measured, for the loggers.
         evaluation_means: The means of what its steps returned.
         learning_rates: Those of the epoch's last optimizer step, noted before a scheduler changed them.
@@ -84,7 +85,7 @@ class History:
         self._train, self._evaluation = WeightedMeans(), WeightedMeans()
         self._results: list[dict[str, Any]] = []
         self._loader_of: dict[str, int] = {}
-        self._outputs: list[list[Any]] = []
+        self.outputs: list[list[Any]] = []
         self._epoch_started = time.monotonic()
         self._seconds_before_resume = 0.0
         self._is_nan_reported = False
@@ -146,14 +147,14 @@ class History:
     def start_evaluation(self, run: RunState, stage: str) -> None:
         self._evaluation = WeightedMeans()
         self._results, self._loader_of = [], {}
-        self._outputs = [[] for _ in run.data.eval_loaders.loaders]
+        self.outputs = [[] for _ in run.data.eval_loaders.loaders]
         self._prefix = "test" if stage == "test" else "val"
 
     def add_evaluation_output(
         self, run: RunState, output: Any, batch_idx: int, dataloader_idx: int
     ) -> None:
         """Add what an evaluation step returned, but for what it logged under the same name."""
-        self._outputs[dataloader_idx].append(output)
+        self.outputs[dataloader_idx].append(output)
         values = name_outputs(output, self._prefix)
         active = run.results.active
         if active:
@@ -193,7 +194,7 @@ class History:
             self._call_epoch_end(run, epoch_end)
 
     def _call_epoch_end(self, run: RunState, epoch_end: Callable) -> None:
-        outputs = self._outputs if run.data.eval_loaders.has_several else self._outputs[0]
+        outputs = self.outputs if run.data.eval_loaders.has_several else self.outputs[0]
         values = epoch_end(run.network, outputs) or {}
         previous, run.hooks.current = run.hooks.current, "on_validation_epoch_end"
         for name, value in values.items():
@@ -204,7 +205,7 @@ class History:
     def end_evaluation(self, run: RunState) -> list[dict[str, Any]]:
         """Return what was measured, a dict for each loader."""
         at_end = run.results.update_metrics()
-        self._outputs = []
+        self.outputs = []
         for result in self._results:
             result.update(at_end)
         self.evaluated = {n: v for result in reversed(self._results) for n, v in result.items()}

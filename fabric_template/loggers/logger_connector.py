@@ -58,11 +58,6 @@ class LoggerConnector:
     def log_evaluation(self, run: RunState) -> None:
         """Log what an evaluation measured. Inside an epoch the values are a row of steps.csv, too."""
         if run.progress.stage == "sanity_check":
-            run.results.callback_metrics.clear()
-            run.results.logged_metrics.clear()
-            run.results.progress_bar_metrics.clear()
-            run.results.row.clear()
-            run.history.returned.clear()
             return
         is_inside_epoch = run.stage != "fit" or not run.progress.is_epoch_complete
         evaluated = run.history.evaluated

@@ -394,6 +394,12 @@ class ResultCollection:
             self.active.dataloader_idx = None
         self._is_first_batch = self._last_hook = None
 
+    def forget_evaluation(self) -> None:
+        """Forget all that the sanity check has measured."""
+        for metrics in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.row):
+            metrics.clear()
+        self.evaluation.clear()
+
     def update_metrics(self) -> dict[str, Tensor]:
         """Bring the views up to date. Returns what goes to the loggers."""
         if not self.active:

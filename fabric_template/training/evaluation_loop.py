@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .iterator_steps import evaluate_with_iterator
 from .module_adapter import takes_argument, takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float | None) 
     hooks, results, loaders = run.hooks, run.results, run.data.eval_loaders
     method = getattr(hooks.source, f"{name}_step")
     step = hooks.inside(f"{name}_step", run.steps.get(f"{name}_step", method))
+    if takes_iterator(method):
+        evaluate_with_iterator(run, name, step, max_batches, run.history.outputs)
+        return
     arguments = step_arguments(method, loaders.has_several)
     current_loader = 0
     for batch, batch_idx, dataloader_idx in loaders.batches(max_batches):

@@ -11,7 +11,9 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from ..config import parse_duration
 from ..errors import ConfigurationError
 from .evaluation_loop import evaluate
-from .lr_schedulers import learning_rates, step_lr_schedulers
+from .iterator_steps import train_with_iterator
+from .lr_schedulers import after_optimizer_step, step_lr_schedulers
+from .module_adapter import takes_iterator
 from .optimization import is_step_due
 
 if TYPE_CHECKING:
@@ -49,7 +51,9 @@ def train_epoch(run: RunState) -> None:
     else:
         run.data.resume_train_batches()
     run.console.start_epoch(run)
-    if not run.stop.is_reached and not progress.is_epoch_complete:
+    if takes_iterator(run.hooks.source.training_step):
+        train_with_iterator(run, end_batch)
+    elif not run.stop.is_reached and not progress.is_epoch_complete:
         train_batches(run)
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
@@ -88,17 +92,6 @@ def train_batches(run: RunState) -> None:
             break
     else:
         progress.is_last_batch = True
-
-
-def after_optimizer_step(run: RunState) -> None:
-    """Step the schedulers that do not follow a metric."""
-    if not run.lr_schedulers:
-        return
-    if run.progress.is_epoch_complete or run.stop.has_max_steps:
-        run.history.learning_rates = learning_rates(run)
-    step_lr_schedulers(run, "step", plateau=False)
-    if run.progress.is_epoch_complete:
-        step_lr_schedulers(run, "epoch", plateau=False)
 
 
 def end_batch(run: RunState) -> None:

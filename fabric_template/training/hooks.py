@@ -130,23 +130,29 @@ class Hooks:
                     method(*args)
         self.current = previous
 
-    def call_module(self, name: str, *args: Any) -> Any:
+    def call_module(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of the module only."""
         method = self.module_method(name)
         if method is None:
             return None
         previous, self.current = self.current, name
-        result = method(*args)
+        result = method(*args, **kwargs)
         self.current = previous
         return result
 
-    def call_datamodule(self, datamodule: Any, name: str, *args: Any) -> Any:
+    def call_with_stage(self, name: str, stage: str, datamodule: Any) -> None:
+        """Call ``setup`` or ``teardown`` of the datamodule, the callbacks and the module."""
+        self.call_datamodule(datamodule, name, stage=stage)
+        self.call_callbacks(name, stage)
+        self.call_module(name, stage=stage)
+
+    def call_datamodule(self, datamodule: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of the datamodule, if there is one."""
         method = getattr(datamodule, name, None)
         if not callable(method):
             return None
         with self.profiled(f"[LightningDataModule]{type(datamodule).__name__}.{name}"):
-            return method(*args)
+            return method(*args, **kwargs)
 
     def is_used(self, name: str) -> bool:
         """Return whether any callback or the module overrides a hook."""

@@ -12,6 +12,17 @@ if TYPE_CHECKING:
     from .run_state import RunState
 
 
+def after_optimizer_step(run: RunState) -> None:
+    """Step the schedulers that do not follow a metric."""
+    if not run.lr_schedulers:
+        return
+    if run.progress.is_epoch_complete or run.stop.has_max_steps:
+        run.history.learning_rates = learning_rates(run)
+    step_lr_schedulers(run, "step", plateau=False)
+    if run.progress.is_epoch_complete:
+        step_lr_schedulers(run, "epoch", plateau=False)
+
+
 def step_lr_schedulers(run: RunState, interval: str, plateau: bool) -> None:
     """Step the schedulers that count this interval.
 

@@ -9,6 +9,8 @@ from lightning.fabric.utilities import move_data_to_device
 
 from .evaluation_loop import check_dataloader_idx, evaluation_mode, step_arguments
 from .hooks import overridden
+from .iterator_steps import evaluate_with_iterator
+from .module_adapter import takes_iterator
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -64,6 +66,10 @@ def predict_batches(run: RunState, keep: bool) -> None:
     hooks, loaders, predictions = run.hooks, run.data.eval_loaders, run.predictions
     method = predict_method(run)
     step = hooks.inside("predict_step", run.steps.get("predict_step", method))
+    if takes_iterator(method):
+        outputs = predictions.outputs if keep else [[] for _ in predictions.outputs]
+        evaluate_with_iterator(run, "predict", step, None, outputs)
+        return
     is_own_step = overridden(hooks.source, "predict_step") is not None
     arguments = step_arguments(method, loaders.has_several) if is_own_step else lambda *_: ()
     for batch, batch_idx, dataloader_idx in loaders.batches():

@@ -10,20 +10,20 @@ from .progress import Progress, StopCondition
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
     from torch import nn
     from torch.optim import Optimizer
 
     from ..checkpoint.manager import CheckpointManager
     from ..config import LoopConfig
     from ..data.dataloaders import DataConnector
+    from ..distributed.signals import SignalHandler
     from ..loggers.console import Console
     from ..loggers.history import History
     from ..loggers.logger_connector import LoggerConnector
     from ..loggers.result_collection import ResultCollection
-    from ..distributed.signals import SignalHandler
     from .fit_loop import ValidationSchedule
     from .hooks import Hooks
-    from lightning.pytorch.utilities.types import LRSchedulerConfig
     from .optimization import AutomaticOptimization, ManualOptimization
     from .prediction_loop import Predictions
     from .step_runner import StepRunner
@@ -41,6 +41,7 @@ class RunState:
         network: The nn.Module that holds the parameters.
         steps: The step methods with precision, strategy and compilation around them.
         checkpoint: The checkpoint that this run starts from, until it is restored.
+        own_state: The part of the checkpoint that only this loop saves; hooks do not see it.
         resumes: Whether it is continued with its optimizers and counters.
         is_last_model: Whether no model was given, so that the model of the run before is used.
     """
@@ -73,6 +74,7 @@ class RunState:
     given_optimizer: Any = None
     accumulate_grad_batches: int = 1
     checkpoint: dict[str, Any] | None = None
+    own_state: dict[str, Any] | None = None
     checkpoint_path: str | None = None
     resumes: bool = False
     is_last_model: bool = False
