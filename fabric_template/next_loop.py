@@ -22,6 +22,7 @@ from .checkpoint.resolve import resolve_checkpoint, version_folder, version_of_c
 from .checkpoint.state import OWN_KEY, restore_model, restore_position, restore_training
 from .config import LoopConfig, parse_options
 from .data.dataloaders import DataConnector
+from .distributed.launch import is_joined, launch_processes, starts_processes
 from .distributed.signals import SignalHandler
 from .errors import ConfigurationError, WarnOnce
 from .lightning_compat.callbacks import add_model_callbacks, as_list, parse_callbacks
@@ -321,19 +322,26 @@ class FabricLoop(TrainerAPI):
         self._strategy_api.reset_lightning_optimizers()
         self.status = TrainerStatus.RUNNING
         run.progress.stage = "train" if run.stage == "fit" else run.stage
-        self.fabric.launch()
         try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.set_grad_enabled(True))
-                stack.enter_context(torch.autograd.set_detect_anomaly(self.config.detect_anomaly))
-                result = self._run_stage(run, function, stack)
+            if starts_processes(self.fabric):
+                result = launch_processes(run)
+            else:
+                if self.fabric.strategy.launcher is not None and not is_joined():
+                    self.fabric.launch()
+                result = self._run_stage(run, function)
         except BaseException as error:
             self._handle_exception(run, error)
             raise
         self.status = TrainerStatus.FINISHED
         return result
 
-    def _run_stage(self, run: RunState, function: Callable, stack: ExitStack) -> Any:
+    def _run_stage(self, run: RunState, function: Callable) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(True))
+            stack.enter_context(torch.autograd.set_detect_anomaly(self.config.detect_anomaly))
+            return self._run_attached(run, function, stack)
+
+    def _run_attached(self, run: RunState, function: Callable, stack: ExitStack) -> Any:
         attach_run(run, stack)
         own_callbacks = run.hooks.module_method("configure_callbacks")
         if own_callbacks is not None:
