@@ -130,10 +130,8 @@ class FabricLoop(TrainerAPI):
             "validation_step": validation_step,
             "epoch_end": epoch_end,
         }
-        run = self._make_run(
-            "fit", model, {"train": train_dataloaders, "val": val_dataloaders}, datamodule, functions
-        )
-        run.given_optimizer = optimizer
+        loaders = {"train": train_dataloaders, "val": val_dataloaders}
+        run = self._make_run("fit", model, loaders, datamodule, functions, optimizer)
         self._resolve_checkpoint(run, resume or ckpt_path, load, weights_only)
         self._call(run, _fit)
         return run.history.frame()
@@ -194,7 +192,13 @@ class FabricLoop(TrainerAPI):
     # Set-up of a run
 
     def _make_run(
-        self, stage: str, model: Any, loaders: dict[str, Any], datamodule: Any, functions: dict[str, Any]
+        self,
+        stage: str,
+        model: Any,
+        loaders: dict[str, Any],
+        datamodule: Any,
+        functions: dict[str, Any],
+        optimizer: Any = None,
     ) -> RunState:
         is_last_model = model is None
         first = LOADER_OF_STAGE[stage]
@@ -247,6 +251,7 @@ class FabricLoop(TrainerAPI):
             checkpoints=last.checkpoints if last is not None else CheckpointManager(None, self.config),
             warn_once=warn_once,
             is_last_model=is_last_model,
+            given_optimizer=optimizer,
             accumulate_grad_batches=self.config.accumulate_grad_batches,
         )
         run.loggers = LoggerConnector(run)

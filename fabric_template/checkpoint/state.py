@@ -287,6 +287,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
 def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Restore the counters of a file that Trainer wrote."""
     progress, fit_loop = run.progress, checkpoint.get("loops", {}).get("fit_loop")
+    run.data.keeps_first_iterator = True
     progress.global_step = checkpoint["global_step"]
     if fit_loop is None:
         progress.epochs_done = checkpoint["epoch"]

@@ -52,6 +52,7 @@ class DataConnector:
         self._eval_stage: str | None = None
         self._loaded_in_epoch: dict[str, int] = {}
         self._states_to_load: list[dict[str, Any]] = []
+        self.keeps_first_iterator = False
 
     def has_loader(self, stage: str) -> bool:
         """Return whether there is a loader for this stage, given or made by a method."""
@@ -99,8 +100,14 @@ class DataConnector:
         self.train.start()
 
     def start_train_batches(self) -> None:
-        """Start the iterator of an epoch. That of the first epoch started with its loader, as in Trainer."""
-        if self.run.progress.epochs_done > 0 or self.train.is_used:
+        """Start the iterator of an epoch.
+
+        That of the first epoch started with its loader, as in Trainer, and so did that of the first
+        epoch after a checkpoint of Trainer.
+        """
+        is_later = self.run.progress.epochs_done > 0 and not self.keeps_first_iterator
+        self.keeps_first_iterator = False
+        if is_later or self.train.is_used:
             self.train.start()
 
     def resume_train_batches(self) -> None:
@@ -200,11 +207,7 @@ class TrainLoaders:
     def _count(self) -> int | float:
         if self.combined is None:
             return self.limits[0]
-        iter(self.combined)
-        try:
-            return len(self.combined)
-        except (TypeError, NotImplementedError):
-            return math.inf
+        return (min if self.combined._mode == "min_size" else max)(self.limits)
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         """Give the loaders their states. They continue by themselves, so no batch is skipped."""
