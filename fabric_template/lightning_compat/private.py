@@ -119,24 +119,12 @@ class FitLoopAPI(LoopAPI):
             setattr(self.trainer.run.stop, name, value)
 
     @property
-    def min_epochs(self) -> int | None:
-        return self.trainer.min_epochs
-
-    @property
-    def min_steps(self) -> int | None:
-        return self.trainer.min_steps
-
-    @property
     def max_batches(self) -> int | float:
         return self._run.progress.num_train_batches
 
     @max_batches.setter
     def max_batches(self, value: int | float) -> None:
         self._run.progress.num_train_batches = value
-
-    @property
-    def global_step(self) -> int:
-        return self.trainer.global_step
 
     @property
     def total_batch_idx(self) -> int:
@@ -176,6 +164,11 @@ class FitLoopAPI(LoopAPI):
     @_skip_backward.setter
     def _skip_backward(self, value: bool) -> None:
         self._run.optimization.skip_backward = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("min_epochs", "min_steps", "global_step"):
+            return getattr(self.trainer, name)
+        raise AttributeError(name)
 
     def setup_data(self) -> None:
         self._run.data.setup_train_loader()

@@ -28,6 +28,12 @@ _FUNCTIONS |= {"test": TrainerFn.TESTING, "predict": TrainerFn.PREDICTING}
 _STAGES = {"train": RunningStage.TRAINING, "validate": RunningStage.VALIDATING}
 _STAGES |= {"sanity_check": RunningStage.SANITY_CHECKING, "test": RunningStage.TESTING}
 _STAGES |= {"predict": RunningStage.PREDICTING}
+# Attributes that say whether a stage runs.
+_STAGE_FLAGS = {"training": "train", "validating": "validate", "testing": "test"}
+_STAGE_FLAGS |= {"predicting": "predict", "sanity_checking": "sanity_check"}
+# Options with setters of their own.
+_SETTERS = ("accumulate_grad_batches", "profiler", "logger", "max_epochs", "max_steps")
+_OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
 
 
 class TrainerAPI(PrivateAPI):
@@ -82,10 +88,6 @@ class TrainerAPI(PrivateAPI):
         return self.run.stop.max_steps if self.run else self.config.max_steps
 
     @property
-    def min_steps(self) -> int | None:
-        return self.config.min_steps
-
-    @property
     def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
         algorithm = self.config.gradient_clip_algorithm
         return None if algorithm is None else GradClipAlgorithmType(algorithm.lower())
@@ -97,7 +99,9 @@ class TrainerAPI(PrivateAPI):
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: int) -> None:
-        self.require_run("accumulate_grad_batches").accumulate_grad_batches = value
+        self.config = self.config.changed(accumulate_grad_batches=value)
+        if self.run is not None:
+            self.run.accumulate_grad_batches = value
 
     @property
     def num_training_batches(self) -> int | float:
@@ -323,26 +327,6 @@ class TrainerAPI(PrivateAPI):
         return own if kind is None else kind()
 
     @property
-    def is_global_zero(self) -> bool:
-        return self.fabric.is_global_zero
-
-    @property
-    def global_rank(self) -> int:
-        return self.fabric.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        return self.fabric.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        return self.fabric.node_rank
-
-    @property
-    def world_size(self) -> int:
-        return self.fabric.world_size
-
-    @property
     def num_nodes(self) -> int:
         return getattr(self.fabric.strategy, "num_nodes", 1)
 
@@ -376,26 +360,6 @@ class TrainerAPI(PrivateAPI):
         return bool(self.run and self.run.progress.stage in stages)
 
     @property
-    def training(self) -> bool:
-        return self._is_in("train")
-
-    @property
-    def validating(self) -> bool:
-        return self._is_in("validate")
-
-    @property
-    def testing(self) -> bool:
-        return self._is_in("test")
-
-    @property
-    def predicting(self) -> bool:
-        return self._is_in("predict")
-
-    @property
-    def sanity_checking(self) -> bool:
-        return self._is_in("sanity_check")
-
-    @property
     def evaluating(self) -> bool:
         return self._is_in("validate", "test", "sanity_check")
 
@@ -424,9 +388,6 @@ class TrainerAPI(PrivateAPI):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         self.fabric.barrier()
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        self.fabric.print(*args, **kwargs)
-
     def init_module(self, empty_init: bool | None = None) -> Any:
         """Return a context in which a module is made on the device and in the precision."""
         return self.fabric.init_module(empty_init=empty_init)
@@ -442,9 +403,25 @@ class TrainerAPI(PrivateAPI):
     def enable_autolog_hparams(self) -> bool:
         return True
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an option for the current run and those to come; any other attribute as it is."""
+        config = self.__dict__.get("config")
+        if config is None or name not in vars(config) or name in ("default_root_dir", *_SETTERS):
+            super().__setattr__(name, value)
+            return
+        self.config = config.changed(**{name: value})
+        if self.run is not None:
+            self.run.config = self.config
+            if self.run.optimization is not None:
+                self.run.optimization.setup()
+
     def __getattr__(self, name: str) -> Any:
         config = self.__dict__.get("config")
-        if config is not None and not name.startswith("_") and hasattr(config, name):
+        if name in _OF_FABRIC:
+            return getattr(self.fabric, name)
+        if name in _STAGE_FLAGS:
+            return self._is_in(_STAGE_FLAGS[name])
+        if config is not None and name in vars(config):
             return getattr(config, name)
         raise AttributeError(
             f"FabricLoop has no attribute {name!r}: it offers what modules and callbacks read from a"
@@ -487,24 +464,12 @@ class StrategyAPI:
         return self._loop.fabric.device
 
     @property
-    def lightning_module(self) -> Any:
-        return self._loop.lightning_module
-
-    @property
-    def model(self) -> Any:
-        return self._loop.model
-
-    @property
     def optimizers(self) -> list[Any]:
         return self._loop.optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
         self._loop.optimizers = optimizers
-
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        return self._loop.lr_scheduler_configs
 
     @property
     def precision_plugin(self) -> Any:
@@ -549,6 +514,8 @@ class StrategyAPI:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_loop" not in self.__dict__:
             raise AttributeError(name)
+        if name in ("lightning_module", "model", "lr_scheduler_configs"):
+            return getattr(self._loop, name)
         return getattr(self._loop.fabric.strategy, name)
 
 

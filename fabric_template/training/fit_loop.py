@@ -62,6 +62,7 @@ def train_epoch(run: RunState) -> None:
 def start_epoch(run: RunState) -> None:
     """Load new dataloaders where they are due, and call the hooks."""
     run.data.setup_train_loader()
+    run.validation_schedule.count_batches()
     run.data.set_epoch("train", run.progress.epochs_done)
     run.progress.start_epoch()
     run.hooks.call("on_train_epoch_start")
@@ -153,8 +154,12 @@ class ValidationSchedule:
         interval = run.config.val_check_interval
         if not isinstance(interval, int | float):
             self._seconds = parse_duration(interval).total_seconds()
-        elif not run.config.validate_every_n_steps:
-            self.every_n_batches = self._batches_between(interval)
+        self.count_batches()
+
+    def count_batches(self) -> None:
+        """Look up the interval in batches. Called again when the training loader may have changed."""
+        if self._seconds is None and not self.run.config.validate_every_n_steps:
+            self.every_n_batches = self._batches_between(self.run.config.val_check_interval)
 
     def _batches_between(self, interval: int | float) -> int | float:
         num_batches = run_batches = self.run.progress.num_train_batches
