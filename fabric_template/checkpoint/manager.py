@@ -125,7 +125,8 @@ class CheckpointManager:
             for logger in run.loggers.csv_loggers:
                 save_or_warn(logger.sync, path)
             checkpoint_io = run.loop.checkpoint_io
-            save_or_warn(lambda: checkpoint_io.save_checkpoint(checkpoint, path), path)
+            with run.hooks.profiled("save_checkpoint"):
+                save_or_warn(lambda: checkpoint_io.save_checkpoint(checkpoint, path), path)
         run.fabric.barrier()
 
     def state_dict(self) -> dict[str, Any]:

@@ -234,18 +234,20 @@ class TrainLoaders:
     def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
         self.is_used = True
+        # Trainer's name of the action.
+        fetch = self.run.hooks.with_profiler("[_TrainingEpochLoop].train_dataloader_next", next)
         if self.num_batches != math.inf:
             for index in range(batches_done, int(self.num_batches)):
                 try:
-                    batch = next(self._iterator)
+                    batch = fetch(self._iterator)
                 except StopIteration:
                     return
                 yield self._unpack(batch), index + 1 == self.num_batches
             return
         missing = object()
-        following = next(self._iterator, missing)
+        following = fetch(self._iterator, missing)
         while following is not missing:
-            batch, following = following, next(self._iterator, missing)
+            batch, following = following, fetch(self._iterator, missing)
             yield self._unpack(batch), following is missing
 
     def _unpack(self, item: Any) -> Any:
@@ -305,13 +307,14 @@ class EvalLoaders:
             for batch, batch_idx, dataloader_idx in iter(self.combined):
                 yield batch, batch_idx, dataloader_idx
             return
+        fetch = self.run.hooks.with_profiler(f"[_EvaluationLoop].{self.stage}_next", next)
         for dataloader_idx, limit in enumerate(self._limited(max_batches)):
             if dataloader_idx:
                 self._iterator = iter(self.loaders[dataloader_idx])
             batch_idx = 0
             while batch_idx < limit:
                 try:
-                    batch = next(self._iterator)
+                    batch = fetch(self._iterator)
                 except StopIteration:
                     break
                 yield batch, batch_idx, dataloader_idx
@@ -475,7 +478,10 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     if run.fabric.world_size > 1 and is_map_style and not is_distributed and loader.batch_size:
         loader = with_sampler(loader, _distributed_sampler(run, loader, stage))
     if stage == "predict" and is_map_style and loader.batch_sampler is not None:
-        loader = with_batch_sampler(loader, TrackingBatchSampler(loader.batch_sampler))
+        batch_sampler = loader.batch_sampler
+        if type(batch_sampler) is BatchSampler and batch_sampler.drop_last:
+            batch_sampler = BatchSampler(batch_sampler.sampler, batch_sampler.batch_size, False)
+        loader = with_batch_sampler(loader, TrackingBatchSampler(batch_sampler))
     return loader
 
 
@@ -559,4 +565,5 @@ def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:
             batch = move_data_to_device(batch, device)
         return batch if after is None else after(batch, dataloader_idx)
 
-    return transfer
+    action = f"[Strategy]{type(run.fabric.strategy).__name__}.batch_to_device"
+    return run.hooks.with_profiler(action, transfer)

@@ -383,9 +383,12 @@ class TrainerAPI(PrivateAPI):
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         run = self.runs.get("fit", self.run)
-        checkpoint = build_checkpoint(run, bool(weights_only))
-        if self.fabric.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        with run.hooks.profiled("save_checkpoint"):
+            checkpoint = build_checkpoint(run, bool(weights_only))
+            if self.fabric.is_global_zero:
+                self.checkpoint_io.save_checkpoint(
+                    checkpoint, filepath, storage_options=storage_options
+                )
         self.fabric.barrier()
 
     def init_module(self, empty_init: bool | None = None) -> Any:

@@ -61,7 +61,7 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float | None) 
     """Run the step and the hooks of every batch."""
     hooks, results, loaders = run.hooks, run.results, run.data.eval_loaders
     method = getattr(hooks.source, f"{name}_step")
-    step = hooks.inside(f"{name}_step", run.steps.get(f"{name}_step", method))
+    step = run.make_step(f"{name}_step", method)
     if takes_iterator(method):
         evaluate_with_iterator(run, name, step, max_batches, run.history.outputs)
         return

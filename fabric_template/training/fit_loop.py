@@ -33,6 +33,8 @@ def fit(run: RunState) -> None:
             " unexpected behavior during training. If this is intentional, you can ignore this warning.",
             PossibleUserWarning,
         )
+    if run.should_validate and run.validation_schedule.is_in_this_epoch():
+        run.data.setup_eval_loaders("val")
     run.history.start_clock()
     run.hooks.call("on_train_start")
     while run.progress.is_in_epoch or not run.stop.is_fit_done:

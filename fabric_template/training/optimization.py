@@ -64,10 +64,7 @@ class AutomaticOptimization:
         step = hooks.source.training_step
         name = type(hooks.source).__name__
         strategy = type(run.fabric.strategy).__name__
-        in_strategy = hooks.with_profiler(
-            f"[Strategy]{strategy}.training_step", run.steps.get("training_step", step)
-        )
-        self._step = hooks.inside("training_step", in_strategy)
+        self._step = run.make_step("training_step", step)
         self._takes_batch_idx = takes_batch_idx(step) and not takes_iterator(step)
         self._optimizer = run.optimizers[0]
         self._scaler = getattr(run.fabric.strategy.precision, "scaler", None)
@@ -241,7 +238,7 @@ class ManualOptimization(AutomaticOptimization):
     def setup(self) -> None:
         run, hooks = self.run, self.run.hooks
         step = hooks.source.training_step
-        self._step = hooks.inside("training_step", run.steps.get("training_step", step))
+        self._step = run.make_step("training_step", step)
         self._takes_batch_idx = takes_batch_idx(step) and not takes_iterator(step)
         self._scaler = getattr(run.fabric.strategy.precision, "scaler", None)
         self._has_backward_hooks = any(map(hooks.is_used, _BACKWARD_HOOKS))

@@ -65,13 +65,16 @@ def predict_batches(run: RunState, keep: bool) -> None:
     """Run the step and the hooks of every batch."""
     hooks, loaders, predictions = run.hooks, run.data.eval_loaders, run.predictions
     method = predict_method(run)
-    step = hooks.inside("predict_step", run.steps.get("predict_step", method))
+    step = run.make_step("predict_step", method)
     if takes_iterator(method):
         outputs = predictions.outputs if keep else [[] for _ in predictions.outputs]
         evaluate_with_iterator(run, "predict", step, None, outputs)
         return
     is_own_step = overridden(hooks.source, "predict_step") is not None
     arguments = step_arguments(method, loaders.has_several) if is_own_step else lambda *_: ()
+    # BasePredictionWriter asks for all predictions at the end, also where predict returns none.
+    intervals = [getattr(callback, "interval", None) for callback in hooks.callbacks]
+    keep = keep or any(getattr(interval, "on_epoch", False) for interval in intervals)
     for batch, batch_idx, dataloader_idx in loaders.batches():
         run.progress.count_eval_batch()
         place = (batch_idx, dataloader_idx) if loaders.has_several else (batch_idx,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,12 @@ class RunState:
     def is_lightning_module(self) -> bool:
         """Return whether the model itself is a LightningModule."""
         return self.module is self.model
+
+    def make_step(self, name: str, method: Callable) -> Callable:
+        """Return a step with precision and strategy around it, and its name for log and the profiler."""
+        action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
+        step = self.hooks.with_profiler(action, self.steps.get(name, method))
+        return self.hooks.inside(name, step)
 
     @property
     def should_validate(self) -> bool:
