@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities import move_data_to_device, suggested_max_num_workers
@@ -50,7 +52,7 @@ class DataConnector:
         self.train: TrainLoaders | None = None
         self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
         self._eval_stage: str | None = None
-        self._loaded_in_epoch: dict[str, int] = {}
+        self._loaded_in_epoch: dict[str, int | float] = {}
         self._states_to_load: list[dict[str, Any]] = []
         self.keeps_first_iterator = False
 
@@ -125,7 +127,10 @@ class DataConnector:
         """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""
         if self._eval_stage == stage and not self._should_reload(stage):
             return
-        self._loaded_in_epoch[stage] = self.run.progress.epochs_done
+        run = self.run
+        # A sanity check before an epoch that does not validate does not count as a load.
+        is_counted = not run.loop.sanity_checking or run.config.check_val_every_n_epoch in (None, 1)
+        self._loaded_in_epoch[stage] = run.progress.epochs_done if is_counted else -math.inf
         self._eval_stage = stage
         self.eval_loaders = EvalLoaders(self.run, stage, self.request(stage))
 
@@ -207,7 +212,7 @@ class TrainLoaders:
     def _count(self) -> int | float:
         if self.combined is None:
             return self.limits[0]
-        return (min if self.combined._mode == "min_size" else max)(self.limits)
+        return combined_length(self.combined, self.limits)
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         """Give the loaders their states. They continue by themselves, so no batch is skipped."""
@@ -285,7 +290,8 @@ class EvalLoaders:
 
     def count_batches(self, max_batches: int | float | None = None) -> int | float:
         """Return the number of batches of all loaders."""
-        return sum(self._limited(max_batches))
+        limits = self._limited(max_batches)
+        return sum(limits) if self.combined is None else combined_length(self.combined, limits)
 
     def _limited(self, max_batches: int | float | None) -> list[int | float]:
         return [min(limit, math.inf if max_batches is None else max_batches) for limit in self.limits]
@@ -304,8 +310,8 @@ class EvalLoaders:
         """Yield (batch, batch_idx, dataloader_idx)."""
         if self.combined is not None:
             self.combined.limits = self._limited(max_batches)
-            for batch, batch_idx, dataloader_idx in iter(self.combined):
-                yield batch, batch_idx, dataloader_idx
+            num_batches = self.count_batches(max_batches)
+            yield from islice(self.combined, None if num_batches == math.inf else num_batches)
             return
         fetch = self.run.hooks.with_profiler(f"[_EvaluationLoop].{self.stage}_next", next)
         for dataloader_idx, limit in enumerate(self._limited(max_batches)):
@@ -334,8 +340,9 @@ class EvalLoaders:
     @property
     def as_given(self) -> Any:
         """The loaders in the shape in which they were given."""
-        is_single = len(self.loaders) == 1 and self.source is flatten_loaders(self.source)[0]
-        return self.loaders[0] if is_single else self.loaders
+        if is_instance_of(self.source, "CombinedLoader"):
+            return self.source.iterables
+        return replace_loaders(self.source, iter(self.loaders))
 
     def start(self) -> None:
         """Start the first loader's iterator, which may draw random numbers, before the hooks, as Trainer."""
@@ -347,7 +354,7 @@ class TrackingBatchSampler(BatchSampler):
     """A batch sampler that remembers the indices of each batch that it gave, for predictions."""
 
     def __init__(self, batch_sampler: Any) -> None:
-        self.batch_sampler, self.sampler = batch_sampler, getattr(batch_sampler, "sampler", None)
+        self.batch_sampler = batch_sampler
         self.seen: list[list[int]] = []
 
     def __iter__(self) -> Iterator[Any]:
@@ -359,6 +366,16 @@ class TrackingBatchSampler(BatchSampler):
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
+def combined_length(combined: CombinedLoader, limits: list[int | float]) -> int | float:
+    """Return the number of batches of a CombinedLoader, which limits its length and not its iteration."""
+    return (min if combined._mode == "min_size" else max)(limits)
+
 
 def flatten_loaders(source: Any) -> list[Any]:
     """Return the loaders of a source in order. A list of loaders is opened, a list of batches is a loader.
@@ -369,13 +386,26 @@ def flatten_loaders(source: Any) -> list[Any]:
     """
     if is_instance_of(source, "CombinedLoader"):
         return list(source.flattened)
-    if isinstance(source, Mapping) and source and all(map(_is_loader, source.values())):
+    parts = _parts(source)
+    return [loader for part in parts for loader in flatten_loaders(part)] if parts else [source]
+
+
+def replace_loaders(source: Any, loaders: Iterator[Any]) -> Any:
+    """Return a source with other loaders in its places."""
+    if not _parts(source):
+        return next(loaders)
+    if isinstance(source, Mapping):
+        return {name: replace_loaders(part, loaders) for name, part in source.items()}
+    return [replace_loaders(part, loaders) for part in source]
+
+
+def _parts(source: Any) -> list[Any]:
+    """Return what a collection of loaders holds; nothing for a single loader."""
+    if isinstance(source, Mapping):
         parts = list(source.values())
-    elif isinstance(source, list | tuple) and source and all(map(_is_loader, source)):
-        parts = list(source)
     else:
-        return [source]
-    return [loader for part in parts for loader in flatten_loaders(part)]
+        parts = list(source) if isinstance(source, list | tuple) else []
+    return parts if all(map(_is_loader, parts)) else []
 
 
 def _is_loader(item: Any) -> bool:
@@ -427,6 +457,11 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
     """
     length = loader_length(loader)
     if length == 0:
+        warnings.warn(
+            f"Total length of `{type(loader).__name__}` across ranks is zero. Please make sure this was"
+            " your intention.",
+            stacklevel=2,
+        )
         return 0
     if isinstance(limit, int):
         return min(length, limit)
@@ -453,9 +488,9 @@ def check_iterable(loader: Any, where: str) -> None:
     Raises:
         ConfigurationTypeError: The object cannot be iterated.
     """
-    is_list = isinstance(loader, list | tuple)
-    numbers = [isinstance(item, int | float) for item in loader] if is_list else []
-    is_mixed = any(numbers) and not all(numbers)
+    items = loader if isinstance(loader, list | tuple) else ()
+    numbers = [isinstance(item, int | float) for item in items]
+    is_mixed = any(item is None for item in items) or (any(numbers) and not all(numbers))
     is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if is_mixed or isinstance(loader, str | bytes) or not is_iterable:
         raise ConfigurationTypeError(
@@ -470,7 +505,8 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
         return loader.for_rank(run.fabric.global_rank, run.fabric.world_size)
     if not isinstance(loader, DataLoader):
         return loader
-    if run.config.overfit_batches and stage in ("train", "val"):
+    warn_of_loader(run, loader, stage)
+    if run.config.overfit_batches and run.stage == "fit":
         loader = _without_shuffling(run, loader, stage)
     prepare_workers(run, loader, stage)
     is_map_style = not isinstance(loader.dataset, IterableDataset)
@@ -497,6 +533,22 @@ def prepare_workers(run: RunState, loader: DataLoader, stage: str) -> None:
         )
     if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
+
+
+def warn_of_loader(run: RunState, loader: DataLoader, stage: str) -> None:
+    """Warn of evaluations in random order, and of streams whose length may be wrong."""
+    if run.stage != "fit" and isinstance(loader.sampler, RandomSampler):
+        run.warn_once(
+            f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you"
+            " turn shuffling off for val/test dataloaders.",
+            PossibleUserWarning,
+        )
+    if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
+        run.warn_once(
+            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"
+            " (when num_workers > 1), `__len__` could be inaccurate if each worker is not configured"
+            " independently to avoid having duplicate data."
+        )
 
 
 def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoader:

@@ -32,10 +32,12 @@ def check_call(run: RunState) -> None:
         warn_of_validation(run)
     stage = LOADER_OF_STAGE[run.stage]
     if not run.data.has_loader(stage):
+        owner = type(run.model if run.datamodule is None else run.datamodule).__name__
         raise MissingDataError(
             f"An invalid dataloader was passed to `Trainer.{run.stage}({loader_argument(run.stage, stage)}"
             f"=...)`. Found None. `{stage}_dataloader` must be implemented to be used with the Lightning"
-            f" Trainer. {run.stage}: got no loader, expected an iterable of batches."
+            f" Trainer. {run.stage}: got no loader, expected an iterable of batches. Give it as"
+            f" {run.stage}(model, loader), or write a method {stage}_dataloader in {owner}."
         )
 
 

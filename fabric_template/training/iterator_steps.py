@@ -6,6 +6,7 @@ moved to the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ class StepIterator:
 def train_with_iterator(run: RunState, end_batch: Callable[[RunState], None]) -> None:
     """Train an epoch whose step fetches its batches."""
     progress, hooks = run.progress, run.hooks
+    # The number of steps is not known, so the last batch decides when to validate.
+    run.validation_schedule.every_n_batches = math.inf
     raw = run.data.train.batches(progress.batches_done)
     fetched = ((batch, index, 0) for index, (batch, _) in enumerate(raw, progress.batches_done))
     iterator = StepIterator(fetched, progress.num_train_batches - progress.batches_done)
