@@ -211,7 +211,7 @@ class FabricLoop(TrainerAPI):
                     f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a"
                     " previous run"
                 )
-            model, datamodule = last.model, datamodule or last.datamodule
+            model = last.model
             given = {name: function for name, function in functions.items() if function}
             functions = {**getattr(last.module, "functions", {}), **given}
         module, source, network = adapt_model(model, functions)
@@ -221,6 +221,12 @@ class FabricLoop(TrainerAPI):
             is_lightnings = type(callback).__module__.startswith(("lightning.", "pytorch_lightning."))
             return module if is_lightnings else model
 
+        data = DataConnector(loaders, datamodule if datamodule is not None else source)
+        if datamodule is None and last is not None:
+            # The datamodule of the run before stays. Its loaders are used where there are no others.
+            datamodule = last.datamodule
+            if datamodule is not None and not data.has_loader(first):
+                data.source = datamodule
         hooks = Hooks(self, self.callbacks, source, module_for, self._profiler)
         progress = Progress()
         if last is not None:
@@ -242,7 +248,7 @@ class FabricLoop(TrainerAPI):
                 hooks, network, stage, all_reduce, not self.config.barebones, not self.loggers
             ),
             history=History(),
-            data=DataConnector(loaders, datamodule if datamodule is not None else source),
+            data=data,
             progress=progress,
             stop=stop,
             steps=StepRunner(self.fabric, source, network, self.config.compile),

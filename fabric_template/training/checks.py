@@ -29,6 +29,12 @@ def check_call(run: RunState) -> None:
         check_step(run)
     if run.stage == "fit":
         check_optimization(run)
+        if run.config.max_epochs is None and run.stop.max_epochs == 1000:
+            run.warn_once(
+                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
+                " `max_epochs=-1`.",
+                PossibleUserWarning,
+            )
         warn_of_validation(run)
     stage = LOADER_OF_STAGE[run.stage]
     if not run.data.has_loader(stage):

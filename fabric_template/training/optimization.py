@@ -51,7 +51,6 @@ class AutomaticOptimization:
         self.run = run
         self.is_accumulating = False
         self.skip_backward = False
-        self._is_first_of_window = True
         self._outputs: dict[str, Any] = {}
         self._arguments: tuple = ()
         self._batch_idx = 0
@@ -110,7 +109,6 @@ class AutomaticOptimization:
             self._take_step()
             self.run.progress.global_step += 1
             self.run.progress.optimizer_steps_in_epoch += 1
-        self._is_first_of_window = not self.is_accumulating
         outputs, self._outputs, self._arguments = self._outputs, {}, ()
         return outputs
 
@@ -124,7 +122,8 @@ class AutomaticOptimization:
                 loss = loss / self.run.accumulate_grad_batches
         if self.skip_backward:
             return loss
-        if self._is_first_of_window:
+        # The first batch of an accumulation window, also where the batch that ended the last one was None.
+        if self._batch_idx % self.run.accumulate_grad_batches == 0:
             self._zero_grad()
         if loss is None:
             return None
@@ -225,7 +224,6 @@ class AutomaticOptimization:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.is_accumulating = state["is_accumulating"]
-        self._is_first_of_window = not self.is_accumulating
         gradients = state.get("gradients", {})
         for name, parameter in self.run.network.named_parameters():
             if name in gradients:
