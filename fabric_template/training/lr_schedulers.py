@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
+from .optimization import is_step_due
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -32,7 +33,7 @@ def step_lr_schedulers(run: RunState, interval: str, plateau: bool) -> None:
     """
     if not run.lr_schedulers or not run.module.automatic_optimization:
         return
-    if interval == "step" and run.optimization.is_accumulating:
+    if interval == "step" and not is_step_due(run):
         return
     # epochs_done counts whole epochs, and the current one is not counted yet.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
