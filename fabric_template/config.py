@@ -339,23 +339,22 @@ _CHECKS: dict[str, _Check] = {
         may_be_none=True,
         lightning_message="`gradient_clip_algorithm` {value} is invalid. ",
     ),
-    "deterministic": _Check(
-        (bool, str), 'True, False or "warn"', lambda v: v == "warn", may_be_none=True
-    ),
+    "deterministic": _Check((bool, str), 'True, False or "warn"', lambda v: v == "warn", may_be_none=True),
     "benchmark": _SWITCH,
     "inference_mode": replace(_SWITCH, may_be_none=False),
     "reload_dataloaders_every_n_epochs": _count(0, "a number of epochs >= 0", False),
     "detect_anomaly": replace(_SWITCH, may_be_none=False),
     "on_nan": _Check(
-        (int, str), '"warn", "off" or a number of batches >= 1', lambda v: v in ("warn", "off") or
-        (isinstance(v, int) and v >= 1),
+        (int, str),
+        '"warn", "off" or a number of batches >= 1',
+        lambda v: v in ("warn", "off") or (isinstance(v, int) and v >= 1),
     ),
     "barebones": replace(_SWITCH, may_be_none=False),
     "enable_checkpointing": _SWITCH,
     "enable_progress_bar": _SWITCH,
     "enable_model_summary": _SWITCH,
     "default_root_dir": _Check((str, os.PathLike), "a folder", may_be_none=True),
-    "name": _Check((str,), "a name without / \\ : * ? \" < > |", is_folder_name),
+    "name": _Check((str,), 'a name without / \\ : * ? " < > |', is_folder_name),
     "version": _Check(
         (int, str),
         "a number >= 0 or a name",

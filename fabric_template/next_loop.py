@@ -103,8 +103,7 @@ class FabricLoop(TrainerAPI):
             return [DummyLogger()]
         given = config.logger if isinstance(config.logger, list | tuple) else [config.logger]
         root = Path(self.default_root_dir, "logs")
-        own = [CSVLogger(root, config.name, config.version) if g is True else g for g in given]
-        return own
+        return [CSVLogger(root, config.name, config.version) if g is True else g for g in given]
 
     def fit(
         self,
@@ -208,8 +207,7 @@ class FabricLoop(TrainerAPI):
         if model is None:
             if last is None:
                 raise TypeError(
-                    f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a"
-                    " previous run"
+                    f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run"
                 )
             model = last.model
             given = {name: function for name, function in functions.items() if function}
@@ -244,9 +242,7 @@ class FabricLoop(TrainerAPI):
             network=network,
             datamodule=datamodule,
             hooks=hooks,
-            results=ResultCollection(
-                hooks, network, stage, all_reduce, not self.config.barebones, not self.loggers
-            ),
+            results=ResultCollection(hooks, network, stage, all_reduce, not self.config.barebones, not self.loggers),
             history=History(),
             data=data,
             progress=progress,
@@ -270,9 +266,7 @@ class FabricLoop(TrainerAPI):
         is_enabled = bool(self.config.enable_progress_bar) and not has_bar
         return is_enabled and self.fabric.is_global_zero
 
-    def _resolve_checkpoint(
-        self, run: RunState, resume: Any, load: Any, weights_only: bool | None
-    ) -> None:
+    def _resolve_checkpoint(self, run: RunState, resume: Any, load: Any, weights_only: bool | None) -> None:
         if resume is not None and load is not None:
             raise ConfigurationError(
                 f"{run.stage}: got resume={str(resume)!r} and load={str(load)!r}, expected one of them."

@@ -28,9 +28,7 @@ class AtomicCheckpointIO(CheckpointIO):
         {'epoch': 1}
     """
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError(
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not"
@@ -78,9 +76,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_checkpoint(
-    path: str | Path, weights_only: bool = True, map_location: Any = None
-) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, weights_only: bool = True, map_location: Any = None) -> dict[str, Any]:
     """Read a checkpoint.
 
     Args:

@@ -43,8 +43,7 @@ def resolve_checkpoint(keyword: str, root: Path, name: str, version: int | str |
     if keyword == "auto":
         return None
     raise MissingCheckpointError(
-        f"resume: got {keyword!r}, expected a checkpoint under {folder}, which has none. Train first, or"
-        " give a path."
+        f"resume: got {keyword!r}, expected a checkpoint under {folder}, which has none. Train first, or give a path."
     )
 
 

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 OWN_KEY = "fabric_template"
 
 
-def build_checkpoint(
-    run: RunState, weights_only: bool = False, epoch: int | None = None
-) -> dict[str, Any]:
+def build_checkpoint(run: RunState, weights_only: bool = False, epoch: int | None = None) -> dict[str, Any]:
     """Return the state of a run. Called on all processes; the first one's is written.
 
     Args:
@@ -156,9 +154,7 @@ def loops_state(run: RunState) -> dict[str, Any]:
             }
         },
         "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": _counts(
-            manual_steps, 0, ("ready", "completed")
-        ),
+        "epoch_loop.manual_optimization.optim_step_progress": _counts(manual_steps, 0, ("ready", "completed")),
         "epoch_loop.val_loop.state_dict": {},
         "epoch_loop.val_loop.batch_progress": _counts(0, 0) | {"is_last_batch": False},
     }
@@ -194,9 +190,7 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Load the weights of a checkpoint."""
     if "state_dict" not in checkpoint:
         keys = sorted(map(str, checkpoint))[:5]
-        raise CheckpointError(
-            f"{run.checkpoint_path}: got the keys {keys}, expected a checkpoint with state_dict."
-        )
+        raise CheckpointError(f"{run.checkpoint_path}: got the keys {keys}, expected a checkpoint with state_dict.")
     is_strict = getattr(run.module, "strict_loading", True)
     target = run.module if run.is_lightning_module else run.network
     target.load_state_dict(checkpoint["state_dict"], strict=is_strict)

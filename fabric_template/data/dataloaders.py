@@ -424,9 +424,7 @@ def is_stateful(loader: Any) -> bool:
 
 
 def _is_flat_dict(source: Any) -> bool:
-    return isinstance(source, Mapping) and all(
-        flatten_loaders(value)[0] is value for value in source.values()
-    )
+    return isinstance(source, Mapping) and all(flatten_loaders(value)[0] is value for value in source.values())
 
 
 def loader_length(loader: Any) -> int | float:
@@ -436,9 +434,9 @@ def loader_length(loader: Any) -> int | float:
         >>> loader_length(range(3)), loader_length(iter([1]))
         (3, inf)
     """
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        if not hasattr(loader.dataset, "__len__"):
-            return math.inf
+    is_iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    if is_iterable and not hasattr(loader.dataset, "__len__"):
+        return math.inf
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

@@ -76,8 +76,7 @@ def check_options(callbacks: list[Any], config: LoopConfig) -> None:
         )
     if savers and config.enable_checkpointing is False and not config.fast_dev_run:
         raise ConfigurationError(
-            "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint` in"
-            " callbacks list."
+            "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint` in callbacks list."
         )
 
 
@@ -93,8 +92,7 @@ def check_callbacks(callbacks: list[Any]) -> None:
             )
         if is_instance_of(callback, *_TUNERS):
             raise ConfigurationError(
-                f"callbacks: got a {type(callback).__name__}, which needs Trainer's tuner. Use"
-                " `fabric-template tune`."
+                f"callbacks: got a {type(callback).__name__}, which needs Trainer's tuner. Use `fabric-template tune`."
             )
         if not hasattr(callback, "state_key") or overridden(callback, "state_dict") is None:
             continue

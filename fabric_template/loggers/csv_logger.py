@@ -111,9 +111,7 @@ class CSVLogger(Logger):
         for given in (params or {}, *args):
             values = to_plain(given)
             if not isinstance(values, dict):
-                raise TypeError(
-                    f"log_hyperparams: got a {type(given).__name__}, expected a dict or a Namespace."
-                )
+                raise TypeError(f"log_hyperparams: got a {type(given).__name__}, expected a dict or a Namespace.")
             self._hparams.update(values)
         write_text(Path(self.log_dir, "hparams.yaml"), to_yaml(self._hparams))
 

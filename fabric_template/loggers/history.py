@@ -150,9 +150,7 @@ class History:
         self.outputs = [[] for _ in run.data.eval_loaders.loaders]
         self._prefix = "test" if stage == "test" else "val"
 
-    def add_evaluation_output(
-        self, run: RunState, output: Any, batch_idx: int, dataloader_idx: int
-    ) -> None:
+    def add_evaluation_output(self, run: RunState, output: Any, batch_idx: int, dataloader_idx: int) -> None:
         """Add what an evaluation step returned, but for what it logged under the same name."""
         self.outputs[dataloader_idx].append(output)
         values = name_outputs(output, self._prefix)

@@ -167,9 +167,7 @@ class ResultMetric:
         if not self._is_synced:
             return value
         arguments = self.arguments
-        return self._all_reduce(
-            value, group=arguments.sync_dist_group, reduce_op=arguments.reduction
-        )
+        return self._all_reduce(value, group=arguments.sync_dist_group, reduce_op=arguments.reduction)
 
     def state_dict(self) -> dict[str, Any]:
         arguments = dataclasses.replace(self.arguments, sync_dist_group=None)
@@ -450,10 +448,7 @@ class ResultCollection:
                 entries.append({**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))})
         return {
             "train": entries,
-            "torchmetrics": {
-                name: torchmetric_state(part)
-                for name, part in torchmetrics_in(self._module).items()
-            },
+            "torchmetrics": {name: torchmetric_state(part) for name, part in torchmetrics_in(self._module).items()},
             "callback_metrics": dict(self.callback_metrics),
             "row": dict(self.row),
             "is_first_batch": self._is_first_batch,
@@ -492,9 +487,7 @@ def _unreduced(value: Tensor, **arguments: Any) -> Tensor:
     return value
 
 
-def parse_arguments(
-    hook: str | None, name: str, dataloader_idx: int | None, raw: tuple
-) -> LogArguments:
+def parse_arguments(hook: str | None, name: str, dataloader_idx: int | None, raw: tuple) -> LogArguments:
     """Return the arguments of ``self.log`` with the defaults of the hook.
 
     Raises:
@@ -604,10 +597,7 @@ def check_metric_attribute(module: Any, name: str, metric: Any) -> None:
     if all(part is not metric for part in names.values()):
         advice = "setting an attribute for the metric in your `LightningModule`."
         if names:
-            advice = (
-                f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of"
-                f" {list(names)}"
-            )
+            advice = f"calling `self.log({name}, ..., metric_attribute=name)` where `name` is one of {list(names)}"
         raise ConfigurationError(
             "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can"
             f" fix this by {advice}"

@@ -30,10 +30,7 @@ HOOK_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "on_save_checkpoint": ("checkpoint",),
     "on_load_checkpoint": ("checkpoint",),
     **{f"on_{stage}_batch_start": _EVALUATION_BATCH for stage in ("validation", "test", "predict")},
-    **{
-        f"on_{stage}_batch_end": ("outputs", *_EVALUATION_BATCH)
-        for stage in ("validation", "test", "predict")
-    },
+    **{f"on_{stage}_batch_end": ("outputs", *_EVALUATION_BATCH) for stage in ("validation", "test", "predict")},
 }
 OTHER_HOOKS = (
     *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end", "on_train_start"),
@@ -125,9 +122,10 @@ class Hooks:
         previous, self.current = self.current, name
         for callback in list(self.callbacks):
             is_monitor = is_instance_of(callback, "EarlyStopping", "Checkpoint")
-            if only_monitors is None or only_monitors == is_monitor:
-                if (method := self._callback_method(callback, name)) is not None:
-                    method(*args)
+            is_called = only_monitors is None or only_monitors == is_monitor
+            method = self._callback_method(callback, name) if is_called else None
+            if method is not None:
+                method(*args)
         self.current = previous
 
     def call_module(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -218,9 +216,7 @@ class Hooks:
         return self._with_profiler(f"[Callback]{key}.{name}", call)
 
 
-def bind_callback_hook(
-    method: Callable, name: str, loop: Any, module: Any, is_lightning_callback: bool
-) -> Callable:
+def bind_callback_hook(method: Callable, name: str, loop: Any, module: Any, is_lightning_callback: bool) -> Callable:
     """Return a callback's hook as a function of the hook's own arguments.
 
     Lightning's callbacks get ``(trainer, module, *arguments)`` by position. A plain object may name

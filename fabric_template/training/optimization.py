@@ -358,9 +358,7 @@ def find_loss(output: Any, run: RunState) -> Tensor | None:
                 " supported. It is recommended that you rewrite your training logic to avoid having"
                 " to skip the step in the first place."
             )
-        run.warn_once(
-            "`training_step` returned `None`. If this was on purpose, ignore this warning..."
-        )
+        run.warn_once("`training_step` returned `None`. If this was on purpose, ignore this warning...")
         return None
     loss = output
     if isinstance(output, tuple) and len(output) == 2 and not run.is_lightning_module:

@@ -80,8 +80,7 @@ def parse_optimizers(
         owner = getattr(config.scheduler, "optimizer", None)
         if all(owner is not optimizer for optimizer in optimizers):
             raise ConfigurationError(
-                "Some schedulers are attached with an optimizer that wasn't returned from"
-                " `configure_optimizers`."
+                "Some schedulers are attached with an optimizer that wasn't returned from `configure_optimizers`."
             )
         if is_automatic and not has_own_scheduler_step:
             _check_interface(config.scheduler)
@@ -92,8 +91,7 @@ def _split(returned: Any) -> tuple[list[Any], list[Any], str | None] | None:
     """Return (optimizers, schedulers, monitor), or None for an unknown shape."""
     if returned is None:
         warnings.warn(
-            "`LightningModule.configure_optimizers` returned `None`, this fit will run with no"
-            " optimizer",
+            "`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer",
             stacklevel=4,
         )
         return [NoOptimizer()], [], None
@@ -142,9 +140,7 @@ def _check_keys(returned: Mapping) -> None:
         )
     unknown = sorted(set(returned) - {"optimizer", "lr_scheduler", "monitor", "frequency"})
     if unknown:
-        warnings.warn(
-            f"Found unsupported keys in the optimizer configuration: {set(unknown)}", stacklevel=5
-        )
+        warnings.warn(f"Found unsupported keys in the optimizer configuration: {set(unknown)}", stacklevel=5)
 
 
 def _parse_scheduler(item: Any, monitor: str | None, is_automatic: bool) -> LRSchedulerConfig:
@@ -192,14 +188,12 @@ def _parse_scheduler_dict(item: Mapping) -> LRSchedulerConfig:
     interval = item.get("interval", "epoch")
     if interval not in ("step", "epoch"):
         raise ConfigurationError(
-            'The "interval" key in lr scheduler dict must be "step" or "epoch"'
-            f' but is "{interval}"'
+            f'The "interval" key in lr scheduler dict must be "step" or "epoch" but is "{interval}"'
         )
     scheduler = item["scheduler"]
     if isinstance(scheduler, OneCycleLR) and interval == "epoch":
         warnings.warn(
-            "A `OneCycleLR` scheduler is using 'interval': 'epoch'. Are you sure you didn't mean"
-            " 'interval': 'step'?",
+            "A `OneCycleLR` scheduler is using 'interval': 'epoch'. Are you sure you didn't mean 'interval': 'step'?",
             RuntimeWarning,
             stacklevel=5,
         )

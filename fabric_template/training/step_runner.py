@@ -102,9 +102,7 @@ class StepRunner:
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16
             # Trainer switches the cache of casts off, so a weight that is used twice is cast twice.
-            return partial(
-                torch.autocast, self.precision.device, dtype=dtype, cache_enabled=False
-            )
+            return partial(torch.autocast, self.precision.device, dtype=dtype, cache_enabled=False)
         return None if self.precision.precision == "32-true" else self.precision.forward_context
 
     def no_backward_sync(self, is_enabled: bool = True) -> AbstractContextManager:
@@ -133,9 +131,7 @@ def _call_wrapped(wrapped: Callable, method: Callable, *args: Any, **kwargs: Any
     return wrapped(partial(method, *args, **kwargs))
 
 
-def _call_manually(
-    ddp: DistributedDataParallel, wrapped: Callable, method: Callable, *args: Any, **kwargs: Any
-) -> Any:
+def _call_manually(ddp: DistributedDataParallel, wrapped: Callable, method: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call a step that runs its own backward: DDP prepares for each backward, not for one at the end."""
 
     def step() -> Any:

@@ -14,13 +14,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Folders of the new engine, which is counted apart until it takes the old one's place.
 NEW_ENGINE = ("training", "loggers", "checkpoint", "distributed", "lightning_compat")
+NEW_ENGINE += ("config.py", "errors.py", "next_loop.py", "dataloaders.py", "tensor_loader.py")
 
 SIZE_LIMITS = {
     "package lines": 24_479,
     "package files": 189,
-    "new engine lines": 6_800,
-    "new engine files": 45,
-    "test lines": 33_570,
+    "new engine lines": 7_271,
+    "new engine files": 40,
+    "new engine test lines": 430,
+    "test lines": 33_596,
     "docs lines": 2_947,
 }
 
@@ -39,16 +41,21 @@ HEADLESS = re.compile(r"(What|Whether|Where|Who|The same)\b")
 LANGUAGE_LIMITS = {
     "benchmarks": (59, 9, 21),
     "docs": (78, 0, 0),
-    "fabric_template": (74, 7, 16),
+    "fabric_template": (75, 9, 16),
+    "fabric_template/checkpoint": (0, 3, 1),
     "fabric_template/core": (201, 74, 92),
-    "fabric_template/data": (44, 12, 17),
+    "fabric_template/data": (46, 13, 17),
     "fabric_template/demos": (1, 10, 0),
+    "fabric_template/distributed": (0, 1, 0),
     "fabric_template/exact": (67, 11, 15),
     "fabric_template/files": (160, 43, 48),
+    "fabric_template/lightning_compat": (1, 1, 10),
+    "fabric_template/loggers": (1, 7, 2),
     "fabric_template/process": (143, 43, 34),
     "fabric_template/record": (90, 44, 26),
     "fabric_template/tools": (18, 12, 5),
     "fabric_template/trainer": (61, 18, 13),
+    "fabric_template/training": (2, 9, 2),
     "notebooks": (12, 0, 0),
     "soak": (34, 2, 4),
     "tests": (758, 103, 125),
@@ -60,16 +67,24 @@ def count_lines(paths):
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
+def is_new_engine(path):
+    """Return whether a file of the package belongs to the engine that is built beside the old one."""
+    return path.parts[1] in NEW_ENGINE or path.parts[-2:] in {("data", name) for name in NEW_ENGINE}
+
+
 def measure_size(repository):
     package = list((repository / "fabric_template").rglob("*.py"))
-    new = [path for path in package if path.relative_to(repository).parts[1] in NEW_ENGINE]
+    new = [path for path in package if is_new_engine(path.relative_to(repository))]
     rest = [path for path in package if path not in new]
+    tests = list((repository / "tests").rglob("*.py"))
+    new_tests = [path for path in tests if path.relative_to(repository).parts[1] == "engine"]
     return {
         "package lines": count_lines(rest),
         "package files": len(rest),
         "new engine lines": count_lines(new),
         "new engine files": len(new),
-        "test lines": count_lines((repository / "tests").rglob("*.py")),
+        "new engine test lines": count_lines(new_tests),
+        "test lines": count_lines(tests) - count_lines(new_tests),
         "docs lines": count_lines((repository / "docs").rglob("*.md")),
     }
 

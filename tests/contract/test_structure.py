@@ -13,6 +13,7 @@ LEVELS = {
     "tools": 2,
     "demos": 2,
     "loop": 1,
+    "next_loop": 1,
     "training": 0,
     "data": 0,
     "loggers": 0,

@@ -144,7 +144,9 @@ def record_hooks(part, names, label, calls):
     return part
 
 
-@pytest.mark.parametrize("name", ["plain", "odd_accumulation", "own_hooks", "manual", "skipping", "validate_by_fraction"])
+@pytest.mark.parametrize(
+    "name", ["plain", "odd_accumulation", "own_hooks", "manual", "skipping", "validate_by_fraction"]
+)
 def test_hooks_in_trainers_order(name, tmp_path, loop_class):
     """Every hook of the callbacks and the module is called as often and in the same order."""
     orders = []
