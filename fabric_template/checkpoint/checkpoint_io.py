@@ -1,0 +1,155 @@
+"""Checkpoint files: written whole or not at all, checked when they are read."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io import CheckpointIO
+
+from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes a checkpoint beside its target, syncs it to the disk, and renames it.
+
+    Reading checks the CRC of every part: ``torch.load`` reads a flipped bit as another weight.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> path = Path(mkdtemp(), "last.ckpt")
+        >>> AtomicCheckpointIO().save_checkpoint({"epoch": 1}, path)
+        >>> AtomicCheckpointIO().load_checkpoint(path)
+        {'epoch': 1}
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError(
+                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not"
+                f" supported for `{type(self).__name__}`."
+            )
+        path = Path(local_path(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        return read_checkpoint(path, weights_only=weights_only is not False, map_location=map_location)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+def local_path(path: str | Path) -> str:
+    """Return the path as text. A URL is refused: only local files can be renamed."""
+    text = os.fspath(path)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
+        raise CheckpointError(f"path: got {text!r}, expected a local file. Download it and give its path.")
+    return text
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in a folder survive a power cut, where the system can."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_checkpoint(
+    path: str | Path, weights_only: bool = True, map_location: Any = None
+) -> dict[str, Any]:
+    """Read a checkpoint.
+
+    Args:
+        weights_only: Refuse classes that could run code. Only plain values and tensors are read.
+
+    Raises:
+        MissingCheckpointError: There is no such file.
+        DamagedCheckpointError: The file is not what was written.
+        CheckpointError: The file holds objects that weights_only refuses.
+    """
+    path = Path(local_path(path))
+    if not path.exists():
+        raise MissingCheckpointError(f"Checkpoint file not found: {path}")
+    if path.is_dir():
+        raise CheckpointError(f"{path}: got a folder, expected a checkpoint file.")
+    verify_checkpoint(path)
+    try:
+        checkpoint = torch.load(path, map_location=map_location or "cpu", weights_only=weights_only)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0]
+        if weights_only and "Weights only load failed" in first_line:
+            raise CheckpointError(
+                f"{path}: the file holds objects that could run code. If you trust its source, pass"
+                f" weights_only=False. {_refused_class(str(error))}"
+            ) from error
+        raise DamagedCheckpointError(f"{path}: the file cannot be read. {first_line}") from error
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(f"{path}: got a {type(checkpoint).__name__}, expected a checkpoint.")
+    return checkpoint
+
+
+def _refused_class(text: str) -> str:
+    match = re.search(r"(?:GLOBAL|global) ([\w.]+)", text)
+    return f"Refused: {match[1]}." if match else ""
+
+
+def verify_checkpoint(path: str | Path) -> None:
+    """Check the CRC of every part of a checkpoint file. Old files that are no archive pass.
+
+    Raises:
+        DamagedCheckpointError: A part is not what was written.
+    """
+    with open(path, "rb") as file:
+        start = file.read(4)
+    if not start:
+        raise DamagedCheckpointError(f"{path}: the file is empty.")
+    if start != b"PK\x03\x04":
+        if start[:1] != b"\x80":
+            raise DamagedCheckpointError(f"{path}: the file is no checkpoint.")
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        raise DamagedCheckpointError(f"{path}: the file is damaged. {error}") from error
+    if damaged is not None:
+        raise DamagedCheckpointError(f"{path}: the file is damaged, in {damaged}.")
+
+
+def save_or_warn(save: Any, path: Path) -> bool:
+    """Save a checkpoint; a disk that fails costs a warning and not the run. Returns whether it was saved."""
+    try:
+        save()
+    except OSError as error:
+        warnings.warn(
+            f"The checkpoint {path} could not be saved: {error.strerror or error}. Training continues.",
+            stacklevel=3,
+        )
+        return False
+    return True

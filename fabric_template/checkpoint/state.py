@@ -1,0 +1,309 @@
+"""What a checkpoint holds, in Lightning's layout, and how a run is restored from it.
+
+Lightning's keys come first, so that ``LitModel.load_from_checkpoint(path)`` and
+``Trainer.fit(ckpt_path=path)`` read our files. What Trainer does not keep stands under one key: the states
+of random generators, loaders, running metrics and the history.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric import __version__ as lightning_version
+
+from ..errors import CheckpointError
+from ..training.optimization import is_step_due
+from .rng import capture_rng_state, restore_rng_state
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+OWN_KEY = "fabric_template"
+
+
+def build_checkpoint(
+    run: RunState, weights_only: bool = False, epoch: int | None = None
+) -> dict[str, Any]:
+    """Return the state of a run. Called on all processes; the first one's is written.
+
+    Args:
+        weights_only: Leave out optimizers, callbacks and positions.
+        epoch: The epoch that the file names. None: the current one.
+    """
+    source = run.module if run.is_lightning_module else run.network
+    checkpoint: dict[str, Any] = {
+        "epoch": run.progress.epochs_done if epoch is None else epoch,
+        "global_step": run.progress.global_step,
+        "pytorch-lightning_version": lightning_version,
+        "state_dict": source.state_dict(),
+        "loops": loops_state(run),
+    }
+    if not weights_only:
+        checkpoint["callbacks"] = callbacks_state(run)
+        checkpoint["optimizer_states"] = [
+            run.fabric.strategy.get_optimizer_state(optimizer) for optimizer in run.optimizers
+        ]
+        checkpoint["lr_schedulers"] = [c.scheduler.state_dict() for c in run.lr_schedulers]
+        precision = run.fabric.strategy.precision
+        if scaler_state := precision.state_dict():
+            checkpoint[type(precision).__qualname__] = scaler_state
+    add_hyperparameters(checkpoint, run.model)
+    if run.datamodule is not None:
+        add_hyperparameters(checkpoint, run.datamodule)
+        state_dict = getattr(run.datamodule, "state_dict", None)
+        if callable(state_dict) and (state := state_dict()):
+            checkpoint[type(run.datamodule).__qualname__] = state
+    if not weights_only:
+        run.hooks.call_callbacks("on_save_checkpoint", checkpoint)
+    run.hooks.call_module("on_save_checkpoint", checkpoint)
+    # A new dict, because hooks may have kept the one that they were given.
+    return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run)}
+
+
+def own_state(run: RunState) -> dict[str, Any]:
+    """Return the states of the parts that Trainer does not save. Each process adds its own."""
+    of_rank = {
+        "rng": capture_rng_state(),
+        "data": run.data.state_dict(),
+        "results": run.results.state_dict(),
+    }
+    return {
+        "progress": run.progress.state_dict(),
+        "stop": run.stop.state_dict(),
+        "is_in_step": is_in_step(run),
+        "optimization": run.optimization.state_dict() if run.optimization else {},
+        "history": run.history.state_dict(),
+        "loggers": run.loggers.state_dict(),
+        "checkpoints": run.checkpoints.state_dict(),
+        "accumulate_grad_batches": run.accumulate_grad_batches,
+        "ranks": gather_objects(run, of_rank),
+    }
+
+
+def is_in_step(run: RunState) -> bool:
+    """Return whether a training step has started and not ended, as after an error in it."""
+    has_batch = run.results.train.batch is not None and run.progress.stage != "validate"
+    return has_batch and run.hooks.current != "on_train_batch_end"
+
+
+def gather_objects(run: RunState, item: Any) -> list[Any]:
+    """Return an object of every process, in the order of their ranks."""
+    if run.fabric.world_size == 1:
+        return [item]
+    gathered: list[Any] = [None] * run.fabric.world_size
+    torch.distributed.all_gather_object(gathered, item)
+    return gathered
+
+
+def callbacks_state(run: RunState) -> dict[str, Any]:
+    """Return the states of the callbacks that have one, by their keys."""
+    states = {}
+    for callback in run.hooks.callbacks:
+        state_dict = getattr(callback, "state_dict", None)
+        if callable(state_dict) and (state := state_dict()):
+            states[getattr(callback, "state_key", type(callback).__qualname__)] = state
+    return states
+
+
+def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
+    """Add what ``save_hyperparameters()`` kept, under the names by which Lightning reads it back."""
+    hparams = getattr(part, "hparams", None)
+    if not hparams:
+        return
+    if hasattr(part, "_hparams_name"):
+        name_key = getattr(part, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name")
+        checkpoint[name_key] = part._hparams_name
+    key = getattr(part, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")
+    is_omegaconf = type(hparams).__module__.startswith("omegaconf.")
+    checkpoint[key] = hparams if is_omegaconf else dict(hparams)
+    if is_omegaconf:
+        type_key = getattr(part, "CHECKPOINT_HYPER_PARAMS_TYPE", "hparams_type")
+        checkpoint[type_key] = type(hparams)
+
+
+def loops_state(run: RunState) -> dict[str, Any]:
+    """Return Trainer's progress counters, as its own loops would hold them here."""
+    progress = run.progress
+    epoch = _counts(progress.epochs_done, progress.epochs_done)
+    batches = _counts(progress.total_batches, progress.batches_done)
+    if progress.is_in_epoch:
+        for counts in epoch.values():
+            counts["ready"] += 1
+            counts["started"] += 1
+            counts["processed"] += run.hooks.current == "on_train_epoch_end"
+        if run.hooks.current == "on_train_batch_end":
+            for counts in batches.values():
+                counts["completed"] -= 1
+    is_automatic = run.module.automatic_optimization
+    steps = progress.global_step if is_automatic else 0
+    in_epoch = progress.optimizer_steps_in_epoch if is_automatic else 0
+    manual_steps = 0 if is_automatic else progress.global_step
+    scheduler_steps = sum(getattr(c.scheduler, "last_epoch", 0) or 0 for c in run.lr_schedulers)
+    loaders = run.data.loader_states()
+    fit_loop = {
+        "state_dict": {"combined_loader": loaders} if loaders else {},
+        "epoch_progress": epoch,
+        "epoch_loop.state_dict": {"_batches_that_stepped": progress.logging_step},
+        "epoch_loop.batch_progress": batches | {"is_last_batch": progress.is_last_batch},
+        "epoch_loop.scheduler_progress": _counts(scheduler_steps, 0, ("ready", "completed")),
+        "epoch_loop.automatic_optimization.state_dict": {},
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {
+                "step": _counts(steps, in_epoch, ("ready", "completed")),
+                "zero_grad": _counts(steps, 0, ("ready", "started", "completed")),
+            }
+        },
+        "epoch_loop.manual_optimization.state_dict": {},
+        "epoch_loop.manual_optimization.optim_step_progress": _counts(
+            manual_steps, 0, ("ready", "completed")
+        ),
+        "epoch_loop.val_loop.state_dict": {},
+        "epoch_loop.val_loop.batch_progress": _counts(0, 0) | {"is_last_batch": False},
+    }
+    evaluation = {"state_dict": {}, "batch_progress": _counts(0, 0) | {"is_last_batch": False}}
+    return {
+        "fit_loop": fit_loop,
+        "validate_loop": evaluation,
+        "test_loop": deepcopy(evaluation),
+        "predict_loop": {"state_dict": {}, "batch_progress": _counts(0, 0)},
+    }
+
+
+_COUNTERS = ("ready", "started", "processed", "completed")
+
+
+def _counts(total: int, current: int, names: tuple[str, ...] = _COUNTERS) -> dict[str, Any]:
+    return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
+
+
+def restore_model(run: RunState, checkpoint: dict[str, Any]) -> None:
+    """Restore the weights, the module, the datamodule and the callbacks, before the strategy's set-up."""
+    if run.datamodule is not None:
+        state = checkpoint.get(type(run.datamodule).__qualname__)
+        if state is not None and callable(getattr(run.datamodule, "load_state_dict", None)):
+            run.datamodule.load_state_dict(state)
+    run.hooks.call_module("on_load_checkpoint", checkpoint)
+    load_weights(run, checkpoint)
+    if run.stage == "fit":
+        restore_callbacks(run, checkpoint)
+
+
+def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
+    """Load the weights of a checkpoint."""
+    if "state_dict" not in checkpoint:
+        keys = sorted(map(str, checkpoint))[:5]
+        raise CheckpointError(
+            f"{run.checkpoint_path}: got the keys {keys}, expected a checkpoint with state_dict."
+        )
+    is_strict = getattr(run.module, "strict_loading", True)
+    target = run.module if run.is_lightning_module else run.network
+    target.load_state_dict(checkpoint["state_dict"], strict=is_strict)
+
+
+def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
+    """Give the callbacks their states back."""
+    states = checkpoint.get("callbacks")
+    if states is None:
+        return
+    keys = {getattr(c, "state_key", type(c).__qualname__) for c in run.hooks.callbacks}
+    if missing := [key for key in states if key not in keys]:
+        run.warn_once(
+            "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be"
+            f" provided during `Trainer` instantiation. Please add the following callbacks: {missing}."
+        )
+    run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
+    for callback in run.hooks.callbacks:
+        state = states.get(getattr(callback, "state_key", type(callback).__qualname__))
+        if state and callable(getattr(callback, "load_state_dict", None)):
+            callback.load_state_dict(deepcopy(state))
+
+
+def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
+    """Restore optimizers, schedulers, counters and everything of ours, after the strategy's set-up."""
+    restore_optimizers(run, checkpoint)
+    precision = run.fabric.strategy.precision
+    if (scaler_state := checkpoint.get(type(precision).__qualname__)) is not None:
+        precision.load_state_dict(scaler_state)
+    own = run.own_state
+    if own is None:
+        restore_progress_of_trainer(run, checkpoint)
+        return
+    run.progress.load_state_dict(own["progress"])
+    run.stop.load_state_dict(own["stop"])
+    run.history.load_state_dict(own["history"])
+    run.loggers.load_state_dict(own["loggers"])
+    run.checkpoints.load_state_dict(own["checkpoints"])
+    run.accumulate_grad_batches = own["accumulate_grad_batches"]
+    ranks = own["ranks"]
+    run.data.load_loader_states(ranks[run.fabric.global_rank % len(ranks)]["data"].get("loaders", []))
+    if run.progress.is_in_batch:
+        run.progress.logging_step += is_step_due(run)
+        run.progress.is_in_batch = False
+    if own["is_in_step"]:
+        run.warn_once(
+            f"You are resuming from a checkpoint that ended in the middle of a step ({run.checkpoint_path})."
+            " Training continues with the batch after it, and differs from an uninterrupted run."
+        )
+    if len(own["ranks"]) != run.fabric.world_size:
+        run.warn_once(
+            f"The checkpoint is of {len(own['ranks'])} processes, this run has {run.fabric.world_size}."
+            " Its batches differ from those of an uninterrupted run."
+        )
+
+
+def restore_position(run: RunState) -> None:
+    """Restore random generators, loaders and running sums, when the training loader exists."""
+    own, run.own_state = run.own_state, None
+    if own is None:
+        return
+    ranks = own["ranks"]
+    of_rank = ranks[run.fabric.global_rank % len(ranks)]
+    run.data.load_state_dict(of_rank["data"])
+    run.results.load_state_dict(of_rank["results"])
+    run.optimization.load_state_dict(own["optimization"])
+    restore_rng_state(of_rank["rng"])
+
+
+def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
+    if "optimizer_states" not in checkpoint:
+        raise KeyError(
+            "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
+            " due to `ModelCheckpoint.save_weights_only` being set to `True`."
+        )
+    states = checkpoint["optimizer_states"]
+    if len(states) != len(run.optimizers):
+        raise CheckpointError(
+            f"{run.checkpoint_path}: got the states of {len(states)} optimizers, expected"
+            f" {len(run.optimizers)}. Give the optimizers that the run was started with, or use load=."
+        )
+    for optimizer, state in zip(run.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    for config, state in zip(run.lr_schedulers, checkpoint.get("lr_schedulers", ()), strict=False):
+        config.scheduler.load_state_dict(state)
+
+
+def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> None:
+    """Restore the counters of a file that Trainer wrote."""
+    progress, fit_loop = run.progress, checkpoint.get("loops", {}).get("fit_loop")
+    run.data.keeps_first_iterator = True
+    progress.global_step = checkpoint["global_step"]
+    if fit_loop is None:
+        progress.epochs_done = checkpoint["epoch"]
+        return
+    run.data.load_loader_states(fit_loop["state_dict"].get("combined_loader", []))
+    epoch = fit_loop["epoch_progress"]["current"]
+    batch = fit_loop["epoch_loop.batch_progress"]
+    progress.epochs_done = epoch["processed"]
+    progress.total_batches = batch["total"]["ready"]
+    progress.logging_step = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
+    is_in_epoch = epoch["ready"] > epoch["processed"]
+    if is_in_epoch and batch["is_last_batch"]:
+        progress.epochs_done += 1
+    elif is_in_epoch:
+        progress.is_in_epoch = True
+        progress.batches_done = batch["current"]["ready"]
+    if batch["total"]["ready"] > batch["total"]["completed"]:
+        # Trainer counts the step after on_train_batch_end, in which the file was saved.
+        progress.logging_step += is_step_due(run)

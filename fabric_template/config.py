@@ -1,0 +1,392 @@
+"""The options of the loop: Trainer's names, meaning and defaults, checked together before a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any
+
+Duration = str | timedelta | dict[str, int]
+_LIMITS = (
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+)
+# barebones turns these off, because each of them costs time in a step.
+_OFF_IN_BAREBONES = (
+    "logger",
+    "enable_checkpointing",
+    "enable_progress_bar",
+    "enable_model_summary",
+    "log_every_n_steps",
+    "num_sanity_val_steps",
+    "fast_dev_run",
+    "detect_anomaly",
+    "profiler",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long to train, how often to validate, what to keep.
+
+    Example:
+        >>> LoopConfig(max_epochs=3, accumulate_grad_batches=4).max_epochs
+        3
+    """
+
+    # How long
+    max_epochs: int | None = None
+    """Stop after this many epochs. -1: no limit. None: 1000, or no limit with max_steps or max_time."""
+    min_epochs: int | None = None
+    """Ignore requests to stop before this many epochs."""
+    max_steps: int = -1
+    """Stop after this many optimizer steps. -1: no limit."""
+    min_steps: int | None = None
+    """Ignore requests to stop before this many optimizer steps."""
+    max_time: Duration | None = None
+    """Stop after this time: "DD:HH:MM:SS", a timedelta, or its keywords such as {"minutes": 30}."""
+
+    # How much data
+    limit_train_batches: int | float | None = None
+    """Train on this many batches of an epoch (int) or this fraction of them (float). None: all."""
+    limit_val_batches: int | float | None = None
+    """Validate on this many batches (int) or this fraction (float) of each loader. None: all."""
+    limit_test_batches: int | float | None = None
+    """Test on this many batches (int) or this fraction (float) of each loader. None: all."""
+    limit_predict_batches: int | float | None = None
+    """Predict this many batches (int) or this fraction (float) of each loader. None: all."""
+    overfit_batches: int | float = 0.0
+    """Train and validate on the same first batches (int) or fraction (float), not shuffled. 0: off."""
+    fast_dev_run: int | bool = False
+    """Run this many batches (True: 1) of everything, without logger and checkpoints."""
+
+    # When to validate and to log
+    val_check_interval: int | float | Duration | None = None
+    """Validate every N batches (int), each fraction of an epoch (float), or after each duration."""
+    check_val_every_n_epoch: int | None = 1
+    """Validate every N epochs. None: val_check_interval counts batches across epochs."""
+    validate_every_n_steps: int | None = None
+    """Validate every N optimizer steps, counted across epochs, instead of at the end of an epoch."""
+    num_sanity_val_steps: int | None = None
+    """Validate this many batches before training starts. -1: all. None: 2."""
+    log_every_n_steps: int | None = None
+    """Write values that are logged per step every N optimizer steps. 0: never. None: 50."""
+
+    # The optimizer step
+    accumulate_grad_batches: int = 1
+    """Batches of one optimizer step."""
+    gradient_clip_val: int | float | None = None
+    """Clip gradients at this norm or value before each optimizer step. None or 0: off."""
+    gradient_clip_algorithm: str | None = None
+    """What gradient_clip_val limits: "norm" (of all gradients; the default) or "value" (of each)."""
+
+    # How to run
+    deterministic: bool | str | None = None
+    """Use deterministic algorithms of PyTorch. "warn": warn where there is none."""
+    benchmark: bool | None = None
+    """torch.backends.cudnn.benchmark. None: unchanged; False when deterministic."""
+    inference_mode: bool = True
+    """Evaluate under torch.inference_mode. False: under torch.no_grad."""
+    reload_dataloaders_every_n_epochs: int = 0
+    """Ask the datamodule or module for new loaders every N epochs. 0: never."""
+    profiler: Any = None
+    """A profiler of Lightning, or "simple" or "advanced"."""
+    detect_anomaly: bool = False
+    """Use torch.autograd.set_detect_anomaly, which names the operation that made a NaN. Slow."""
+    on_nan: int | str = "warn"
+    """"warn": warn once of a training loss that is not finite. "off": ignore it. An int: stop after
+    this many such batches in a row; reads the loss of every batch from the device."""
+    barebones: bool = False
+    """Turn everything off that is not training itself, to measure the cost of the loop."""
+    logger: Any = None
+    """True or None: the CSV logger. False: none. Or a logger, or a list of loggers."""
+    enable_checkpointing: bool | None = None
+    """Write checkpoints."""
+    enable_progress_bar: bool | None = None
+    """Show a progress bar and a line per epoch."""
+    enable_model_summary: bool | None = None
+    """Print a table of the model's layers before training."""
+    default_root_dir: str | os.PathLike | None = None
+    """The folder of logs/ and checkpoints/. None: the working directory."""
+
+    # Where a run is kept, and what of it
+    name: str = "run"
+    """The name of the run: logs/<name>/version_<n> and checkpoints/<name>/version_<n>."""
+    version: int | str | None = None
+    """The version of the run. None: the next free number, or that of the resumed run."""
+    monitor: str | None = None
+    """The metric that decides which checkpoint is best. None: keep the last one only."""
+    mode: str = "min"
+    """Whether the best value of monitor is the smallest ("min") or the largest ("max")."""
+    save_top_k: int = 1
+    """Keep the k best checkpoints. 1: best.ckpt. -1: all of them."""
+    save_last: bool = True
+    """Keep last.ckpt, which is rewritten at the end of each epoch and after each validation."""
+    save_every_n_steps: int | None = None
+    """Also rewrite last.ckpt every N optimizer steps."""
+    seed: int | None = None
+    """Seed Python, NumPy and PyTorch when the loop is made and when a run starts. None: do not."""
+    compile: bool | str | dict[str, Any] = False
+    """torch.compile the steps: True, a mode such as "max-autotune", or the keywords as a dict."""
+
+    def __post_init__(self) -> None:
+        wrong_types, wrong_values = [], []
+        for field in fields(self):
+            check = _CHECKS.get(field.name)
+            if check is None:
+                continue
+            value = getattr(self, field.name)
+            if not check.has_type(value):
+                wrong_types.append(check.message(field.name, value))
+            elif not check.is_in_range(value):
+                wrong_values.append(check.message(field.name, value))
+        if not wrong_types and not wrong_values:
+            wrong_values = list(self._contradictions())
+        if wrong_types or wrong_values:
+            # Importing Lightning takes seconds, which --help must not wait for.
+            from .errors import ConfigurationError, ConfigurationTypeError
+
+            kind = ConfigurationTypeError if wrong_types else ConfigurationError
+            raise kind(" ".join(wrong_types + wrong_values))
+
+    def _contradictions(self) -> Iterable[str]:
+        """Yield what no option can check alone."""
+        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
+            yield (
+                "`val_check_interval` should be an integer or a time-based duration"
+                " (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs for timedelta) when"
+                f" `check_val_every_n_epoch=None`. val_check_interval: got"
+                f" {self.val_check_interval!r}, expected a number of batches or a duration."
+            )
+        if self.validate_every_n_steps and self.val_check_interval is not None:
+            yield (
+                f"validate_every_n_steps: got {self.validate_every_n_steps} together with"
+                f" val_check_interval={self.val_check_interval!r}, expected one of them."
+            )
+        if self.save_top_k not in (0, 1) and self.monitor is None:
+            yield (
+                f"save_top_k: got {self.save_top_k} without monitor, expected a metric to compare."
+                " Write monitor='val_loss'."
+            )
+        for name in _OFF_IN_BAREBONES if self.barebones else ():
+            if value := getattr(self, name):
+                yield (
+                    f"`Trainer(barebones=True, {name}={value!r})` was passed. {name} can impact the"
+                    " speed so it is disabled in barebones mode."
+                )
+
+    def resolve(self) -> LoopConfig:
+        """Return the same options with each None that stands for a default filled in.
+
+        Example:
+            >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
+            2
+        """
+        is_on = not self.barebones
+        defaults: dict[str, Any] = {
+            "logger": is_on,
+            "enable_checkpointing": is_on,
+            "enable_progress_bar": is_on,
+            "enable_model_summary": is_on,
+            "val_check_interval": 1.0,
+            "num_sanity_val_steps": 2 if is_on else 0,
+            "log_every_n_steps": 50 if is_on else 0,
+            **dict.fromkeys(_LIMITS, 1.0),
+        }
+        values = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        if self.validate_every_n_steps:
+            values["check_val_every_n_epoch"] = None
+        if self.default_root_dir is not None:
+            values["default_root_dir"] = os.path.expanduser(self.default_root_dir)
+        if self.overfit_batches:
+            values["limit_train_batches"] = self.overfit_batches
+            values["limit_val_batches"] = self.overfit_batches
+        if self.fast_dev_run:
+            values |= self._of_fast_dev_run()
+        return self.changed(**values)
+
+    def _of_fast_dev_run(self) -> dict[str, Any]:
+        batches = int(self.fast_dev_run)
+        return {
+            **dict.fromkeys(_LIMITS, batches),
+            "max_steps": batches,
+            "max_epochs": 1,
+            "num_sanity_val_steps": 0,
+            "val_check_interval": 1.0,
+            "check_val_every_n_epoch": 1,
+            "validate_every_n_steps": None,
+            "enable_checkpointing": False,
+        }
+
+    def changed(self, **values: Any) -> LoopConfig:
+        """Return a copy with other values, which are not checked again."""
+        copy = object.__new__(LoopConfig)
+        for name, value in {**vars(self), **values}.items():
+            object.__setattr__(copy, name, value)
+        return copy
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The types and the range of one option."""
+
+    types: tuple[type, ...]
+    expected: str
+    is_valid: Callable[[Any], bool] = lambda value: True
+    may_be_none: bool = False
+    lightning_message: str = ""
+
+    def has_type(self, value: Any) -> bool:
+        """Return whether the type fits. A bool is no number; an int is a float."""
+        if value is None:
+            return self.may_be_none
+        if isinstance(value, bool):
+            return bool in self.types
+        return isinstance(value, self.types) or (float in self.types and isinstance(value, int))
+
+    def is_in_range(self, value: Any) -> bool:
+        return value is None or isinstance(value, bool) or self.is_valid(value)
+
+    def message(self, name: str, value: Any) -> str:
+        quoted = self.lightning_message.format(name=name, value=value)
+        return f"{quoted}{name}: got {value!r}, expected {self.expected}."
+
+
+def parse_duration(value: Duration) -> timedelta:
+    """Return a length of time from Trainer's three ways to write one.
+
+    Example:
+        >>> parse_duration("00:01:30:00")
+        datetime.timedelta(seconds=5400)
+    """
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, dict):
+        return timedelta(**value)
+    days, hours, minutes, seconds = (int(part) for part in value.split(":"))
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+
+
+def _is_duration(value: Any) -> bool:
+    try:
+        return parse_duration(value) >= timedelta()
+    except (ValueError, TypeError):
+        return False
+
+
+def _is_limit(value: int | float) -> bool:
+    return 0.0 <= value <= 1.0 if isinstance(value, float) else value >= 0
+
+
+def _is_interval(value: Any) -> bool:
+    if isinstance(value, int | float):
+        return _is_limit(value)
+    return _is_duration(value) and parse_duration(value) > timedelta()
+
+
+def is_folder_name(value: str) -> bool:
+    """Return whether a text can name a folder on every system.
+
+    Example:
+        >>> is_folder_name("digits"), is_folder_name("a/b")
+        (True, False)
+    """
+    return value not in ("", ".", "..") and value.isprintable() and not set(value) & set('/\\:*?"<>|')
+
+
+def _count(least: int, expected: str, may_be_none: bool = True, **more: Any) -> _Check:
+    return _Check((int,), expected, lambda value: value >= least, may_be_none, **more)
+
+
+_DURATION = '"DD:HH:MM:SS", a timedelta, or its keywords as a dict'
+_LIMIT = _Check(
+    (int, float),
+    "a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)",
+    _is_limit,
+    may_be_none=True,
+)
+_SWITCH = _Check((bool,), "True or False", may_be_none=True)
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_CHECKS: dict[str, _Check] = {
+    "max_epochs": _count(-1, "a number of epochs, or -1 for no limit"),
+    "min_epochs": _count(0, "a number of epochs"),
+    "max_steps": _count(-1, "a number of optimizer steps, or -1 for no limit", False),
+    "min_steps": _count(0, "a number of optimizer steps"),
+    "max_time": _Check((str, timedelta, dict), _DURATION, _is_duration, may_be_none=True),
+    **dict.fromkeys(_LIMITS, _LIMIT),
+    "overfit_batches": replace(_LIMIT, may_be_none=False),
+    "fast_dev_run": _Check((bool, int), "True, False or a number of batches", lambda v: v >= 0),
+    "val_check_interval": _Check(
+        (int, float, str, timedelta, dict),
+        f"a number of batches, a fraction of an epoch, or a duration: {_DURATION}",
+        _is_interval,
+        may_be_none=True,
+    ),
+    "check_val_every_n_epoch": _count(1, "a number of epochs >= 1, or None"),
+    "validate_every_n_steps": _count(1, "a number of optimizer steps >= 1"),
+    "num_sanity_val_steps": _count(-1, "a number of batches, or -1 for all"),
+    "log_every_n_steps": _count(0, "a number of optimizer steps, or 0 for never"),
+    "accumulate_grad_batches": _count(1, "a number of batches >= 1", False),
+    "gradient_clip_val": _Check((int, float), "a number >= 0", lambda v: v >= 0, may_be_none=True),
+    "gradient_clip_algorithm": _Check(
+        (str,),
+        '"norm" or "value"',
+        lambda value: value.lower() in ("norm", "value"),
+        may_be_none=True,
+        lightning_message="`gradient_clip_algorithm` {value} is invalid. ",
+    ),
+    "deterministic": _Check(
+        (bool, str), 'True, False or "warn"', lambda v: v == "warn", may_be_none=True
+    ),
+    "benchmark": _SWITCH,
+    "inference_mode": replace(_SWITCH, may_be_none=False),
+    "reload_dataloaders_every_n_epochs": _count(0, "a number of epochs >= 0", False),
+    "detect_anomaly": replace(_SWITCH, may_be_none=False),
+    "on_nan": _Check(
+        (int, str), '"warn", "off" or a number of batches >= 1', lambda v: v in ("warn", "off") or
+        (isinstance(v, int) and v >= 1),
+    ),
+    "barebones": replace(_SWITCH, may_be_none=False),
+    "enable_checkpointing": _SWITCH,
+    "enable_progress_bar": _SWITCH,
+    "enable_model_summary": _SWITCH,
+    "default_root_dir": _Check((str, os.PathLike), "a folder", may_be_none=True),
+    "name": _Check((str,), "a name without / \\ : * ? \" < > |", is_folder_name),
+    "version": _Check(
+        (int, str),
+        "a number >= 0 or a name",
+        lambda v: v >= 0 if isinstance(v, int) else is_folder_name(v),
+        may_be_none=True,
+    ),
+    "monitor": _Check((str,), "the name of a metric", bool, may_be_none=True),
+    "mode": _Check((str,), '"min" or "max"', lambda value: value in ("min", "max")),
+    "save_top_k": _count(-1, "a number of checkpoints, or -1 for all", False),
+    "save_last": replace(_SWITCH, may_be_none=False),
+    "save_every_n_steps": _count(1, "a number of optimizer steps >= 1"),
+    "seed": _count(0, "a number >= 0"),
+    "compile": _Check(
+        (bool, str, dict),
+        f"True, False, one of {', '.join(_MODES)}, or torch.compile's keywords as a dict",
+        lambda value: isinstance(value, dict) or value in _MODES,
+    ),
+}
+
+
+def parse_options(options: dict[str, Any]) -> LoopConfig:
+    """Make a LoopConfig of keyword arguments.
+
+    Raises:
+        TypeError: An option is unknown. The message names the nearest one.
+    """
+    known = [field.name for field in fields(LoopConfig)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        from .errors import nearest_name
+
+        texts = [f"FabricLoop has no option {name}; {nearest_name(name, known)}" for name in unknown]
+        raise TypeError("; ".join(texts))
+    return LoopConfig(**options)

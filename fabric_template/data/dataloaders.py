@@ -1,0 +1,621 @@
+"""The loaders of a run: every shape that Trainer takes, limits, samplers, transfer to the device."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities import move_data_to_device, suggested_max_num_workers
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from ..checkpoint.dataloader_state import LoaderPosition
+from ..errors import ConfigurationError, ConfigurationTypeError
+from ..training.checks import loader_argument
+from ..training.hooks import is_instance_of, overridden
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class DataConnector:
+    """Gives a run its batches.
+
+    Args:
+        loaders: What was given to the call, by stage: "train", "val", "test", "predict".
+        source: The datamodule or module that has ``train_dataloader()`` and the like.
+    """
+
+    def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
+        self.given = {stage: given for stage, given in loaders.items() if given is not None}
+        self.source = source
+        self.run: RunState = None  # type: ignore[assignment]
+        self.train: TrainLoaders | None = None
+        self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
+        self._eval_stage: str | None = None
+        self._loaded_in_epoch: dict[str, int | float] = {}
+        self._states_to_load: list[dict[str, Any]] = []
+        self.keeps_first_iterator = False
+
+    def has_loader(self, stage: str) -> bool:
+        """Return whether there is a loader for this stage, given or made by a method."""
+        return stage in self.given or overridden(self.source, f"{stage}_dataloader") is not None
+
+    def request(self, stage: str) -> Any:
+        """Return the given loaders, or call the method that makes them."""
+        if stage in self.given:
+            call, source = self.run.stage, self.given[stage]
+            where = f"passed to `Trainer.{call}({loader_argument(call, stage)}=...)`"
+        else:
+            name = f"{stage}_dataloader"
+            source = self.run.hooks.inside(name, getattr(self.source, name))()
+            where = f"returned from `{type(self.source).__name__}.{name}()`"
+        for loader in flatten_loaders(source):
+            check_iterable(loader, where)
+        return source
+
+    def _should_reload(self, stage: str) -> bool:
+        if stage not in self._loaded_in_epoch:
+            return True
+        every = self.run.config.reload_dataloaders_every_n_epochs
+        return bool(every) and self.run.progress.epochs_done - self._loaded_in_epoch[stage] >= every
+
+    def setup_train_loader(self) -> None:
+        """Make the training loader, at first and whenever it is to be reloaded."""
+        run = self.run
+        if run.config.limit_train_batches == 0 or not self._should_reload("train"):
+            return
+        self._loaded_in_epoch["train"] = run.progress.epochs_done
+        self.train = TrainLoaders(run, self.request("train"))
+        self.train.load_state_dicts(self._states_to_load)
+        self._states_to_load = []
+        run.progress.num_train_batches = self.train.num_batches
+        every = run.config.log_every_n_steps
+        if self.train.num_batches < every and run.loop.loggers and not run.config.fast_dev_run:
+            run.warn_once(
+                f"The number of training batches ({self.train.num_batches}) is smaller than the logging"
+                f" interval Trainer(log_every_n_steps={every}). Set a lower value for log_every_n_steps if"
+                " you want to see logs for the training epoch.",
+                PossibleUserWarning,
+            )
+        if run.progress.is_in_epoch:
+            return
+        self.train.start()
+
+    def start_train_batches(self) -> None:
+        """Start the iterator of an epoch.
+
+        That of the first epoch started with its loader, as in Trainer, and so did that of the first
+        epoch after a checkpoint of Trainer.
+        """
+        is_later = self.run.progress.epochs_done > 0 and not self.keeps_first_iterator
+        self.keeps_first_iterator = False
+        if is_later or self.train.is_used:
+            self.train.start()
+
+    def resume_train_batches(self) -> None:
+        """Continue the epoch that a checkpoint was saved in."""
+        self.set_epoch("train", self.run.progress.epochs_done)
+        self.train.resume(self.run.progress.batches_done)
+
+    def train_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield (batch on the device, whether it is the last one)."""
+        transfer = make_transfer(self.run)
+        for batch, is_last in self.train.batches(self.run.progress.batches_done):
+            yield (batch if transfer is None else transfer(batch, 0)), is_last
+
+    def setup_eval_loaders(self, stage: str) -> None:
+        """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""
+        if self._eval_stage == stage and not self._should_reload(stage):
+            return
+        run = self.run
+        # A sanity check before an epoch that does not validate does not count as a load.
+        is_counted = not run.loop.sanity_checking or run.config.check_val_every_n_epoch in (None, 1)
+        self._loaded_in_epoch[stage] = run.progress.epochs_done if is_counted else -math.inf
+        self._eval_stage = stage
+        self.eval_loaders = EvalLoaders(self.run, stage, self.request(stage))
+
+    def set_epoch(self, stage: str, epoch: int) -> None:
+        """Tell every sampler the epoch, so that shuffled epochs differ."""
+        loaders = self.train.loaders if stage == "train" else self.eval_loaders.loaders
+        for loader in loaders:
+            batch_sampler = getattr(loader, "batch_sampler", None)
+            samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+            for part in {id(s): s for s in (loader, *samplers, batch_sampler)}.values():
+                if callable(getattr(part, "set_epoch", None)):
+                    part.set_epoch(epoch)
+
+    def teardown(self) -> None:
+        """End the workers of every loader."""
+        for part in (self.train, self.eval_loaders):
+            if part is None:
+                continue
+            part._iterator = None
+            if part.combined is not None:
+                part.combined.reset()
+            for loader in part.loaders:
+                iterator = getattr(loader, "_iterator", None)
+                if isinstance(iterator, _MultiProcessingDataLoaderIter):
+                    iterator._shutdown_workers()
+                    loader._iterator = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.train is None:
+            return {}
+        return {**self.train.position.state_dict(), "loaders": self.loader_states()}
+
+    def loader_states(self) -> list[dict[str, Any]]:
+        """Return the states of the training loaders that have one."""
+        loaders = self.train.loaders if self.train is not None else ()
+        return [loader.state_dict() for loader in loaders if is_stateful(loader)]
+
+    def load_loader_states(self, states: list[dict[str, Any]]) -> None:
+        """Give the training loaders their states, now or when they are made."""
+        if self.train is None:
+            self._states_to_load = states
+        elif states:
+            self.train.load_state_dicts(states)
+            self.train.start()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.train is not None and state:
+            self.train.position.load_state_dict(state)
+
+
+class TrainLoaders:
+    """The training loader, or several that give one batch together."""
+
+    def __init__(self, run: RunState, source: Any) -> None:
+        self.run, self.source = run, source
+        self.loaders = [prepare_loader(run, loader, "train") for loader in flatten_loaders(source)]
+        limit = run.config.limit_train_batches
+        self.limits = [count_batches(loader, limit, "train") for loader in self.loaders]
+        self.combined = self._combine()
+        self.num_batches = self._count()
+        self.position = LoaderPosition(self.combined if self.combined is not None else self.loaders[0])
+        self.is_used, self.skips_batches = False, True
+        self._iterator: Iterator[Any] | None = None
+
+    def _combine(self) -> CombinedLoader | None:
+        is_combined = is_instance_of(self.source, "CombinedLoader")
+        if not is_combined and len(self.loaders) == 1 and self.source is flatten_loaders(self.source)[0]:
+            return None
+        combined = self.source if is_combined else CombinedLoader(self.source, "max_size_cycle")
+        if getattr(combined, "_mode", None) == "sequential":
+            raise ConfigurationError(
+                '`_FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. The available'
+                " modes are: ['min_size', 'max_size_cycle', 'max_size']"
+            )
+        combined.flattened = self.loaders
+        combined.limits = self.limits
+        return combined
+
+    def _count(self) -> int | float:
+        if self.combined is None:
+            return self.limits[0]
+        return combined_length(self.combined, self.limits)
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        """Give the loaders their states. They continue by themselves, so no batch is skipped."""
+        stateful = [loader for loader in self.loaders if is_stateful(loader)]
+        if states and len(states) != len(stateful):
+            raise RuntimeError(
+                f"The CombinedLoader has {len(stateful)} stateful loaders, but found {len(states)} states in"
+                " the checkpoint. Please make sure you define the same dataloaders that were used when"
+                " saving the checkpoint."
+            )
+        for loader, state in zip(stateful, states, strict=False):
+            loader.load_state_dict(state)
+        self.skips_batches = not states
+
+    def start(self) -> None:
+        """Start the iterator of an epoch, which draws random numbers for its order."""
+        self.is_used = False
+        self._iterator = self.position.start()
+
+    def resume(self, batches_done: int) -> None:
+        """Start the iterator of an epoch of which some batches are done."""
+        self._iterator = self.position.resume(batches_done if self.skips_batches else 0)
+
+    def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
+        """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
+        self.is_used = True
+        # Trainer's name of the action.
+        fetch = self.run.hooks.with_profiler("[_TrainingEpochLoop].train_dataloader_next", next)
+        if self.num_batches != math.inf:
+            for index in range(batches_done, int(self.num_batches)):
+                try:
+                    batch = fetch(self._iterator)
+                except StopIteration:
+                    return
+                yield self._unpack(batch), index + 1 == self.num_batches
+            return
+        missing = object()
+        following = fetch(self._iterator, missing)
+        while following is not missing:
+            batch, following = following, fetch(self._iterator, missing)
+            yield self._unpack(batch), following is missing
+
+    def _unpack(self, item: Any) -> Any:
+        return item[0] if self.combined is not None else item
+
+    @property
+    def as_given(self) -> Any:
+        """The loaders in the shape in which they were given."""
+        return self.loaders[0] if self.combined is None else self.combined.iterables
+
+
+class EvalLoaders:
+    """The loaders of an evaluation, one after the other."""
+
+    def __init__(self, run: RunState, stage: str, source: Any) -> None:
+        self.run, self.stage, self.source = run, stage, source
+        self.loaders = [prepare_loader(run, loader, stage) for loader in flatten_loaders(source)]
+        limit = getattr(run.config, f"limit_{stage}_batches")
+        self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
+        self.names = [str(name) for name in source] if _is_flat_dict(source) else []
+        is_combined = is_instance_of(source, "CombinedLoader")
+        self.combined = source if is_combined and source._mode != "sequential" else None
+        if self.combined is not None:
+            if stage == "predict":
+                raise ConfigurationError(
+                    '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
+                )
+            self.combined.flattened = self.loaders
+        self._iterator: Iterator[Any] | None = None
+
+    @property
+    def has_several(self) -> bool:
+        """Return whether steps and hooks get a ``dataloader_idx``."""
+        return len(self.loaders) > 1 and self.combined is None
+
+    def count_batches(self, max_batches: int | float | None = None) -> int | float:
+        """Return the number of batches of all loaders."""
+        limits = self._limited(max_batches)
+        return sum(limits) if self.combined is None else combined_length(self.combined, limits)
+
+    def _limited(self, max_batches: int | float | None) -> list[int | float]:
+        return [min(limit, math.inf if max_batches is None else max_batches) for limit in self.limits]
+
+    def batches(self, max_batches: int | float | None = None) -> Iterator[tuple[Any, int, int]]:
+        """Yield (batch on the device, batch_idx, dataloader_idx)."""
+        transfer = make_transfer(self.run)
+        for batch, batch_idx, dataloader_idx in self.raw_batches(max_batches):
+            yield (
+                (batch if transfer is None else transfer(batch, dataloader_idx)),
+                batch_idx,
+                dataloader_idx,
+            )
+
+    def raw_batches(self, max_batches: int | float | None) -> Iterator[tuple[Any, int, int]]:
+        """Yield (batch, batch_idx, dataloader_idx)."""
+        if self.combined is not None:
+            self.combined.limits = self._limited(max_batches)
+            num_batches = self.count_batches(max_batches)
+            yield from islice(self.combined, None if num_batches == math.inf else num_batches)
+            return
+        fetch = self.run.hooks.with_profiler(f"[_EvaluationLoop].{self.stage}_next", next)
+        for dataloader_idx, limit in enumerate(self._limited(max_batches)):
+            if dataloader_idx:
+                self._iterator = iter(self.loaders[dataloader_idx])
+            batch_idx = 0
+            while batch_idx < limit:
+                try:
+                    batch = fetch(self._iterator)
+                except StopIteration:
+                    break
+                yield batch, batch_idx, dataloader_idx
+                batch_idx += 1
+            if limit and not batch_idx:
+                self.run.warn_once(
+                    f"The {self.stage} loader ({type(self.loaders[dataloader_idx]).__name__}) gave no"
+                    " batch. Give an object that starts from its beginning with each iter()."
+                )
+
+    def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
+        """Return the samples of a batch that is predicted; empty for loaders that have no indices."""
+        sampler = getattr(self.loaders[dataloader_idx], "batch_sampler", None)
+        seen = sampler.seen if isinstance(sampler, TrackingBatchSampler) else []
+        return seen[batch_idx] if batch_idx < len(seen) else []
+
+    @property
+    def as_given(self) -> Any:
+        """The loaders in the shape in which they were given."""
+        if is_instance_of(self.source, "CombinedLoader"):
+            return self.source.iterables
+        return replace_loaders(self.source, iter(self.loaders))
+
+    def start(self) -> None:
+        """Start the first loader's iterator, which may draw random numbers, before the hooks, as Trainer."""
+        if self.combined is None and self.loaders and self.limits[0]:
+            self._iterator = iter(self.loaders[0])
+
+
+class TrackingBatchSampler(BatchSampler):
+    """A batch sampler that remembers the indices of each batch that it gave, for predictions."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+        self.seen: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.seen = []
+        for indices in self.batch_sampler:
+            self.seen.append(list(indices))
+            yield indices
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
+def combined_length(combined: CombinedLoader, limits: list[int | float]) -> int | float:
+    """Return the number of batches of a CombinedLoader, which limits its length and not its iteration."""
+    return (min if combined._mode == "min_size" else max)(limits)
+
+
+def flatten_loaders(source: Any) -> list[Any]:
+    """Return the loaders of a source in order. A list of loaders is opened, a list of batches is a loader.
+
+    Example:
+        >>> flatten_loaders({"a": range(3), "b": [range(2), range(1)]})
+        [range(0, 3), range(0, 2), range(0, 1)]
+    """
+    if is_instance_of(source, "CombinedLoader"):
+        return list(source.flattened)
+    parts = _parts(source)
+    return [loader for part in parts for loader in flatten_loaders(part)] if parts else [source]
+
+
+def replace_loaders(source: Any, loaders: Iterator[Any]) -> Any:
+    """Return a source with other loaders in its places."""
+    if not _parts(source):
+        return next(loaders)
+    if isinstance(source, Mapping):
+        return {name: replace_loaders(part, loaders) for name, part in source.items()}
+    return [replace_loaders(part, loaders) for part in source]
+
+
+def _parts(source: Any) -> list[Any]:
+    """Return what a collection of loaders holds; nothing for a single loader."""
+    if isinstance(source, Mapping):
+        parts = list(source.values())
+    else:
+        parts = list(source) if isinstance(source, list | tuple) else []
+    return parts if all(map(_is_loader, parts)) else []
+
+
+def _is_loader(item: Any) -> bool:
+    """Return whether an item of a list is a loader, and not a batch."""
+    if isinstance(item, Mapping):
+        return bool(item) and all(map(_is_loader, item.values()))
+    if isinstance(item, list | tuple):
+        is_data = bool(item) and all(isinstance(part, int | float | str) for part in item)
+        return is_data or (bool(item) and all(map(_is_loader, item)))
+    return hasattr(item, "__iter__") and not isinstance(item, Tensor | str | bytes)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader keeps its own position."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _is_flat_dict(source: Any) -> bool:
+    return isinstance(source, Mapping) and all(
+        flatten_loaders(value)[0] is value for value in source.values()
+    )
+
+
+def loader_length(loader: Any) -> int | float:
+    """Return the number of batches of a loader; infinite where it does not say.
+
+    Example:
+        >>> loader_length(range(3)), loader_length(iter([1]))
+        (3, inf)
+    """
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        if not hasattr(loader.dataset, "__len__"):
+            return math.inf
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return math.inf
+
+
+def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
+    """Return how many batches of a loader count under a limit.
+
+    Raises:
+        ConfigurationError: A fraction of a loader without length, or of less than one batch.
+
+    Example:
+        >>> count_batches(range(10), 0.25, "val"), count_batches(range(10), 4, "val")
+        (2, 4)
+    """
+    length = loader_length(loader)
+    if length == 0:
+        warnings.warn(
+            f"Total length of `{type(loader).__name__}` across ranks is zero. Please make sure this was"
+            " your intention.",
+            stacklevel=2,
+        )
+        return 0
+    if isinstance(limit, int):
+        return min(length, limit)
+    if length == math.inf:
+        if limit in (0.0, 1.0):
+            return length if limit else 0
+        raise ConfigurationError(
+            f"When using an `IterableDataset`, `Trainer(limit_{stage}_batches)` must be `1.0` or an int."
+            f" An int specifies `num_{stage}_batches` to use."
+        )
+    batches = int(length * limit)
+    if batches == 0 and limit > 0:
+        raise ConfigurationError(
+            f"You requested to check {limit} of the `{stage}_dataloader` but {limit} * {length} < 1."
+            f" Please increase the `limit_{stage}_batches` argument. Try at least"
+            f" `limit_{stage}_batches={1.0 / length}`"
+        )
+    return batches
+
+
+def check_iterable(loader: Any, where: str) -> None:
+    """Refuse what is no loader.
+
+    Raises:
+        ConfigurationTypeError: The object cannot be iterated.
+    """
+    items = loader if isinstance(loader, list | tuple) else ()
+    numbers = [isinstance(item, int | float) for item in items]
+    is_mixed = any(item is None for item in items) or (any(numbers) and not all(numbers))
+    is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if is_mixed or isinstance(loader, str | bytes) or not is_iterable:
+        raise ConfigurationTypeError(
+            f"An invalid dataloader was {where}. Found {loader}. Expected a DataLoader, a TensorLoader"
+            " or any iterable of batches."
+        )
+
+
+def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
+    """Return a loader with the sampler that this run needs."""
+    if callable(getattr(loader, "for_rank", None)):
+        return loader.for_rank(run.fabric.global_rank, run.fabric.world_size)
+    if not isinstance(loader, DataLoader):
+        return loader
+    warn_of_loader(run, loader, stage)
+    if run.config.overfit_batches and run.stage == "fit":
+        loader = _without_shuffling(run, loader, stage)
+    prepare_workers(run, loader, stage)
+    is_map_style = not isinstance(loader.dataset, IterableDataset)
+    is_distributed = isinstance(loader.sampler, DistributedSampler)
+    if run.fabric.world_size > 1 and is_map_style and not is_distributed and loader.batch_size:
+        loader = with_sampler(loader, _distributed_sampler(run, loader, stage))
+    if stage == "predict" and is_map_style and loader.batch_sampler is not None:
+        batch_sampler = loader.batch_sampler
+        if type(batch_sampler) is BatchSampler and batch_sampler.drop_last:
+            batch_sampler = BatchSampler(batch_sampler.sampler, batch_sampler.batch_size, False)
+        loader = with_batch_sampler(loader, TrackingBatchSampler(batch_sampler))
+    return loader
+
+
+def prepare_workers(run: RunState, loader: DataLoader, stage: str) -> None:
+    """Seed the workers of a loader as Trainer does, and warn where there are few."""
+    most = suggested_max_num_workers(run.loop.num_devices)
+    if loader.num_workers < 2 and most > 1:
+        run.warn_once(
+            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider"
+            f" increasing the value of the `num_workers` argument` to `num_workers={most}` in the"
+            " `DataLoader` to improve performance.",
+            PossibleUserWarning,
+        )
+    if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
+
+
+def warn_of_loader(run: RunState, loader: DataLoader, stage: str) -> None:
+    """Warn of evaluations in random order, and of streams whose length may be wrong."""
+    if run.stage != "fit" and isinstance(loader.sampler, RandomSampler):
+        run.warn_once(
+            f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you"
+            " turn shuffling off for val/test dataloaders.",
+            PossibleUserWarning,
+        )
+    if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
+        run.warn_once(
+            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"
+            " (when num_workers > 1), `__len__` could be inaccurate if each worker is not configured"
+            " independently to avoid having duplicate data."
+        )
+
+
+def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoader:
+    if isinstance(loader.sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    run.warn_once(
+        f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
+        f" {stage} dataloader shuffling for you."
+    )
+    return with_sampler(loader, SequentialSampler(loader.dataset))
+
+
+def _distributed_sampler(run: RunState, loader: DataLoader, stage: str) -> DistributedSampler:
+    is_shuffled = isinstance(loader.sampler, RandomSampler) and not run.config.overfit_batches
+    return DistributedSampler(
+        loader.dataset,
+        num_replicas=run.fabric.world_size,
+        rank=run.fabric.global_rank,
+        shuffle=is_shuffled if stage != "train" else not isinstance(loader.sampler, SequentialSampler),
+        seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+        drop_last=False,
+    )
+
+
+def with_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
+    """Return a copy of a loader that takes its samples in another order."""
+    batch_sampler = BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
+    clone = with_batch_sampler(loader, batch_sampler)
+    object.__setattr__(clone, "sampler", sampler)
+    return clone
+
+
+def with_batch_sampler(loader: DataLoader, batch_sampler: Any) -> DataLoader:
+    """Return a copy of a loader with other batches of indices.
+
+    A copy keeps the class of the loader and its attributes, also those of subclasses that cannot be
+    constructed again. A DataLoader refuses to change its samplers through its own ``__setattr__``.
+    """
+    clone = copy.copy(loader)
+    object.__setattr__(clone, "batch_sampler", batch_sampler)
+    object.__setattr__(clone, "_iterator", None)
+    return clone
+
+
+def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:
+    """Return what brings a batch to the device, or None where there is nothing to do."""
+    owners = [part for part in (run.datamodule, run.hooks.source) if part is not None]
+    hooks: dict[str, Any] = {}
+    for name in _TRANSFER_HOOKS:
+        methods = [method for part in owners if (method := overridden(part, name)) is not None]
+        hooks[name] = methods[0] if methods else None
+    device, precision = run.fabric.device, run.steps
+    is_needed = device.type != "cpu" or precision.converts_dtype
+    if not is_needed and not any(hooks.values()):
+        return None
+    before, move, after = (hooks[name] for name in _TRANSFER_HOOKS)
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if precision.converts_dtype:
+            batch = run.fabric.strategy.precision.convert_input(batch)
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        if move is not None:
+            batch = move(batch, device, dataloader_idx)
+        elif device.type != "cpu":
+            batch = move_data_to_device(batch, device)
+        return batch if after is None else after(batch, dataloader_idx)
+
+    action = f"[Strategy]{type(run.fabric.strategy).__name__}.batch_to_device"
+    return run.hooks.with_profiler(action, transfer)

@@ -1,0 +1,1 @@
+"""Processes: launching them, strategies, signals."""

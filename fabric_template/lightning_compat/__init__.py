@@ -1,0 +1,1 @@
+"""What Lightning's modules and callbacks expect of a Trainer."""

@@ -1,0 +1,130 @@
+"""The callbacks of a loop: those that were given, those of options, those of installed packages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence, Set, ValuesView
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Callback, ModelSummary, Timer
+
+from ..errors import ConfigurationError, ConfigurationTypeError
+from ..training.hooks import HOOK_ARGUMENTS, OTHER_HOOKS, is_instance_of, overridden
+
+if TYPE_CHECKING:
+    from ..config import LoopConfig
+
+_ENTRY_POINTS = "lightning.pytorch.callbacks_factory"
+_TUNERS = ("BatchSizeFinder", "LearningRateFinder")
+
+
+def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
+    """Return the callbacks in the order of their calls.
+
+    Args:
+        given: Lightning's callbacks, or objects with methods named like hooks.
+        config: Its options add a Timer and a ModelSummary, as in Trainer.
+
+    Raises:
+        ConfigurationError: A callback contradicts an option, or cannot work here.
+
+    Example:
+        >>> from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+        >>> from fabric_template.config import LoopConfig
+        >>> callbacks = parse_callbacks([ModelCheckpoint(), EarlyStopping("val_loss")], LoopConfig())
+        >>> [type(callback).__name__ for callback in callbacks]
+        ['EarlyStopping', 'ModelCheckpoint']
+    """
+    callbacks = as_list(given)
+    check_options(callbacks, config)
+    if config.max_time is not None and not _has(callbacks, "Timer"):
+        callbacks.append(Timer(duration=config.max_time, interval="step"))
+    if config.enable_model_summary and not _has(callbacks, "ModelSummary"):
+        callbacks.append(ModelSummary())
+    callbacks += callbacks_of_packages()
+    check_callbacks(callbacks)
+    return sort_callbacks(callbacks)
+
+
+def as_list(given: Any) -> list[Any]:
+    """Return the items of a list, a set, a dict's values or Hydra's list; anything else alone in a list."""
+    if given is None or given is False:
+        return []
+    is_many = isinstance(given, Sequence | Set | ValuesView) and not isinstance(given, str)
+    return list(given) if is_many else [given]
+
+
+def _has(callbacks: list[Any], kind: str) -> bool:
+    return any(is_instance_of(callback, kind) for callback in callbacks)
+
+
+def check_options(callbacks: list[Any], config: LoopConfig) -> None:
+    """Refuse callbacks that contradict each other or an option."""
+    bars = [callback for callback in callbacks if is_instance_of(callback, "ProgressBar")]
+    if len(bars) > 1:
+        raise ConfigurationError(
+            "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar"
+            " is supported."
+        )
+    savers = [callback for callback in callbacks if is_instance_of(callback, "Checkpoint")]
+    if bars and not config.enable_progress_bar:
+        raise ConfigurationError(
+            "Trainer was configured with `enable_progress_bar=False` but found"
+            f" `{type(bars[0]).__name__}` in callbacks list."
+        )
+    if savers and config.enable_checkpointing is False and not config.fast_dev_run:
+        raise ConfigurationError(
+            "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint` in"
+            " callbacks list."
+        )
+
+
+def check_callbacks(callbacks: list[Any]) -> None:
+    """Refuse what is no callback, cannot work here, or shares the key of its state with another."""
+    keys = set()
+    for callback in callbacks:
+        hooks = (*HOOK_ARGUMENTS, *OTHER_HOOKS)
+        if not hasattr(callback, "state_key") and not any(hasattr(callback, hook) for hook in hooks):
+            raise ConfigurationTypeError(
+                f"callbacks: got a {type(callback).__name__}, expected objects with methods named like"
+                " hooks. Write callbacks=[EarlyStopping('val_loss')]."
+            )
+        if is_instance_of(callback, *_TUNERS):
+            raise ConfigurationError(
+                f"callbacks: got a {type(callback).__name__}, which needs Trainer's tuner. Use"
+                " `fabric-template tune`."
+            )
+        if not hasattr(callback, "state_key") or overridden(callback, "state_dict") is None:
+            continue
+        if callback.state_key in keys:
+            raise RuntimeError(
+                f"Found more than one stateful callback of type `{type(callback).__name__}`. In the current"
+                " configuration, this callback does not support being saved alongside other instances of"
+                " the same type. HINT: The `callback.state_key` must be unique among all callbacks in the"
+                " Trainer."
+            )
+        keys.add(callback.state_key)
+
+
+def sort_callbacks(callbacks: Iterable[Any]) -> list[Any]:
+    """Return the callbacks in the order of their calls: those that save come last."""
+    return sorted(callbacks, key=lambda callback: is_instance_of(callback, "Checkpoint"))
+
+
+def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
+    """Return the callbacks with those of ``configure_callbacks`` in place of those of their classes."""
+    replaced = {base for callback in own for base in type(callback).__mro__} - {Callback, object}
+    kept = [callback for callback in callbacks if type(callback) not in replaced]
+    return sort_callbacks([*kept, *own])
+
+
+def callbacks_of_packages() -> list[Any]:
+    """Return the callbacks that installed packages add to every Trainer through an entry point."""
+    return [callback for entry in _factories(tuple(sys.path)) for callback in as_list(entry.load()())]
+
+
+@cache
+def _factories(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=_ENTRY_POINTS))

@@ -1,0 +1,1 @@
+"""Logging: self.log's arithmetic, the CSV files, the history and the console."""

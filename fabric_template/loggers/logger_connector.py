@@ -1,0 +1,139 @@
+"""Which logged value goes to which logger, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .csv_logger import CSVLogger
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+
+class LoggerConnector:
+    """Sends values to the loggers of a run."""
+
+    def __init__(self, run: RunState) -> None:
+        self.run = run
+        self.every_n_steps = run.config.log_every_n_steps
+        self._evaluated_batches: dict[int, int] = {}
+
+    @property
+    def loggers(self) -> list[Any]:
+        return self.run.loop.loggers
+
+    @property
+    def csv_loggers(self) -> list[CSVLogger]:
+        """Our own loggers, which write whole rows."""
+        return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
+
+    def log_step(self, run: RunState) -> None:
+        """Log the values of an optimizer step every log_every_n_steps, and at the last step."""
+        if run.results.train.has_step_values and self.is_step_due():
+            metrics = run.results.views()[1]
+            self.log_metrics(metrics, row=metrics)
+
+    def is_step_due(self) -> bool:
+        """Return whether the values of the current training or evaluation batch are logged."""
+        progress, every = self.run.progress, self.every_n_steps
+        if not every:
+            return False
+        is_training = progress.stage in ("train", None)
+        count = progress.logging_step + 1 if is_training else progress.eval_batches_done
+        return count % every == 0 or self.run.stop.should_stop or bool(self.run.config.fast_dev_run)
+
+    def log_evaluation_step(self, run: RunState, dataloader_idx: int) -> None:
+        """Log the values of an evaluation batch that are logged per step."""
+        if run.progress.stage == "sanity_check":
+            return
+        count = self._evaluated_batches.get(dataloader_idx, 0)
+        self._evaluated_batches[dataloader_idx] = count + 1
+        if run.results.active.has_step_values:
+            metrics = run.results.views()[1]
+            self.log_metrics(metrics, step=count, row=metrics)
+
+    def log_evaluation(self, run: RunState) -> None:
+        """Log what an evaluation measured. Inside an epoch the values are a row of steps.csv, too."""
+        if run.progress.stage == "sanity_check":
+            return
+        is_inside_epoch = run.stage != "fit" or not run.progress.is_epoch_complete
+        evaluated = run.history.evaluated
+        row = {**run.history.evaluation_means, **evaluated} if is_inside_epoch else None
+        self.log_metrics(evaluated, row=row)
+
+    def log_train_epoch(self, run: RunState) -> None:
+        """Log the values of an epoch, and write its row."""
+        metrics = dict(run.results.update_metrics())
+        if not run.is_lightning_module:
+            returned = {n: v for n, v in run.history.returned.items() if n.startswith("train_")}
+            metrics = {**returned, **metrics}
+        # Loggers expect the values of an epoch at its last step.
+        self.log_metrics(metrics, step_offset=-1)
+        row = run.history.add_row()
+        for logger in self.csv_loggers:
+            logger.log_epoch(row)
+        run.console.end_epoch(run, row)
+
+    def log_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        step: int | None = None,
+        step_offset: int = 0,
+        row: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Send values to every logger.
+
+        Args:
+            step: The x axis. None: a logged "step", or the logging step beside the epoch.
+            row: What the CSV logger writes into steps.csv. It writes whole epochs otherwise.
+        """
+        self.run.results.logged_metrics.update(metrics)
+        for logger in self.loggers:
+            values = (row or {}) if isinstance(logger, CSVLogger) else metrics
+            if not values:
+                continue
+            scalars = {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
+            at = step
+            if at is None and "step" in scalars:
+                at = int(scalars.pop("step"))
+            elif at is None:
+                scalars.setdefault("epoch", self.run.progress.epochs_done)
+                at = self.run.progress.logging_step + step_offset
+            logger.log_metrics(metrics=scalars, step=at)
+            logger.save()
+
+    def log_hyperparameters(self, run: RunState) -> None:
+        """Log the hyperparameters of the module and the datamodule."""
+        hparams = {}
+        for part in (run.datamodule, run.model):
+            if getattr(part, "_log_hyperparams", False) and getattr(part, "hparams_initial", None):
+                hparams.update(part.hparams_initial)
+        for logger in self.loggers:
+            if hparams:
+                logger.log_hyperparams(hparams)
+            if hasattr(logger, "log_graph"):
+                logger.log_graph(run.module)
+            logger.save()
+
+    def monitored_metrics(self) -> dict[str, Any]:
+        """Return everything that can be monitored: what was logged, and what steps returned."""
+        run = self.run
+        if run.results.active:
+            run.results.update_metrics()
+        return {**run.history.returned, **run.results.callback_metrics}
+
+    def finalize(self, status: str) -> None:
+        for logger in self.loggers:
+            logger.finalize(status)
+
+    def state_dict(self) -> dict[str, Any]:
+        positions = [logger.position() for logger in self.csv_loggers]
+        return {"positions": positions, "evaluated_batches": dict(self._evaluated_batches)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._evaluated_batches = dict(state["evaluated_batches"])
+        for logger, position in zip(self.csv_loggers, state["positions"], strict=False):
+            logger.rewind(position)

@@ -1,0 +1,219 @@
+"""The training loop: epochs, batches, when to validate, when to stop. The page to read first."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+
+from ..config import parse_duration
+from ..errors import ConfigurationError
+from .evaluation_loop import evaluate
+from .iterator_steps import train_with_iterator
+from .lr_schedulers import after_optimizer_step, step_lr_schedulers
+from .module_adapter import takes_iterator
+from .optimization import is_step_due
+
+if TYPE_CHECKING:
+    from .run_state import RunState
+
+
+def fit(run: RunState) -> None:
+    """Train until a limit is reached or something asks to stop."""
+    run.data.setup_train_loader()
+    run.validation_schedule = ValidationSchedule(run)
+    is_resumed_in_epoch = run.progress.is_in_epoch
+    if (run.stop.is_fit_done and not is_resumed_in_epoch) or run.config.limit_train_batches == 0:
+        return
+    if eval_modules := [name for name, part in run.network.named_modules() if not part.training]:
+        run.warn_once(
+            f"Found {len(eval_modules)} module(s) in eval mode at the start of training. This may lead to"
+            " unexpected behavior during training. If this is intentional, you can ignore this warning.",
+            PossibleUserWarning,
+        )
+    if run.should_validate and run.validation_schedule.is_in_this_epoch():
+        run.data.setup_eval_loaders("val")
+    run.history.start_clock()
+    run.hooks.call("on_train_start")
+    while run.progress.is_in_epoch or not run.stop.is_fit_done:
+        with run.hooks.profiled("run_training_epoch"):
+            train_epoch(run)
+        if run.stop.signal is not None:
+            break
+    run.hooks.call("on_train_end")
+
+
+def train_epoch(run: RunState) -> None:
+    """Train on the batches of one epoch, or on the rest of it after a resume."""
+    progress = run.progress
+    if not progress.is_in_epoch:
+        start_epoch(run)
+    else:
+        run.data.resume_train_batches()
+    run.console.start_epoch(run)
+    if takes_iterator(run.hooks.source.training_step):
+        train_with_iterator(run, end_batch)
+    elif not run.stop.is_reached and not progress.is_epoch_complete:
+        train_batches(run)
+    if run.stop.signal is None or progress.is_epoch_complete:
+        end_epoch(run)
+
+
+def start_epoch(run: RunState) -> None:
+    """Load new dataloaders where they are due, and call the hooks."""
+    run.data.setup_train_loader()
+    run.validation_schedule.count_batches()
+    run.data.set_epoch("train", run.progress.epochs_done)
+    run.progress.start_epoch()
+    run.hooks.call("on_train_epoch_start")
+    run.data.start_train_batches()
+
+
+def train_batches(run: RunState) -> None:
+    """Train on each batch, and do what is due after it."""
+    progress, hooks, results = run.progress, run.hooks, run.results
+    train_batch = hooks.with_profiler("run_training_batch", run.optimization.train_batch)
+    for batch, is_last in run.data.train_batches():
+        batch_idx = progress.start_batch(is_last)
+        results.start_batch(batch)
+        outputs = None
+        if batch is None:
+            run.warn_once("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
+            progress.is_last_batch = True
+            after_optimizer_step(run)
+            break
+        else:
+            outputs = train_batch(batch, batch_idx)  # forward, loss, backward, clip, step
+        after_optimizer_step(run)
+        hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+        results.end_batch()
+        end_batch(run)
+        if progress.is_epoch_complete or run.stop.is_reached:
+            break
+    else:
+        progress.is_last_batch = True
+
+
+def end_batch(run: RunState) -> None:
+    """Log, validate if it is due, listen to signals, save. The end of a batch exists only here."""
+    is_stepping = is_step_due(run)
+    if is_stepping or not run.module.automatic_optimization:
+        run.loggers.log_step(run)
+    run.console.update(run)
+    if run.validation_schedule.is_due():
+        validate(run)
+    step_lr_schedulers(run, "step", plateau=True)
+    run.progress.logging_step += is_stepping
+    run.progress.is_in_batch = False
+    if is_stepping:
+        run.signals.check(run)
+        run.checkpoints.save_step(run)
+
+
+def validate(run: RunState) -> None:
+    """Validate inside of training."""
+    if is_step_due(run):
+        zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
+        (zero_grad or run.network.zero_grad)()
+    interrupted = run.results.pause_training()
+    run.data.setup_eval_loaders("val")
+    evaluate(run, "validate")
+    run.results.resume_training(interrupted)
+    run.progress.stage = "train"
+    run.validation_schedule.restart_clock()
+    run.checkpoints.save_validation(run)
+
+
+def end_epoch(run: RunState) -> None:
+    """Call the hooks, step the schedulers by epoch, write the epoch's row, save."""
+    run.results.end_batches()
+    run.history.end_train_batches()
+    run.hooks.call_callbacks("on_train_epoch_end", only_monitors=False)
+    run.hooks.call_module("on_train_epoch_end")
+    run.hooks.call_callbacks("on_train_epoch_end", only_monitors=True)
+    run.results.update_metrics()
+    if run.progress.is_epoch_complete:
+        step_lr_schedulers(run, "epoch", plateau=True)
+    run.loggers.log_train_epoch(run)
+    run.results.reset()
+    run.progress.end_epoch()
+    run.signals.check(run)
+    run.checkpoints.save_epoch(run)
+
+
+class ValidationSchedule:
+    """Decides after which training batches a fit validates."""
+
+    def __init__(self, run: RunState) -> None:
+        self.run = run
+        self.every_n_batches: int | float | None = None
+        self._seconds: float | None = None
+        self._restarted_at = time.monotonic()
+        self._last_global_step = run.progress.global_step
+        interval = run.config.val_check_interval
+        if not isinstance(interval, int | float):
+            self._seconds = parse_duration(interval).total_seconds()
+        self.count_batches()
+
+    def count_batches(self) -> None:
+        """Look up the interval in batches. Called again when the training loader may have changed."""
+        if self._seconds is None and not self.run.config.validate_every_n_steps:
+            self.every_n_batches = self._batches_between(self.run.config.val_check_interval)
+
+    def _batches_between(self, interval: int | float) -> int | float:
+        num_batches = run_batches = self.run.progress.num_train_batches
+        if isinstance(interval, int):
+            counts_epochs = self.run.config.check_val_every_n_epoch is not None
+            if interval > run_batches and counts_epochs and self.run.should_validate:
+                raise ValueError(
+                    f" `val_check_interval` ({interval}) must be less than or equal to the number of the"
+                    f" training batches ({num_batches}). If you want to disable validation set"
+                    " `limit_val_batches` to 0.0 instead. If you want to validate based on the total"
+                    " training batches, set `check_val_every_n_epoch=None`."
+                )
+            return interval
+        if num_batches == math.inf:
+            if interval != 1.0 and self.run.should_validate:
+                raise ConfigurationError(
+                    "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)`"
+                    " must be time based, `1.0` or an int. An int k specifies checking validation every"
+                    " k training batches."
+                )
+            return math.inf
+        return max(1, int(num_batches * interval))
+
+    def restart_clock(self) -> None:
+        self._restarted_at = time.monotonic()
+
+    def is_in_this_epoch(self) -> bool:
+        """Return whether check_val_every_n_epoch lets this epoch validate."""
+        every = self.run.config.check_val_every_n_epoch
+        return every is None or (self.run.progress.epochs_done + 1) % every == 0
+
+    def is_due(self) -> bool:
+        """Return whether to validate after the current batch."""
+        run = self.run
+        if not run.should_validate or not self.is_in_this_epoch():
+            return False
+        if run.stop.should_stop and run.stop.can_stop_early:
+            return True
+        return self._is_planned()
+
+    def _is_planned(self) -> bool:
+        run, progress = self.run, self.run.progress
+        if self._seconds is not None:
+            return time.monotonic() - self._restarted_at >= self._seconds
+        if every_n_steps := run.config.validate_every_n_steps:
+            before, self._last_global_step = self._last_global_step, progress.global_step
+            return progress.global_step // every_n_steps > before // every_n_steps
+        if self.every_n_batches == math.inf:
+            limit = run.config.limit_train_batches
+            if isinstance(limit, int) and not progress.is_last_batch:
+                return progress.batches_done % limit == 0
+            return progress.is_last_batch
+        counts_all = run.config.check_val_every_n_epoch is None
+        count = progress.total_batches if counts_all else progress.batches_done
+        return count % self.every_n_batches == 0

@@ -1,0 +1,157 @@
+"""The steps of a run with precision, strategy and compilation around them.
+
+Plain Fabric runs ``model.training_step`` on one device outside of its precision: ``bf16-mixed`` trains
+in float32 without a word. Here every step goes through the same door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision, Precision
+from lightning.fabric.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class _CallStep(nn.Module):
+    """The module that ``fabric.setup`` wraps: its forward calls any step of the network.
+
+    Fabric's wrapper converts the tensors that it sees. It sees none here, because the arguments
+    travel inside the call.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+class StepRunner:
+    """Prepares the network for its device and strategy, and calls steps on it.
+
+    Args:
+        fabric: Gives device, precision and strategy.
+        source: The object whose methods are the steps.
+        network: The module that holds the parameters.
+        compile: The option of this name.
+    """
+
+    def __init__(self, fabric: Fabric, source: Any, network: nn.Module, compile: Any = False) -> None:
+        self.fabric, self.source, self.network = fabric, source, network
+        self.precision = fabric.strategy.precision
+        self.is_plain = type(fabric.strategy) is SingleDeviceStrategy and type(self.precision) is Precision
+        self.wrapped: Any = None
+        self._compile_options = _compile_options(compile)
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The wrapper that reduces gradients over the processes, if there is one."""
+        inner = getattr(self.wrapped, "_forward_module", None)
+        return inner if isinstance(inner, DistributedDataParallel) else None
+
+    @property
+    def converts_dtype(self) -> bool:
+        """Return whether the precision changes the dtype of parameters and inputs."""
+        name = str(self.precision.precision)
+        return name.endswith("-true") and name != "32-true"
+
+    def convert_network(self) -> None:
+        """Give the network its precision's dtype, before weights are loaded into it."""
+        if self.converts_dtype:
+            self.precision.convert_module(self.network)
+
+    def setup(self, is_training: bool) -> None:
+        """Move the network to its device, and wrap it for the strategy if it is trained."""
+        self.convert_network()
+        has_parameters = any(parameter.requires_grad for parameter in self.network.parameters())
+        if is_training and has_parameters and not isinstance(self.fabric.strategy, SingleDeviceStrategy):
+            self.wrapped = self.fabric.setup(_CallStep(self.network))
+        else:
+            self.fabric.to_device(self.network)
+        for module in self.network.modules():
+            # Metrics and LightningModules keep their device and dtype in attributes of their own.
+            if type(module).to is not nn.Module.to:
+                module.to(self.fabric.device)
+                if self.converts_dtype:
+                    self.precision.convert_module(module)
+
+    def get(self, name: str, method: Callable) -> Callable:
+        """Return a step with everything around it that this run needs."""
+        if self._compile_options is not None:
+            method = torch.compile(method, **self._compile_options)
+        if self.wrapped is not None:
+            is_manual = not getattr(self.source, "automatic_optimization", True)
+            if name == "training_step" and is_manual and self.ddp is not None:
+                method = partial(_call_manually, self.ddp, self.wrapped, method)
+            else:
+                method = partial(_call_wrapped, self.wrapped, method)
+        context = self.precision_context()
+        return method if context is None else _inside(context, method)
+
+    def precision_context(self) -> Callable[[], AbstractContextManager] | None:
+        """Return what makes the context of a step, or None where the precision needs none."""
+        if isinstance(self.precision, MixedPrecision):
+            is_bfloat16 = self.precision.precision == "bf16-mixed"
+            dtype = torch.bfloat16 if is_bfloat16 else torch.float16
+            # Trainer switches the cache of casts off, so a weight that is used twice is cast twice.
+            return partial(
+                torch.autocast, self.precision.device, dtype=dtype, cache_enabled=False
+            )
+        return None if self.precision.precision == "32-true" else self.precision.forward_context
+
+    def no_backward_sync(self, is_enabled: bool = True) -> AbstractContextManager:
+        """Return a context in which gradients are not reduced over the processes."""
+        if self.wrapped is None or not is_enabled:
+            return nullcontext()
+        return self.fabric.no_backward_sync(self.wrapped)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients, scaled where the precision scales."""
+        if self.is_plain:
+            loss.backward(*args, **kwargs)
+        else:
+            self.fabric.strategy.backward(loss, None, *args, **kwargs)
+
+
+def _compile_options(compile: Any) -> dict[str, Any] | None:
+    if compile is False:
+        return None
+    if isinstance(compile, dict):
+        return compile
+    return {} if compile is True else {"mode": compile}
+
+
+def _call_wrapped(wrapped: Callable, method: Callable, *args: Any, **kwargs: Any) -> Any:
+    return wrapped(partial(method, *args, **kwargs))
+
+
+def _call_manually(
+    ddp: DistributedDataParallel, wrapped: Callable, method: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a step that runs its own backward: DDP prepares for each backward, not for one at the end."""
+
+    def step() -> Any:
+        output = method(*args, **kwargs)
+        ddp.require_backward_grad_sync = False
+        return output
+
+    try:
+        return wrapped(step)
+    finally:
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+
+
+def _inside(context: Callable[[], AbstractContextManager], method: Callable) -> Callable:
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
+
+    return step
