@@ -70,12 +70,34 @@ def own_state(run: RunState) -> dict[str, Any]:
         "progress": run.progress.state_dict(),
         "stop": run.stop.state_dict(),
         "optimization": run.optimization.state_dict(),
+        "validation_schedule": run.validation_schedule.state_dict(),
         "history": run.history.state_dict(),
         "loggers": run.loggers.state_dict(),
         "checkpoints": run.checkpoints.state_dict(),
-        "accumulate_grad_batches": run.accumulate_grad_batches,
+        "accumulate_grad_batches": [run.config.accumulate_grad_batches, run.accumulate_grad_batches],
+        "settings": run_settings(run),
         "ranks": gather_objects(run, of_rank),
     }
+
+
+def run_settings(run: RunState) -> dict[str, Any]:
+    """Return what a resumed run should have in common with the run that was saved."""
+    loaders = run.data.train.loaders if run.data.train is not None else []
+    return {
+        "processes": run.fabric.world_size,
+        "batch size": [getattr(loader, "batch_size", None) for loader in loaders],
+        "optimizers": [type(optimizer).__name__ for optimizer in run.optimizers],
+    }
+
+
+def warn_of_other_settings(run: RunState, saved: dict[str, Any]) -> None:
+    """Warn once of settings that make a resumed run differ from the one that was saved."""
+    current = run_settings(run)
+    differences = [f"{n} {saved[n]} was saved, now {current[n]}" for n in saved if saved[n] != current[n]]
+    if differences:
+        run.warn_once(
+            f"resume: {'; '.join(differences)}. The run continues, but not as if it had never stopped."
+        )
 
 
 def gather_objects(run: RunState, item: Any) -> list[Any]:
@@ -115,9 +137,9 @@ def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
 
 def loops_state(run: RunState) -> dict[str, Any]:
     """Return Trainer's progress counters, as its own loops would hold them here."""
-    progress = run.progress
+    progress, saved = run.progress, run.progress.state_dict()
     epoch = _counts(progress.epochs_done, progress.epochs_done)
-    batches = _counts(progress.total_batches, progress.batches_done)
+    batches = _counts(saved["total_batches"], saved["batches_done"])
     if progress.is_in_epoch:
         for counts in epoch.values():
             counts["ready"] += 1
@@ -131,11 +153,12 @@ def loops_state(run: RunState) -> dict[str, Any]:
     in_epoch = progress.optimizer_steps_in_epoch if is_automatic else 0
     manual_steps = 0 if is_automatic else progress.global_step
     scheduler_steps = sum(getattr(c.scheduler, "last_epoch", 0) or 0 for c in run.lr_schedulers)
+    loader_states = run.data.loader_states()
     fit_loop = {
-        "state_dict": {},
+        "state_dict": {"combined_loader": loader_states} if loader_states else {},
         "epoch_progress": epoch,
         "epoch_loop.state_dict": {"_batches_that_stepped": progress.logging_step},
-        "epoch_loop.batch_progress": batches | {"is_last_batch": progress.is_last_batch},
+        "epoch_loop.batch_progress": batches | {"is_last_batch": saved["is_last_batch"]},
         "epoch_loop.scheduler_progress": _counts(scheduler_steps, 0, ("ready", "completed")),
         "epoch_loop.automatic_optimization.state_dict": {},
         "epoch_loop.automatic_optimization.optim_progress": {
@@ -169,13 +192,14 @@ def _counts(total: int, current: int, names: tuple[str, ...] = _COUNTERS) -> dic
 
 def restore_model(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Restore the weights, the module, the datamodule and the callbacks, before the strategy's set-up."""
-    if run.datamodule is not None:
+    is_weights_only = run.stage == "fit" and not run.resumes
+    if run.datamodule is not None and not is_weights_only:
         state = checkpoint.get(type(run.datamodule).__qualname__)
         if state is not None and callable(getattr(run.datamodule, "load_state_dict", None)):
             run.datamodule.load_state_dict(state)
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     load_weights(run, checkpoint)
-    if run.stage == "fit":
+    if run.resumes:
         restore_callbacks(run, checkpoint)
 
 
@@ -220,28 +244,34 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         restore_progress_of_trainer(run, checkpoint)
         return
     run.progress.load_state_dict(own["progress"])
-    run.stop.load_state_dict(own["stop"])
+    if run.resume_keyword == "auto":
+        # A run that stopped by itself stays as it ended. resume="last" asks for more.
+        run.stop.load_state_dict(own["stop"])
     run.history.load_state_dict(own["history"])
     run.loggers.load_state_dict(own["loggers"])
     run.checkpoints.load_state_dict(own["checkpoints"])
-    run.accumulate_grad_batches = own["accumulate_grad_batches"]
-    if len(own["ranks"]) != run.fabric.world_size:
-        run.warn_once(
-            f"The checkpoint is of {len(own['ranks'])} processes, this run has {run.fabric.world_size}."
-            " Its batches differ from those of an uninterrupted run."
-        )
+    option, current = own["accumulate_grad_batches"]
+    if option == run.config.accumulate_grad_batches:
+        run.accumulate_grad_batches = current
 
 
-def restore_position(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Restore random generators, loaders and running sums, when the training loader exists."""
+def restore_position(run: RunState) -> None:
+    """Restore random generators, loaders and running sums, when training is about to continue."""
+    checkpoint, run.checkpoint = run.checkpoint, None
+    if checkpoint is None:
+        return
     own = checkpoint.get(OWN_KEY)
     if own is None:
+        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        run.data.load_loader_states(fit_loop.get("state_dict", {}).get("combined_loader", []))
         return
+    warn_of_other_settings(run, own["settings"])
     ranks = own["ranks"]
     of_rank = ranks[run.fabric.global_rank % len(ranks)]
     run.data.load_state_dict(of_rank["data"])
     run.results.load_state_dict(of_rank["results"])
     run.optimization.load_state_dict(own["optimization"])
+    run.validation_schedule.load_state_dict(own["validation_schedule"])
     restore_rng_state(of_rank["rng"])
 
 

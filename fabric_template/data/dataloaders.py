@@ -19,8 +19,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ..checkpoint.dataloader_state import LoaderPosition
-from ..errors import ConfigurationError, ConfigurationTypeError
+from ..checkpoint.dataloader_state import ResumableLoader, has_state, plain_position
+from ..checkpoint.rng import capture_rng_state, restore_rng_state
+from ..errors import CheckpointError, ConfigurationError, ConfigurationTypeError
 from ..training.hooks import is_instance_of, overridden
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class DataConnector:
         self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
         self._eval_stage: str | None = None
         self._loaded_in_epoch: dict[str, int] = {}
+        self._restored_eval: list[dict[str, Any]] | None = None
 
     def has_loader(self, stage: str) -> bool:
         """Return whether there is a loader for this stage, given or made by a method."""
@@ -70,19 +72,19 @@ class DataConnector:
         self._loaded_in_epoch["train"] = run.progress.epochs_done
         self.train = TrainLoaders(run, self.request("train"))
         run.progress.num_train_batches = self.train.num_batches
-        if run.progress.is_in_epoch:
-            return
-        self.train.start()
+        if run.checkpoint is None:
+            self.train.start()
 
     def start_train_batches(self) -> None:
         """Start the iterator of an epoch. That of the first epoch started with its loader, as in Trainer."""
-        if self.run.progress.epochs_done > 0 or self.train.is_used:
-            self.train.start()
+        train = self.train
+        if self.run.progress.epochs_done > 0 or train.is_used or not train.is_started:
+            train.start()
 
     def resume_train_batches(self) -> None:
         """Continue the epoch that a checkpoint was saved in."""
         self.set_epoch("train", self.run.progress.epochs_done)
-        self.train.resume(self.run.progress.batches_done)
+        self.train.start()
 
     def train_batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield (batch on the device, whether it is the last one)."""
@@ -97,6 +99,9 @@ class DataConnector:
         self._loaded_in_epoch[stage] = self.run.progress.epochs_done
         self._eval_stage = stage
         self.eval_loaders = EvalLoaders(self.run, stage, self.request(stage))
+        if self._restored_eval is not None:
+            self.eval_loaders.load_state_dict(self._restored_eval)
+            self._restored_eval = None
 
     def set_epoch(self, stage: str, epoch: int) -> None:
         """Tell every sampler the epoch, so that shuffled epochs differ."""
@@ -108,12 +113,52 @@ class DataConnector:
                 if callable(getattr(part, "set_epoch", None)):
                     part.set_epoch(epoch)
 
+    def close(self) -> None:
+        """Shut down workers that live on from epoch to epoch, as Trainer does at the end of a run."""
+        for loaders in (self.train, self.eval_loaders):
+            for loader in loaders.loaders if loaders is not None else ():
+                if isinstance(loader, DataLoader) and loader.persistent_workers:
+                    loader._iterator = None
+        if self.train is not None:
+            self.train.close()
+
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.train is None else self.train.position.state_dict()
+        """Return the positions of the loaders, those of the validation between two passes."""
+        progress, restored = self.run.progress.state_dict(), self._restored_eval
+        has_eval = self.eval_loaders is not None and self._eval_stage == "val"
+        return {
+            "loaded_in_epoch": dict(self._loaded_in_epoch),
+            "train": None if self.train is None else self.train.state_dict(progress),
+            "val": self.eval_loaders.state_dict() if has_eval else restored,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.train is not None and state:
-            self.train.position.load_state_dict(state)
+        # The loader that exists was made for this run. It is due again as it was before the resume.
+        self._loaded_in_epoch.update(state["loaded_in_epoch"])
+        self._restored_eval = state["val"]
+        if self._restored_eval is not None:
+            self._loaded_in_epoch.pop("val", None)
+        if self.train is not None and state["train"] is not None:
+            self.train.load_state_dict(state["train"], self.run.progress.is_in_epoch)
+
+    def loader_states(self) -> list[Any]:
+        """Return the states of the training loaders with ``state_dict``, which Trainer saves, too."""
+        if self.train is None or not any(map(has_state, self.train.loaders)):
+            return []
+        positions = self.train.state_dict(self.run.progress.state_dict())["loaders"]
+        pairs = zip(self.train.loaders, positions, strict=True)
+        return [position["state"] for loader, position in pairs if has_state(loader)]
+
+    def load_loader_states(self, states: list[Any]) -> None:
+        """Restore the states that Trainer saved."""
+        loaders = [] if self.train is None else [part for part in self.train.loaders if has_state(part)]
+        if states and len(states) != len(loaders):
+            raise CheckpointError(
+                f"resume: got the states of {len(states)} loaders with state_dict and load_state_dict, this"
+                f" run has {len(loaders)}."
+            )
+        for loader, state in zip(loaders, states, strict=False):
+            loader.load_state_dict(state)
 
 
 class TrainLoaders:
@@ -126,9 +171,13 @@ class TrainLoaders:
         self.limits = [count_batches(loader, limit, "train") for loader in self.loaders]
         self.combined = self._combine()
         self.num_batches = self._count()
-        self.position = LoaderPosition(self.combined if self.combined is not None else self.loaders[0])
-        self.is_used = False
+        self.resumable = [ResumableLoader(loader) for loader in self.loaders]
+        self.is_started = self.is_used = False
+        self._num_given = 0
         self._iterator: Iterator[Any] | None = None
+        # Where the batch ahead was read, for loaders of unknown length.
+        self._before_next: dict[str, Any] | None = None
+        self._rng_before_next: dict[str, Any] | None = None
 
     def _combine(self) -> CombinedLoader | None:
         is_combined = is_instance_of(self.source, "CombinedLoader")
@@ -147,24 +196,25 @@ class TrainLoaders:
     def _count(self) -> int | float:
         if self.combined is None:
             return self.limits[0]
-        iter(self.combined)
-        try:
-            return len(self.combined)
-        except (TypeError, NotImplementedError):
-            return math.inf
+        choose = min if self.combined._mode == "min_size" else max
+        return choose(self.limits)
 
     def start(self) -> None:
-        """Start the iterator of an epoch, which draws random numbers for its order."""
-        self.is_used = False
-        self._iterator = self.position.start()
-
-    def resume(self, batches_done: int) -> None:
-        """Start the iterator of an epoch of which some batches are done."""
-        self._iterator = self.position.resume(batches_done)
+        """Start the iterator of an epoch, or of the rest of one whose position was restored."""
+        self.is_started, self.is_used = True, False
+        for loader in self.resumable:
+            loader.start_epoch()
+        if self.combined is None:
+            self._iterator = iter(self.resumable[0])
+            return
+        self.combined.flattened = self.resumable
+        self._iterator = iter(self.combined)
+        self.combined.flattened = self.loaders
 
     def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
         self.is_used = True
+        self._num_given = batches_done
         iterator = self._iterator
         if self.num_batches != math.inf:
             for index in range(batches_done, int(self.num_batches)):
@@ -172,13 +222,59 @@ class TrainLoaders:
                     batch = next(iterator)
                 except StopIteration:
                     return
+                self._num_given = index + 1
                 yield self._unpack(batch), index + 1 == self.num_batches
             return
         missing = object()
-        following = next(iterator, missing)
+        following = self._read_ahead(missing)
         while following is not missing:
-            batch, following = following, next(iterator, missing)
+            batch, following = following, self._read_ahead(missing)
+            self._num_given += 1
             yield self._unpack(batch), following is missing
+
+    def _read_ahead(self, default: object) -> Any:
+        """Read the next batch, and note where it was read: a resume reads it again."""
+        rng_state, self._rng_before_next = self._rng_before_next, None
+        rng_now = capture_rng_state()
+        if rng_state is not None:
+            restore_rng_state(rng_state)
+        positions = [loader.note_position() for loader in self.resumable]
+        self._before_next = {"loaders": positions, "rng": rng_state or rng_now}
+        batch = next(self._iterator, default)
+        if rng_state is not None:
+            restore_rng_state(rng_now)
+        return batch
+
+    def close(self) -> None:
+        """Let go of the iterator and its workers."""
+        self._iterator = None
+
+    def state_dict(self, progress: dict[str, Any]) -> dict[str, Any]:
+        """Return the positions of the loaders.
+
+        Args:
+            progress: The saved progress. Batches whose step was not finished count as not given.
+        """
+        is_in_pass = progress["is_in_epoch"] and self.is_used
+        dropped = self._num_given - progress["batches_done"] if is_in_pass else 0
+        state = {"is_used": self.is_used, "rng_before_next": None}
+        if self._before_next is not None and is_in_pass:
+            noted = [plain_position(position) for position in self._before_next["loaders"]]
+            loaders = [{**position, "batches": position["batches"] - dropped} for position in noted]
+            return {**state, "loaders": loaders, "rng_before_next": self._before_next["rng"]}
+        return {**state, "loaders": [loader.state_dict(dropped) for loader in self.resumable]}
+
+    def load_state_dict(self, state: dict[str, Any], is_in_epoch: bool) -> None:
+        if len(state["loaders"]) != len(self.resumable):
+            raise CheckpointError(
+                f"resume: got the positions of {len(state['loaders'])} training loaders, expected"
+                f" {len(self.resumable)}. Give the loaders that the run was started with, or use load=."
+            )
+        # The iterator of the first epoch starts before that epoch.
+        is_in_pass = is_in_epoch or not state["is_used"]
+        for loader, position in zip(self.resumable, state["loaders"], strict=True):
+            loader.load_state_dict(position, is_in_pass)
+        self._rng_before_next = state["rng_before_next"]
 
     def _unpack(self, item: Any) -> Any:
         return item[0] if self.combined is not None else item
@@ -206,6 +302,14 @@ class EvalLoaders:
                     '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
                 )
             self.combined.flattened = self.loaders
+        self.resumable = [ResumableLoader(loader, is_training=False) for loader in self.loaders]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [loader.state_dict() for loader in self.resumable]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        for loader, position in zip(self.resumable, state, strict=False):
+            loader.load_state_dict(position, is_in_pass=False)
 
     @property
     def has_several(self) -> bool:
@@ -236,7 +340,7 @@ class EvalLoaders:
                 yield batch, batch_idx, dataloader_idx
             return
         for dataloader_idx, limit in enumerate(self._limited(max_batches)):
-            iterator = iter(self.loaders[dataloader_idx])
+            iterator = iter(self.resumable[dataloader_idx])
             batch_idx = 0
             while batch_idx < limit:
                 try:

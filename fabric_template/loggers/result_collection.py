@@ -229,6 +229,8 @@ class ResultCollection:
         self._last_hook: str | None = None
         # None outside of the batches of an epoch, True in the first one, False in later ones.
         self._is_first_batch: bool | None = None
+        # Of the training epoch, while a validation runs inside it.
+        self._paused: tuple[bool | None, str | None] | None = None
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
         """Copies of a module that are made while it runs log into the same run."""
@@ -372,13 +374,15 @@ class ResultCollection:
             self.update_metrics()
         self._is_first_batch = None
 
-    def pause_training(self) -> tuple:
+    def pause_training(self) -> None:
         """Keep the position in the training epoch while a validation runs."""
         self.update_metrics()
-        return self.active, self._is_first_batch, self._last_hook
+        self._paused = (self._is_first_batch, self._last_hook)
 
-    def resume_training(self, interrupted: tuple) -> None:
-        self.active, self._is_first_batch, self._last_hook = interrupted
+    def resume_training(self) -> None:
+        self.active = self.train
+        self._is_first_batch, self._last_hook = self._paused
+        self._paused = None
 
     def reset(self) -> None:
         """Forget the sums of an epoch, after all its hooks."""
@@ -444,8 +448,7 @@ class ResultCollection:
             },
             "callback_metrics": dict(self.callback_metrics),
             "row": dict(self.row),
-            "is_first_batch": self._is_first_batch,
-            "last_hook": self._last_hook,
+            "position": list(self._paused or (self._is_first_batch, self._last_hook)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -464,7 +467,7 @@ class ResultCollection:
             self.train.has_step_values |= arguments.on_step
         self.callback_metrics = dict(state["callback_metrics"])
         self.row = dict(state["row"])
-        self._is_first_batch, self._last_hook = state["is_first_batch"], state["last_hook"]
+        self._is_first_batch, self._last_hook = state["position"]
 
 
 def _closed_results() -> None:

@@ -219,8 +219,10 @@ class AutomaticOptimization:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients of an accumulation window that has not ended."""
-        state: dict[str, Any] = {"is_accumulating": self.is_accumulating}
-        if self.is_accumulating:
+        # A checkpoint of the middle of a step resumes at the start of its window.
+        is_accumulating = self.is_accumulating and self.run.progress.phase != "step"
+        state: dict[str, Any] = {"is_accumulating": is_accumulating}
+        if is_accumulating:
             parameters = self.run.network.named_parameters()
             state["gradients"] = {n: p.grad.clone() for n, p in parameters if p.grad is not None}
         return state

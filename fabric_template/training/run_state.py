@@ -71,6 +71,7 @@ class RunState:
     checkpoint: dict[str, Any] | None = None
     checkpoint_path: str | None = None
     resumes: bool = False
+    resume_keyword: str | None = None
     exception: BaseException | None = None
 
     @property
