@@ -105,7 +105,8 @@ class ResumableLoader:
         """Note the random state of the batch's worker. Workers take turns, a round is one batch of each."""
         if item.rng_state is not None:
             self._workers[item.worker] = item.rng_state
-        if self.batches % self._num_workers == 0:
+        # Where batches are read again, workers start as they did at the start of the pass.
+        if self._is_indexed and self.batches % self._num_workers == 0:
             self._workers_at_round = list(self._workers)
         return item.batch
 
@@ -272,6 +273,8 @@ class ResumableLoader:
 
     @property
     def _samplers(self) -> list[Any]:
+        if has_state(self.loader):
+            return []
         return [sampler for sampler in samplers_of(self.loader) if has_state(sampler)]
 
     def _sampler_states(self) -> list[Any]:
