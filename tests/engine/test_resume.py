@@ -335,3 +335,206 @@ def test_loaders(tmp_path, name):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(tmp_path, name):
     kill_and_resume(tmp_path, (3, 4, 7, 9, 11), **{"save_every_n_steps": 1, **OPTIONS[name]})
+
+
+MODULES = {
+    "manual": lambda: Net(manual=True),
+    "torchmetrics": lambda: Net(metric=True),
+    "plain": Plain,
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(tmp_path, name):
+    kill_and_resume(tmp_path, (2, 8), make_module=MODULES[name])
+
+
+VALIDATION = {
+    "shuffled": lambda: loader(generator=seeded()),
+    "noisy": loader,
+    "persistent": lambda: loader(Samples(8), **PERSISTENT),
+}
+
+
+@pytest.mark.parametrize("name", VALIDATION)
+def test_validation_loaders(tmp_path, name):
+    kill_and_resume(tmp_path, (4, 8), make_val=VALIDATION[name], val_check_interval=0.5)
+
+
+def test_own_iterator(tmp_path):
+    kill_and_resume(tmp_path, (2, 5, 8, 12), OwnIterator, limit_train_batches=5)
+
+
+@pytest.mark.parametrize(("workers", "reads"), [(0, 7), (2, 8)])
+def test_samples_are_not_read_again(tmp_path, workers, reads):
+    """Batches that are done are skipped by index; with workers fewer are read again than there are workers."""
+    options = {"max_epochs": 2, "save_every_n_steps": 1}
+    make = lambda: loader(num_workers=workers)  # noqa: E731
+    fit(tmp_path / "whole", make, callbacks=[Snapshots(tmp_path / "whole", tmp_path)], **options)
+    train = make()
+    fit(tmp_path / "5", lambda: train, resume="last", **options)
+    assert train.dataset.reads.item() == 4 * reads
+
+
+class Raises(Callback):
+    """Raises in one hook at one batch of the run."""
+
+    def __init__(self, hook, batch, error=RuntimeError):
+        self.batches = 0
+        setattr(self, hook, lambda trainer, module, *arguments: self.count(batch, error))
+
+    def count(self, batch, error):
+        self.batches += 1
+        if self.batches == batch:
+            raise error("stop")
+
+
+class Quiet(Net):
+    """Draws and logs nothing in a step, so that a failed step leaves no trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[2].p = 0.0
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+HOOKS = ["on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end"]
+HOOKS += ["on_validation_batch_start", "on_validation_end", "on_train_epoch_end", "on_train_epoch_start"]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}], ids=str)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_batch_is_trained_once_after_an_exception(tmp_path, hook, options):
+    train = lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True, generator=seeded())  # noqa: E731
+    options = {"make_module": Quiet, "num_sanity_val_steps": 0, **options}
+    whole = fit(tmp_path / "whole", train, **options)
+    error = KeyboardInterrupt if hook == "on_train_batch_start" else RuntimeError
+    at = 3 if hook in HOOKS[-4:] else 4 if hook == "on_before_optimizer_step" else 11
+    with pytest.raises(error, match="stop"):
+        fit(tmp_path / "cut", train, callbacks=[Raises(hook, at, error)], **options)
+    resumed = fit(tmp_path / "cut", train, resume="last", seed=9, **options)
+    # The sum of the training loss holds the failed batch twice.
+    columns = [[line.split(",")[:3] + line.split(",")[4:] for line in run[2].split()] for run in (whole, resumed)]
+    assert columns[0] == columns[1]
+    assert all(torch.equal(whole[1][name], resumed[1][name]) for name in whole[1])
+    assert not list(tmp_path.rglob("exception.ckpt"))
+
+
+def test_keyboard_interrupt_in_a_step_of_the_first_epoch(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, callbacks=[Raises("on_before_backward", 4, KeyboardInterrupt)])
+    path = next(tmp_path.rglob("exception.ckpt"))
+    assert torch.load(path, weights_only=True)["global_step"] == 3
+    loop, _, rows = fit(tmp_path, resume="last")
+    assert (loop.global_step, loop.ckpt_path) == (18, str(path))
+    assert rows.count("\n") == 4
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
+def test_files_of_a_model_checkpoint(tmp_path, when):
+    """What came after the hook that saved is done on resume: the row of the step, the validation, the epoch's end."""
+    options = {"val_check_interval": 2, "log_every_n_steps": 1}
+    saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
+    saver = lambda name: ModelCheckpoint(tmp_path / name, filename="{step}", save_top_k=-1, **saves)  # noqa: E731
+    whole = fit(tmp_path / "whole", callbacks=[saver("saved")], **options)
+    for step in (2, 4, 6, 8, 17, 18):
+        path = tmp_path / "saved" / f"step={step}.ckpt"
+        if not path.exists():
+            continue
+        shutil.copytree(tmp_path / "whole", tmp_path / str(step), dirs_exist_ok=True)
+        resumed = fit(tmp_path / str(step), resume=path, seed=9, version=0, callbacks=[saver(f"s{step}")], **options)
+        assert_same(whole, resumed, tmp_path / "whole", tmp_path / str(step))
+
+
+SCRIPT = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from test_resume import LOADERS, Raises, fit
+callback = Raises("on_train_batch_end", {batch})
+callback.count = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Kills(Raises):
+    def count(self, batch, error):
+        self.batches += 1
+        if self.batches == batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["persistent", "TensorLoader"])
+def test_sigkill(tmp_path, name):
+    """The file of before the kill continues; the kill leaves neither a lock nor a temporary file."""
+    options = {"save_every_n_steps": 2, "val_check_interval": 3}
+    whole = fit(tmp_path / "whole", LOADERS[name], **options)
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    for batch in (9, 5):
+        code = (
+            f"import sys; sys.path[:0] = {folders}; from test_resume import LOADERS, Kills, fit;"
+            f" fit({str(tmp_path / 'cut')!r}, LOADERS[{name!r}], resume='auto', callbacks=[Kills('on_train_batch_end',"
+            f" {batch})], **{options})"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    resumed = fit(tmp_path / "cut", LOADERS[name], resume="auto", seed=99, **options)
+    assert_same(whole, resumed, tmp_path / "whole", tmp_path / "cut")
+
+
+class Counts(Callback):
+    """State of a user's own: as a callback and as a datamodule."""
+
+    def __init__(self):
+        self.count = 0
+
+    def on_train_batch_end(self, *_):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class Data(pl.LightningDataModule):
+    state_dict, load_state_dict = Counts.state_dict, Counts.load_state_dict
+    count = 0
+
+    def train_dataloader(self):
+        self.count += 1
+        return loader()
+
+
+def test_state_of_callbacks_and_datamodules(tmp_path):
+    for max_epochs, resume in ((1, None), (3, "last")):
+        counts, data = Counts(), Data()
+        fit(tmp_path, lambda: data, max_epochs=max_epochs, callbacks=[counts], resume=resume)  # noqa: B023
+    assert (counts.count, data.count) == (18, 2)
+
+
+def test_a_finished_run_stays_as_it_ended(tmp_path):
+    class Stops(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            trainer.should_stop = trainer.current_epoch >= 1
+
+    first = fit(tmp_path, resume="auto", callbacks=[Stops()], max_epochs=9)
+    before = files(tmp_path), [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))]
+    again = fit(tmp_path, resume="auto", callbacks=[Stops()], seed=9, max_epochs=12)
+    assert_same(first, again, tmp_path, tmp_path)
+    assert before == (files(tmp_path), [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))])
+    assert fit(tmp_path, resume="last", max_epochs=4)[0].current_epoch == 4
+
+
+def test_time_covers_the_whole_epoch_and_not_the_set_up(tmp_path, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr("fabric_template.loggers.history.time.monotonic", lambda: 10.0 * next(clock))
+    with pytest.raises(RuntimeError):
+        fit(tmp_path, callbacks=[Raises("on_train_batch_start", 9)], save_every_n_steps=1)
+    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["fabric_template"]["history"]
+    loop, *_ = fit(tmp_path, resume="last")
+    with Path(loop.log_dir, "metrics.csv").open() as file:
+        times = [float(row["time"]) for row in csv.DictReader(file)]
+    assert times[0] == saved["rows"][0]["time"]
+    assert times[1] > saved["seconds"] > 0
