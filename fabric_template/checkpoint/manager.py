@@ -36,7 +36,7 @@ class CheckpointManager:
         self.best_model_score: float | None = None
         self._kept: dict[str, float] = {}
         self._is_validated = False
-        self._saved_step = -1
+        self._saved_step, self._last_step = -1, 0
         self._unsaved: dict[str, str] = {}
 
     @property
@@ -50,21 +50,31 @@ class CheckpointManager:
     def save_step(self, run: RunState) -> None:
         """Save last.ckpt in the middle of an epoch, every save_every_n_steps."""
         every = self.config.save_every_n_steps
-        if self.is_enabled and every and run.progress.global_step % every == 0:
-            self.save_last(run)
+        if self.is_enabled and every:
+            step, previous, self._last_step = run.progress.global_step, self._last_step, run.progress.global_step
+            # Manual optimization may take several steps in a batch.
+            if step // every > previous // every:
+                self.save_last(run)
 
     def save_validation(self, run: RunState) -> None:
         """Save after a validation inside an epoch. At its end the epoch itself is saved."""
         self._is_validated = True
-        if not run.progress.is_epoch_complete:
-            self.save_epoch(run)
+        if self.is_enabled and not run.progress.is_epoch_complete:
+            self.save_best(run)
+            if self.config.save_last:
+                self.save_last(run)
+
+    def save_stopped(self, run: RunState) -> None:
+        """Save last.ckpt where a limit ends an epoch early. A higher limit continues in this epoch."""
+        if self.is_enabled and self.config.save_last and not run.progress.is_epoch_complete:
+            self.save_last(run)
 
     def save_epoch(self, run: RunState) -> None:
-        """Save the best and the last checkpoint."""
+        """Save at the end of an epoch."""
         if not self.is_enabled:
             return
         self.save_best(run)
-        if self.config.save_last:
+        if self.config.save_last and run.progress.is_epoch_complete:
             self.save_last(run)
 
     def save_last(self, run: RunState) -> None:
@@ -189,6 +199,7 @@ class CheckpointManager:
             "score": self.best_model_score,
             "kept": {os.path.basename(path): value for path, value in self._kept.items()},
             "is_validated": self._is_validated,
+            "last_step": self._last_step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -198,5 +209,6 @@ class CheckpointManager:
         names = {os.path.basename(name): value for name, value in state["kept"].items()}
         self._kept = {str(self.folder / n): v for n, v in names.items() if (self.folder / n).exists()}
         self.best_model_score, self._is_validated = state["score"], state["is_validated"]
+        self._last_step = state["last_step"]
         best = os.path.basename(state["best"])
         self.best_model_path = str(self.folder / best) if best else ""

@@ -75,6 +75,7 @@ def own_state(run: RunState) -> dict[str, Any]:
         "loggers": run.loggers.state_dict(),
         "checkpoints": run.checkpoints.state_dict(),
         "accumulate_grad_batches": [run.config.accumulate_grad_batches, run.accumulate_grad_batches],
+        "frozen_parameters": [n for n, p in run.network.named_parameters() if not p.requires_grad],
         "settings": run_settings(run),
         "ranks": gather_objects(run, of_rank),
     }
@@ -221,7 +222,9 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
     if states is None:
         return
     keys = {getattr(c, "state_key", type(c).__qualname__) for c in run.hooks.callbacks}
-    if missing := [key for key in states if key not in keys]:
+    # A resumed run need not save in the way of the first one.
+    missing = [key for key in states if key not in keys and not key.startswith("ModelCheckpoint")]
+    if missing:
         run.warn_once(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be"
             f" provided during `Trainer` instantiation. Please add the following callbacks: {missing}."
@@ -250,9 +253,6 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     run.history.load_state_dict(own["history"])
     run.loggers.load_state_dict(own["loggers"])
     run.checkpoints.load_state_dict(own["checkpoints"])
-    option, current = own["accumulate_grad_batches"]
-    if option == run.config.accumulate_grad_batches:
-        run.accumulate_grad_batches = current
 
 
 def restore_position(run: RunState) -> None:
@@ -266,6 +266,12 @@ def restore_position(run: RunState) -> None:
         run.data.load_loader_states(fit_loop.get("state_dict", {}).get("combined_loader", []))
         return
     warn_of_other_settings(run, own["settings"])
+    option, current = own["accumulate_grad_batches"]
+    if option == run.config.accumulate_grad_batches:
+        run.accumulate_grad_batches = current
+    frozen = set(own["frozen_parameters"])
+    for name, parameter in run.network.named_parameters():
+        parameter.requires_grad = name not in frozen
     ranks = own["ranks"]
     of_rank = ranks[run.fabric.global_rank % len(ranks)]
     run.data.load_state_dict(of_rank["data"])
@@ -305,7 +311,10 @@ def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> No
     progress.epochs_done = epoch["processed"]
     progress.total_batches = batch["total"]["ready"]
     progress.logging_step = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
-    is_in_epoch = epoch["ready"] > epoch["processed"] and not batch["is_last_batch"]
-    progress.is_in_epoch = is_in_epoch
-    if is_in_epoch:
+    is_in_epoch = epoch["ready"] > epoch["processed"]
+    if is_in_epoch and batch["is_last_batch"]:
+        # Trainer leaves out what was to come after the last batch.
+        progress.epochs_done += 1
+    elif is_in_epoch:
+        progress.is_in_epoch = True
         progress.batches_done = batch["current"]["ready"]

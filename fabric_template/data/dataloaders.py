@@ -159,6 +159,9 @@ class DataConnector:
             )
         for loader, state in zip(loaders, states, strict=False):
             loader.load_state_dict(state)
+            if not self.run.progress.is_in_epoch:
+                # It continues the pass that has ended. The next iterator starts a new one.
+                iter(loader)
 
 
 class TrainLoaders:

@@ -110,9 +110,16 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor[rows]
 
 
+def has_samples(tensor: Any) -> bool:
+    """Return whether an object is a tensor of samples, or behaves like one."""
+    if isinstance(tensor, Tensor):
+        return tensor.dim() > 0
+    return hasattr(tensor, "device") and hasattr(tensor, "__len__")
+
+
 def check_tensors(tensors: tuple[Any, ...]) -> None:
     """Refuse what is no tensor of samples, and tensors of different lengths."""
-    wrong = [type(part).__name__ for part in tensors if not isinstance(part, Tensor) or part.dim() == 0]
+    wrong = [type(part).__name__ for part in tensors if not has_samples(part)]
     if wrong:
         raise TypeError(
             f"TensorLoader: got {', '.join(wrong)}, expected tensors with a first dimension of samples. Write"

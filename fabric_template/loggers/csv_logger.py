@@ -133,11 +133,18 @@ class CSVLogger(Logger):
         return {name: table.position() for name, table in tables.items()}
 
     @rank_zero_only
-    def rewind(self, position: Mapping[str, Mapping[str, Any]]) -> None:
-        """Drop the rows and columns that were written after a position."""
+    def rewind(self, position: Mapping[str, Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> None:
+        """Drop the rows and columns that were written after a position.
+
+        Args:
+            rows: The rows of metrics.csv, which are written again where the files are those of a new version.
+        """
         for name in FILES:
             place = position.get(name, {"rows": 0, "columns": [], "waiting": []})
             self._table(name).rewind(place["rows"], list(place["columns"]), place["waiting"])
+        metrics = self._table("metrics.csv")
+        for row in rows if metrics.num_rows == 0 else ():
+            metrics.append(row)
 
     @rank_zero_only
     def sync(self) -> None:

@@ -126,4 +126,4 @@ class LoggerConnector:
         self._evaluated_batches = dict(state["evaluated_batches"])
         own = [logger for logger in self.loggers if hasattr(logger, "rewind")]
         for logger, position in zip(own, state["positions"], strict=False):
-            logger.rewind(position)
+            logger.rewind(position, self.run.history.rows)

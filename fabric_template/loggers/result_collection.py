@@ -435,7 +435,11 @@ class ResultCollection:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the training epoch so far. Those of torchmetrics objects are included."""
-        names = {id(part): name for name, part in torchmetrics_in(self._module).items()}
+        parts = torchmetrics_in(self._module)
+        names = {id(part): name for name, part in parts.items()}
+        of_train = {id(metric.torchmetric) for metric in self.train.values()}
+        # Those of an evaluation are reset after it, and a resumed run continues after it.
+        of_evaluation = {id(metric.torchmetric) for metric in self.evaluation.values()} - of_train
         entries = []
         for metric in self.train.values():
             if metric.has_value:
@@ -444,7 +448,8 @@ class ResultCollection:
             "train": entries,
             "torchmetrics": {
                 name: torchmetric_state(part)
-                for name, part in torchmetrics_in(self._module).items()
+                for name, part in parts.items()
+                if id(part) not in of_evaluation
             },
             "callback_metrics": dict(self.callback_metrics),
             "row": dict(self.row),

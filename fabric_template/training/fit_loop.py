@@ -141,6 +141,7 @@ def validate(run: RunState) -> None:
 def end_epoch(run: RunState) -> None:
     """Call the hooks, step the schedulers by epoch, write the epoch's row, save."""
     if run.progress.phase != "epoch_end":
+        run.checkpoints.save_stopped(run)
         run.results.end_batches()
         run.history.end_train_batches()
         run.progress.phase = "epoch_end"
