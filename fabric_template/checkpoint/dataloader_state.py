@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import islice
 from typing import Any, NamedTuple
@@ -59,9 +59,25 @@ class ResumableLoader:
         self._workers: list[Any] = [None] * self._num_workers
         self._workers_at_round = list(self._workers)
         self._restored: dict[str, Any] | None = None
+        self._reader: Iterator[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    def end_pass(self) -> None:
+        """Read and drop what persistent workers have loaded ahead of a pass that ends early.
+
+        They have drawn random numbers for it, with which their next pass continues.
+        """
+        reader, self._reader = self._reader, None
+        if not self._is_persistent or reader is None or self._is_finished:
+            return
+        # From now on the iterator asks its workers for nothing more.
+        self.loader._iterator._sampler_iter = iter(())
+        # torch drops errors in batches that nobody asked for, too.
+        with suppress(Exception):
+            for _ in reader:
+                pass
 
     def start_epoch(self) -> None:
         """Forget the passes of the last epoch, but for those of a position that was just restored."""
@@ -81,7 +97,8 @@ class ResumableLoader:
         self._samplers_at_start = self._sampler_states()
         self._is_finished = False
         self._note_worker_start()
-        return self._read(self._iterate())
+        self._reader = self._read(self._iterate())
+        return self._reader
 
     def _note_worker_start(self) -> None:
         if not self._is_persistent:
@@ -130,7 +147,7 @@ class ResumableLoader:
             return iter(())
         self._restored = None
         with self._unchanged_random_numbers():
-            iterator = self._start_at(state)
+            self._reader = iterator = self._start_at(state)
         self._restore_generators(state["generators"])
         return iter(()) if state["is_finished"] else iterator
 
@@ -197,6 +214,8 @@ class ResumableLoader:
 
     def note_position(self, dropped: int = 0) -> dict[str, Any]:
         """Return the position as it is now. Cheap, because worker states stay packed."""
+        if self._restored is not None:
+            return self._restored
         position = {
             "passes": self.passes,
             "batches": max(0, self.batches - dropped),

@@ -87,6 +87,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
     return {
         "processes": run.fabric.world_size,
         "batch size": [getattr(loader, "batch_size", None) for loader in loaders],
+        "num_workers": [getattr(loader, "num_workers", None) for loader in loaders],
         "optimizers": [type(optimizer).__name__ for optimizer in run.optimizers],
     }
 
@@ -247,6 +248,11 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         restore_progress_of_trainer(run, checkpoint)
         return
     run.progress.load_state_dict(own["progress"])
+    if -1 < run.stop.max_epochs < run.progress.epochs_done:
+        raise CheckpointError(
+            f"You restored a checkpoint with current_epoch={run.progress.epochs_done}, but you have set"
+            f" Trainer(max_epochs={run.stop.max_epochs}). Please set a different max_epochs value."
+        )
     if run.resume_keyword == "auto":
         # A run that stopped by itself stays as it ended. resume="last" asks for more.
         run.stop.load_state_dict(own["stop"])
@@ -295,8 +301,21 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     for optimizer, state in zip(run.optimizers, states, strict=True):
         optimizer.load_state_dict(state)
+        restore_dtypes(optimizer, state)
     for config, state in zip(run.lr_schedulers, checkpoint.get("lr_schedulers", ()), strict=False):
         config.scheduler.load_state_dict(state)
+
+
+def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Give states the dtype that they were saved in. torch casts all but "step" to that of the parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved.get("state", {}).items():
+        if not isinstance(index, int) or not isinstance(values, dict):
+            continue
+        current = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and current[name].dtype != value.dtype:
+                current[name] = value.to(current[name].device)
 
 
 def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> None:

@@ -103,6 +103,10 @@ class DataConnector:
             self.eval_loaders.load_state_dict(self._restored_eval)
             self._restored_eval = None
 
+    def end_train_epoch(self) -> None:
+        for loader in self.train.resumable:
+            loader.end_pass()
+
     def set_epoch(self, stage: str, epoch: int) -> None:
         """Tell every sampler the epoch, so that shuffled epochs differ."""
         loaders = self.train.loaders if stage == "train" else self.eval_loaders.loaders
@@ -260,7 +264,7 @@ class TrainLoaders:
         """
         is_in_pass = progress["is_in_epoch"] and self.is_used
         dropped = self._num_given - progress["batches_done"] if is_in_pass else 0
-        state = {"is_used": self.is_used, "rng_before_next": None}
+        state = {"is_used": self.is_used, "rng_before_next": self._rng_before_next}
         if self._before_next is not None and is_in_pass:
             noted = [plain_position(position) for position in self._before_next["loaders"]]
             loaders = [{**position, "batches": position["batches"] - dropped} for position in noted]
@@ -352,6 +356,7 @@ class EvalLoaders:
                     break
                 yield batch, batch_idx, dataloader_idx
                 batch_idx += 1
+            self.resumable[dataloader_idx].end_pass()
             if limit and not batch_idx:
                 self.run.warn_once(
                     f"The {self.stage} loader ({type(self.loaders[dataloader_idx]).__name__}) gave no"

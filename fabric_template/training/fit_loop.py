@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..checkpoint.state import restore_position
 from ..config import parse_duration
 from .evaluation_loop import evaluate
@@ -25,8 +26,11 @@ def fit(run: RunState) -> None:
         restore_position(run)
         return
     run.history.start_clock()
-    run.hooks.call("on_train_start")
     restore_position(run)
+    rng_state = capture_rng_state() if run.resumes else None
+    run.hooks.call("on_train_start")
+    if rng_state is not None:
+        restore_rng_state(rng_state)
     while run.progress.is_in_epoch or not run.stop.is_fit_done:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
@@ -153,6 +157,7 @@ def end_epoch(run: RunState) -> None:
         step_lr_schedulers(run, "epoch", plateau=True)
     run.loggers.log_train_epoch(run)
     run.results.reset()
+    run.data.end_train_epoch()
     run.progress.end_epoch()
     run.signals.check(run)
     run.checkpoints.save_epoch(run)
