@@ -9,7 +9,7 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
@@ -23,7 +23,8 @@ _OMEGACONF = {
     "omegaconf.nodes": ("AnyNode", "IntegerNode", "FloatNode", "StringNode", "BooleanNode", "PathNode"),
 }
 SAFE_CLASSES = {
-    *("argparse.Namespace", "builtins.dict", "builtins.list", "builtins.tuple", "typing.Any"),
+    *(f"builtins.{kind}" for kind in ("bool", "dict", "float", "int", "list", "str", "tuple")),
+    *("argparse.Namespace", "typing.Any"),
     *("collections.defaultdict", "collections.deque", "datetime.timedelta"),
     *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath"),
     *("numpy.dtype", "numpy.ndarray", "numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct"),
@@ -123,7 +124,7 @@ def read_checkpoint(
         if weights_only and isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
                 f"{path}: the file holds objects that could run code"
-                f" ({', '.join(unsafe_classes(path)) or 'an old format'}). If you trust its source, pass"
+                f" ({', '.join(refused_classes(path)) or 'an old format'}). If you trust its source, pass"
                 " weights_only=False."
             ) from error
         first_line = str(error).strip().split("\n")[0]
@@ -133,19 +134,23 @@ def read_checkpoint(
     return checkpoint
 
 
-def unsafe_classes(path: str | Path | BinaryIO) -> list[str]:
+def refused_classes(path: str | Path) -> list[str]:
     """Return the names of the classes in a file that weights_only refuses."""
+    return [name for name in _unusual_classes(path) if name not in SAFE_CLASSES]
+
+
+def find_safe_classes(path: str | Path) -> list[Any]:
+    """Return the classes of SAFE_CLASSES that a file holds, imported only if it does."""
+    names = [name for name in _unusual_classes(path) if name in SAFE_CLASSES]
+    return [(resolve_name(name), name) for name in names if find_spec(name.partition(".")[0])]
+
+
+def _unusual_classes(path: str | Path) -> list[str]:
     try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))  # type: ignore[arg-type]
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:
         # An old format or a damaged file. The reader says what is wrong with it.
         return []
-
-
-def find_safe_classes(path: str | Path | BinaryIO) -> list[Any]:
-    """Return the classes of SAFE_CLASSES that a file holds, imported only if it does."""
-    names = [name for name in unsafe_classes(path) if name in SAFE_CLASSES]
-    return [(resolve_name(name), name) for name in names if find_spec(name.partition(".")[0])]
 
 
 def verify_checkpoint(path: str | Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
+from .checkpoint_io import refused_classes
 from .state import build_checkpoint
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class CheckpointManager:
         self._is_validated = False
         self._saved_step, self._last_step = -1, 0
         self._unsaved: dict[str, str] = {}
+        self._is_first_file = True
 
     @property
     def is_enabled(self) -> bool:
@@ -191,7 +193,19 @@ class CheckpointManager:
             )
             return False
         self._unsaved.pop(path.name, None)
+        self._warn_of_refused_classes(path)
         return True
+
+    def _warn_of_refused_classes(self, path: Path) -> None:
+        """Warn at the first file, while it can be changed, of what a resume will not read."""
+        is_first, self._is_first_file = self._is_first_file, False
+        names = refused_classes(path) if is_first else []
+        if names:
+            warnings.warn(
+                f"{path}: it holds objects of {', '.join(names)}, which only weights_only=False reads. Keep"
+                " plain values and tensors in hyperparameters, state_dict() and on_save_checkpoint.",
+                stacklevel=2,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {

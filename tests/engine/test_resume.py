@@ -280,18 +280,22 @@ class Snapshots(Callback):
         shutil.copytree(self.root, self.copies / str(next(self.batches)))
 
 
+def quiet(root):
+    """Options that keep a loop off the terminal."""
+    bars = {"enable_progress_bar": False, "enable_model_summary": False}
+    return {"accelerator": "cpu", "default_root_dir": str(root), **bars}
+
+
 def fit(root, make_train=loader, make_module=Net, make_val=None, seed=1, **options):
     """Train into a folder. Returns (loop, weights, rows without their time)."""
     pl.seed_everything(seed, verbose=False)
     fit_options = {name: options.pop(name) for name in ("resume", "load") if name in options}
     module, train = make_module(), make_train()
     val = make_val() if make_val else DataLoader(TensorDataset(*tensors(8)), batch_size=4)
-    options = {"accelerator": "cpu", "log_every_n_steps": 1, "max_epochs": 3, **options}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(root)}
-    loop = FabricLoop(**quiet, **options)
+    loop = FabricLoop(**{**quiet(root), "log_every_n_steps": 1, "max_epochs": 3, **options})
     history = loop.fit(module, train, val, **fit_options)
     weights = getattr(module, "net", module).state_dict()
-    return loop, weights, history.drop(columns="time").to_csv()
+    return loop, weights, history.drop(columns="time", errors="ignore").to_csv()
 
 
 def files(root):
