@@ -16,10 +16,15 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from .checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
+from .checkpoint.checkpoint_io import AtomicCheckpointIO
 from .checkpoint.manager import CheckpointManager
-from .checkpoint.resolve import resolve_checkpoint, version_folder, version_of_checkpoint
-from .checkpoint.state import OWN_KEY, restore_model, restore_position, restore_training
+from .checkpoint.resolve import (
+    lock_folders,
+    resolve_checkpoint,
+    version_folder,
+    version_of_checkpoint,
+)
+from .checkpoint.state import OWN_KEY, restore_model, restore_training
 from .config import LoopConfig, parse_options
 from .data.dataloaders import DataConnector
 from .distributed.launch import is_joined, launch_processes, starts_processes
@@ -33,7 +38,7 @@ from .lightning_compat.checkpoints import (
 )
 from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .loggers.console import Console
-from .loggers.csv_logger import CSVLogger, next_version
+from .loggers.csv_logger import CSVLogger, claim_version
 from .loggers.history import History
 from .loggers.logger_connector import LoggerConnector
 from .loggers.result_collection import ResultCollection
@@ -103,7 +108,10 @@ class FabricLoop(TrainerAPI):
             return [DummyLogger()]
         given = config.logger if isinstance(config.logger, list | tuple) else [config.logger]
         root = Path(self.default_root_dir, "logs")
-        return [CSVLogger(root, config.name, config.version) if g is True else g for g in given]
+        checkpoints = Path(self.default_root_dir, "checkpoints", config.name)
+        return [
+            CSVLogger(root, config.name, config.version, checkpoints) if logger is True else logger for logger in given
+        ]
 
     def fit(
         self,
@@ -286,9 +294,10 @@ class FabricLoop(TrainerAPI):
         if path is None:
             return
         run.checkpoint_path = str(path)
-        run.checkpoint = read_checkpoint(path, weights_only=weights_only is not False)
+        run.checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
         run.own_state = run.checkpoint.pop(OWN_KEY, None)
         run.resumes = resumes
+        run.resume_keyword = "auto" if resumes and keyword == "auto" else None
         if resumes and self.config.version is None:
             root = Path(self.default_root_dir)
             version = version_of_checkpoint(Path(path), root, self.config.name)
@@ -308,18 +317,28 @@ class FabricLoop(TrainerAPI):
         root = Path(self.default_root_dir)
         return resolve_checkpoint(keyword, root, self.config.name, self.config.version)
 
-    def _make_checkpoint_manager(self) -> CheckpointManager:
+    def _make_checkpoint_manager(self, run: RunState) -> CheckpointManager:
         config = self.config
         if not config.enable_checkpointing or any(
             is_instance_of(callback, "Checkpoint") for callback in self.callbacks
         ):
             return CheckpointManager(None, config)
-        own = [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
         runs = Path(self.default_root_dir, "checkpoints", config.name)
-        version = own[0].version if own else config.version
-        if version is None:
-            version = next_version(runs)
+        version = self._choose_version(run, runs)
         return CheckpointManager(runs / version_folder(version), config)
+
+    def _choose_version(self, run: RunState, runs: Path) -> int | str:
+        """Return the version of a run, which the first process chooses for all."""
+        own = [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
+        version = own[0].version if own else self.config.version
+        if version is None and run.resumes:
+            version = version_of_checkpoint(Path(str(run.checkpoint_path)), runs.parent.parent, runs.name)
+        if version is None and self.fabric.is_global_zero:
+            version = claim_version(runs)
+        version = self.fabric.broadcast(version)
+        for logger in own:
+            logger.version = version
+        return version
 
     def _call(self, run: RunState, function: Callable[[RunState], Any]) -> Any:
         """Run a stage with everything around it, and handle what ends it."""
@@ -354,17 +373,22 @@ class FabricLoop(TrainerAPI):
             attach_logs(run, stack)
         prepare_data(run)
         if run.stage == "fit":
-            run.checkpoints = self._make_checkpoint_manager()
+            run.checkpoints = self._make_checkpoint_manager(run)
+            if self.fabric.is_global_zero:
+                stack.enter_context(lock_folders(self._run_folders(run)))
         run.hooks.call_with_stage("setup", run.stage, run.datamodule)
         run.hooks.call_module("configure_model")
         run.steps.convert_network()
         if run.checkpoint is not None:
             restore_model(run, run.checkpoint)
+            run.checkpoint = run.checkpoint if run.resumes else None
         run.steps.setup(run.stage == "fit")
         result = function(run)
         if run.stage == "fit":
             run.hooks.call("on_fit_end")
         run.hooks.call_with_stage("teardown", run.stage, run.datamodule)
+        if run.stage == "fit":
+            run.checkpoints.finish(run)
         run.data.teardown()
         run.loggers.finalize("success")
         run.progress.stage = None
@@ -377,9 +401,30 @@ class FabricLoop(TrainerAPI):
         run.exception = error
         run.hooks.call_callbacks("on_exception", error)
         run.hooks.call_datamodule(run.datamodule, "on_exception", error)
+        if run.stage == "fit" and run.stop.signal is None:
+            run.checkpoints.save_exception(run)
         run.loggers.finalize("failed")
         run.data.teardown()
         run.progress.stage = None
+
+    def _run_folders(self, run: RunState) -> list[Path]:
+        """Return the folders that a run writes to."""
+        folders = [Path(logger.log_dir) for logger in self.loggers if isinstance(logger, CSVLogger)]
+        return folders if run.checkpoints.folder is None else [*folders, run.checkpoints.folder]
+
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        """The folder of the checkpoints of the last fit; None before it, or if it saves none."""
+        return self.runs["fit"].checkpoints.folder if "fit" in self.runs else None
+
+    def checkpoint_path(self, keyword: str = "last") -> Path:
+        """Return the path of the "last" or "best" checkpoint, of the last fit or of the newest version."""
+        name, version = self.config.name, self.config.version
+        if self.checkpoint_dir is not None:
+            version = self.checkpoint_dir.name
+        path = resolve_checkpoint(keyword, Path(self.default_root_dir), name, version)
+        assert path is not None
+        return path
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_callbacks": list(self.callbacks), "run": None, "runs": {}}
@@ -393,8 +438,7 @@ def _fit(run: RunState) -> None:
     run.loggers.log_hyperparameters(run)
     is_automatic = run.module.automatic_optimization
     run.optimization = AutomaticOptimization(run) if is_automatic else ManualOptimization(run)
-    resumes = run.checkpoint is not None and run.resumes
-    if resumes:
+    if run.checkpoint is not None:
         restore_training(run, run.checkpoint)
     with SignalHandler() as signals:
         run.signals = signals
@@ -404,10 +448,6 @@ def _fit(run: RunState) -> None:
         run_sanity_check(run)
         run.progress.stage = "train"
         run.results.start_training()
-        if resumes:
-            run.data.setup_train_loader()
-            restore_position(run)
-        run.checkpoint = None
         run_fit(run)
     run.results.active = None
     finish_signal(run)

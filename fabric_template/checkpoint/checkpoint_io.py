@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
-import warnings
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
 
 from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
+
+# Classes of hyperparameters that weights_only may read: they hold values and run nothing.
+_OMEGACONF = {
+    "omegaconf": ("dictconfig.DictConfig", "listconfig.ListConfig"),
+    "omegaconf.base": ("ContainerMetadata", "Metadata"),
+    "omegaconf.nodes": ("AnyNode", "IntegerNode", "FloatNode", "StringNode", "BooleanNode", "PathNode"),
+}
+SAFE_CLASSES = {
+    *(f"builtins.{kind}" for kind in ("bool", "dict", "float", "int", "list", "str", "tuple")),
+    *("argparse.Namespace", "typing.Any"),
+    *("collections.defaultdict", "collections.deque", "datetime.timedelta"),
+    *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath"),
+    *("numpy.dtype", "numpy.ndarray", "numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct"),
+    *(f"numpy.dtypes.{kind}DType" for kind in ("Float32", "Float64", "Int32", "Int64", "Bool")),
+    *(f"{module}.{name}" for module, names in _OMEGACONF.items() for name in names),
+}
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -80,7 +98,7 @@ def read_checkpoint(path: str | Path, weights_only: bool = True, map_location: A
     """Read a checkpoint.
 
     Args:
-        weights_only: Refuse classes that could run code. Only plain values and tensors are read.
+        weights_only: Refuse classes that could run code. Plain values, tensors and SAFE_CLASSES are read.
 
     Raises:
         MissingCheckpointError: There is no such file.
@@ -94,25 +112,41 @@ def read_checkpoint(path: str | Path, weights_only: bool = True, map_location: A
         raise CheckpointError(f"{path}: got a folder, expected a checkpoint file.")
     verify_checkpoint(path)
     try:
-        checkpoint = torch.load(path, map_location=map_location or "cpu", weights_only=weights_only)
+        with torch.serialization.safe_globals(find_safe_classes(path) if weights_only else []):
+            checkpoint = torch.load(path, map_location=map_location or "cpu", weights_only=weights_only)
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        first_line = str(error).strip().split("\n")[0]
-        if weights_only and "Weights only load failed" in first_line:
+        if weights_only and isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
-                f"{path}: the file holds objects that could run code. If you trust its source, pass"
-                f" weights_only=False. {_refused_class(str(error))}"
+                f"{path}: the file holds objects that could run code"
+                f" ({', '.join(refused_classes(path)) or 'an old format'}). If you trust its source, pass"
+                " weights_only=False."
             ) from error
+        first_line = str(error).strip().split("\n")[0]
         raise DamagedCheckpointError(f"{path}: the file cannot be read. {first_line}") from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path}: got a {type(checkpoint).__name__}, expected a checkpoint.")
     return checkpoint
 
 
-def _refused_class(text: str) -> str:
-    match = re.search(r"(?:GLOBAL|global) ([\w.]+)", text)
-    return f"Refused: {match[1]}." if match else ""
+def refused_classes(path: str | Path) -> list[str]:
+    """Return the names of the classes in a file that weights_only refuses."""
+    return [name for name in _unusual_classes(path) if name not in SAFE_CLASSES]
+
+
+def find_safe_classes(path: str | Path) -> list[Any]:
+    """Return the classes of SAFE_CLASSES that a file holds, imported only if it does."""
+    names = [name for name in _unusual_classes(path) if name in SAFE_CLASSES]
+    return [(resolve_name(name), name) for name in names if find_spec(name.partition(".")[0])]
+
+
+def _unusual_classes(path: str | Path) -> list[str]:
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:
+        # An old format or a damaged file. The reader says what is wrong with it.
+        return []
 
 
 def verify_checkpoint(path: str | Path) -> None:
@@ -136,16 +170,3 @@ def verify_checkpoint(path: str | Path) -> None:
         raise DamagedCheckpointError(f"{path}: the file is damaged. {error}") from error
     if damaged is not None:
         raise DamagedCheckpointError(f"{path}: the file is damaged, in {damaged}.")
-
-
-def save_or_warn(save: Any, path: Path) -> bool:
-    """Save a checkpoint; a disk that fails costs a warning and not the run. Returns whether it was saved."""
-    try:
-        save()
-    except OSError as error:
-        warnings.warn(
-            f"The checkpoint {path} could not be saved: {error.strerror or error}. Training continues.",
-            stacklevel=3,
-        )
-        return False
-    return True

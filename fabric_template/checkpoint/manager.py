@@ -1,14 +1,16 @@
-"""Which checkpoints a run keeps: last.ckpt, best.ckpt or the best k."""
+"""Which checkpoints a run keeps: last.ckpt, best.ckpt or the best k, exception.ckpt."""
 
 from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint_io import save_or_warn
+from ..errors import CheckpointError
+from .checkpoint_io import refused_classes
 from .state import build_checkpoint
 
 if TYPE_CHECKING:
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager:
-    """Saves checkpoints at the end of epochs, after validations and every N steps.
+    """Saves checkpoints at the end of epochs, after validations, every N steps and after an exception.
+
+    A file that cannot be written costs a warning, and training continues. What was never saved is an
+    error at the end of training.
 
     Args:
         folder: Where they are kept. None: nothing is saved.
@@ -31,7 +36,10 @@ class CheckpointManager:
         self.last_model_path = self.best_model_path = ""
         self.best_model_score: float | None = None
         self._kept: dict[str, float] = {}
-        self._judged_step: int | None = None
+        self._is_validated = False
+        self._saved_step, self._last_step = -1, 0
+        self._unsaved: dict[str, str] = {}
+        self._is_first_file = True
 
     @property
     def is_enabled(self) -> bool:
@@ -44,101 +52,172 @@ class CheckpointManager:
     def save_step(self, run: RunState) -> None:
         """Save last.ckpt in the middle of an epoch, every save_every_n_steps."""
         every = self.config.save_every_n_steps
-        if self.is_enabled and every and run.progress.global_step % every == 0:
-            self.save_last(run)
+        if self.is_enabled and every:
+            step, previous, self._last_step = run.progress.global_step, self._last_step, run.progress.global_step
+            # Manual optimization may take several steps in a batch.
+            if step // every > previous // every:
+                self.save_last(run)
 
     def save_validation(self, run: RunState) -> None:
         """Save after a validation inside an epoch. At its end the epoch itself is saved."""
+        self._is_validated = True
         if self.is_enabled and not run.progress.is_epoch_complete:
             self.save_best(run)
             if self.config.save_last:
                 self.save_last(run)
+
+    def save_stopped(self, run: RunState) -> None:
+        """Save last.ckpt where a limit ends an epoch early. A higher limit continues in this epoch."""
+        if self.is_enabled and self.config.save_last and not run.progress.is_epoch_complete:
+            self.save_last(run)
 
     def save_epoch(self, run: RunState) -> None:
         """Save at the end of an epoch."""
         if not self.is_enabled:
             return
         self.save_best(run)
-        if self.config.save_last:
+        if self.config.save_last and run.progress.is_epoch_complete:
             self.save_last(run)
 
     def save_last(self, run: RunState) -> None:
         path = self.folder / "last.ckpt"
-        self.last_model_path = str(path)
-        if self.config.monitor is None:
-            self.best_model_path = str(path)
-        self.write(run, path)
+        if self.write(run, path):
+            self.last_model_path, self._saved_step = str(path), run.progress.global_step
+            if self.config.monitor is None:
+                self.best_model_path = str(path)
+            if run.fabric.is_global_zero:
+                (self.folder / "exception.ckpt").unlink(missing_ok=True)
 
     def save_best(self, run: RunState) -> None:
-        """Save the run if its monitored value is among the best k."""
+        """Save the run if its monitored value is new and among the best k."""
         config = self.config
         if config.monitor is None or config.save_top_k == 0:
+            return
+        is_validated, self._is_validated = self._is_validated, False
+        if config.monitor in run.history.evaluated and not is_validated:
             return
         value = run.loggers.monitored_metrics().get(config.monitor)
         if value is None or math.isnan(value := float(value)):
             return
-        if config.save_top_k == 1:
-            if self._is_better(value, self.best_model_score):
-                self.best_model_score = value
-                self.best_model_path = str(self.folder / "best.ckpt")
-                self.write(run, self.folder / "best.ckpt")
+        previous = self.state_dict()
+        path, removed = self._add_best(run, value)
+        if path is None:
             return
-        self._save_top_k(run, value)
+        if not self.write(run, path):
+            self.load_state_dict(previous)
+        elif run.fabric.is_global_zero:
+            for old in removed:
+                Path(old).unlink(missing_ok=True)
 
-    def _save_top_k(self, run: RunState, value: float) -> None:
-        k = self.config.save_top_k
-        worst = self._worst()
-        if k != -1 and len(self._kept) >= k and not self._is_better(value, self._kept[worst]):
-            return
-        progress = run.progress
-        name = f"epoch={progress.epochs_done}-step={progress.global_step}"
-        path = self.folder / f"{name}-{self.config.monitor.replace('/', '_')}={value:.4g}.ckpt"
+    def _add_best(self, run: RunState, value: float) -> tuple[Path | None, list[str]]:
+        """Return where a value is to be saved, None if it is not good enough, and what it replaces."""
+        config, k = self.config, self.config.save_top_k
+        if k == 1:
+            if not self._is_better(value, self.best_model_score):
+                return None, []
+            path = self.folder / "best.ckpt"
+            self.best_model_score, self.best_model_path = value, str(path)
+            return path, []
+        is_full = k != -1 and len(self._kept) >= k
+        if is_full and not self._is_better(value, self._kept[self._worst()]):
+            return None, []
+        name = f"epoch={run.progress.epochs_done}-step={run.progress.global_step}"
+        path = self.folder / f"{name}-{config.monitor.replace('/', '_')}={value:.4g}.ckpt"
         self._kept[str(path)] = value
         removed = []
         while k != -1 and len(self._kept) > k:
             removed.append(self._worst())
             del self._kept[removed[-1]]
-        choose = min if self.config.mode == "min" else max
+        choose = min if config.mode == "min" else max
         self.best_model_path = choose(self._kept, key=self._kept.__getitem__)
         self.best_model_score = self._kept[self.best_model_path]
-        self.write(run, path)
-        if run.fabric.is_global_zero:
-            for old in removed:
-                Path(old).unlink(missing_ok=True)
+        return path, removed
 
     def _worst(self) -> str:
         choose = max if self.config.mode == "min" else min
-        return choose(self._kept, key=self._kept.__getitem__, default="")
+        return choose(self._kept, key=self._kept.__getitem__)
 
     def _is_better(self, value: float, best: float | None) -> bool:
         if best is None:
             return True
         return value < best if self.config.mode == "min" else value > best
 
-    def write(self, run: RunState, path: Path) -> None:
-        """Write the state of a run to a file. A disk that fails costs a warning."""
+    def save_exception(self, run: RunState) -> None:
+        """Save exception.ckpt after an error, which continues after the last whole optimizer step.
+
+        Random numbers and logged sums of the failed step count twice, so it is exact only where the step
+        drew and logged nothing. With several processes the others cannot take part, and nothing is saved.
+        """
+        is_new = run.progress.global_step > max(self._saved_step, 0)
+        if not self.is_enabled or not is_new or run.optimization is None or run.fabric.world_size > 1:
+            return
+        try:
+            self.write(run, self.folder / "exception.ckpt")
+        except Exception as error:
+            warnings.warn(f"exception.ckpt could not be saved. {type(error).__name__}: {error}", stacklevel=2)
+
+    def finish(self, run: RunState) -> None:
+        """Try again what could not be written.
+
+        Raises:
+            CheckpointError: It still cannot be written.
+        """
+        if "last.ckpt" in self._unsaved:
+            self.save_last(run)
+        for logger in run.loop.loggers if run.fabric.is_global_zero else ():
+            try:
+                getattr(logger, "sync", logger.save)()
+            except OSError as error:
+                self._unsaved["logs"] = f"{logger.log_dir}: {error}"
+        if self._unsaved:
+            raise CheckpointError(
+                "Training has ended, but not everything could be saved. " + " ".join(self._unsaved.values())
+            )
+
+    def write(self, run: RunState, path: Path) -> bool:
+        """Write the state of a run to a file. Returns whether it was written."""
         progress = run.progress
         # Trainer saves an epoch before it counts it.
         epoch = progress.epochs_done - (not progress.is_in_epoch)
         checkpoint = build_checkpoint(run, epoch=max(0, epoch))
-        if run.fabric.is_global_zero:
-            for logger in run.loggers.csv_loggers:
-                save_or_warn(logger.sync, path)
-            checkpoint_io = run.loop.checkpoint_io
+        is_written = self._write_file(run, checkpoint, path) if run.fabric.is_global_zero else True
+        return is_written if run.fabric.world_size == 1 else run.fabric.broadcast(is_written)
+
+    def _write_file(self, run: RunState, checkpoint: dict[str, Any], path: Path) -> bool:
+        try:
             with run.hooks.profiled("save_checkpoint"):
-                save_or_warn(lambda: checkpoint_io.save_checkpoint(checkpoint, path), path)
-        run.fabric.barrier()
+                run.loop.checkpoint_io.save_checkpoint(checkpoint, path)
+        except Exception as error:
+            reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._unsaved[path.name] = f"{path}: {reason}."
+            warnings.warn(
+                f"{path}: the checkpoint could not be saved: {reason}. The old file is unchanged, and"
+                " training continues.",
+                stacklevel=2,
+            )
+            return False
+        self._unsaved.pop(path.name, None)
+        self._warn_of_refused_classes(path)
+        return True
+
+    def _warn_of_refused_classes(self, path: Path) -> None:
+        """Warn at the first file, while it can be changed, of what a resume will not read."""
+        is_first, self._is_first_file = self._is_first_file, False
+        names = refused_classes(path) if is_first else []
+        if names:
+            warnings.warn(
+                f"{path}: it holds objects of {', '.join(names)}, which only weights_only=False reads. Keep"
+                " plain values and tensors in hyperparameters, state_dict() and on_save_checkpoint.",
+                stacklevel=2,
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        folder = str(self.folder or "")
-
-        def relative(path: str) -> str:
-            return os.path.relpath(path, folder) if path and folder else path
-
         return {
-            "best": relative(self.best_model_path),
+            "best": os.path.basename(self.best_model_path),
             "score": self.best_model_score,
-            "kept": {relative(path): value for path, value in self._kept.items()},
+            "kept": {os.path.basename(path): value for path, value in self._kept.items()},
+            "is_validated": self._is_validated,
+            "last_step": self._last_step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,6 +226,7 @@ class CheckpointManager:
         # Only names inside the run's folder: a file may have been written by somebody else.
         names = {os.path.basename(name): value for name, value in state["kept"].items()}
         self._kept = {str(self.folder / n): v for n, v in names.items() if (self.folder / n).exists()}
-        self.best_model_score = state["score"]
+        self.best_model_score, self._is_validated = state["score"], state["is_validated"]
+        self._last_step = state["last_step"]
         best = os.path.basename(state["best"])
         self.best_model_path = str(self.folder / best) if best else ""

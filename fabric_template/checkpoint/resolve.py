@@ -1,25 +1,20 @@
-"""From "last", "best", "auto" or a path to the checkpoint file of a run, and the version it belongs to."""
+"""From "last", "best", "auto" or a path to a checkpoint file; one writer per version."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, MissingCheckpointError
-from .checkpoint_io import DamagedCheckpointError, local_path, read_checkpoint, verify_checkpoint
+from filelock import FileLock, Timeout
 
-_NEWEST_NAMES = ("last.ckpt", "exception.ckpt")
+from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
+from .checkpoint_io import local_path, read_checkpoint, verify_checkpoint
 
-
-def versions_of(folder: Path) -> list[Path]:
-    """Return the version folders of a run, the newest number last."""
-
-    def number(path: Path) -> tuple[int, float]:
-        digits = path.name.removeprefix("version_")
-        return (int(digits), 0.0) if digits.isdigit() else (-1, path.stat().st_mtime)
-
-    return sorted((p for p in folder.glob("*") if p.is_dir()), key=number) if folder.exists() else []
+KEYWORDS = ("last", "best", "auto")
 
 
 def resolve_checkpoint(keyword: str, root: Path, name: str, version: int | str | None) -> Path | None:
@@ -28,16 +23,17 @@ def resolve_checkpoint(keyword: str, root: Path, name: str, version: int | str |
     Args:
         keyword: "last", "best", "auto" or a path.
         root: The folder that holds ``checkpoints/<name>/version_<n>``.
+        version: None: the newest version that has a checkpoint.
 
     Raises:
         MissingCheckpointError: There is no such checkpoint.
     """
-    if keyword not in ("last", "best", "auto"):
+    if keyword not in KEYWORDS:
         return Path(local_path(keyword))
     folder = root / "checkpoints" / name
     folders = [folder / version_folder(version)] if version is not None else versions_of(folder)
     for candidate in reversed(folders):
-        path = _best_in(candidate) if keyword == "best" else _newest_in(candidate)
+        path = find_best(candidate) if keyword == "best" else find_newest(candidate)
         if path is not None:
             return path
     if keyword == "auto":
@@ -47,33 +43,41 @@ def resolve_checkpoint(keyword: str, root: Path, name: str, version: int | str |
     )
 
 
+def versions_of(folder: Path) -> list[Path]:
+    """Return the version folders of a run, the newest number last. Named versions come first, by age."""
+
+    def number(path: Path) -> tuple[int, float]:
+        digits = path.name.removeprefix("version_")
+        return (int(digits), 0.0) if digits.isdigit() else (-1, path.stat().st_mtime)
+
+    return sorted((p for p in folder.glob("*") if p.is_dir()), key=number)
+
+
 def version_folder(version: int | str) -> str:
     return f"version_{version}" if isinstance(version, int) else version
 
 
-def _newest_in(folder: Path) -> Path | None:
+def find_newest(folder: Path) -> Path | None:
     """Return the newest checkpoint that is whole. A damaged one is named and passed over."""
-    found = [folder / name for name in _NEWEST_NAMES if (folder / name).exists()]
-    found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    others = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in [*found, *(path for path in others if path not in found)]:
+
+    def age(path: Path) -> tuple[bool, int]:
+        return path.name in ("last.ckpt", "exception.ckpt"), path.stat().st_mtime_ns
+
+    for path in sorted(folder.glob("*.ckpt"), key=age, reverse=True):
         try:
             verify_checkpoint(path)
         except DamagedCheckpointError as error:
-            import warnings
-
             warnings.warn(f"{error} The checkpoint before it is used.", stacklevel=2)
             continue
         return path
     return None
 
 
-def _best_in(folder: Path) -> Path | None:
-    best = folder / "best.ckpt"
-    if best.exists():
-        return best
-    last = folder / "last.ckpt"
-    if last.exists():
+def find_best(folder: Path) -> Path | None:
+    """Return the best checkpoint of a version."""
+    if (folder / "best.ckpt").exists():
+        return folder / "best.ckpt"
+    if (last := folder / "last.ckpt").exists():
         own = read_checkpoint(last).get("fabric_template", {}).get("checkpoints", {})
         name = os.path.basename(own.get("best", ""))
         if name and (folder / name).exists():
@@ -91,6 +95,42 @@ def version_of_checkpoint(path: Path, root: Path, name: str) -> int | str | None
         return None
     digits = parts[0].removeprefix("version_")
     return int(digits) if digits.isdigit() else parts[0]
+
+
+def lock_folders(folders: Iterable[Path]) -> ExitStack:
+    """Make this process the only writer of these folders until the returned stack is closed.
+
+    The system drops a lock with its process, so a killed run leaves none.
+
+    Raises:
+        CheckpointError: Another run writes there.
+    """
+    stack = ExitStack()
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / ".lock")
+            lock.acquire(timeout=0)
+        except Timeout:
+            stack.close()
+            raise CheckpointError(
+                f"{folder}: another run writes there. Give this one another name or version, or stop the other."
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            warnings.warn(
+                f"{folder}: it cannot be locked ({error}). Give each run a name or version of its own.",
+                stacklevel=2,
+            )
+            continue
+        stack.callback(lock.release)
+        remove_unfinished(folder)
+    return stack
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove files that a killed run had not finished. Nobody else writes here."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:

@@ -70,20 +70,35 @@ def own_state(run: RunState) -> dict[str, Any]:
     return {
         "progress": run.progress.state_dict(),
         "stop": run.stop.state_dict(),
-        "is_in_step": is_in_step(run),
         "optimization": run.optimization.state_dict() if run.optimization else {},
+        "validation_schedule": run.validation_schedule.state_dict() if run.validation_schedule else None,
         "history": run.history.state_dict(),
         "loggers": run.loggers.state_dict(),
         "checkpoints": run.checkpoints.state_dict(),
-        "accumulate_grad_batches": run.accumulate_grad_batches,
+        "accumulate_grad_batches": [run.config.accumulate_grad_batches, run.accumulate_grad_batches],
+        "frozen_parameters": [n for n, p in run.network.named_parameters() if not p.requires_grad],
+        "settings": run_settings(run),
         "ranks": gather_objects(run, of_rank),
     }
 
 
-def is_in_step(run: RunState) -> bool:
-    """Return whether a training step has started and not ended, as after an error in it."""
-    has_batch = run.results.train.batch is not None and run.progress.stage != "validate"
-    return has_batch and run.hooks.current != "on_train_batch_end"
+def run_settings(run: RunState) -> dict[str, Any]:
+    """Return what a resumed run should have in common with the run that was saved."""
+    loaders = run.data.train.loaders if run.data.train is not None else []
+    return {
+        "processes": run.fabric.world_size,
+        "batch size": [getattr(loader, "batch_size", None) for loader in loaders],
+        "num_workers": [getattr(loader, "num_workers", None) for loader in loaders],
+        "optimizers": [type(optimizer).__name__ for optimizer in run.optimizers],
+    }
+
+
+def warn_of_other_settings(run: RunState, saved: dict[str, Any]) -> None:
+    """Warn once of settings that make a resumed run differ from the one that was saved."""
+    current = run_settings(run)
+    differences = [f"{n} {saved[n]} was saved, now {current[n]}" for n in saved if saved[n] != current[n]]
+    if differences:
+        run.warn_once(f"resume: {'; '.join(differences)}. The run continues, but not as if it had never stopped.")
 
 
 def gather_objects(run: RunState, item: Any) -> list[Any]:
@@ -123,9 +138,9 @@ def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
 
 def loops_state(run: RunState) -> dict[str, Any]:
     """Return Trainer's progress counters, as its own loops would hold them here."""
-    progress = run.progress
+    progress, saved = run.progress, run.progress.state_dict()
     epoch = _counts(progress.epochs_done, progress.epochs_done)
-    batches = _counts(progress.total_batches, progress.batches_done)
+    batches = _counts(saved["total_batches"], saved["batches_done"])
     if progress.is_in_epoch:
         for counts in epoch.values():
             counts["ready"] += 1
@@ -139,12 +154,12 @@ def loops_state(run: RunState) -> dict[str, Any]:
     in_epoch = progress.optimizer_steps_in_epoch if is_automatic else 0
     manual_steps = 0 if is_automatic else progress.global_step
     scheduler_steps = sum(getattr(c.scheduler, "last_epoch", 0) or 0 for c in run.lr_schedulers)
-    loaders = run.data.loader_states()
+    loader_states = run.data.loader_states()
     fit_loop = {
-        "state_dict": {"combined_loader": loaders} if loaders else {},
+        "state_dict": {"combined_loader": loader_states} if loader_states else {},
         "epoch_progress": epoch,
         "epoch_loop.state_dict": {"_batches_that_stepped": progress.logging_step},
-        "epoch_loop.batch_progress": batches | {"is_last_batch": progress.is_last_batch},
+        "epoch_loop.batch_progress": batches | {"is_last_batch": saved["is_last_batch"]},
         "epoch_loop.scheduler_progress": _counts(scheduler_steps, 0, ("ready", "completed")),
         "epoch_loop.automatic_optimization.state_dict": {},
         "epoch_loop.automatic_optimization.optim_progress": {
@@ -176,13 +191,14 @@ def _counts(total: int, current: int, names: tuple[str, ...] = _COUNTERS) -> dic
 
 def restore_model(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Restore the weights, the module, the datamodule and the callbacks, before the strategy's set-up."""
-    if run.datamodule is not None:
+    is_weights_only = run.stage == "fit" and not run.resumes
+    if run.datamodule is not None and not is_weights_only:
         state = checkpoint.get(type(run.datamodule).__qualname__)
         if state is not None and callable(getattr(run.datamodule, "load_state_dict", None)):
             run.datamodule.load_state_dict(state)
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     load_weights(run, checkpoint)
-    if run.stage == "fit":
+    if run.resumes:
         restore_callbacks(run, checkpoint)
 
 
@@ -202,7 +218,9 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
     if states is None:
         return
     keys = {getattr(c, "state_key", type(c).__qualname__) for c in run.hooks.callbacks}
-    if missing := [key for key in states if key not in keys]:
+    # A resumed run need not save in the way of the first one.
+    missing = [key for key in states if key not in keys and not key.startswith("ModelCheckpoint")]
+    if missing:
         run.warn_once(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be"
             f" provided during `Trainer` instantiation. Please add the following callbacks: {missing}."
@@ -225,38 +243,43 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         restore_progress_of_trainer(run, checkpoint)
         return
     run.progress.load_state_dict(own["progress"])
-    run.stop.load_state_dict(own["stop"])
+    if -1 < run.stop.max_epochs < run.progress.epochs_done:
+        raise CheckpointError(
+            f"You restored a checkpoint with current_epoch={run.progress.epochs_done}, but you have set"
+            f" Trainer(max_epochs={run.stop.max_epochs}). Please set a different max_epochs value."
+        )
+    if run.resume_keyword == "auto":
+        # A run that stopped by itself stays as it ended. resume="last" asks for more.
+        run.stop.load_state_dict(own["stop"])
     run.history.load_state_dict(own["history"])
     run.loggers.load_state_dict(own["loggers"])
     run.checkpoints.load_state_dict(own["checkpoints"])
-    run.accumulate_grad_batches = own["accumulate_grad_batches"]
-    ranks = own["ranks"]
-    run.data.load_loader_states(ranks[run.fabric.global_rank % len(ranks)]["data"].get("loaders", []))
-    if run.progress.is_in_batch:
-        run.progress.logging_step += is_step_due(run)
-        run.progress.is_in_batch = False
-    if own["is_in_step"]:
-        run.warn_once(
-            f"You are resuming from a checkpoint that ended in the middle of a step ({run.checkpoint_path})."
-            " Training continues with the batch after it, and differs from an uninterrupted run."
-        )
-    if len(own["ranks"]) != run.fabric.world_size:
-        run.warn_once(
-            f"The checkpoint is of {len(own['ranks'])} processes, this run has {run.fabric.world_size}."
-            " Its batches differ from those of an uninterrupted run."
-        )
 
 
 def restore_position(run: RunState) -> None:
-    """Restore random generators, loaders and running sums, when the training loader exists."""
+    """Restore random generators, loaders and running sums, when training is about to continue."""
+    checkpoint, run.checkpoint = run.checkpoint, None
     own, run.own_state = run.own_state, None
-    if own is None:
+    if checkpoint is None:
         return
+    if own is None:
+        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        run.data.load_loader_states(fit_loop.get("state_dict", {}).get("combined_loader", []))
+        return
+    warn_of_other_settings(run, own["settings"])
+    option, current = own["accumulate_grad_batches"]
+    if option == run.config.accumulate_grad_batches:
+        run.accumulate_grad_batches = current
+    frozen = set(own["frozen_parameters"])
+    for name, parameter in run.network.named_parameters():
+        parameter.requires_grad = name not in frozen
     ranks = own["ranks"]
     of_rank = ranks[run.fabric.global_rank % len(ranks)]
     run.data.load_state_dict(of_rank["data"])
     run.results.load_state_dict(of_rank["results"])
     run.optimization.load_state_dict(own["optimization"])
+    if own["validation_schedule"] is not None:
+        run.validation_schedule.load_state_dict(own["validation_schedule"])
     restore_rng_state(of_rank["rng"])
 
 
@@ -274,8 +297,21 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     for optimizer, state in zip(run.optimizers, states, strict=True):
         optimizer.load_state_dict(state)
+        restore_dtypes(optimizer, state)
     for config, state in zip(run.lr_schedulers, checkpoint.get("lr_schedulers", ()), strict=False):
         config.scheduler.load_state_dict(state)
+
+
+def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Give states the dtype that they were saved in. torch casts all but "step" to that of the parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved.get("state", {}).items():
+        if not isinstance(index, int) or not isinstance(values, dict):
+            continue
+        current = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and current[name].dtype != value.dtype:
+                current[name] = value.to(current[name].device)
 
 
 def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> None:
@@ -286,7 +322,6 @@ def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> No
     if fit_loop is None:
         progress.epochs_done = checkpoint["epoch"]
         return
-    run.data.load_loader_states(fit_loop["state_dict"].get("combined_loader", []))
     epoch = fit_loop["epoch_progress"]["current"]
     batch = fit_loop["epoch_loop.batch_progress"]
     progress.epochs_done = epoch["processed"]
@@ -294,6 +329,7 @@ def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> No
     progress.logging_step = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
     is_in_epoch = epoch["ready"] > epoch["processed"]
     if is_in_epoch and batch["is_last_batch"]:
+        # Trainer leaves out what was to come after the last batch.
         progress.epochs_done += 1
     elif is_in_epoch:
         progress.is_in_epoch = True

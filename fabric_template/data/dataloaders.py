@@ -26,8 +26,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ..checkpoint.dataloader_state import LoaderPosition
-from ..errors import ConfigurationError, ConfigurationTypeError
+from ..checkpoint.dataloader_state import ResumableLoader, has_state, plain_position
+from ..checkpoint.rng import capture_rng_state, restore_rng_state
+from ..errors import CheckpointError, ConfigurationError, ConfigurationTypeError
 from ..training.checks import loader_argument
 from ..training.hooks import is_instance_of, overridden
 
@@ -53,7 +54,7 @@ class DataConnector:
         self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
         self._eval_stage: str | None = None
         self._loaded_in_epoch: dict[str, int | float] = {}
-        self._states_to_load: list[dict[str, Any]] = []
+        self._restored_eval: list[dict[str, Any]] | None = None
         self.keeps_first_iterator = False
 
     def has_loader(self, stage: str) -> bool:
@@ -86,8 +87,6 @@ class DataConnector:
             return
         self._loaded_in_epoch["train"] = run.progress.epochs_done
         self.train = TrainLoaders(run, self.request("train"))
-        self.train.load_state_dicts(self._states_to_load)
-        self._states_to_load = []
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps
         if self.train.num_batches < every and run.loop.loggers and not run.config.fast_dev_run:
@@ -97,9 +96,9 @@ class DataConnector:
                 " you want to see logs for the training epoch.",
                 PossibleUserWarning,
             )
-        if run.progress.is_in_epoch:
-            return
-        self.train.start()
+        # A run that continues a checkpoint of Trainer starts its iterator here, too.
+        if run.checkpoint is None or (self.keeps_first_iterator and not run.progress.is_in_epoch):
+            self.train.start()
 
     def start_train_batches(self) -> None:
         """Start the iterator of an epoch.
@@ -109,13 +108,13 @@ class DataConnector:
         """
         is_later = self.run.progress.epochs_done > 0 and not self.keeps_first_iterator
         self.keeps_first_iterator = False
-        if is_later or self.train.is_used:
+        if is_later or self.train.is_used or not self.train.is_started:
             self.train.start()
 
     def resume_train_batches(self) -> None:
         """Continue the epoch that a checkpoint was saved in."""
         self.set_epoch("train", self.run.progress.epochs_done)
-        self.train.resume(self.run.progress.batches_done)
+        self.train.start()
 
     def train_batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield (batch on the device, whether it is the last one)."""
@@ -133,6 +132,13 @@ class DataConnector:
         self._loaded_in_epoch[stage] = run.progress.epochs_done if is_counted else -math.inf
         self._eval_stage = stage
         self.eval_loaders = EvalLoaders(self.run, stage, self.request(stage))
+        if self._restored_eval is not None:
+            self.eval_loaders.load_state_dict(self._restored_eval)
+            self._restored_eval = None
+
+    def end_train_epoch(self) -> None:
+        for loader in self.train.resumable:
+            loader.end_pass()
 
     def set_epoch(self, stage: str, epoch: int) -> None:
         """Tell every sampler the epoch, so that shuffled epochs differ."""
@@ -149,7 +155,7 @@ class DataConnector:
         for part in (self.train, self.eval_loaders):
             if part is None:
                 continue
-            part._iterator = None
+            part.close()
             if part.combined is not None:
                 part.combined.reset()
             for loader in part.loaders:
@@ -159,26 +165,48 @@ class DataConnector:
                     loader._iterator = None
 
     def state_dict(self) -> dict[str, Any]:
-        if self.train is None:
-            return {}
-        return {**self.train.position.state_dict(), "loaders": self.loader_states()}
-
-    def loader_states(self) -> list[dict[str, Any]]:
-        """Return the states of the training loaders that have one."""
-        loaders = self.train.loaders if self.train is not None else ()
-        return [loader.state_dict() for loader in loaders if is_stateful(loader)]
-
-    def load_loader_states(self, states: list[dict[str, Any]]) -> None:
-        """Give the training loaders their states, now or when they are made."""
-        if self.train is None:
-            self._states_to_load = states
-        elif states:
-            self.train.load_state_dicts(states)
-            self.train.start()
+        """Return the positions of the loaders, those of the validation between two passes."""
+        progress, restored = self.run.progress.state_dict(), self._restored_eval
+        has_eval = self.eval_loaders is not None and self._eval_stage == "val"
+        return {
+            "loaded_in_epoch": dict(self._loaded_in_epoch),
+            "train": None if self.train is None else self.train.state_dict(progress),
+            "val": self.eval_loaders.state_dict() if has_eval else restored,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.train is not None and state:
-            self.train.position.load_state_dict(state)
+        # The loader that exists was made for this run. It is due again as it was before the resume.
+        self._loaded_in_epoch.update(state["loaded_in_epoch"])
+        if state["val"] is not None and self.eval_loaders is not None and self._eval_stage == "val":
+            self.eval_loaders.load_state_dict(state["val"])
+        elif state["val"] is not None:
+            self._restored_eval = state["val"]
+            self._loaded_in_epoch.pop("val", None)
+        if self.train is not None and state["train"] is not None:
+            self.train.load_state_dict(state["train"], self.run.progress.is_in_epoch)
+
+    def loader_states(self) -> list[Any]:
+        """Return the states of the training loaders with ``state_dict``, which Trainer saves, too."""
+        if self.train is None or not any(map(has_state, self.train.loaders)):
+            return []
+        positions = self.train.state_dict(self.run.progress.state_dict())["loaders"]
+        pairs = zip(self.train.loaders, positions, strict=True)
+        return [position["state"] for loader, position in pairs if has_state(loader)]
+
+    def load_loader_states(self, states: list[Any]) -> None:
+        """Restore the states that Trainer saved."""
+        loaders = [] if self.train is None else [part for part in self.train.loaders if has_state(part)]
+        if states and len(states) != len(loaders):
+            raise RuntimeError(
+                f"The CombinedLoader has {len(loaders)} stateful loaders, but found {len(states)} states in"
+                " the checkpoint. Please make sure you define the same dataloaders that were used when"
+                " saving the checkpoint."
+            )
+        for loader, state in zip(loaders, states, strict=False):
+            loader.load_state_dict(state)
+            if not self.run.progress.is_in_epoch:
+                # It continues the pass that has ended. The next iterator starts a new one.
+                iter(loader)
 
 
 class TrainLoaders:
@@ -191,9 +219,14 @@ class TrainLoaders:
         self.limits = [count_batches(loader, limit, "train") for loader in self.loaders]
         self.combined = self._combine()
         self.num_batches = self._count()
-        self.position = LoaderPosition(self.combined if self.combined is not None else self.loaders[0])
-        self.is_used, self.skips_batches = False, True
+        self.resumable = [ResumableLoader(loader) for loader in self.loaders]
+        self.is_started = self.is_used = False
+        self._num_given = 0
+        self._fetch: Callable = next
         self._iterator: Iterator[Any] | None = None
+        # Where the batch ahead was read, for loaders of unknown length.
+        self._before_next: dict[str, Any] | None = None
+        self._rng_before_next: dict[str, Any] | None = None
 
     def _combine(self) -> CombinedLoader | None:
         is_combined = is_instance_of(self.source, "CombinedLoader")
@@ -214,46 +247,83 @@ class TrainLoaders:
             return self.limits[0]
         return combined_length(self.combined, self.limits)
 
-    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Give the loaders their states. They continue by themselves, so no batch is skipped."""
-        stateful = [loader for loader in self.loaders if is_stateful(loader)]
-        if states and len(states) != len(stateful):
-            raise RuntimeError(
-                f"The CombinedLoader has {len(stateful)} stateful loaders, but found {len(states)} states in"
-                " the checkpoint. Please make sure you define the same dataloaders that were used when"
-                " saving the checkpoint."
-            )
-        for loader, state in zip(stateful, states, strict=False):
-            loader.load_state_dict(state)
-        self.skips_batches = not states
-
     def start(self) -> None:
-        """Start the iterator of an epoch, which draws random numbers for its order."""
-        self.is_used = False
-        self._iterator = self.position.start()
-
-    def resume(self, batches_done: int) -> None:
-        """Start the iterator of an epoch of which some batches are done."""
-        self._iterator = self.position.resume(batches_done if self.skips_batches else 0)
+        """Start the iterator of an epoch, or of the rest of one whose position was restored."""
+        self.is_started, self.is_used = True, False
+        for loader in self.resumable:
+            loader.start_epoch()
+        if self.combined is None:
+            self._iterator = iter(self.resumable[0])
+            return
+        self.combined.flattened = self.resumable
+        self._iterator = iter(self.combined)
+        self.combined.flattened = self.loaders
 
     def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
         self.is_used = True
+        self._num_given = batches_done
         # Trainer's name of the action.
-        fetch = self.run.hooks.with_profiler("[_TrainingEpochLoop].train_dataloader_next", next)
+        self._fetch = self.run.hooks.with_profiler("[_TrainingEpochLoop].train_dataloader_next", next)
         if self.num_batches != math.inf:
             for index in range(batches_done, int(self.num_batches)):
                 try:
-                    batch = fetch(self._iterator)
+                    batch = self._fetch(self._iterator)
                 except StopIteration:
                     return
+                self._num_given = index + 1
                 yield self._unpack(batch), index + 1 == self.num_batches
             return
         missing = object()
-        following = fetch(self._iterator, missing)
+        following = self._read_ahead(missing)
         while following is not missing:
-            batch, following = following, fetch(self._iterator, missing)
+            batch, following = following, self._read_ahead(missing)
+            self._num_given += 1
             yield self._unpack(batch), following is missing
+
+    def _read_ahead(self, default: object) -> Any:
+        """Read the next batch, and note where it was read: a resume reads it again."""
+        rng_state, self._rng_before_next = self._rng_before_next, None
+        rng_now = capture_rng_state()
+        if rng_state is not None:
+            restore_rng_state(rng_state)
+        positions = [loader.note_position() for loader in self.resumable]
+        self._before_next = {"loaders": positions, "rng": rng_state or rng_now}
+        batch = self._fetch(self._iterator, default)
+        if rng_state is not None:
+            restore_rng_state(rng_now)
+        return batch
+
+    def close(self) -> None:
+        """Let go of the iterator and its workers."""
+        self._iterator = None
+
+    def state_dict(self, progress: dict[str, Any]) -> dict[str, Any]:
+        """Return the positions of the loaders.
+
+        Args:
+            progress: The saved progress. Batches whose step was not finished count as not given.
+        """
+        is_in_pass = progress["is_in_epoch"] and self.is_used
+        dropped = self._num_given - progress["batches_done"] if is_in_pass else 0
+        state = {"is_used": self.is_used, "rng_before_next": self._rng_before_next}
+        if self._before_next is not None and is_in_pass:
+            noted = [plain_position(position) for position in self._before_next["loaders"]]
+            loaders = [{**position, "batches": position["batches"] - dropped} for position in noted]
+            return {**state, "loaders": loaders, "rng_before_next": self._before_next["rng"]}
+        return {**state, "loaders": [loader.state_dict(dropped) for loader in self.resumable]}
+
+    def load_state_dict(self, state: dict[str, Any], is_in_epoch: bool) -> None:
+        if len(state["loaders"]) != len(self.resumable):
+            raise CheckpointError(
+                f"resume: got the positions of {len(state['loaders'])} training loaders, expected"
+                f" {len(self.resumable)}. Give the loaders that the run was started with, or use load=."
+            )
+        # The iterator of the first epoch starts before that epoch.
+        is_in_pass = is_in_epoch or not state["is_used"]
+        for loader, position in zip(self.resumable, state["loaders"], strict=True):
+            loader.load_state_dict(position, is_in_pass)
+        self._rng_before_next = state["rng_before_next"]
 
     def _unpack(self, item: Any) -> Any:
         return item[0] if self.combined is not None else item
@@ -282,6 +352,18 @@ class EvalLoaders:
                 )
             self.combined.flattened = self.loaders
         self._iterator: Iterator[Any] | None = None
+        self.resumable = [ResumableLoader(loader, is_training=False) for loader in self.loaders]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [loader.state_dict() for loader in self.resumable]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        for loader, position in zip(self.resumable, state, strict=False):
+            loader.load_state_dict(position, is_in_pass=False)
+
+    def close(self) -> None:
+        """Let go of the iterator and its workers."""
+        self._iterator = None
 
     @property
     def has_several(self) -> bool:
@@ -316,7 +398,7 @@ class EvalLoaders:
         fetch = self.run.hooks.with_profiler(f"[_EvaluationLoop].{self.stage}_next", next)
         for dataloader_idx, limit in enumerate(self._limited(max_batches)):
             if dataloader_idx:
-                self._iterator = iter(self.loaders[dataloader_idx])
+                self._iterator = iter(self.resumable[dataloader_idx])
             batch_idx = 0
             while batch_idx < limit:
                 try:
@@ -325,6 +407,7 @@ class EvalLoaders:
                     break
                 yield batch, batch_idx, dataloader_idx
                 batch_idx += 1
+            self.resumable[dataloader_idx].end_pass()
             if limit and not batch_idx:
                 self.run.warn_once(
                     f"The {self.stage} loader ({type(self.loaders[dataloader_idx]).__name__}) gave no"
@@ -347,7 +430,7 @@ class EvalLoaders:
     def start(self) -> None:
         """Start the first loader's iterator, which may draw random numbers, before the hooks, as Trainer."""
         if self.combined is None and self.loaders and self.limits[0]:
-            self._iterator = iter(self.loaders[0])
+            self._iterator = iter(self.resumable[0])
 
 
 class TrackingBatchSampler(BatchSampler):
@@ -416,11 +499,6 @@ def _is_loader(item: Any) -> bool:
         is_data = bool(item) and all(isinstance(part, int | float | str) for part in item)
         return is_data or (bool(item) and all(map(_is_loader, item)))
     return hasattr(item, "__iter__") and not isinstance(item, Tensor | str | bytes)
-
-
-def is_stateful(loader: Any) -> bool:
-    """Return whether a loader keeps its own position."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _is_flat_dict(source: Any) -> bool:

@@ -10,8 +10,10 @@ import csv
 import io
 import os
 import re
+import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ class CSVLogger(Logger):
         root_dir: The folder of all runs.
         name: The name of the run, a folder in root_dir.
         version: A number or a name. None: the next free number.
+        checkpoint_dir: The folder of the run's checkpoints, whose versions count as taken, too.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -46,6 +49,7 @@ class CSVLogger(Logger):
         root_dir: str | os.PathLike = "logs",
         name: str | None = "run",
         version: int | str | None = None,
+        checkpoint_dir: str | os.PathLike | None = None,
     ) -> None:
         super().__init__()
         self._root_dir = os.fspath(root_dir)
@@ -55,6 +59,7 @@ class CSVLogger(Logger):
                 " lightning.pytorch.loggers.CSVLogger for remote storage."
             )
         self._name, self._version = name or "", version
+        self._checkpoint_dir = checkpoint_dir
         self._tables: dict[str, Table] = {}
         self._hparams: dict[str, Any] = {}
 
@@ -66,7 +71,10 @@ class CSVLogger(Logger):
     def version(self) -> int | str:
         """The version, which is chosen when it is first asked for."""
         if self._version is None:
-            self._version = next_version(Path(self._root_dir, self._name))
+            folder = Path(self._root_dir, self._name)
+            others = [] if self._checkpoint_dir is None else [Path(self._checkpoint_dir)]
+            claim = claim_version if rank_zero_only.rank == 0 else next_version
+            self._version = claim(folder, *others)
         return self._version
 
     @version.setter
@@ -120,14 +128,21 @@ class CSVLogger(Logger):
         if rank_zero_only.rank != 0:
             return {}
         tables = {name: self._table(name) for name in FILES}
-        return {n: {"rows": t.num_rows, "columns": list(t.columns)} for n, t in tables.items()}
+        return {name: table.position() for name, table in tables.items()}
 
     @rank_zero_only
-    def rewind(self, position: Mapping[str, Mapping[str, Any]]) -> None:
-        """Drop the rows and columns that were written after a position."""
+    def rewind(self, position: Mapping[str, Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> None:
+        """Drop the rows and columns that were written after a position.
+
+        Args:
+            rows: The rows of metrics.csv, which are written again where the files are those of a new version.
+        """
         for name in FILES:
-            place = position.get(name, {"rows": 0, "columns": []})
-            self._table(name).rewind(place["rows"], list(place["columns"]))
+            place = position.get(name, {"rows": 0, "columns": [], "waiting": []})
+            self._table(name).rewind(place["rows"], list(place["columns"]), place["waiting"])
+        metrics = self._table("metrics.csv")
+        for row in rows if metrics.num_rows == 0 else ():
+            metrics.append(row)
 
     @rank_zero_only
     def sync(self) -> None:
@@ -141,7 +156,8 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        self.sync()
+        with suppress(OSError):
+            self.sync()
 
     def _table(self, name: str) -> Table:
         if name not in self._tables:
@@ -182,8 +198,13 @@ class Table:
         self.num_rows += 1
         try:
             self._write()
-        except OSError:
-            self._was_refused = True
+        except OSError as error:
+            if len(self._waiting) == 1:
+                warnings.warn(
+                    f"{self.path}: rows could not be written: {error.strerror}. They are written as soon as"
+                    " that is possible, and training continues.",
+                    stacklevel=2,
+                )
 
     def _write(self) -> None:
         waiting = self._waiting
@@ -221,16 +242,22 @@ class Table:
     def _line(self, row: Mapping[str, Any]) -> str:
         return _csv_line(row.get(name, "") for name in self.columns)
 
-    def rewind(self, rows: int, columns: list[str]) -> None:
-        """Keep the first rows and columns only."""
+    def position(self) -> dict[str, Any]:
+        """Return the rows and columns of the file, and the rows that the disk has refused so far."""
+        rows = self.num_rows - len(self._waiting)
+        return {"rows": rows, "columns": list(self.columns), "waiting": list(self._waiting)}
+
+    def rewind(self, rows: int, columns: list[str], waiting: list[Mapping[str, Any]]) -> None:
+        """Keep the first rows and columns only, and write those that were waiting."""
         self._waiting = []
-        if rows == self.num_rows and columns == list(self.columns):
-            return
-        kept = [row[: len(columns)] for row in self._read_rows()[:rows]]
-        self.columns, self.num_rows = dict.fromkeys(columns), len(kept)
-        if columns or self.path.exists():
-            text = _csv_line(columns) if columns else ""
-            write_text(self.path, text + "".join(map(_csv_line, kept)))
+        if rows != self.num_rows or columns != list(self.columns):
+            kept = [row[: len(columns)] for row in self._read_rows()[:rows]]
+            self.columns, self.num_rows = dict.fromkeys(columns), len(kept)
+            if columns or self.path.exists():
+                text = _csv_line(columns) if columns else ""
+                write_text(self.path, text + "".join(map(_csv_line, kept)))
+        for row in waiting:
+            self.append(row)
 
     def sync(self) -> None:
         """Write what waits, and flush the file to the disk."""
@@ -248,10 +275,22 @@ def _csv_line(values: Any) -> str:
     return buffer.getvalue()
 
 
-def next_version(folder: Path) -> int:
-    """Return the number after the highest version in a folder."""
-    found = [re.fullmatch(r"version_(\d+)", path.name) for path in folder.glob("version_*")]
+def next_version(*folders: Path) -> int:
+    """Return the number after the highest version in some folders."""
+    paths = [path for folder in folders for path in folder.glob("version_*")]
+    found = [re.fullmatch(r"version_(\d+)", path.name) for path in paths]
     return max((int(match[1]) for match in found if match), default=-1) + 1
+
+
+def claim_version(folder: Path, *others: Path) -> int:
+    """Create the folder of the next version. Runs that start at once get different numbers."""
+    version = next_version(folder, *others)
+    while True:
+        try:
+            Path(folder, f"version_{version}").mkdir(parents=True)
+            return version
+        except FileExistsError:
+            version += 1
 
 
 def write_text(path: Path, text: str) -> None:

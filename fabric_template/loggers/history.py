@@ -83,6 +83,7 @@ class History:
         self.returned: dict[str, float] = {}
         self.learning_rates: list[float] = []
         self._train, self._evaluation = WeightedMeans(), WeightedMeans()
+        self.evaluated: dict[str, Any] = {}
         self._results: list[dict[str, Any]] = []
         self._loader_of: dict[str, int] = {}
         self.outputs: list[list[Any]] = []
@@ -255,6 +256,7 @@ class History:
             "rows": [dict(row) for row in self.rows],
             "returned": dict(self.returned),
             "learning_rates": list(self.learning_rates),
+            "evaluated": [name for name in self.evaluated],
             "train": self._train.state_dict(),
             "seconds": self.elapsed(),
         }
@@ -262,6 +264,7 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rows = [dict(row) for row in state["rows"]]
         self.returned, self.learning_rates = dict(state["returned"]), list(state["learning_rates"])
+        self.evaluated = dict.fromkeys(state["evaluated"])
         self._train.load_state_dict(state["train"])
         self._seconds_before_resume = state["seconds"]
         self._epoch_started = time.monotonic()

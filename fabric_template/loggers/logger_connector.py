@@ -136,4 +136,4 @@ class LoggerConnector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._evaluated_batches = dict(state["evaluated_batches"])
         for logger, position in zip(self.csv_loggers, state["positions"], strict=False):
-            logger.rewind(position)
+            logger.rewind(position, self.run.history.rows)

@@ -233,6 +233,8 @@ class ResultCollection:
         self._last_hook: str | None = None
         # None outside of the batches of an epoch, True in the first one, False in later ones.
         self._is_first_batch: bool | None = None
+        # Of the training epoch, while a validation runs inside it.
+        self._paused: tuple[bool | None, str | None] | None = None
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
         """Copies of a module that are made while it runs log into the same run."""
@@ -376,13 +378,15 @@ class ResultCollection:
             self.update_metrics()
         self._is_first_batch = None
 
-    def pause_training(self) -> tuple:
+    def pause_training(self) -> None:
         """Keep the position in the training epoch while a validation runs."""
         self.update_metrics()
-        return self.active, self._is_first_batch, self._last_hook
+        self._paused = (self._is_first_batch, self._last_hook)
 
-    def resume_training(self, interrupted: tuple) -> None:
-        self.active, self._is_first_batch, self._last_hook = interrupted
+    def resume_training(self) -> None:
+        self.active = self.train
+        self._is_first_batch, self._last_hook = self._paused
+        self._paused = None
 
     def reset(self) -> None:
         """Forget the sums of an epoch, after all its hooks."""
@@ -441,18 +445,23 @@ class ResultCollection:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the training epoch so far. Those of torchmetrics objects are included."""
-        names = {id(part): name for name, part in torchmetrics_in(self._module).items()}
+        parts = torchmetrics_in(self._module)
+        names = {id(part): name for name, part in parts.items()}
+        of_train = {id(metric.torchmetric) for metric in self.train.values()}
+        # Those of an evaluation are reset after it, and a resumed run continues after it.
+        of_evaluation = {id(metric.torchmetric) for metric in self.evaluation.values()} - of_train
         entries = []
         for metric in self.train.values():
             if metric.has_value:
                 entries.append({**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))})
         return {
             "train": entries,
-            "torchmetrics": {name: torchmetric_state(part) for name, part in torchmetrics_in(self._module).items()},
+            "torchmetrics": {
+                name: torchmetric_state(part) for name, part in parts.items() if id(part) not in of_evaluation
+            },
             "callback_metrics": dict(self.callback_metrics),
             "row": dict(self.row),
-            "is_first_batch": self._is_first_batch,
-            "last_hook": self._last_hook,
+            "position": list(self._paused or (self._is_first_batch, self._last_hook)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -471,7 +480,7 @@ class ResultCollection:
             self.train.has_step_values |= arguments.on_step
         self.callback_metrics = dict(state["callback_metrics"])
         self.row = dict(state["row"])
-        self._is_first_batch, self._last_hook = state["is_first_batch"], state["last_hook"]
+        self._is_first_batch, self._last_hook = state["position"]
 
 
 class ClosedResults:

@@ -50,6 +50,8 @@ def evaluate(run: RunState, stage: str, max_batches: int | float | None = None) 
         run.hooks.call(f"on_{name}_epoch_end")
         results = run.history.end_evaluation(run)
         run.loggers.log_evaluation(run)
+        if run.progress.phase == "validation":
+            run.progress.phase = "validation_end"
         run.hooks.call(f"on_{name}_end")
         run.results.reset()
     run.console.end_evaluation(run)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 
+from ..checkpoint.rng import capture_rng_state, restore_rng_state
+from ..checkpoint.state import restore_position
 from ..config import parse_duration
 from ..errors import ConfigurationError
 from .evaluation_loop import evaluate
@@ -26,6 +28,7 @@ def fit(run: RunState) -> None:
     run.validation_schedule = ValidationSchedule(run)
     is_resumed_in_epoch = run.progress.is_in_epoch
     if (run.stop.is_fit_done and not is_resumed_in_epoch) or run.config.limit_train_batches == 0:
+        restore_position(run)
         return
     if eval_modules := [name for name, part in run.network.named_modules() if not part.training]:
         run.warn_once(
@@ -36,7 +39,11 @@ def fit(run: RunState) -> None:
     if run.should_validate and run.validation_schedule.is_in_this_epoch():
         run.data.setup_eval_loaders("val")
     run.history.start_clock()
+    restore_position(run)
+    rng_state = capture_rng_state() if run.resumes else None
     run.hooks.call("on_train_start")
+    if rng_state is not None:
+        restore_rng_state(rng_state)
     while run.progress.is_in_epoch or not run.stop.is_fit_done:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
@@ -51,7 +58,7 @@ def train_epoch(run: RunState) -> None:
     if not progress.is_in_epoch:
         start_epoch(run)
     else:
-        run.data.resume_train_batches()
+        resume_epoch(run)
     run.console.start_epoch(run)
     if takes_iterator(run.hooks.source.training_step):
         train_with_iterator(run, end_batch)
@@ -69,6 +76,14 @@ def start_epoch(run: RunState) -> None:
     run.progress.start_epoch()
     run.hooks.call("on_train_epoch_start")
     run.data.start_train_batches()
+    run.progress.phase = None
+
+
+def resume_epoch(run: RunState) -> None:
+    """Continue at the next batch, after the end of the last one if a hook in it saved the checkpoint."""
+    run.data.resume_train_batches()
+    if run.progress.phase in ("batch_end", "validation", "validation_end"):
+        end_batch(run)
 
 
 def train_batches(run: RunState) -> None:
@@ -82,11 +97,12 @@ def train_batches(run: RunState) -> None:
         if batch is None:
             run.warn_once("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
-            progress.is_last_batch = True
+            progress.is_last_batch, progress.phase = True, None
             after_optimizer_step(run)
             break
         else:
             outputs = train_batch(batch, batch_idx)  # forward, loss, backward, clip, step
+        progress.phase = "batch_end"
         after_optimizer_step(run)
         hooks.call("on_train_batch_end", outputs, batch, batch_idx)
         results.end_batch()
@@ -99,16 +115,18 @@ def train_batches(run: RunState) -> None:
 
 def end_batch(run: RunState) -> None:
     """Log, validate if it is due, listen to signals, save. The end of a batch exists only here."""
-    is_stepping = is_step_due(run)
-    if is_stepping or not run.module.automatic_optimization:
+    progress, is_stepping = run.progress, is_step_due(run)
+    is_logging = is_stepping or not run.module.automatic_optimization
+    if is_logging and progress.phase == "batch_end":
         run.loggers.log_step(run)
     run.console.update(run)
-    if run.validation_schedule.is_due():
+    if progress.phase in ("validation", "validation_end") or run.validation_schedule.is_due():
         validate(run)
     step_lr_schedulers(run, "step", plateau=True)
-    run.progress.logging_step += is_stepping
-    run.progress.is_in_batch = False
+    progress.phase = None
     if is_stepping:
+        progress.logging_step += 1
+        progress.batches_at_last_step = progress.batches_done
         run.signals.check(run)
         run.checkpoints.save_step(run)
 
@@ -118,27 +136,33 @@ def validate(run: RunState) -> None:
     if is_step_due(run):
         zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (zero_grad or run.network.zero_grad)()
-    interrupted = run.results.pause_training()
-    run.data.setup_eval_loaders("val")
-    evaluate(run, "validate")
-    run.results.resume_training(interrupted)
-    run.progress.stage = "train"
+    if run.progress.phase != "validation_end":
+        run.progress.phase = "validation"
+        run.results.pause_training()
+        run.data.setup_eval_loaders("val")
+        evaluate(run, "validate")
+        run.results.resume_training()
+        run.progress.stage = "train"
     run.validation_schedule.restart_clock()
     run.checkpoints.save_validation(run)
 
 
 def end_epoch(run: RunState) -> None:
     """Call the hooks, step the schedulers by epoch, write the epoch's row, save."""
-    run.results.end_batches()
-    run.history.end_train_batches()
-    run.hooks.call_callbacks("on_train_epoch_end", only_monitors=False)
-    run.hooks.call_module("on_train_epoch_end")
-    run.hooks.call_callbacks("on_train_epoch_end", only_monitors=True)
+    if run.progress.phase != "epoch_end":
+        run.checkpoints.save_stopped(run)
+        run.results.end_batches()
+        run.history.end_train_batches()
+        run.progress.phase = "epoch_end"
+        run.hooks.call_callbacks("on_train_epoch_end", only_monitors=False)
+        run.hooks.call_module("on_train_epoch_end")
+        run.hooks.call_callbacks("on_train_epoch_end", only_monitors=True)
     run.results.update_metrics()
     if run.progress.is_epoch_complete:
         step_lr_schedulers(run, "epoch", plateau=True)
     run.loggers.log_train_epoch(run)
     run.results.reset()
+    run.data.end_train_epoch()
     run.progress.end_epoch()
     run.signals.check(run)
     run.checkpoints.save_epoch(run)
@@ -184,6 +208,14 @@ class ValidationSchedule:
                 )
             return math.inf
         return max(1, int(num_batches * interval))
+
+    def state_dict(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self._restarted_at
+        return {"last_global_step": self._last_global_step, "seconds": seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last_global_step = state["last_global_step"]
+        self._restarted_at = time.monotonic() - state["seconds"]
 
     def restart_clock(self) -> None:
         self._restarted_at = time.monotonic()

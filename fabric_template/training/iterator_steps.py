@@ -63,12 +63,12 @@ def train_with_iterator(run: RunState, end_batch: Callable[[RunState], None]) ->
             outputs = run.optimization.train_batch(iterator, iterator.current[1])
         except StopIteration:
             break
-        progress.is_last_batch = iterator.is_done
+        progress.is_last_batch, progress.phase = iterator.is_done, "batch_end"
         after_optimizer_step(run)
         hooks.call("on_train_batch_end", outputs, *iterator.current[:2])
         run.results.end_batch()
         end_batch(run)
-    progress.is_last_batch = True
+    progress.is_last_batch, progress.phase = True, None
 
 
 def evaluate_with_iterator(

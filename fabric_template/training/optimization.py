@@ -216,15 +216,18 @@ class AutomaticOptimization:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients of an accumulation window that has not ended."""
-        state: dict[str, Any] = {"is_accumulating": self.is_accumulating}
-        if self.is_accumulating:
-            parameters = self.run.network.named_parameters()
-            state["gradients"] = {n: p.grad.clone() for n, p in parameters if p.grad is not None}
-        return state
+        # A checkpoint of the middle of a step resumes at the start of its window.
+        is_accumulating = self.is_accumulating and self.run.progress.phase != "step"
+        gradients = self._waiting_gradients() if is_accumulating else {}
+        return {"is_accumulating": is_accumulating, "gradients": gradients}
+
+    def _waiting_gradients(self) -> dict[str, Tensor]:
+        parameters = self.run.network.named_parameters()
+        return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.is_accumulating = state["is_accumulating"]
-        gradients = state.get("gradients", {})
+        gradients = state["gradients"]
         for name, parameter in self.run.network.named_parameters():
             if name in gradients:
                 parameter.grad = gradients[name].to(parameter.device, copy=True)
@@ -235,6 +238,8 @@ class ManualOptimization(AutomaticOptimization):
 
     def setup(self) -> None:
         run, hooks = self.run, self.run.hooks
+        # Optimizers that have stepped since the last backward. The gradients of the others may wait.
+        self.stepped: set[int] = set()
         step = hooks.source.training_step
         self._step = run.make_step("training_step", step)
         self._takes_batch_idx = takes_batch_idx(step) and not takes_iterator(step)
@@ -242,8 +247,8 @@ class ManualOptimization(AutomaticOptimization):
         self._has_backward_hooks = any(map(hooks.is_used, _BACKWARD_HOOKS))
         self._own_backward = self._own_method("backward")
         self._before_step = [partial(hooks.call, "on_before_optimizer_step")]
-        for optimizer in run.loop.strategy.lightning_optimizers:
-            count_steps(optimizer, run)
+        for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
+            count_steps(optimizer, run, partial(self.stepped.add, index))
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Run the step. Returns what ``on_train_batch_end`` gets as its outputs."""
@@ -269,12 +274,22 @@ class ManualOptimization(AutomaticOptimization):
 
             prepare_for_backward(ddp, loss)
         self._run_backward(loss, *args, **kwargs)
+        self.stepped.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the gradients that no optimizer has used yet."""
+        optimizers = [o for index, o in enumerate(self.run.optimizers) if index not in self.stepped]
+        parameters = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        names = {name for name, p in self.run.network.named_parameters() if id(p) in parameters}
+        gradients = {n: g for n, g in self._waiting_gradients().items() if n in names}
+        return {"is_accumulating": False, "gradients": gradients}
 
 
-def count_steps(optimizer: LightningOptimizer, run: RunState) -> None:
+def count_steps(optimizer: LightningOptimizer, run: RunState, note_step: Callable[[], None]) -> None:
     """Count the steps that ``training_step`` takes with this optimizer; other hooks' do not count."""
 
     def count() -> None:
+        note_step()
         if run.hooks.current == "training_step":
             run.progress.global_step += 1
 

@@ -24,7 +24,9 @@ class Progress:
         logging_step: The step that loggers see: batches after which the optimizer stepped.
         is_last_batch: Whether the current batch is the last one of its epoch.
         is_in_epoch: Whether an epoch has started and not ended.
-        is_in_batch: Whether a batch has started, and what follows its hooks is not done yet.
+        phase: Where in an epoch the run is, for checkpoints that hooks save: "epoch_start", "step",
+            "batch_end", "validation", "validation_end", "epoch_end"; None between batches.
+        batches_at_last_step: batches_done after the last optimizer step.
         num_train_batches: Batches of an epoch; infinite where nobody knows.
         eval_batches_done: Batches of the current evaluation.
         total_eval_batches: Batches of the validations in this epoch, or of all calls of a stage.
@@ -39,19 +41,22 @@ class Progress:
     logging_step: int = 0
     is_last_batch: bool = False
     is_in_epoch: bool = False
-    is_in_batch: bool = False
+    phase: str | None = None
+    batches_at_last_step: int = 0
     num_train_batches: int | float = math.inf
     eval_batches_done: int = 0
     total_eval_batches: int = 0
 
     def start_epoch(self) -> None:
         self.is_in_epoch, self.is_last_batch = True, False
-        self.batches_done = self.optimizer_steps_in_epoch = self.total_eval_batches = 0
+        self.batches_done = self.optimizer_steps_in_epoch = self.batches_at_last_step = 0
+        self.total_eval_batches = 0
+        self.phase = "epoch_start"
 
     def start_batch(self, is_last: bool) -> int:
         """Count a training batch. Returns its index in the epoch."""
         batch_idx = self.batches_done
-        self.is_in_batch = True
+        self.phase = "step"
         self.is_last_batch = is_last
         self.batches_done = batch_idx + 1
         self.total_batches += 1
@@ -63,7 +68,7 @@ class Progress:
 
     def end_epoch(self) -> None:
         self.epochs_done += 1
-        self.is_in_epoch = False
+        self.is_in_epoch, self.phase = False, None
 
     @property
     def is_epoch_complete(self) -> bool:
@@ -76,8 +81,17 @@ class Progress:
             setattr(self, name, getattr(other, name))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the counters. A checkpoint of the middle of a step resumes after the last whole one."""
         without = ("stage", "num_train_batches")
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
+        state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
+        if self.phase == "step":
+            dropped = self.batches_done - self.batches_at_last_step
+            state["batches_done"] -= dropped
+            state["total_batches"] -= dropped
+            state |= {"is_last_batch": False, "phase": None}
+        elif self.phase == "epoch_start":
+            state |= {"is_in_epoch": False, "phase": None}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         known = {f.name for f in fields(self)}

@@ -79,6 +79,7 @@ class RunState:
     checkpoint_path: str | None = None
     resumes: bool = False
     is_last_model: bool = False
+    resume_keyword: str | None = None
     exception: BaseException | None = None
 
     @property

@@ -19,9 +19,9 @@ NEW_ENGINE += ("config.py", "errors.py", "next_loop.py", "dataloaders.py", "tens
 SIZE_LIMITS = {
     "package lines": 24_479,
     "package files": 189,
-    "new engine lines": 7_271,
-    "new engine files": 40,
-    "new engine test lines": 430,
+    "new engine lines": 8_183,
+    "new engine files": 41,
+    "new engine test lines": 1_182,
     "test lines": 33_596,
     "docs lines": 2_947,
 }
@@ -42,9 +42,9 @@ LANGUAGE_LIMITS = {
     "benchmarks": (59, 9, 21),
     "docs": (78, 0, 0),
     "fabric_template": (75, 9, 16),
-    "fabric_template/checkpoint": (0, 3, 1),
+    "fabric_template/checkpoint": (3, 3, 1),
     "fabric_template/core": (201, 74, 92),
-    "fabric_template/data": (46, 13, 17),
+    "fabric_template/data": (45, 14, 17),
     "fabric_template/demos": (1, 10, 0),
     "fabric_template/distributed": (0, 1, 0),
     "fabric_template/exact": (67, 11, 15),
@@ -55,10 +55,10 @@ LANGUAGE_LIMITS = {
     "fabric_template/record": (90, 44, 26),
     "fabric_template/tools": (18, 12, 5),
     "fabric_template/trainer": (61, 18, 13),
-    "fabric_template/training": (2, 9, 2),
+    "fabric_template/training": (3, 9, 2),
     "notebooks": (12, 0, 0),
     "soak": (34, 2, 4),
-    "tests": (758, 103, 125),
+    "tests": (761, 104, 126),
     "top": (10, 0, 0),
 }
 

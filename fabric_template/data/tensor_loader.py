@@ -1,0 +1,132 @@
+"""TensorLoader: batches cut from tensors in memory."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+
+class TensorLoader:
+    """Batches cut from tensors that stay where they are: no workers, no collation, no copies from the host.
+
+    Args:
+        *tensors: Tensors of the same length. A batch is a tuple with a slice of each.
+        batch_size: Samples of a batch.
+        shuffle: Draw a new order in each pass, from ``generator`` or PyTorch's global one.
+        drop_last: Leave out a last batch that is not full.
+        generator: A torch.Generator on the CPU.
+        device: Move the tensors to this device once.
+
+    With several processes the loop gives each its share, as DistributedSampler does.
+
+    Example:
+        >>> loader = TensorLoader(torch.arange(5), batch_size=2)
+        >>> [batch[0].tolist() for batch in loader]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        *tensors: Tensor,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_tensors(tensors)
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"TensorLoader: got batch_size={batch_size!r}, expected an int >= 1.")
+        self.tensors = tensors if device is None else tuple(tensor.to(device) for tensor in tensors)
+        self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
+        self.generator = generator
+        self._sampler: DistributedSampler | None = None
+
+    def to(self, device: torch.device | str) -> TensorLoader:
+        """Return the same loader with its tensors on another device."""
+        other = copy.copy(self)
+        other.tensors = tuple(tensor.to(device) for tensor in self.tensors)
+        return other
+
+    def for_rank(self, rank: int, world_size: int) -> TensorLoader:
+        """Return a loader of one process's share of the samples; the loader itself for a single process."""
+        if world_size == 1:
+            return self
+        other = copy.copy(self)
+        samples: Any = range(len(self.tensors[0]))
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        other._sampler = DistributedSampler(samples, world_size, rank, shuffle=self.shuffle, seed=seed)
+        return other
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, from which the processes draw one common order."""
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch)
+
+    @property
+    def _num_samples(self) -> int:
+        return len(self.tensors[0]) if self._sampler is None else len(self._sampler)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self._num_samples, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return self.iter_from(0)
+
+    def iter_from(self, batch_idx: int) -> Iterator[tuple[Tensor, ...]]:
+        """Start a pass at a batch. Its order is drawn at once and as a whole, as for a pass from the start."""
+        order = None
+        if self._sampler is not None:
+            order = torch.tensor(list(self._sampler))
+        elif self.shuffle:
+            order = torch.randperm(self._num_samples, generator=self.generator)
+        return self._batches(order, batch_idx)
+
+    def _batches(self, order: Tensor | None, first: int) -> Iterator[tuple[Tensor, ...]]:
+        if order is not None:
+            order = order.to(self.tensors[0].device)
+        for batch_idx in range(first, len(self)):
+            start = batch_idx * self.batch_size
+            cut = slice(start, min(start + self.batch_size, self._num_samples))
+            if order is None:
+                yield tuple([tensor[cut] for tensor in self.tensors])
+            else:
+                rows = order[cut]
+                yield tuple([take_rows(tensor, rows) for tensor in self.tensors])
+
+
+def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a tensor. On the CPU index_select is twice as fast as indexing."""
+    if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
+        return tensor.index_select(0, rows)
+    # Indexing keeps subclasses, and the order of dimensions in memory (channels_last).
+    return tensor[rows]
+
+
+def has_samples(tensor: Any) -> bool:
+    """Return whether an object is a tensor of samples, or behaves like one."""
+    if isinstance(tensor, Tensor):
+        return tensor.dim() > 0
+    return hasattr(tensor, "device") and hasattr(tensor, "__len__")
+
+
+def check_tensors(tensors: tuple[Any, ...]) -> None:
+    """Refuse what is no tensor of samples, and tensors of different lengths."""
+    wrong = [type(part).__name__ for part in tensors if not has_samples(part)]
+    if wrong:
+        raise TypeError(
+            f"TensorLoader: got {', '.join(wrong)}, expected tensors with a first dimension of samples. Write"
+            " TensorLoader(x, y, batch_size=32), and torch.as_tensor(x) for what is no tensor yet."
+        )
+    lengths = [len(tensor) for tensor in tensors]
+    if len(set(lengths)) != 1:
+        raise ValueError(
+            f"TensorLoader: got the lengths {lengths}, expected tensors of one length. Write TensorLoader(x, y)."
+        )
