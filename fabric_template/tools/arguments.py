@@ -6,6 +6,7 @@ import difflib
 import importlib
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def join_values(argv: list[str], switches: list[str]) -> list[str]:
     """Write --model X as --model=X, likewise for files, and a bare switch as --switch=true."""
     names = {*OBJECTS, *LIGHTNING, "config", "run", "load", "resume"}
     joined: list[str] = []
-    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, following in pairwise([*argv, "--"]):
         option = joined[-1][2:].rstrip("+").removesuffix(".help") if joined else ""
         if option in names and not word.startswith("--"):
             joined[-1] += f"={word}"

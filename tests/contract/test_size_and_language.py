@@ -17,12 +17,12 @@ NEW_ENGINE = ("training", "loggers", "checkpoint", "distributed", "lightning_com
 NEW_ENGINE += ("config.py", "errors.py", "next_loop.py", "dataloaders.py", "tensor_loader.py")
 
 SIZE_LIMITS = {
-    "package lines": 24_479,
+    "package lines": 24_480,
     "package files": 189,
     "new engine lines": 8_183,
     "new engine files": 41,
     "new engine test lines": 1_182,
-    "test lines": 33_596,
+    "test lines": 33_602,
     "docs lines": 2_947,
 }
 

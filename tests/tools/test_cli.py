@@ -10,6 +10,7 @@ import torch
 
 from fabric_template.files.reading import read_checkpoint
 from fabric_template.tools import cli
+from fabric_template.tools.arguments import join_values
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIT = """
@@ -125,6 +126,7 @@ def test_no_help_imports_torch():
     code = """
 import sys
 from fabric_template.tools import cli
+from fabric_template.tools.arguments import join_values
 for name in cli.COMMANDS:
     assert cli.main([name, "--help"]) == 0
     assert not {"torch", "lightning", "pandas", "matplotlib"} & {*sys.modules}, name
@@ -339,3 +341,7 @@ def test_a_tool_makes_a_training_again_with_other_options(capsys):
     assert cli.LoopCommand("tune", try_options).run(argv) == 3
     arguments = {"model.hidden": 3, "model.lr": 0.1, "model.act": None, "data.batch_size": 4}
     assert found == [("32-true", 4, "Lit"), ("bf16-mixed", 16, "Lit"), (arguments, 2.0, ["workers", "precision"])]
+
+
+def test_a_command_without_options():
+    assert join_values([], []) == []
