@@ -9,7 +9,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from test_resume import Net, fit, quiet, tensors
+from resume_loaders import tensors
+from test_resume import Net, fit, quiet
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric_template.checkpoint import checkpoint_io
@@ -91,18 +92,22 @@ class Disk:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
 def test_a_failed_save_costs_a_warning(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2])
-    with pytest.warns(UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"):
+    with pytest.warns(
+        UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"
+    ):
         loop, weights, _ = fit(tmp_path / "cut", callbacks=[disk])
     whole = fit(tmp_path / "whole")
     assert all(torch.equal(weights[name], whole[1][name]) for name in weights)
     assert read_checkpoint(loop.checkpoint_path())["epoch"] == 2
-    assert [path.name for path in loop.checkpoint_dir.iterdir() if path.name != ".lock"] == ["last.ckpt"]
+    assert [path.name for path in loop.checkpoint_dir.iterdir() if path.name != ".lock"] == [
+        "last.ckpt"
+    ]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
 def test_what_was_never_saved_is_told_at_the_end(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2, 3])
-    could_not_save = pytest.warns(UserWarning, match="could not be saved|Training continues")
+    could_not_save = pytest.warns(UserWarning, match="could not be saved")
     with could_not_save, pytest.raises(CheckpointError, match="Training has ended, but not every"):
         fit(tmp_path, callbacks=[disk])
     assert disk.loop.current_epoch == 3
@@ -126,7 +131,12 @@ def test_rows_that_the_disk_refuses_are_written_later(tmp_path, monkeypatch):
 
     with pytest.warns(UserWarning, match="rows could not be written"):
         fit(tmp_path, callbacks=[Closes()])
-    assert [line.split(",")[0] for line in (folder / "metrics.csv").read_text().split()] == ["epoch", "0", "1", "2"]
+    assert [line.split(",")[0] for line in (folder / "metrics.csv").read_text().split()] == [
+        "epoch",
+        "0",
+        "1",
+        "2",
+    ]
 
 
 def test_one_version_has_one_writer(tmp_path):
@@ -140,7 +150,9 @@ def test_one_version_has_one_writer(tmp_path):
 
 def test_runs_that_start_at_once_get_versions_of_their_own(tmp_path):
     found = []
-    threads = [threading.Thread(target=lambda: found.append(claim_version(tmp_path))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: found.append(claim_version(tmp_path))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -173,7 +185,9 @@ def test_files_cross_to_trainer_and_back(tmp_path, first, step):
     def train(kind, path=None, **options):
         pl.seed_everything(1, verbose=False)
         module = Saved()
-        saver = pl.callbacks.ModelCheckpoint(tmp_path / kind, "{step}", every_n_train_steps=3, save_top_k=-1)
+        saver = pl.callbacks.ModelCheckpoint(
+            tmp_path / kind, "{step}", every_n_train_steps=3, save_top_k=-1
+        )
         options = {**quiet(tmp_path), "max_epochs": 3, "callbacks": [saver], **options}
         trainer = pl.Trainer(**options) if kind == "trainer" else FabricLoop(**options)
         trainer.fit(module, ordered(), ckpt_path=path)
@@ -192,7 +206,10 @@ def test_hyperparameters_of_every_plain_kind_are_read_with_weights_only(tmp_path
     loop, *_ = fit(tmp_path, make_module=lambda: Saved(**values), max_epochs=1)
     found = read_checkpoint(loop.checkpoint_path())
     assert found["hyper_parameters"] == values
-    assert Saved.load_from_checkpoint(loop.checkpoint_path(), weights_only=False).hparams["rate"] == 0.1
+    assert (
+        Saved.load_from_checkpoint(loop.checkpoint_path(), weights_only=False).hparams["rate"]
+        == 0.1
+    )
 
 
 def test_objects_that_could_run_code_are_refused(tmp_path):

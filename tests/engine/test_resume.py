@@ -16,23 +16,18 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.utilities import CombinedLoader
+from resume_loaders import LOADERS, PERSISTENT, OwnIterator, loader, seeded, tensors
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from fabric_template.data.tensor_loader import TensorLoader
 from fabric_template.next_loop import FabricLoop
 
-pytestmark = pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:resume. .* are read again"),
+    pytest.mark.filterwarnings("ignore:.set_vital. is deprecated"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker"),
+]
 
 
 class Net(pl.LightningModule):
@@ -48,9 +43,13 @@ class Net(pl.LightningModule):
         random.random(), np.random.rand(), torch.rand(3)
 
     def training_step(self, batch, batch_idx):
-        parts = [part for part in (batch if isinstance(batch[0], list | tuple) else [batch]) if part]
+        parts = [
+            part for part in (batch if isinstance(batch[0], list | tuple) else [batch]) if part
+        ]
         logits = [self.net(x) for x, _ in parts]
-        loss = sum(nn.functional.cross_entropy(z, y) for z, (_, y) in zip(logits, parts, strict=True))
+        loss = sum(
+            nn.functional.cross_entropy(z, y) for z, (_, y) in zip(logits, parts, strict=True)
+        )
         loss = loss * (1 + 0.1 * random.random() + 0.1 * np.random.rand())
         self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(parts[0][1]))
         if self.accuracy is not None:
@@ -68,7 +67,10 @@ class Net(pl.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Plain:
@@ -87,192 +89,30 @@ class Plain:
         return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
 
-def tensors(num=24):
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(num, 4, generator=generator), torch.arange(num) % 3
-
-
-class Samples(Dataset):
-    """Samples with noise of every library; says how often it was read, also by workers."""
-
-    def __init__(self, num=24):
-        self.data = TensorDataset(*tensors(num))
-        self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        self.reads += 1
-        x, y = self.data[index]
-        return x + 0.1 * (random.random() + np.random.rand()) + 0.1 * torch.rand(4), y
-
-
-class Stream(IterableDataset):
-    """A stream without state; each worker gives its own share."""
-
-    def __init__(self, num=24, noisy=False):
-        self.data, self.noisy = TensorDataset(*tensors(num)), noisy
-
-    def __iter__(self):
-        info = torch.utils.data.get_worker_info()
-        first, step = (info.id, info.num_workers) if info else (0, 1)
-        for index in range(first, len(self.data), step):
-            x, y = self.data[index]
-            yield (x + 0.1 * torch.rand(4) if self.noisy else x), y
-
-
-class StatefulStream(Stream):
-    """A stream that counts what it gave."""
-
-    def __init__(self, num=24):
-        super().__init__(num)
-        self.position = 0
-
-    def __iter__(self):
-        while self.position < len(self.data):
-            self.position += 1
-            yield self.data[self.position - 1]
-        self.position = 0
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
-class StatefulLoader:
-    """A loader that shuffles and saves its position; without a length if asked for."""
-
-    def __init__(self):
-        self.data, self.generator = TensorDataset(*tensors()), torch.Generator().manual_seed(3)
-        self.position, self.order = 0, []
-
-    def __iter__(self):
-        if self.position in (0, 6):
-            self.position, self.order = 0, torch.randperm(24, generator=self.generator).tolist()
-        while self.position < 6:
-            self.position += 1
-            yield self.data[self.order[4 * self.position - 4 : 4 * self.position]]
-
-    def state_dict(self):
-        return {"at": self.position, "order": self.order, "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state):
-        self.position, self.order = state["at"], state["order"]
-        self.generator.set_state(state["generator"])
-
-
-class StatefulSampler:
-    """Counts its passes, by which it shuffles."""
-
-    def __init__(self):
-        self.passes = 0
-
-    def __iter__(self):
-        self.passes += 1
-        yield from torch.randperm(24, generator=torch.Generator().manual_seed(self.passes)).tolist()
-
-    def __len__(self):
-        return 24
-
-    def state_dict(self):
-        return {"passes": self.passes}
-
-    def load_state_dict(self, state):
-        self.passes = state["passes"]
-
-
-class Lazy(StatefulSampler):
-    """Draws each index as it is asked for."""
-
-    def __iter__(self):
-        for _ in range(24):
-            yield random.randrange(24)
-
-
-class OwnIterator:
-    """An endless loader that is its own iterator."""
-
-    def __init__(self):
-        self.count, (self.x, self.y) = 0, tensors(80)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.count += 1
-        rows = slice(4 * self.count % 80, 4 * self.count % 80 + 4)
-        return self.x[rows], self.y[rows]
-
-
-def seeded():
-    return torch.Generator().manual_seed(7)
-
-
-def loader(dataset=None, **options):
-    options = {"batch_size": 4, "shuffle": True, **options}
-    return DataLoader(Samples() if dataset is None else dataset, **options)
-
-
-def with_sampler(make, **options):
-    return lambda: loader(sampler=make(Samples()), shuffle=None, **options)
-
-
-def streams(kind=Stream, **options):
-    return lambda: DataLoader(kind(), batch_size=4, **options)
-
-
-def combined(mode, **options):
-    return lambda: CombinedLoader([loader(**options), loader(Samples(10), generator=seeded())], mode)
-
-
-WORKERS = {"num_workers": 2}
-PERSISTENT = {"num_workers": 2, "persistent_workers": True}
-LOADERS = {
-    "here": loader,
-    "generator": lambda: loader(generator=seeded()),
-    "sampler generator": with_sampler(lambda data: RandomSampler(data, generator=seeded())),
-    "weighted": with_sampler(lambda data: WeightedRandomSampler(torch.arange(24) + 1.0, 24)),
-    "replacement": with_sampler(lambda data: RandomSampler(data, replacement=True)),
-    "stateful sampler": with_sampler(lambda data: StatefulSampler()),
-    "stateful sampler, workers": with_sampler(lambda data: StatefulSampler(), **WORKERS),
-    "lazy sampler": with_sampler(lambda data: Lazy()),
-    "batch sampler": lambda: DataLoader(Samples(), batch_sampler=BatchSampler(Lazy(), 4, False)),
-    "workers": lambda: loader(**WORKERS),
-    "three workers": lambda: loader(num_workers=3, prefetch_factor=1, generator=seeded()),
-    "persistent": lambda: loader(**PERSISTENT),
-    "persistent, generator": lambda: loader(generator=seeded(), **PERSISTENT),
-    "TensorLoader": lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True),
-    "TensorLoader, generator": lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True, generator=seeded()),
-    "list": lambda: list(DataLoader(TensorDataset(*tensors()), batch_size=4)),
-    "stream": streams(),
-    "noisy stream": streams(lambda: Stream(noisy=True)),
-    "stream, workers": streams(lambda: Stream(noisy=True), **WORKERS),
-    "stream, persistent": streams(lambda: Stream(noisy=True), **PERSISTENT),
-    "stateful stream": streams(StatefulStream),
-    "stateful loader": StatefulLoader,
-    "torchdata": lambda: StatefulDataLoader(Samples(), batch_size=4, shuffle=True),
-    "max_size_cycle": combined("max_size_cycle"),
-    "min_size": combined("min_size"),
-    "max_size": combined("max_size"),
-    "combined, workers": combined("max_size_cycle", **WORKERS),
-    "cycle of streams": lambda: [streams()(), streams(lambda: Stream(10))()],
-}
-EVERY_BATCH = {"val_check_interval": 1}
-OPTIONS = {
+# What a run is, by name. The batches before which it is killed are the same for most.
+CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
+    "own iterator": {"make_train": OwnIterator, "limit_train_batches": 6},
+    "manual": {"make_module": lambda: Net(manual=True)},
+    "torchmetrics": {"make_module": lambda: Net(metric=True)},
+    "plain": {"make_module": Plain},
     "accumulate": {"accumulate_grad_batches": 2},
-    "inside a window": {"accumulate_grad_batches": 4, **EVERY_BATCH},
+    "inside a window": {"accumulate_grad_batches": 4, "val_check_interval": 1},
     "validation inside": {"val_check_interval": 0.5},
     "validation across": {"val_check_interval": 4, "check_val_every_n_epoch": None},
     "validation by steps": {"validate_every_n_steps": 5, "accumulate_grad_batches": 2},
     "validation rarely": {"check_val_every_n_epoch": 2, "save_every_n_steps": 3},
+    "validation, generator": {
+        "make_val": lambda: loader(generator=seeded()),
+        "val_check_interval": 2,
+    },
+    "validation, persistent": {"make_val": lambda: loader(**PERSISTENT), "val_check_interval": 2},
     "limit": {"limit_train_batches": 4},
+    "limit, persistent": {"make_train": LOADERS["persistent"], "limit_train_batches": 4},
     "reload": {"reload_dataloaders_every_n_epochs": 2},
-    "top-k": {"monitor": "val_loss", "save_top_k": 2, **EVERY_BATCH},
+    "top-k": {"monitor": "val_loss", "save_top_k": 2, "val_check_interval": 1},
     "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
 }
+KILLS = {"min_size": (1, 5, 8), "accumulate": range(2, 12), "inside a window": range(4, 10)}
 
 
 class Snapshots(Callback):
@@ -310,7 +150,9 @@ def files(root):
         text = None
         if path.suffix == ".csv":
             with path.open() as file:
-                text = [{k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(file)]
+                text = [
+                    {k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(file)
+                ]
         found[str(path.relative_to(root))] = text
     return {name: text for name, text in found.items() if not name.endswith(".lock")}
 
@@ -319,59 +161,25 @@ def assert_same(one, other, root, other_root):
     assert one[2] == other[2]
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
     assert files(root) == files(other_root)
-    assert (one[0].current_epoch, one[0].global_step) == (other[0].current_epoch, other[0].global_step)
+    assert (one[0].current_epoch, one[0].global_step) == (
+        other[0].current_epoch,
+        other[0].global_step,
+    )
     metrics = [{n: float(v) for n, v in run[0].callback_metrics.items()} for run in (one, other)]
     assert metrics[0] == metrics[1]
 
 
-def kill_and_resume(tmp_path, batches, make_train=loader, **options):
+@pytest.mark.parametrize("name", CASES)
+def test_killed(tmp_path, name):
     """Train; resume what a kill before some of the batches leaves, with another seed; compare."""
-    options = {"save_every_n_steps": 1, **options}
-    whole = fit(tmp_path / "whole", make_train, callbacks=[Snapshots(tmp_path / "whole", tmp_path)], **options)
-    for batch in batches:
+    options = {"save_every_n_steps": 1, **CASES[name]}
+    snapshots = Snapshots(tmp_path / "whole", tmp_path)
+    whole = fit(tmp_path / "whole", callbacks=[snapshots], **options)
+    for batch in KILLS.get(name, (4, 6, 11)):
         root = tmp_path / str(batch)
         assert list(root.rglob("last.ckpt"))
-        resumed = fit(root, make_train, resume="auto", seed=99, **options)
+        resumed = fit(root, resume="auto", seed=99, **options)
         assert_same(whole, resumed, tmp_path / "whole", root)
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
-@pytest.mark.parametrize("name", LOADERS)
-def test_loaders(tmp_path, name):
-    kill_and_resume(tmp_path, (1, 4, 6, 8) if name == "min_size" else (3, 5, 6, 13), LOADERS[name])
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(tmp_path, name):
-    kill_and_resume(tmp_path, (3, 4, 7, 9, 11), **{"save_every_n_steps": 1, **OPTIONS[name]})
-
-
-MODULES = {
-    "manual": lambda: Net(manual=True),
-    "torchmetrics": lambda: Net(metric=True),
-    "plain": Plain,
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_modules(tmp_path, name):
-    kill_and_resume(tmp_path, (2, 8), make_module=MODULES[name])
-
-
-VALIDATION = {
-    "shuffled": lambda: loader(generator=seeded()),
-    "noisy": loader,
-    "persistent": lambda: loader(Samples(8), **PERSISTENT),
-}
-
-
-@pytest.mark.parametrize("name", VALIDATION)
-def test_validation_loaders(tmp_path, name):
-    kill_and_resume(tmp_path, (4, 8), make_val=VALIDATION[name], val_check_interval=0.5)
-
-
-def test_own_iterator(tmp_path):
-    kill_and_resume(tmp_path, (2, 5, 8, 12), OwnIterator, limit_train_batches=5)
 
 
 @pytest.mark.parametrize(("workers", "reads"), [(0, 7), (2, 8)])
@@ -409,11 +217,23 @@ class Quiet(Net):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
 
-HOOKS = ["on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end"]
-HOOKS += ["on_validation_batch_start", "on_validation_end", "on_train_epoch_end", "on_train_epoch_start"]
+HOOKS = [
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+]
+HOOKS += [
+    "on_validation_batch_start",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+]
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}], ids=str
+)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_batch_is_trained_once_after_an_exception(tmp_path, hook, options):
     train = lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True, generator=seeded())  # noqa: E731
@@ -425,20 +245,13 @@ def test_every_batch_is_trained_once_after_an_exception(tmp_path, hook, options)
         fit(tmp_path / "cut", train, callbacks=[Raises(hook, at, error)], **options)
     resumed = fit(tmp_path / "cut", train, resume="last", seed=9, **options)
     # The sum of the training loss holds the failed batch twice.
-    columns = [[line.split(",")[:3] + line.split(",")[4:] for line in run[2].split()] for run in (whole, resumed)]
+    columns = [
+        [line.split(",")[:3] + line.split(",")[4:] for line in run[2].split()]
+        for run in (whole, resumed)
+    ]
     assert columns[0] == columns[1]
     assert all(torch.equal(whole[1][name], resumed[1][name]) for name in whole[1])
     assert not list(tmp_path.rglob("exception.ckpt"))
-
-
-def test_keyboard_interrupt_in_a_step_of_the_first_epoch(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, callbacks=[Raises("on_before_backward", 4, KeyboardInterrupt)])
-    path = next(tmp_path.rglob("exception.ckpt"))
-    assert torch.load(path, weights_only=True)["global_step"] == 3
-    loop, _, rows = fit(tmp_path, resume="last")
-    assert (loop.global_step, loop.ckpt_path) == (18, str(path))
-    assert rows.count("\n") == 4
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
@@ -446,7 +259,11 @@ def test_keyboard_interrupt_in_a_step_of_the_first_epoch(tmp_path):
 def test_files_of_a_model_checkpoint(tmp_path, when):
     """What came after the hook that saved is done on resume: the row of the step, the validation, the epoch's end."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
-    saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
+    saves = (
+        {"every_n_epochs": 1, "save_on_train_epoch_end": False}
+        if when == "validation"
+        else {when: 1}
+    )
     saver = lambda name: ModelCheckpoint(tmp_path / name, filename="{step}", save_top_k=-1, **saves)  # noqa: E731
     whole = fit(tmp_path / "whole", callbacks=[saver("saved")], **options)
     for step in (2, 4, 6, 8, 17, 18):
@@ -454,17 +271,15 @@ def test_files_of_a_model_checkpoint(tmp_path, when):
         if not path.exists():
             continue
         shutil.copytree(tmp_path / "whole", tmp_path / str(step), dirs_exist_ok=True)
-        resumed = fit(tmp_path / str(step), resume=path, seed=9, version=0, callbacks=[saver(f"s{step}")], **options)
+        resumed = fit(
+            tmp_path / str(step),
+            resume=path,
+            seed=9,
+            version=0,
+            callbacks=[saver(f"s{step}")],
+            **options,
+        )
         assert_same(whole, resumed, tmp_path / "whole", tmp_path / str(step))
-
-
-SCRIPT = """
-import os, signal, sys
-sys.path[:0] = {path!r}
-from test_resume import LOADERS, Raises, fit
-callback = Raises("on_train_batch_end", {batch})
-callback.count = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 class Kills(Raises):
@@ -486,7 +301,9 @@ def test_sigkill(tmp_path, name):
             f" fit({str(tmp_path / 'cut')!r}, LOADERS[{name!r}], resume='auto', callbacks=[Kills('on_train_batch_end',"
             f" {batch})], **{options})"
         )
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+        assert (
+            subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+        )
     resumed = fit(tmp_path / "cut", LOADERS[name], resume="auto", seed=99, **options)
     assert_same(whole, resumed, tmp_path / "whole", tmp_path / "cut")
 
@@ -532,16 +349,23 @@ def test_a_finished_run_stays_as_it_ended(tmp_path):
     before = files(tmp_path), [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))]
     again = fit(tmp_path, resume="auto", callbacks=[Stops()], seed=9, max_epochs=12)
     assert_same(first, again, tmp_path, tmp_path)
-    assert before == (files(tmp_path), [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))])
+    assert before == (
+        files(tmp_path),
+        [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))],
+    )
     assert fit(tmp_path, resume="last", max_epochs=4)[0].current_epoch == 4
 
 
 def test_time_covers_the_whole_epoch_and_not_the_set_up(tmp_path, monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr("fabric_template.loggers.history.time.monotonic", lambda: 10.0 * next(clock))
+    monkeypatch.setattr(
+        "fabric_template.loggers.history.time.monotonic", lambda: 10.0 * next(clock)
+    )
     with pytest.raises(RuntimeError):
         fit(tmp_path, callbacks=[Raises("on_train_batch_start", 9)], save_every_n_steps=1)
-    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["fabric_template"]["history"]
+    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["fabric_template"][
+        "history"
+    ]
     loop, *_ = fit(tmp_path, resume="last")
     with Path(loop.log_dir, "metrics.csv").open() as file:
         times = [float(row["time"]) for row in csv.DictReader(file)]

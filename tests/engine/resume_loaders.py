@@ -1,0 +1,194 @@
+"""Loaders of every kind, with small data: what the tests of resume train on."""
+
+import random
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from fabric_template.data.tensor_loader import TensorLoader
+
+
+def tensors(num=24):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(num, 4, generator=generator), torch.arange(num) % 3
+
+
+class Samples(Dataset):
+    """Samples with noise of every library; says how often it was read, also by workers."""
+
+    def __init__(self, num=24):
+        self.data = TensorDataset(*tensors(num))
+        self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        x, y = self.data[index]
+        return x + 0.1 * (random.random() + np.random.rand()) + 0.1 * torch.rand(4), y
+
+
+class Stream(IterableDataset):
+    """A stream without state; each worker gives its own share."""
+
+    def __init__(self, num=24, noisy=False):
+        self.data, self.noisy = TensorDataset(*tensors(num)), noisy
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        for index in range(first, len(self.data), step):
+            x, y = self.data[index]
+            yield (x + 0.1 * torch.rand(4) if self.noisy else x), y
+
+
+class StatefulStream(Stream):
+    """A stream that counts what it gave."""
+
+    def __init__(self, num=24):
+        super().__init__(num)
+        self.position = 0
+
+    def __iter__(self):
+        while self.position < len(self.data):
+            self.position += 1
+            yield self.data[self.position - 1]
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class StatefulLoader:
+    """A loader that shuffles and saves its position; without a length if asked for."""
+
+    def __init__(self):
+        self.data, self.generator = TensorDataset(*tensors()), torch.Generator().manual_seed(3)
+        self.position, self.order = 0, []
+
+    def __iter__(self):
+        if self.position in (0, 6):
+            self.position, self.order = 0, torch.randperm(24, generator=self.generator).tolist()
+        while self.position < 6:
+            self.position += 1
+            yield self.data[self.order[4 * self.position - 4 : 4 * self.position]]
+
+    def state_dict(self):
+        return {"at": self.position, "order": self.order, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.position, self.order = state["at"], state["order"]
+        self.generator.set_state(state["generator"])
+
+
+class StatefulSampler:
+    """Counts its passes, by which it shuffles."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        yield from torch.randperm(24, generator=torch.Generator().manual_seed(self.passes)).tolist()
+
+    def __len__(self):
+        return 24
+
+    def state_dict(self):
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.passes = state["passes"]
+
+
+class Lazy(StatefulSampler):
+    """Draws each index as it is asked for."""
+
+    def __iter__(self):
+        for _ in range(24):
+            yield random.randrange(24)
+
+
+class OwnIterator:
+    """An endless loader that is its own iterator."""
+
+    def __init__(self):
+        self.count, (self.x, self.y) = 0, tensors(80)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.count += 1
+        rows = slice(4 * self.count % 80, 4 * self.count % 80 + 4)
+        return self.x[rows], self.y[rows]
+
+
+def seeded():
+    return torch.Generator().manual_seed(7)
+
+
+def loader(dataset=None, **options):
+    options = {"batch_size": 4, "shuffle": True, **options}
+    return DataLoader(Samples() if dataset is None else dataset, **options)
+
+
+def with_sampler(make, **options):
+    return lambda: loader(sampler=make(Samples()), shuffle=None, **options)
+
+
+def streams(kind=Stream, **options):
+    return lambda: DataLoader(kind(), batch_size=4, **options)
+
+
+def combined(mode, **options):
+    return lambda: CombinedLoader(
+        [loader(**options), loader(Samples(10), generator=seeded())], mode
+    )
+
+
+WORKERS = {"num_workers": 2}
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+LOADERS = {
+    "here": loader,
+    "sampler generator": with_sampler(lambda data: RandomSampler(data, generator=seeded())),
+    "stateful sampler": with_sampler(lambda data: StatefulSampler()),
+    "stateful sampler, workers": with_sampler(lambda data: StatefulSampler(), **WORKERS),
+    "lazy sampler": with_sampler(lambda data: Lazy()),
+    "batch sampler": lambda: DataLoader(Samples(), batch_sampler=BatchSampler(Lazy(), 4, False)),
+    "workers": lambda: loader(**WORKERS),
+    "three workers": lambda: loader(num_workers=3, prefetch_factor=1, generator=seeded()),
+    "persistent": lambda: loader(**PERSISTENT),
+    "persistent, generator": lambda: loader(generator=seeded(), **PERSISTENT),
+    "TensorLoader": lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True),
+    "TensorLoader, generator": lambda: TensorLoader(
+        *tensors(), batch_size=4, shuffle=True, generator=seeded()
+    ),
+    "list": lambda: list(DataLoader(TensorDataset(*tensors()), batch_size=4)),
+    "stream": streams(),
+    "noisy stream": streams(lambda: Stream(noisy=True)),
+    "stream, workers": streams(lambda: Stream(noisy=True), **WORKERS),
+    "stream, persistent": streams(lambda: Stream(noisy=True), **PERSISTENT),
+    "stateful stream": streams(StatefulStream),
+    "stateful loader": StatefulLoader,
+    "torchdata": lambda: StatefulDataLoader(Samples(), batch_size=4, shuffle=True),
+    "max_size_cycle": combined("max_size_cycle"),
+    "min_size": combined("min_size"),
+    "max_size": combined("max_size"),
+    "combined, workers": combined("max_size_cycle", **WORKERS),
+    "cycle of streams": lambda: [streams()(), streams(lambda: Stream(10))()],
+}
