@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import islice
@@ -59,25 +59,29 @@ class ResumableLoader:
         self._workers: list[Any] = [None] * self._num_workers
         self._workers_at_round = list(self._workers)
         self._restored: dict[str, Any] | None = None
-        self._reader: Iterator[Any] | None = None
+        self._reader: Generator[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def end_pass(self) -> None:
-        """Read and drop what persistent workers have loaded ahead of a pass that ends early.
-
-        They have drawn random numbers for it, with which their next pass continues.
-        """
+        """End a pass, also an early one. Workers shut down here, but for persistent ones."""
         reader, self._reader = self._reader, None
-        if not self._is_persistent or reader is None or self._is_finished:
+        if reader is None:
             return
-        # From now on the iterator asks its workers for nothing more.
-        self.loader._iterator._sampler_iter = iter(())
-        # torch drops errors in batches that nobody asked for, too.
-        with suppress(Exception):
-            for _ in reader:
-                pass
+        if self._is_persistent and not self._is_finished:
+            # Workers have drawn random numbers for batches ahead, with which their next pass continues.
+            # Read these batches without asking for more. torch drops errors in them, too.
+            self.loader._iterator._sampler_iter = iter(())
+            with suppress(Exception):
+                for _ in reader:
+                    pass
+        reader.close()
+
+    def close(self) -> None:
+        """Let go of the iterator."""
+        if self._reader is not None:
+            self._reader.close()
 
     def start_epoch(self) -> None:
         """Forget the passes of the last epoch, but for those of a position that was just restored."""
@@ -108,7 +112,7 @@ class ResumableLoader:
             self._at_worker_start = self._at_start
         self._workers_at_round = list(self._workers)
 
-    def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
         if self._at_first_batch is None:
             self._at_first_batch = self._capture()
         for batch in iterator:
@@ -151,7 +155,7 @@ class ResumableLoader:
         self._restore_generators(state["generators"])
         return iter(()) if state["is_finished"] else iterator
 
-    def _start_at(self, state: dict[str, Any]) -> Iterator[Any]:
+    def _start_at(self, state: dict[str, Any]) -> Generator[Any]:
         done = state["batches"]
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
@@ -177,7 +181,7 @@ class ResumableLoader:
         self._restore(self._at_first_batch)
         return self._drop(iterator, done)
 
-    def _start_at_index(self, state: dict[str, Any], done: int) -> Iterator[Any]:
+    def _start_at_index(self, state: dict[str, Any], done: int) -> Generator[Any]:
         # Without workers the order is drawn at the first batch, with workers as they are started.
         was_drawn_at_start = state["num_workers"] > 0
         skipped = done - done % self._num_workers if self._num_workers else done
@@ -196,7 +200,7 @@ class ResumableLoader:
         self.batches = skipped
         return self._drop(iterator, done - skipped)
 
-    def _drop(self, iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    def _drop(self, iterator: Iterator[Any], count: int) -> Generator[Any]:
         self.batches = self.batches if self._is_indexed else 0
         reader = self._read(iterator)
         for _ in islice(reader, count):

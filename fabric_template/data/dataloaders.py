@@ -155,7 +155,8 @@ class DataConnector:
         for part in (self.train, self.eval_loaders):
             if part is None:
                 continue
-            part.close()
+            for resumable in part.resumable:
+                resumable.close()
             if part.combined is not None:
                 part.combined.reset()
             for loader in part.loaders:
@@ -294,10 +295,6 @@ class TrainLoaders:
             restore_rng_state(rng_now)
         return batch
 
-    def close(self) -> None:
-        """Let go of the iterator and its workers."""
-        self._iterator = None
-
     def state_dict(self, progress: dict[str, Any]) -> dict[str, Any]:
         """Return the positions of the loaders.
 
@@ -360,10 +357,6 @@ class EvalLoaders:
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         for loader, position in zip(self.resumable, state, strict=False):
             loader.load_state_dict(position, is_in_pass=False)
-
-    def close(self) -> None:
-        """Let go of the iterator and its workers."""
-        self._iterator = None
 
     @property
     def has_several(self) -> bool:

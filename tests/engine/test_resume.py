@@ -30,6 +30,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    """Waiting for the disk is most of the time of these runs, and no test cuts the power."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 class Net(pl.LightningModule):
     """Draws from every library's random numbers, and logs per step and per epoch."""
 
