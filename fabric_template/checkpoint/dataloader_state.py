@@ -145,6 +145,7 @@ class ResumableLoader:
 
     def _resume_pass(self) -> Iterator[Any]:
         state = self._restored
+        assert state is not None
         if state["passes"] > 1:
             # CombinedLoader learns that this loader has ended before, and starts it again.
             self._restored = {**state, "passes": 1}
@@ -216,28 +217,9 @@ class ResumableLoader:
 
     # State
 
-    def note_position(self, dropped: int = 0) -> dict[str, Any]:
-        """Return the position as it is now. Cheap, because worker states stay packed."""
-        if self._restored is not None:
-            return self._restored
-        position = {
-            "passes": self.passes,
-            "batches": max(0, self.batches - dropped),
-            "is_finished": self._is_finished,
-            "at_start": self._at_start,
-            "at_first_batch": self._at_first_batch,
-            "at_worker_start": self._at_worker_start,
-            "has_new_workers": self._has_new_workers,
-            "num_workers": self._num_workers,
-            "workers": list(self._workers),
-            "workers_at_round": list(self._workers_at_round),
-            "generators": [generator.get_state() for generator in self._generators],
-            "samplers": self._sampler_states(),
-            "samplers_at_start": self._samplers_at_start,
-        }
-        if self._stateful_part is not None:
-            position["state"] = deepcopy(self._stateful_part.state_dict())
-        return position
+    def part_state(self) -> Any:
+        """Return the state of a loader that saves its own position, or None."""
+        return None if self._stateful_part is None else deepcopy(self._stateful_part.state_dict())
 
     def state_dict(self, dropped: int = 0) -> dict[str, Any]:
         """Return the position.
@@ -245,7 +227,26 @@ class ResumableLoader:
         Args:
             dropped: Batches that were taken from the loader but count as not trained.
         """
-        return plain_position(self.note_position(dropped))
+        if self._restored is not None:
+            return self._restored
+        position = {
+            "passes": self.passes,
+            "batches": max(0, self.batches - dropped),
+            "is_finished": self._is_finished and not dropped,
+            "at_start": self._at_start,
+            "at_first_batch": self._at_first_batch,
+            "at_worker_start": self._at_worker_start,
+            "has_new_workers": self._has_new_workers,
+            "num_workers": self._num_workers,
+            "workers": [plain_rng_state(state) for state in self._workers],
+            "workers_at_round": [plain_rng_state(state) for state in self._workers_at_round],
+            "generators": [generator.get_state() for generator in self._generators],
+            "samplers": self._sampler_states(),
+            "samplers_at_start": self._samplers_at_start,
+        }
+        if self._stateful_part is not None:
+            position["state"] = self.part_state()
+        return position
 
     def load_state_dict(self, state: dict[str, Any], is_in_pass: bool) -> None:
         """Restore a position; the next iterator starts there.
@@ -340,7 +341,7 @@ class IndexSkipper:
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self.skip: float = 0
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] = iter(())
         self._is_ready = False
 
     def start(self) -> None:
@@ -382,7 +383,7 @@ class WorkerRecorder:
     """Takes the place of collate_fn and worker_init_fn, so that each batch brings its worker's random state.
 
     Workers load ahead, and only the training process knows which batches were trained. A batch costs its
-    worker about 30 microseconds more, and 10 kB where samples draw random numbers.
+    worker about 80 microseconds more, and 10 kB where samples draw random numbers.
 
     Args:
         loader: The loader whose functions are called.
@@ -412,12 +413,6 @@ class WorkerRecorder:
 def plain_rng_state(state: Any) -> Any:
     """Return the random state of a worker as a checkpoint holds it."""
     return unpack_rng_state(state) if isinstance(state, bytes) else state
-
-
-def plain_position(position: dict[str, Any]) -> dict[str, Any]:
-    """Return a noted position as a checkpoint holds it."""
-    names = ("workers", "workers_at_round")
-    return {**position, **{name: [plain_rng_state(state) for state in position[name]] for name in names}}
 
 
 def has_state(part: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 def capture_rng_state(include_cuda: bool = True) -> dict[str, Any]:
     """Return the states of Python's, NumPy's and PyTorch's generators, as plain values and tensors."""
     version, python_state, gauss = random.getstate()
-    name, keys, *position = np.random.get_state()
+    name, keys, *position = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": [version, list(python_state), gauss],

@@ -243,7 +243,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         restore_progress_of_trainer(run, checkpoint)
         return
     run.progress.load_state_dict(own["progress"])
-    if -1 < run.stop.max_epochs < run.progress.epochs_done:
+    if run.stop.max_epochs is not None and -1 < run.stop.max_epochs < run.progress.epochs_done:
         raise CheckpointError(
             f"You restored a checkpoint with current_epoch={run.progress.epochs_done}, but you have set"
             f" Trainer(max_epochs={run.stop.max_epochs}). Please set a different max_epochs value."

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ..checkpoint.dataloader_state import ResumableLoader, has_state, plain_position
+from ..checkpoint.dataloader_state import ResumableLoader, has_state
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..errors import CheckpointError, ConfigurationError, ConfigurationTypeError
 from ..training.checks import loader_argument
@@ -35,6 +35,8 @@ from ..training.hooks import is_instance_of, overridden
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
+# What a loader gives after its last batch.
+_END = object()
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -225,9 +227,11 @@ class TrainLoaders:
         self._num_given = 0
         self._fetch: Callable = next
         self._iterator: Iterator[Any] | None = None
-        # Where the batch ahead was read, for loaders of unknown length.
-        self._before_next: dict[str, Any] | None = None
-        self._rng_before_next: dict[str, Any] | None = None
+        # A loader of unknown length is read one batch ahead.
+        self._following: Any = _END
+        self._states_before_ahead: list[Any] = []
+        self._restored_ahead: Any = None
+        self._is_ahead_restored = False
 
     def _combine(self) -> CombinedLoader | None:
         is_combined = is_instance_of(self.source, "CombinedLoader")
@@ -275,40 +279,42 @@ class TrainLoaders:
                 self._num_given = index + 1
                 yield self._unpack(batch), index + 1 == self.num_batches
             return
-        missing = object()
-        following = self._read_ahead(missing)
-        while following is not missing:
-            batch, following = following, self._read_ahead(missing)
+        self._following = self._read_ahead()
+        while self._following is not _END:
+            batch = self._following
+            self._following = self._read_ahead()
             self._num_given += 1
-            yield self._unpack(batch), following is missing
+            yield self._unpack(batch), self._following is _END
 
-    def _read_ahead(self, default: object) -> Any:
-        """Read the next batch, and note where it was read: a resume reads it again."""
-        rng_state, self._rng_before_next = self._rng_before_next, None
-        rng_now = capture_rng_state()
-        if rng_state is not None:
-            restore_rng_state(rng_state)
-        positions = [loader.note_position() for loader in self.resumable]
-        self._before_next = {"loaders": positions, "rng": rng_state or rng_now}
-        batch = self._fetch(self._iterator, default)
-        if rng_state is not None:
-            restore_rng_state(rng_now)
-        return batch
+    def _read_ahead(self) -> Any:
+        """Read the next batch. The first one after a resume was read before the checkpoint was saved."""
+        self._states_before_ahead = [loader.part_state() for loader in self.resumable]
+        if not self._is_ahead_restored:
+            return next(self._iterator, _END)
+        saved, self._restored_ahead, self._is_ahead_restored = self._restored_ahead, None, False
+        rng_state = capture_rng_state()
+        batch = next(self._iterator, _END)
+        restore_rng_state(rng_state)
+        return batch if saved is None else saved
 
     def state_dict(self, progress: dict[str, Any]) -> dict[str, Any]:
-        """Return the positions of the loaders.
+        """Return the positions of the loaders, and the batch that was read ahead.
 
         Args:
             progress: The saved progress. Batches whose step was not finished count as not given.
         """
         is_in_pass = progress["is_in_epoch"] and self.is_used
         dropped = self._num_given - progress["batches_done"] if is_in_pass else 0
-        state = {"is_used": self.is_used, "rng_before_next": self._rng_before_next}
-        if self._before_next is not None and is_in_pass:
-            noted = [plain_position(position) for position in self._before_next["loaders"]]
-            loaders = [{**position, "batches": position["batches"] - dropped} for position in noted]
-            return {**state, "loaders": loaders, "rng_before_next": self._before_next["rng"]}
-        return {**state, "loaders": [loader.state_dict(dropped) for loader in self.resumable]}
+        state = {"is_used": self.is_used, "is_ahead": self._is_ahead_restored, "ahead": self._restored_ahead}
+        if self._following is _END or not is_in_pass:
+            return {**state, "loaders": [loader.state_dict(dropped) for loader in self.resumable]}
+        positions = [loader.state_dict(dropped + 1) for loader in self.resumable]
+        for position, part_state in zip(positions, self._states_before_ahead, strict=True):
+            if part_state is not None:
+                position["state"] = part_state
+        # The batch depends on random numbers that nobody noted, where it was made in this process.
+        ahead = self._following if dropped == 0 and is_plain(self._following) else None
+        return {**state, "is_ahead": True, "ahead": ahead, "loaders": positions}
 
     def load_state_dict(self, state: dict[str, Any], is_in_epoch: bool) -> None:
         if len(state["loaders"]) != len(self.resumable):
@@ -320,7 +326,7 @@ class TrainLoaders:
         is_in_pass = is_in_epoch or not state["is_used"]
         for loader, position in zip(self.resumable, state["loaders"], strict=True):
             loader.load_state_dict(position, is_in_pass)
-        self._rng_before_next = state["rng_before_next"]
+        self._is_ahead_restored, self._restored_ahead = state["is_ahead"], state["ahead"]
 
     def _unpack(self, item: Any) -> Any:
         return item[0] if self.combined is not None else item
@@ -660,6 +666,20 @@ def with_batch_sampler(loader: DataLoader, batch_sampler: Any) -> DataLoader:
     object.__setattr__(clone, "batch_sampler", batch_sampler)
     object.__setattr__(clone, "_iterator", None)
     return clone
+
+
+def is_plain(batch: Any) -> bool:
+    """Return whether a batch consists of tensors, numbers and texts in plain containers.
+
+    Example:
+        >>> is_plain({"x": [1.0, "cat"]}), is_plain(object())
+        (True, False)
+    """
+    if isinstance(batch, dict):
+        return type(batch) is dict and all(map(is_plain, batch.values()))
+    if isinstance(batch, list | tuple):
+        return type(batch) in (list, tuple) and all(map(is_plain, batch))
+    return batch is None or type(batch) in (Tensor, bool, int, float, str)
 
 
 def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:

@@ -156,9 +156,7 @@ def streams(kind=Stream, **options):
 
 
 def combined(mode, **options):
-    return lambda: CombinedLoader(
-        [loader(**options), loader(Samples(10), generator=seeded())], mode
-    )
+    return lambda: CombinedLoader([loader(**options), loader(Samples(10), generator=seeded())], mode)
 
 
 WORKERS = {"num_workers": 2}
@@ -175,9 +173,7 @@ LOADERS = {
     "persistent": lambda: loader(**PERSISTENT),
     "persistent, generator": lambda: loader(generator=seeded(), **PERSISTENT),
     "TensorLoader": lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True),
-    "TensorLoader, generator": lambda: TensorLoader(
-        *tensors(), batch_size=4, shuffle=True, generator=seeded()
-    ),
+    "TensorLoader, generator": lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True, generator=seeded()),
     "list": lambda: list(DataLoader(TensorDataset(*tensors()), batch_size=4)),
     "stream": streams(),
     "noisy stream": streams(lambda: Stream(noisy=True)),

@@ -92,16 +92,12 @@ class Disk:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
 def test_a_failed_save_costs_a_warning(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2])
-    with pytest.warns(
-        UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"
-    ):
+    with pytest.warns(UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"):
         loop, weights, _ = fit(tmp_path / "cut", callbacks=[disk])
     whole = fit(tmp_path / "whole")
     assert all(torch.equal(weights[name], whole[1][name]) for name in weights)
     assert read_checkpoint(loop.checkpoint_path())["epoch"] == 2
-    assert [path.name for path in loop.checkpoint_dir.iterdir() if path.name != ".lock"] == [
-        "last.ckpt"
-    ]
+    assert [path.name for path in loop.checkpoint_dir.iterdir() if path.name != ".lock"] == ["last.ckpt"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
@@ -150,9 +146,7 @@ def test_one_version_has_one_writer(tmp_path):
 
 def test_runs_that_start_at_once_get_versions_of_their_own(tmp_path):
     found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(claim_version(tmp_path))) for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(claim_version(tmp_path))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -185,9 +179,7 @@ def test_files_cross_to_trainer_and_back(tmp_path, first, step):
     def train(kind, path=None, **options):
         pl.seed_everything(1, verbose=False)
         module = Saved()
-        saver = pl.callbacks.ModelCheckpoint(
-            tmp_path / kind, "{step}", every_n_train_steps=3, save_top_k=-1
-        )
+        saver = pl.callbacks.ModelCheckpoint(tmp_path / kind, "{step}", every_n_train_steps=3, save_top_k=-1)
         options = {**quiet(tmp_path), "max_epochs": 3, "callbacks": [saver], **options}
         trainer = pl.Trainer(**options) if kind == "trainer" else FabricLoop(**options)
         trainer.fit(module, ordered(), ckpt_path=path)
@@ -206,10 +198,7 @@ def test_hyperparameters_of_every_plain_kind_are_read_with_weights_only(tmp_path
     loop, *_ = fit(tmp_path, make_module=lambda: Saved(**values), max_epochs=1)
     found = read_checkpoint(loop.checkpoint_path())
     assert found["hyper_parameters"] == values
-    assert (
-        Saved.load_from_checkpoint(loop.checkpoint_path(), weights_only=False).hparams["rate"]
-        == 0.1
-    )
+    assert Saved.load_from_checkpoint(loop.checkpoint_path(), weights_only=False).hparams["rate"] == 0.1
 
 
 def test_objects_that_could_run_code_are_refused(tmp_path):

@@ -49,13 +49,9 @@ class Net(pl.LightningModule):
         random.random(), np.random.rand(), torch.rand(3)
 
     def training_step(self, batch, batch_idx):
-        parts = [
-            part for part in (batch if isinstance(batch[0], list | tuple) else [batch]) if part
-        ]
+        parts = [part for part in (batch if isinstance(batch[0], list | tuple) else [batch]) if part]
         logits = [self.net(x) for x, _ in parts]
-        loss = sum(
-            nn.functional.cross_entropy(z, y) for z, (_, y) in zip(logits, parts, strict=True)
-        )
+        loss = sum(nn.functional.cross_entropy(z, y) for z, (_, y) in zip(logits, parts, strict=True))
         loss = loss * (1 + 0.1 * random.random() + 0.1 * np.random.rand())
         self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(parts[0][1]))
         if self.accuracy is not None:
@@ -156,9 +152,7 @@ def files(root):
         text = None
         if path.suffix == ".csv":
             with path.open() as file:
-                text = [
-                    {k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(file)
-                ]
+                text = [{k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(file)]
         found[str(path.relative_to(root))] = text
     return {name: text for name, text in found.items() if not name.endswith(".lock")}
 
@@ -237,9 +231,7 @@ HOOKS += [
 ]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}], ids=str)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_batch_is_trained_once_after_an_exception(tmp_path, hook, options):
     train = lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True, generator=seeded())  # noqa: E731
@@ -251,10 +243,7 @@ def test_every_batch_is_trained_once_after_an_exception(tmp_path, hook, options)
         fit(tmp_path / "cut", train, callbacks=[Raises(hook, at, error)], **options)
     resumed = fit(tmp_path / "cut", train, resume="last", seed=9, **options)
     # The sum of the training loss holds the failed batch twice.
-    columns = [
-        [line.split(",")[:3] + line.split(",")[4:] for line in run[2].split()]
-        for run in (whole, resumed)
-    ]
+    columns = [[line.split(",")[:3] + line.split(",")[4:] for line in run[2].split()] for run in (whole, resumed)]
     assert columns[0] == columns[1]
     assert all(torch.equal(whole[1][name], resumed[1][name]) for name in whole[1])
     assert not list(tmp_path.rglob("exception.ckpt"))
@@ -265,11 +254,7 @@ def test_every_batch_is_trained_once_after_an_exception(tmp_path, hook, options)
 def test_files_of_a_model_checkpoint(tmp_path, when):
     """What came after the hook that saved is done on resume: the row of the step, the validation, the epoch's end."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
-    saves = (
-        {"every_n_epochs": 1, "save_on_train_epoch_end": False}
-        if when == "validation"
-        else {when: 1}
-    )
+    saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
     saver = lambda name: ModelCheckpoint(tmp_path / name, filename="{step}", save_top_k=-1, **saves)  # noqa: E731
     whole = fit(tmp_path / "whole", callbacks=[saver("saved")], **options)
     for step in (2, 4, 6, 8, 17, 18):
@@ -307,9 +292,7 @@ def test_sigkill(tmp_path, name):
             f" fit({str(tmp_path / 'cut')!r}, LOADERS[{name!r}], resume='auto', callbacks=[Kills('on_train_batch_end',"
             f" {batch})], **{options})"
         )
-        assert (
-            subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     resumed = fit(tmp_path / "cut", LOADERS[name], resume="auto", seed=99, **options)
     assert_same(whole, resumed, tmp_path / "whole", tmp_path / "cut")
 
@@ -364,14 +347,10 @@ def test_a_finished_run_stays_as_it_ended(tmp_path):
 
 def test_time_covers_the_whole_epoch_and_not_the_set_up(tmp_path, monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr(
-        "fabric_template.loggers.history.time.monotonic", lambda: 10.0 * next(clock)
-    )
+    monkeypatch.setattr("fabric_template.loggers.history.time.monotonic", lambda: 10.0 * next(clock))
     with pytest.raises(RuntimeError):
         fit(tmp_path, callbacks=[Raises("on_train_batch_start", 9)], save_every_n_steps=1)
-    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["fabric_template"][
-        "history"
-    ]
+    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["fabric_template"]["history"]
     loop, *_ = fit(tmp_path, resume="last")
     with Path(loop.log_dir, "metrics.csv").open() as file:
         times = [float(row["time"]) for row in csv.DictReader(file)]
