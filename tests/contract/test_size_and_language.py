@@ -19,9 +19,9 @@ NEW_ENGINE += ("config.py", "errors.py", "next_loop.py", "dataloaders.py", "tens
 SIZE_LIMITS = {
     "package lines": 24_480,
     "package files": 189,
-    "new engine lines": 8_183,
+    "new engine lines": 8_195,
     "new engine files": 41,
-    "new engine test lines": 1_182,
+    "new engine test lines": 1_187,
     "test lines": 33_602,
     "docs lines": 2_947,
 }
@@ -42,7 +42,7 @@ LANGUAGE_LIMITS = {
     "benchmarks": (59, 9, 21),
     "docs": (78, 0, 0),
     "fabric_template": (75, 9, 16),
-    "fabric_template/checkpoint": (3, 3, 1),
+    "fabric_template/checkpoint": (2, 3, 1),
     "fabric_template/core": (201, 74, 92),
     "fabric_template/data": (45, 14, 17),
     "fabric_template/demos": (1, 10, 0),
@@ -58,7 +58,7 @@ LANGUAGE_LIMITS = {
     "fabric_template/training": (3, 9, 2),
     "notebooks": (12, 0, 0),
     "soak": (34, 2, 4),
-    "tests": (761, 104, 126),
+    "tests": (762, 104, 126),
     "top": (10, 0, 0),
 }
 
