@@ -1,4 +1,4 @@
-"""The options of the loop: Trainer's names, meaning and defaults, checked together before a run."""
+"""The options of the loop, with Trainer's names, meaning and defaults."""
 
 from __future__ import annotations
 

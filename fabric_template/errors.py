@@ -22,11 +22,11 @@ class ConfigurationTypeError(MisconfigurationException, TypeError):
 
 
 class MissingDataError(ConfigurationTypeError, ConfigurationError):
-    """A call without data: a TypeError as for any missing argument, and a ValueError."""
+    """A call without data. It is a TypeError, as for any missing argument, and a ValueError."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, read or used. The message says what to do."""
+    """A checkpoint that cannot be written, read or used. The message names the fix."""
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, how they are written, found and restored."""
+"""Build, write, find and restore checkpoints."""

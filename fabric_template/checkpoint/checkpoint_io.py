@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, checked when they are read."""
+"""Write checkpoint files atomically, and verify them when they are read."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _unusual_classes(path: str | Path) -> list[str]:
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:
-        # An old format or a damaged file. The reader says what is wrong with it.
+        # An old format or a damaged file. The reader reports the damage.
         return []
 
 

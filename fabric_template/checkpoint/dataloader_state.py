@@ -79,12 +79,12 @@ class ResumableLoader:
         reader.close()
 
     def close(self) -> None:
-        """Let go of the iterator."""
+        """Close the iterator."""
         if self._reader is not None:
             self._reader.close()
 
     def start_epoch(self) -> None:
-        """Forget the passes of the last epoch, but for those of a position that was just restored."""
+        """Forget the passes of the last epoch, but keep a position that was just restored."""
         if self._restored is None:
             self.passes = 0
 
@@ -345,7 +345,7 @@ class IndexSkipper:
         self._is_ready = False
 
     def start(self) -> None:
-        """Start the pass ahead of the loader, while the random numbers are set for that."""
+        """Start the pass before the loader does, while the random state is set for it."""
         self._iterator, self._is_ready = iter(self._sampler), True
 
     def skip_batches(self) -> None:

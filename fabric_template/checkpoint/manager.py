@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps: last.ckpt, best.ckpt or the best k, exception.ckpt."""
+"""Keep last.ckpt, best.ckpt or the best k checkpoints, and exception.ckpt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in Lightning's layout, and how a run is restored from it.
+"""Build a checkpoint in Lightning's layout, and restore a run from it.
 
 Lightning's keys come first, so that ``LitModel.load_from_checkpoint(path)`` and
 ``Trainer.fit(ckpt_path=path)`` read our files. What Trainer does not keep stands under one key: the states

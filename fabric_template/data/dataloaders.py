@@ -1,4 +1,4 @@
-"""The loaders of a run: every shape that Trainer takes, limits, samplers, transfer to the device."""
+"""Loaders in every shape that Trainer takes, with limits, samplers and transfer to the device."""
 
 from __future__ import annotations
 
@@ -505,7 +505,7 @@ def _is_flat_dict(source: Any) -> bool:
 
 
 def loader_length(loader: Any) -> int | float:
-    """Return the number of batches of a loader; infinite where it does not say.
+    """Return the number of batches of a loader; infinite where the length is unknown.
 
     Example:
         >>> loader_length(range(3)), loader_length(iter([1]))

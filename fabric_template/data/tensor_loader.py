@@ -1,4 +1,4 @@
-"""TensorLoader: batches cut from tensors in memory."""
+"""Cut batches from tensors in memory."""
 
 from __future__ import annotations
 

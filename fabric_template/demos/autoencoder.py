@@ -1,4 +1,4 @@
-"""Autoencoder: compress each digit to eight numbers, without labels.
+"""Compress each digit to eight numbers, without labels.
 
 The model is an nn.Module with step methods. The data are DigitsData of digits.py.
 """

@@ -118,7 +118,7 @@ def download(url: str, path: Path) -> None:
 
 
 def require_torchvision(name: str) -> None:
-    """Raise an error that says what to install if torchvision is missing."""
+    """Raise an error that names the package to install if torchvision is missing."""
     if find_spec("torchvision") is None:
         raise ValueError(f"{name}: torchvision is missing. Write pip install torchvision.")
 

@@ -1,4 +1,4 @@
-"""Detection: lists of images of several sizes, boxes and labels as targets, a dict of losses.
+"""Detect objects in lists of images of several sizes, with boxes and labels as targets.
 
 This is torchvision's interface, so that its detectors can replace the small one. The images are
 generated: a rectangle of one of two colours on noise.

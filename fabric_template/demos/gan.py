@@ -1,4 +1,4 @@
-"""GAN: a generator and a critic with an optimizer each.
+"""Train a generator and a critic with an optimizer each.
 
 The model is a LightningModule with manual optimization. The data are points around eight centres,
 so that the result can be counted: how many centres does the generator find?

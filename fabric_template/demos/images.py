@@ -1,4 +1,4 @@
-"""Images: folders of pictures, one folder per class, and a ResNet. Needs torchvision."""
+"""Classify folders of pictures, one folder per class, with a ResNet. Needs torchvision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language model: a small GPT that predicts the next byte of a text, and continues texts.
+"""A small GPT that predicts the next byte of a text and continues texts.
 
 The model is an nn.Module with step methods. The default text is Python's own help.
 """

@@ -1,4 +1,4 @@
-"""MNIST: 70,000 images of handwritten digits, and the network of every tutorial, 784-100-10.
+"""Classify the 70,000 handwritten digits of MNIST with a network of 784-100-10 units.
 
 The model is a plain object with step methods: the loop needs no base class. The files are
 downloaded once. Without a network, copy them to ``data/mnist``, packed (.gz) or unpacked.

@@ -1,4 +1,4 @@
-"""Tabular: predict a number from a table, as a LightningModule with torchmetrics."""
+"""Predict a number from a table, as a LightningModule with torchmetrics."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Processes: launching them, strategies, signals."""
+"""Launch processes and handle signals."""

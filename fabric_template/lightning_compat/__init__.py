@@ -1,1 +1,1 @@
-"""What Lightning's modules and callbacks expect of a Trainer."""
+"""The attributes and methods of Trainer that Lightning's modules and callbacks use."""

@@ -1,4 +1,4 @@
-"""The callbacks of a loop: those that were given, those of options, those of installed packages."""
+"""Collect the callbacks of a loop, from its arguments, its options and installed packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``ckpt_path="best"`` and ``"last"`` mean where Lightning's callbacks keep the checkpoints."""
+"""Find the files of ``ckpt_path="best"`` and ``"last"`` among those of Lightning's callbacks."""
 
 from __future__ import annotations
 

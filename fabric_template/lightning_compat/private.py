@@ -1,4 +1,4 @@
-"""What Lightning's own callbacks, modules and loggers read from a Trainer, but is not documented.
+"""Undocumented attributes of a Trainer that Lightning's own callbacks, modules and loggers read.
 
 Every name with an underscore has its reason beside it. The counters come from the same function that
 writes them into checkpoints.
@@ -148,12 +148,12 @@ class FitLoopAPI(LoopAPI):
         return self.trainer.run.progress.logging_step if self.trainer.run else 0
 
     def _should_accumulate(self) -> bool:
-        """Whether no optimizer step follows the batch, for ThroughputMonitor."""
+        """Return whether no optimizer step follows the batch, for ThroughputMonitor."""
         optimization = self._run.optimization
         return bool(optimization and optimization.is_accumulating)
 
     def _should_check_val_epoch(self) -> bool:
-        """Whether this epoch is validated, for the totals of progress bars."""
+        """Return whether this epoch is validated, for the totals of progress bars."""
         return self._run.should_validate and self._run.validation_schedule.is_in_this_epoch()
 
     @property
@@ -202,12 +202,12 @@ class EvaluationLoopAPI(LoopAPI):
 
     @property
     def _has_run(self) -> bool:
-        """Whether there was a validation, for ModelCheckpoint's message about a missing monitor."""
+        """Return whether there was a validation, for ModelCheckpoint's message about a missing monitor."""
         return self._run.progress.eval_batches_done > 0
 
     @property
     def _data_source(self) -> SimpleNamespace:
-        """Whether there is a validation loader, for modules that choose what to monitor."""
+        """Return whether there is a validation loader, for modules that choose what to monitor."""
         return SimpleNamespace(is_defined=lambda: self._run.data.has_loader("val"))
 
 

@@ -28,7 +28,7 @@ _FUNCTIONS |= {"test": TrainerFn.TESTING, "predict": TrainerFn.PREDICTING}
 _STAGES = {"train": RunningStage.TRAINING, "validate": RunningStage.VALIDATING}
 _STAGES |= {"sanity_check": RunningStage.SANITY_CHECKING, "test": RunningStage.TESTING}
 _STAGES |= {"predict": RunningStage.PREDICTING}
-# Attributes that say whether a stage runs.
+# Attributes that are True while a stage runs.
 _STAGE_FLAGS = {"training": "train", "validating": "validate", "testing": "test"}
 _STAGE_FLAGS |= {"predicting": "predict", "sanity_checking": "sanity_check"}
 # Options with setters of their own.
@@ -64,7 +64,7 @@ class TrainerAPI(PrivateAPI):
 
     @property
     def should_stop(self) -> bool:
-        """Whether training ends after the current batch. Set it to stop."""
+        """Return whether training ends after the current batch. Set it to stop."""
         return bool(self.run and self.run.stop.should_stop)
 
     @should_stop.setter
@@ -155,12 +155,12 @@ class TrainerAPI(PrivateAPI):
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """What was sent to the loggers."""
+        """Return what was sent to the loggers."""
         return self._metrics("logged_metrics")
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
-        """What was logged with prog_bar=True."""
+        """Return what was logged with prog_bar=True."""
         return self._metrics("progress_bar_metrics")
 
     def _metrics(self, view: str) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class TrainerAPI(PrivateAPI):
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar among the callbacks. Who asks before a run gets Lightning's, not the console."""
+        """The progress bar among the callbacks. Before a run this adds Lightning's in place of the console."""
         bars = self._callbacks_of("ProgressBar")
         if not bars and self.config.enable_progress_bar and self.status != TrainerStatus.RUNNING:
             bars = [TQDMProgressBar()]

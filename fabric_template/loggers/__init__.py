@@ -1,1 +1,1 @@
-"""Logging: self.log's arithmetic, the CSV files, the history and the console."""
+"""self.log's arithmetic, the CSV files, the history and the console."""

@@ -1,4 +1,4 @@
-"""What a run prints: a progress bar, a line per epoch."""
+"""Print a line per epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CSV logger: metrics.csv with one complete row per epoch, steps.csv, hparams.yaml.
+"""Write metrics.csv with one complete row per epoch, steps.csv and hparams.yaml.
 
 Fabric's CSVLogger empties a version that it opens, and keeps up to 100 rows in memory. This one appends,
 and each row is in its file when it was logged.
@@ -152,7 +152,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Do nothing: every row is in its file when it was logged."""
+        """Do nothing, because every row is written when it is logged."""
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a run: what steps returned, what was logged, learning rate and time."""
+"""Collect the rows of a run from returned and logged values, learning rate and time."""
 
 from __future__ import annotations
 

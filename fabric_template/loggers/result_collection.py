@@ -1,4 +1,4 @@
-"""What ``self.log`` logged, with Trainer's arithmetic, on the device of the values.
+"""Collect what ``self.log`` logs, with Trainer's arithmetic, on the device of the values.
 
 A mean is the sum of value times batch size over the sum of batch sizes, in float32 or wider, added in
 order. Nothing is read from the device in a step.
@@ -73,7 +73,7 @@ class LogArguments:
 
     @property
     def suffix(self) -> str:
-        """The part of a name that tells one of several evaluation loaders."""
+        """The part of a name that identifies one of several evaluation loaders."""
         has_suffix = self.add_dataloader_idx and self.dataloader_idx is not None
         return f"/dataloader_idx_{self.dataloader_idx}" if has_suffix else ""
 
@@ -84,7 +84,7 @@ class LogArguments:
 
 
 class ResultMetric:
-    """One logged name: its last value and its sum over the epoch."""
+    """The last value of one logged name, and its sum over the epoch."""
 
     def __init__(self, arguments: LogArguments, raw: tuple, all_reduce: Callable[..., Tensor]) -> None:
         self.arguments, self.raw, self._all_reduce = arguments, raw, all_reduce
@@ -487,7 +487,7 @@ class ClosedResults:
     """Takes the place of the results in a copy of a module that was pickled while it ran."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Ignore the value: the copy is of no run."""
+        """Ignore the value, because the copy belongs to no run."""
 
     log_dict = log
 

@@ -1,1 +1,1 @@
-"""Tools: what is typed beside a run; the loop imports nothing of it."""
+"""The command line and the tools around a run. The loop imports none of them."""

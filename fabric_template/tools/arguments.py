@@ -125,7 +125,7 @@ def read_config(option: str, path: Path) -> dict[str, Any]:
 
 
 def starts_new_run(command: str, typed: list[str]) -> bool:
-    """Whether a command trains in a version of its own."""
+    """Return whether a command trains in a version of its own."""
     return command in TRAINING_COMMANDS and not values_of("resume", typed)
 
 

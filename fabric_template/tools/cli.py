@@ -1,4 +1,4 @@
-"""The command line: jsonargparse makes, parses and explains the options of every command.
+"""The command line. jsonargparse makes, parses and explains the options of every command.
 
 The function of a command is imported when the command is used. No help waits for torch.
 """
@@ -144,7 +144,7 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def is_users_mistake(error: Exception) -> bool:
-    """Whether one of our checks raised the error, and no code of the user is in the traceback."""
+    """Return whether one of our checks raised the error, without code of the user in the traceback."""
     packages, trace = [], error.__traceback__
     while trace is not None:
         name = str(trace.tb_frame.f_globals.get("__name__"))

@@ -29,7 +29,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all compared steps are equal."""
+        """Return whether all compared steps are equal."""
         return self.step is None
 
     def __str__(self) -> str:

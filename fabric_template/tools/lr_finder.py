@@ -1,4 +1,4 @@
-"""Learning rate finder: a callback that raises the learning rate, and what its curve suggests."""
+"""Raise the learning rate until the loss blows up, and suggest one from the curve."""
 
 from __future__ import annotations
 

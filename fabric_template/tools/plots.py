@@ -47,7 +47,7 @@ class Run:
 
 
 class Metric(NamedTuple):
-    """A column and what its name tells: `val_acc_top1` is `acc_top1` in validation, an accuracy."""
+    """A column and the parts of its name. `val_acc_top1` is `acc_top1` in validation, an accuracy."""
 
     column: str
     split: str

@@ -1,4 +1,4 @@
-"""Saving of predictions: a table, or the list of batches."""
+"""Save predictions as a table or as the list of batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and what makes it shorter."""
+"""Show where the time of a training step goes, and what makes it shorter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One part of a step: its median in milliseconds, and its share of the step."""
+    """The median of one part of a step in milliseconds, and its share of the step."""
 
     part: str
     milliseconds: float

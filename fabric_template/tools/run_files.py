@@ -29,7 +29,7 @@ short_repr.maxlevel = 3
 
 @dataclass
 class Run:
-    """One run: the columns of `list_runs`, its options, and the numbers in its metrics.csv."""
+    """The columns of `list_runs`, the options and the metrics.csv of one run."""
 
     name: str
     version: int | str

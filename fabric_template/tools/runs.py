@@ -26,7 +26,7 @@ def list_runs(folder: str | os.PathLike = "logs", metric: str | None = None) -> 
 
     Args:
         folder: the folder of all logs, or a folder in it.
-        metric: the metric behind `best`. Default: the run's monitor, or a validated metric.
+        metric: the metric that ranks the runs. Default: the run's monitor, or a validated metric.
 
     Example:
         >>> from tempfile import mkdtemp

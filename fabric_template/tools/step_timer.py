@@ -175,7 +175,7 @@ def time_steps(
         options.update(QUIET, logger=bool(loop.loggers), callbacks=[timer])
         FabricLoop(loop.fabric, **options).fit(model, train, datamodule=datamodule, **arguments)
     if len(timer.steps) < steps:
-        message = "expected one that goes on. Give batches, and remove what stops it."
+        message = "expected a longer one. Give more batches, and remove what stops it."
         raise ValueError(f"profile: got a training of {timer.started} batches, {message}")
     return timer
 

@@ -1,4 +1,4 @@
-"""Tune: find the settings that make a training faster on this machine, or a learning rate."""
+"""Find the settings that make a training faster on this machine, or a learning rate."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_su
 
 
 class Tuned(NamedTuple):
-    """What is faster: options for FabricLoop, lines to write, and the gain.
+    """The faster settings, as options for FabricLoop and lines to write, and their gain.
 
     Trials are tuples: the settings, samples per second, and the reason of a failure.
     """
@@ -294,7 +294,7 @@ class Stopwatch:
             group["foreach"], group["fused"] = False, True
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        """Close the window when it is over. The first one is a warm-up."""
+        """End the measurement when its time is over. The first one is a warm-up."""
         from lightning.pytorch.utilities.data import extract_batch_size
 
         self.samples += extract_batch_size(batch[0])

@@ -1,1 +1,1 @@
-"""The training loop: epochs, batches, optimization, validation, prediction."""
+"""The training loop, optimization, validation and prediction."""

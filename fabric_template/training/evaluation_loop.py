@@ -1,4 +1,4 @@
-"""Validation and test: every batch of every loader with its hooks, and what was measured."""
+"""Validate and test every batch of every loader, with the hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop: epochs, batches, when to validate, when to stop. The page to read first."""
+"""Train in epochs and batches, and decide when to validate and to stop. Read this page first."""
 
 from __future__ import annotations
 
@@ -188,10 +188,10 @@ class ValidationSchedule:
             self.every_n_batches = self._batches_between(self.run.config.val_check_interval)
 
     def _batches_between(self, interval: int | float) -> int | float:
-        num_batches = run_batches = self.run.progress.num_train_batches
+        num_batches = self.run.progress.num_train_batches
         if isinstance(interval, int):
             counts_epochs = self.run.config.check_val_every_n_epoch is not None
-            if interval > run_batches and counts_epochs and self.run.should_validate:
+            if interval > num_batches and counts_epochs and self.run.should_validate:
                 raise ValueError(
                     f" `val_check_interval` ({interval}) must be less than or equal to the number of the"
                     f" training batches ({num_batches}). If you want to disable validation set"

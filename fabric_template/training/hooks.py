@@ -1,4 +1,4 @@
-"""Calls of hooks: of callbacks, of the module, of the datamodule."""
+"""Call the hooks of callbacks, module and datamodule."""
 
 from __future__ import annotations
 

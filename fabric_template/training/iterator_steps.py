@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StepIterator:
-    """The iterator that a step gets: ``batch, batch_idx, dataloader_idx = next(dataloader_iter)``.
+    """The iterator of a step that calls ``batch, batch_idx, dataloader_idx = next(dataloader_iter)``.
 
     Attributes:
         current: What was fetched last.

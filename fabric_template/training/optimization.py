@@ -216,7 +216,7 @@ class AutomaticOptimization:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients of an accumulation window that has not ended."""
-        # A checkpoint of the middle of a step resumes at the start of its window.
+        # A checkpoint of the middle of a step resumes at the start of its accumulation window.
         is_accumulating = self.is_accumulating and self.run.progress.phase != "step"
         gradients = self._waiting_gradients() if is_accumulating else {}
         return {"is_accumulating": is_accumulating, "gradients": gradients}
@@ -332,7 +332,7 @@ def step_with_closure(
     before_step: list[Callable[[Optimizer], Any]],
     **kwargs: Any,
 ) -> Any:
-    """Step an optimizer: the closure, what is done with the gradients, the step.
+    """Run the closure, prepare the gradients and step the optimizer.
 
     With a gradient scaler the closure runs first, because gradients must be unscaled before anybody
     reads them. A step whose gradients are not finite is skipped by the scaler.

@@ -1,4 +1,4 @@
-"""Prediction: ``predict_step`` or ``forward`` over every batch."""
+"""Run ``predict_step`` or ``forward`` over every batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Predictions:
-    """What was predicted, and of which samples.
+    """The predictions, and the indices of their samples.
 
     Attributes:
         outputs: By loader and batch, on the CPU; empty where only callbacks see them.

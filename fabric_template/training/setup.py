@@ -1,4 +1,4 @@
-"""What a run prepares before its loop: optimizers, data, ``self.log`` and ``self.trainer``."""
+"""Prepare optimizers, data, ``self.log`` and ``self.trainer`` before the loop of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.m
 
 
 def configure_optimizers(run: RunState) -> None:
-    """Make the optimizers: those that were given, or those that the module makes."""
+    """Set the optimizers that were given, or those that the module makes."""
     returned = run.given_optimizer
     where = "optimizer"
     if returned is None:

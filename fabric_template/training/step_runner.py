@@ -1,7 +1,7 @@
 """The steps of a run with precision, strategy and compilation around them.
 
 Plain Fabric runs ``model.training_step`` on one device outside of its precision: ``bf16-mixed`` trains
-in float32 without a word. Here every step goes through the same door.
+in float32 silently. Here every step goes through the same door.
 """
 
 from __future__ import annotations
