@@ -100,6 +100,7 @@ class _RepeatedLoader:
 
     def __init__(self, loader: Any, timer: _StepTimer) -> None:
         self.loader, self.timer = loader, timer
+        self.iterator: Any = None
 
     def __len__(self) -> int:
         return WARM_UP + self.timer.wanted + 2
@@ -107,10 +108,16 @@ class _RepeatedLoader:
     def __iter__(self) -> Iterator[Any]:
         for _ in range(len(self)):
             self.timer.switch("data")
-            for batch in self.loader:
+            self.iterator = iter(self.loader)
+            for batch in self.iterator:
                 self.timer.switch("transfer")
                 yield batch
                 self.timer.switch("data")
+
+    def close(self) -> None:
+        """Shut the workers down, which an abandoned iterator keeps until garbage collection."""
+        if hasattr(self.iterator, "_shutdown_workers"):
+            self.iterator._shutdown_workers()
 
 
 class _ReadRecorder(TorchFunctionMode):
@@ -147,13 +154,17 @@ def time_steps(
     model, arguments = copy.deepcopy((model, arguments))
     datamodule = copy.copy(datamodule)
 
+    stack = ExitStack()
+
     def repeat(loader: Any) -> _RepeatedLoader:
         timer.loader = loader
         loader = new_loader or loader
         # The data are shared, and a running iterator of persistent workers cannot be copied.
         shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
         memo = {id(part): part for part in shared} | {id(getattr(loader, "_iterator", None)): None}
-        return _RepeatedLoader(copy.deepcopy(loader, memo), timer)
+        repeated = _RepeatedLoader(copy.deepcopy(loader, memo), timer)
+        stack.callback(repeated.close)
+        return repeated
 
     source = model if datamodule is None else datamodule
     if train is not None:
@@ -162,7 +173,7 @@ def time_steps(
         make_loader = source.train_dataloader
         source.train_dataloader = lambda: repeat(make_loader())
     options = {name: getattr(loop.config, name) for name in OPTIONS}
-    with ExitStack() as stack:
+    with stack:
         options["default_root_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
         stack.callback(register_optimizer_step_post_hook(timer.after_optimizer_step).remove)
         stack.callback(torch.set_num_threads, torch.get_num_threads())

@@ -17,12 +17,12 @@ NEW_ENGINE = ("training", "loggers", "checkpoint", "distributed", "lightning_com
 NEW_ENGINE += ("config.py", "errors.py", "next_loop.py", "dataloaders.py", "tensor_loader.py")
 
 SIZE_LIMITS = {
-    "package lines": 24_480,
+    "package lines": 24_491,
     "package files": 189,
     "new engine lines": 8_195,
     "new engine files": 41,
     "new engine test lines": 1_187,
-    "test lines": 33_598,
+    "test lines": 33_614,
     "docs lines": 2_947,
 }
 

@@ -1,6 +1,8 @@
 """The parts of a step add up, suggestions help, and a profile leaves no trace."""
 
 import copy
+import gc
+import multiprocessing
 import random
 import re
 import tempfile
@@ -300,6 +302,20 @@ def test_a_profile_after_a_fit_changes_nothing():
 def test_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         profile_net(**arguments)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_worker_outlives_a_profile(workers, monkeypatch):
+    """Abandoned workers would live until garbage collection, and keep the pipes of their parent open."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    running = len(multiprocessing.active_children())
+    gc.disable()
+    try:
+        found = profile_net(DataLoader(SlowDataset(), 1, num_workers=workers), steps=5)
+        assert found.rows[0].part == "data"
+        assert len(multiprocessing.active_children()) == running
+    finally:
+        gc.enable()
 
 
 def test_the_command(tmp_path, capsys):
