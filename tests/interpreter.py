@@ -81,7 +81,11 @@ def end():
     if _server:
         folder, server = _server
         _server.clear()
-        server.communicate()
+        try:
+            server.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            # A process that a test has left running keeps the server's standard input open.
+            server.kill()
         shutil.rmtree(folder, ignore_errors=True)  # which it does itself, but where it was killed
 
 

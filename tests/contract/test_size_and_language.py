@@ -22,7 +22,7 @@ SIZE_LIMITS = {
     "new engine lines": 8_195,
     "new engine files": 41,
     "new engine test lines": 1_187,
-    "test lines": 33_614,
+    "test lines": 33_618,
     "docs lines": 2_947,
 }
 
