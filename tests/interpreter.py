@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 
 OPTIONS = ("-u", "-B")  # torchrun types one, multiprocessing's spawn the other
