@@ -288,7 +288,7 @@ def test_sigkill(tmp_path, name):
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
     for batch in (9, 5):
         code = (
-            f"import sys; sys.path[:0] = {folders}; from test_resume import LOADERS, Kills, fit;"
+            f"import sys; sys.path[:0] = {folders}; from test_exact_resume import LOADERS, Kills, fit;"
             f" fit({str(tmp_path / 'cut')!r}, LOADERS[{name!r}], resume='auto', callbacks=[Kills('on_train_batch_end',"
             f" {batch})], **{options})"
         )
