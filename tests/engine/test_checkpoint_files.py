@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from resume_loaders import tensors
-from test_resume import Net, fit, quiet
+from test_exact_resume import Net, fit, quiet
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric_template.checkpoint import checkpoint_io
