@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal as signal_module
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from .checkpoint.checkpoint_io import AtomicCheckpointIO
 from .checkpoint.manager import CheckpointManager
-from .checkpoint.resolve import (
-    lock_folders,
-    resolve_checkpoint,
-    version_folder,
-    version_of_checkpoint,
-)
+from .checkpoint.resolve import resolve_checkpoint, version_folder, version_of_checkpoint
+from .checkpoint.run_lock import lock_folders
 from .checkpoint.state import OWN_KEY, restore_model, restore_training
 from .config import LoopConfig, parse_options
 from .data.dataloaders import DataConnector
@@ -42,6 +40,14 @@ from .loggers.csv_logger import CSVLogger, claim_version
 from .loggers.history import History
 from .loggers.logger_connector import LoggerConnector
 from .loggers.result_collection import ResultCollection
+from .loggers.run_config import write_run_config
+from .loggers.run_summary import (
+    end_reason,
+    format_results,
+    format_summary,
+    short_path,
+    summarize_run,
+)
 from .training.checks import LOADER_OF_STAGE, check_call
 from .training.evaluation_loop import evaluate
 from .training.fit_loop import fit as run_fit
@@ -62,6 +68,7 @@ class FabricLoop(TrainerAPI):
         fabric: A ready Fabric. Or give Fabric's own arguments:
         accelerator, strategy, devices, num_nodes, precision, plugins: See lightning.Fabric.
         callbacks: Lightning's callbacks, or objects with methods named like hooks.
+        loggers: Fabric's name for the option logger.
         **options: The fields of LoopConfig, such as max_epochs=10.
     """
 
@@ -76,9 +83,13 @@ class FabricLoop(TrainerAPI):
         precision: Any = None,
         plugins: Any = None,
         callbacks: Any = None,
+        loggers: Any = None,
         **options: Any,
     ) -> None:
-        self.config: LoopConfig = parse_options(options).resolve()
+        if loggers is not None:
+            options["logger"] = loggers
+        given = parse_options(options)
+        self.config: LoopConfig = given.resolve()
         self.fabric = fabric or Fabric(
             accelerator=accelerator,
             strategy=strategy,
@@ -90,6 +101,8 @@ class FabricLoop(TrainerAPI):
         self._callbacks = parse_callbacks(callbacks, self.config)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.checkpoint_io = AtomicCheckpointIO()
+        self._own_logger: CSVLogger | None = None
+        self._has_fitted = False
         self.loggers = self._make_loggers()
         self._profiler = make_profiler(self.config.profiler)
         self.run: RunState | None = None
@@ -97,6 +110,11 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INITIALIZING
         self._strategy_api = StrategyAPI(self)
         self._ckpt_path: Any = None
+        of_fabric = {"accelerator": accelerator, "strategy": strategy, "devices": devices, "num_nodes": num_nodes}
+        of_fabric |= {"precision": precision, "plugins": plugins, "callbacks": callbacks}
+        # What config.yaml records. The command line adds the model and the data.
+        self.recipe: dict[str, Any] = {**vars(given)}
+        self.recipe |= {name: value for name, value in of_fabric.items() if value is not None and fabric is None}
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -106,12 +124,14 @@ class FabricLoop(TrainerAPI):
             return []
         if config.fast_dev_run:
             return [DummyLogger()]
-        given = config.logger if isinstance(config.logger, list | tuple) else [config.logger]
+        # A ready Fabric may have loggers of its own.
+        asked = self.fabric.loggers or True if config.logger is True else config.logger
+        given = asked if isinstance(asked, list | tuple) else [asked]
         root = Path(self.default_root_dir, "logs")
         checkpoints = Path(self.default_root_dir, "checkpoints", config.name)
-        return [
-            CSVLogger(root, config.name, config.version, checkpoints) if logger is True else logger for logger in given
-        ]
+        if any(logger is True for logger in given):
+            self._own_logger = CSVLogger(root, config.name, config.version, checkpoints)
+        return [self._own_logger if logger is True else logger for logger in given]
 
     def fit(
         self,
@@ -159,7 +179,7 @@ class FabricLoop(TrainerAPI):
         functions = {"validation_step": validation_step, "epoch_end": epoch_end}
         run = self._make_run("validate", model, {"val": dataloaders}, datamodule, functions)
         self._resolve_checkpoint(run, None, load or ckpt_path, weights_only)
-        return self._call(run, _evaluate)
+        return self._print_results(self._call(run, _evaluate), run.stage, verbose)
 
     def test(
         self,
@@ -177,7 +197,7 @@ class FabricLoop(TrainerAPI):
         functions = {"test_step": test_step, "epoch_end": epoch_end}
         run = self._make_run("test", model, {"test": dataloaders}, datamodule, functions)
         self._resolve_checkpoint(run, None, load or ckpt_path, weights_only)
-        return self._call(run, _evaluate)
+        return self._print_results(self._call(run, _evaluate), run.stage, verbose)
 
     def predict(
         self,
@@ -195,6 +215,39 @@ class FabricLoop(TrainerAPI):
         run = self._make_run("predict", model, {"predict": dataloaders}, datamodule, functions)
         self._resolve_checkpoint(run, None, load or ckpt_path, weights_only)
         return self._call(run, partial(_predict, keep=return_predictions is not False))
+
+    def _print_results(self, results: list[dict[str, float]], stage: str, verbose: bool) -> list[dict[str, float]]:
+        if verbose and self.fabric.is_global_zero:
+            table = format_results(results, stage)
+            print(table, end="\n" if table else "")
+        return results
+
+    def profile(self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any) -> Any:
+        """Find where the time of a training step goes. See ``fabric_template.profile``."""
+        return _import_tool("profile")(self, model, train_dataloaders, datamodule, **options)
+
+    def tune(self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any) -> Any:
+        """Find settings that make a training faster. See ``fabric_template.tune``."""
+        return _import_tool("tune")(self, model, train_dataloaders, datamodule, **options)
+
+    def ending(self) -> dict[str, list[str]]:
+        """Return what the last fit has done, why it ended and where its files are, by heading."""
+        run = self.runs.get("fit")
+        if run is None:
+            return {}
+        paths = [self.checkpoint_path("best"), self.checkpoint_path("last")]
+        return summarize_run(run, [path for path in paths if path is not None])
+
+    def __repr__(self) -> str:
+        summary = self.ending() if hasattr(self, "runs") else {}
+        headings = ("trained", "ended", "log", "checkpoint")
+        parts = [f"{heading} {text}" for heading in headings for text in summary.get(heading, ())]
+        name = self.config.name if hasattr(self, "config") else ""
+        return f"<{type(self).__name__} {name!r}: {'; '.join(parts) or 'nothing is trained yet'}>"
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
+        """Return what a notebook shows for a loop."""
+        return {"text/plain": format_summary(self.ending()) or repr(self)}
 
     # Set-up of a run
 
@@ -257,7 +310,7 @@ class FabricLoop(TrainerAPI):
             stop=stop,
             steps=StepRunner(self.fabric, source, network, self.config.compile),
             loggers=None,  # type: ignore[arg-type]
-            console=Console(self._shows_console()),
+            console=Console(self.config, self._shows_console()),
             checkpoints=last.checkpoints if last is not None else CheckpointManager(None, self.config),
             warn_once=warn_once,
             is_last_model=is_last_model,
@@ -363,6 +416,7 @@ class FabricLoop(TrainerAPI):
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(True))
             stack.enter_context(torch.autograd.set_detect_anomaly(self.config.detect_anomaly))
+            stack.enter_context(run.console.shown(run))
             return self._run_attached(run, function, stack)
 
     def _run_attached(self, run: RunState, function: Callable, stack: ExitStack) -> Any:
@@ -373,9 +427,7 @@ class FabricLoop(TrainerAPI):
             attach_logs(run, stack)
         prepare_data(run)
         if run.stage == "fit":
-            run.checkpoints = self._make_checkpoint_manager(run)
-            if self.fabric.is_global_zero:
-                stack.enter_context(lock_folders(self._run_folders(run)))
+            self._open_folders(run, stack)
         run.hooks.call_with_stage("setup", run.stage, run.datamodule)
         run.hooks.call_module("configure_model")
         run.steps.convert_network()
@@ -395,6 +447,22 @@ class FabricLoop(TrainerAPI):
         if self._profiler is not None:
             self._profiler.describe()
         return result
+
+    def _open_folders(self, run: RunState, stack: ExitStack) -> None:
+        """Choose the version of a fit and lock its folders. A new run starts with empty files."""
+        own, version = self._own_logger, self.config.version
+        if own is not None and version is None and self._has_fitted and not run.resumes:
+            own.version = None
+        self._has_fitted = True
+        run.checkpoints = self._make_checkpoint_manager(run)
+        if not self.fabric.is_global_zero:
+            return
+        resumed_from = None
+        if run.resumes and run.checkpoint is not None:
+            resumed_from = f"step {run.checkpoint['global_step']} from {run.checkpoint_path}"
+        stack.enter_context(lock_folders(self._run_folders(run), resumed_from))
+        if own is not None and version is not None and not run.resumes:
+            own.rewind({})
 
     def _handle_exception(self, run: RunState, error: BaseException) -> None:
         self.status = TrainerStatus.INTERRUPTED
@@ -417,14 +485,18 @@ class FabricLoop(TrainerAPI):
         """The folder of the checkpoints of the last fit; None before it, or if it saves none."""
         return self.runs["fit"].checkpoints.folder if "fit" in self.runs else None
 
-    def checkpoint_path(self, keyword: str = "last") -> Path:
-        """Return the path of the "last" or "best" checkpoint, of the last fit or of the newest version."""
-        name, version = self.config.name, self.config.version
-        if self.checkpoint_dir is not None:
-            version = self.checkpoint_dir.name
-        path = resolve_checkpoint(keyword, Path(self.default_root_dir), name, version)
-        assert path is not None
-        return path
+    def checkpoint_path(self, keyword: str = "last") -> Path | None:
+        """Return the "last" or "best" checkpoint that this loop has saved, None if there is none.
+
+        ModelCheckpoint callbacks come before the loop's own files.
+        """
+        fit = self.runs.get("fit")
+        savers = self.checkpoint_callbacks or ([fit.checkpoints] if fit is not None else [])
+        paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]
+        if keyword == "best":
+            paths = paths[:1]
+        found = [Path(path) for path in paths if path and os.path.exists(path)]
+        return max(found, key=os.path.getmtime) if found else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_callbacks": list(self.callbacks), "run": None, "runs": {}}
@@ -436,10 +508,13 @@ def _fit(run: RunState) -> None:
     run.hooks.call("on_fit_start")
     run.network.zero_grad()
     run.loggers.log_hyperparameters(run)
+    if run.fabric.is_global_zero:
+        write_run_config(run)
     is_automatic = run.module.automatic_optimization
     run.optimization = AutomaticOptimization(run) if is_automatic else ManualOptimization(run)
     if run.checkpoint is not None:
         restore_training(run, run.checkpoint)
+        note_finished(run)
     with SignalHandler() as signals:
         run.signals = signals
         run.results.start_training()
@@ -453,6 +528,15 @@ def _fit(run: RunState) -> None:
     finish_signal(run)
 
 
+def note_finished(run: RunState) -> None:
+    """Print that a resumed run has nothing left to train. A scheduler may have started it again."""
+    progress, is_done = run.progress, run.stop.is_fit_done and not run.progress.is_in_epoch
+    if is_done and run.fabric.is_global_zero:
+        place = f"epoch {progress.epochs_done}, step {progress.global_step}"
+        text = f"resume: {run.checkpoint_path} is of a finished run ({place}), nothing is trained: {end_reason(run)}."
+        print(text, file=sys.stderr)
+
+
 def finish_signal(run: RunState) -> None:
     """Save where a signal ended training, and pass the signal on."""
     number = run.stop.signal
@@ -460,6 +544,10 @@ def finish_signal(run: RunState) -> None:
         return
     if run.checkpoints.is_enabled:
         run.checkpoints.save_last(run)
+    if run.fabric.is_global_zero:
+        name, path, step = end_reason(run), run.checkpoints.last_model_path, run.progress.global_step
+        saved = f" {short_path(Path(path))!r} is saved: resume='last' continues there." if path else ""
+        print(f"{name}: training stops in epoch {run.progress.epochs_done}, after step {step}.{saved}", file=sys.stderr)
     if number == signal_module.SIGINT:
         raise KeyboardInterrupt
     raise SIGTERMException(128 + number) if number == signal_module.SIGTERM else SystemExit(128 + number)
@@ -496,6 +584,18 @@ def run_sanity_check(run: RunState) -> None:
     run.history.returned.clear()
     run.progress.stage, run.progress.eval_batches_done = "train", 0
     _set_rng_states(states)
+
+
+def _import_tool(name: str) -> Any:
+    """Return a function of tools/, which copies of this package may lack."""
+    try:
+        return getattr(import_module(f"{__package__}.tools.{name}"), name)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith(f"{__package__}.tools"):
+            raise
+        raise ConfigurationError(
+            f"loop.{name}: this copy has no folder tools/, expected fabric_template/tools/{name}.py. Copy it, too."
+        ) from error
 
 
 def is_datamodule(given: Any) -> bool:

@@ -164,9 +164,9 @@ class CheckpointManager:
         """
         if "last.ckpt" in self._unsaved:
             self.save_last(run)
-        for logger in run.loop.loggers if run.fabric.is_global_zero else ():
+        for logger in run.loggers.csv_loggers:
             try:
-                getattr(logger, "sync", logger.save)()
+                logger.sync()
             except OSError as error:
                 self._unsaved["logs"] = f"{logger.log_dir}: {error}"
         if self._unsaved:

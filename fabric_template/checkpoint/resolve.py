@@ -1,15 +1,11 @@
-"""From "last", "best", "auto" or a path to a checkpoint file; one writer per version."""
+"""From "last", "best", "auto" or a path to a checkpoint file."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
 from .checkpoint_io import local_path, read_checkpoint, verify_checkpoint
@@ -95,42 +91,6 @@ def version_of_checkpoint(path: Path, root: Path, name: str) -> int | str | None
         return None
     digits = parts[0].removeprefix("version_")
     return int(digits) if digits.isdigit() else parts[0]
-
-
-def lock_folders(folders: Iterable[Path]) -> ExitStack:
-    """Make this process the only writer of these folders until the returned stack is closed.
-
-    The system drops a lock with its process, so a killed run leaves none.
-
-    Raises:
-        CheckpointError: Another run writes there.
-    """
-    stack = ExitStack()
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / ".lock")
-            lock.acquire(timeout=0)
-        except Timeout:
-            stack.close()
-            raise CheckpointError(
-                f"{folder}: another run writes there. Give this one another name or version, or stop the other."
-            ) from None
-        except (OSError, NotImplementedError) as error:
-            warnings.warn(
-                f"{folder}: it cannot be locked ({error}). Give each run a name or version of its own.",
-                stacklevel=2,
-            )
-            continue
-        stack.callback(lock.release)
-        remove_unfinished(folder)
-    return stack
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove files that a killed run had not finished. Nobody else writes here."""
-    for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
 
 
 def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:

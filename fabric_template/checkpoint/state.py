@@ -248,7 +248,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
             f"You restored a checkpoint with current_epoch={run.progress.epochs_done}, but you have set"
             f" Trainer(max_epochs={run.stop.max_epochs}). Please set a different max_epochs value."
         )
-    if run.resume_keyword == "auto":
+    if run.resume_keyword == "auto" or not run.stop.can_stop_early:
         # A run that stopped by itself stays as it ended. resume="last" asks for more.
         run.stop.load_state_dict(own["stop"])
     run.history.load_state_dict(own["history"])

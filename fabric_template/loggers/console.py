@@ -1,41 +1,473 @@
-"""Print a line per epoch."""
+"""Show a run by a progress bar and a table with a row per epoch, in a terminal, a log file or a notebook."""
 
 from __future__ import annotations
 
+import html
+import math
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .run_summary import count_of, end_reason, format_value
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
+# Drawing more often costs steps and shows no more.
+SECONDS_BETWEEN_DRAWS = 0.2
+TEXT_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+LAST_COLUMNS = ("time", "left")
+# A notebook sends the whole table each time. All rows are shown at the end.
+MAX_NOTEBOOK_ROWS = 20
+
 
 class Console:
-    """Prints a line per epoch."""
+    """The progress bar and the table of a run, on the process that may print.
 
-    def __init__(self, is_enabled: bool) -> None:
+    An error in it is shown once and turns it off. Training continues.
+
+    Args:
+        config: The options monitor and mode, which mark the best epochs.
+        is_enabled: Whether anything is shown.
+    """
+
+    def __init__(self, config: Any, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
-        self._columns: list[str] = []
+        self._table = EpochTable(config.monitor, config.mode)
+        self._screen: Screen | None = None
+        self._due = math.inf
+        self._started, self._first = 0.0, 0
+        self._total: int | float = 0
+        self._num_eval_batches: int | float | None = None
+
+    @contextmanager
+    def shown(self, run: RunState) -> Iterator[None]:
+        """Leave the bar as it is at the end of a run; completed if the run was."""
+        try:
+            yield
+        except BaseException:
+            self._guard(self._close, run, False)
+            raise
+        self._guard(self._close, run, True)
 
     def start_epoch(self, run: RunState) -> None:
-        pass
-
-    def update(self, run: RunState) -> None:
-        pass
+        """Start the bar of an epoch."""
+        self._guard(self._start, run, run.progress.num_train_batches, run.progress.batches_done)
 
     def start_evaluation(self, run: RunState, num_batches: int | float) -> None:
-        pass
+        """Show an evaluation. Inside of fit its bar is beside the bar of the epoch."""
+        self._num_eval_batches = num_batches
+        if run.stage != "fit":
+            self._guard(self._start, run, num_batches, 0)
 
     def end_evaluation(self, run: RunState) -> None:
-        pass
+        """Return to the bar of the epoch. A validation inside of an epoch has a row of its own."""
+        self._num_eval_batches = None
+        is_inside = run.stage == "fit" and run.progress.stage == "validate" and not run.progress.is_epoch_complete
+        if is_inside and self.is_enabled:
+            self._guard(self._add_row, run, validation_row(run), None)
 
-    def end_epoch(self, run: RunState, row: dict[str, Any]) -> None:
-        """Print the row of an epoch as an aligned line."""
+    def end_epoch(self, run: RunState, row: Mapping[str, Any]) -> None:
+        """Add the row of an epoch to the table."""
+        self._guard(self._add_row, run, row, seconds_left(run))
+
+    def update(self, run: RunState) -> None:
+        """Draw the bar if it is time to. Called after every batch."""
+        if time.monotonic() >= self._due:
+            self._guard(self._draw, run)
+
+    def _guard(self, function: Callable, *args: Any) -> None:
         if not self.is_enabled:
             return
-        if list(row) != self._columns:
-            self._columns = list(row)
-            print("  ".join(f"{name:>10}" for name in row))
-        print("  ".join(f"{_short(value):>{max(10, len(name))}}" for name, value in row.items()))
+        try:
+            function(*args)
+        except Exception as error:
+            self.is_enabled, self._due = False, math.inf
+            if self._screen is not None:
+                self._screen.restore_streams()
+            warnings.warn(
+                f"The progress bar is off for the rest of this run: {type(error).__name__}: {error}", stacklevel=3
+            )
+
+    def _start(self, run: RunState, total: int | float, first: int) -> None:
+        self._total, self._first, self._started = total, first, time.monotonic()
+        if self._screen is not None:
+            return
+        self._screen = find_screen(self._table)
+        for row in run.history.rows:
+            # A resumed run compares with the epochs before.
+            self._table.mark_best(row)
+        self._due = self._started + self._screen.seconds_between_draws
+        if not self._screen.is_log_file:
+            self._screen.start()
+            self._draw(run)
+
+    def _draw(self, run: RunState, description: str | None = None) -> None:
+        assert self._screen is not None
+        progress = run.progress
+        done = progress.batches_done if run.stage == "fit" else progress.eval_batches_done
+        if run.stage == "fit" and progress.phase == "step":
+            # The current batch is not done yet. It may have raised an error.
+            done -= 1
+        # The format of a bar in tqdm.
+        meter = {
+            "n": done,
+            "total": done if description else self._total if self._total != math.inf else None,
+            "elapsed": time.monotonic() - self._started,
+            "initial": self._first,
+            "prefix": description or self._describe(run),
+            "postfix": ", ".join(f"{name}={value:.4g}" for name, value in bar_values(run).items()),
+        }
+        self._screen.draw(meter)
+        self._due = time.monotonic() + self._screen.seconds_between_draws
+
+    def _describe(self, run: RunState) -> str:
+        if run.stage != "fit":
+            return run.stage
+        limit = "" if run.stop.max_epochs == -1 else f"/{run.stop.max_epochs}"
+        text = f"epoch {run.progress.epochs_done}{limit}"
+        if self._num_eval_batches is not None:
+            total = "" if self._num_eval_batches == math.inf else f"/{self._num_eval_batches}"
+            text += f", validating {run.progress.eval_batches_done}{total}"
+        return text
+
+    def _add_row(self, run: RunState, row: Mapping[str, Any], left: float | None) -> None:
+        if self._screen is None:
+            return
+        self._table.mark_best(row)
+        self._screen.add_row(row, left)
+
+    def _close(self, run: RunState, is_complete: bool) -> None:
+        if self._screen is None:
+            return
+        if not self._screen.is_log_file:
+            count = count_of(run.progress.epochs_done, "epoch")
+            self._draw(run, (count if run.stage == "fit" else run.stage) if is_complete else None)
+        self._due = math.inf
+        reason = end_reason(run) if is_complete and run.stage == "fit" else ""
+        if reason and not run.stop.has_max_epochs:
+            epoch, step = run.progress.epochs_done - 1, run.progress.global_step
+            self._screen.print(f"ended in epoch {epoch}, after step {step}: {reason}")
+        self._screen.close()
 
 
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def bar_values(run: RunState) -> dict[str, float]:
+    """Return the values beside the bar. Reads the device, so it is called only when the bar is drawn."""
+    logs_itself = run.is_lightning_module and (run.results.active or run.results.callback_metrics)
+    values = {} if logs_itself else run.history.latest()
+    values.update(run.results.progress_bar_metrics)
+    if run.progress.stage == "train" and run.results.active:
+        for name, value in run.results.views()[2].items():
+            values[name] = value.item()
+    return values
+
+
+def validation_row(run: RunState) -> dict[str, Any]:
+    """Return what is shown of a validation inside of an epoch."""
+    progress, history = run.progress, run.history
+    values = {**history.latest(), **history.evaluation_means, **history.evaluated}
+    plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+    return {"epoch": progress.epochs_done, "step": progress.global_step, **plain, "time": history.elapsed()}
+
+
+def seconds_left(run: RunState) -> float | None:
+    """Return how long training is going to take, as the last epochs did; None if nobody knows."""
+    rows = run.history.rows[-5:]
+    if not rows or run.stop.should_stop:
+        return None
+    per_epoch = sum(row["time"] for row in rows) / len(rows)
+    left = []
+    if run.stop.max_epochs not in (None, -1):
+        left.append((run.stop.max_epochs - rows[-1]["epoch"] - 1) * per_epoch)
+    if run.stop.max_steps != -1 and run.progress.optimizer_steps_in_epoch:
+        steps = run.stop.max_steps - run.progress.global_step
+        left.append(steps / run.progress.optimizer_steps_in_epoch * per_epoch)
+    return min(left, default=None)
+
+
+class EpochTable:
+    r"""The rows of a run as aligned lines. Each new best value has an asterisk.
+
+    Example:
+        >>> table = EpochTable("val_loss", "min")
+        >>> for epoch, loss in enumerate((0.5, 0.4, 0.6)):
+        ...     row = {"epoch": epoch, "val_loss": loss, "lr": 0.001, "time": 61.5}
+        ...     _ = table.mark_best(row)
+        ...     print("\n".join(table.add(row, 61.5 * (2 - epoch))))
+        epoch  val_loss        lr   time   left
+            0   0.5000*     0.001   1:02   2:03
+            1   0.4000*     0.001   1:02   1:02
+            2   0.6000      0.001   1:02
+    """
+
+    def __init__(self, monitor: str | None, mode: str) -> None:
+        self.monitor, self.mode = monitor, mode
+        self.rows: list[dict[str, str]] = []
+        self._best_row: int | None = None
+        self._best: float | None = None
+        self._is_best = False
+        self._widths: dict[str, int] = {}
+        self._columns: list[str] = []
+        self._shown: list[str] = []
+
+    def mark_best(self, row: Mapping[str, Any]) -> None:
+        """Compare a row with the best one so far."""
+        value, best = row.get(self.monitor or ""), self._best
+        self._is_best = isinstance(value, int | float) and not math.isnan(value)
+        if self._is_best and best is not None:
+            self._is_best = value < best if self.mode == "min" else value > best  # type: ignore[operator]
+        if self._is_best:
+            self._best = value
+
+    def add(self, row: Mapping[str, Any], left: float | None = None, width: int | None = None) -> list[str]:
+        """Add a row. Returns its line, after a line of names if the columns have changed.
+
+        Args:
+            left: The seconds that remain.
+            width: The columns of the terminal. What does not fit is left out.
+        """
+        cells = {name: format_value(name, value) for name, value in row.items() if value is not None}
+        if left is not None and left > 0:
+            cells["left"] = format_value("left", left)
+        if self.monitor in cells:
+            cells[self.monitor] += "*" if self._is_best else " "
+        if self._is_best:
+            self._best_row = len(self.rows)
+        self.rows.append(cells)
+        names = [*cells, *(name for name in self._columns if name not in cells)]
+        if set(cells) <= set(self._columns):
+            names = self._columns
+        self._columns = [name for name in names if name not in LAST_COLUMNS]
+        self._columns += [name for name in LAST_COLUMNS if name in names]
+        for name, text in cells.items():
+            smallest = 8 if name.startswith("lr") else 5
+            self._widths[name] = max(self._widths.get(name, smallest), len(name), len(text))
+        shown = self._columns if width is None else self._fitting(width - 1)
+        lines = [] if shown == self._shown else [self._line({name: name for name in shown}, shown)]
+        self._shown = shown
+        return [*lines, self._line(cells, shown)]
+
+    def text(self, num_rows: int | None = None) -> str:
+        """Return the table, or its last rows."""
+        head = {name: name for name in self._columns}
+        rows = self.rows if num_rows is None else self.rows[-num_rows:]
+        return "\n".join(self._line(row, self._columns) for row in ([head, *rows] if rows else []))
+
+    def html(self, num_rows: int | None = None) -> str:
+        """Return the table for a notebook, with the best row in bold."""
+        if not self.rows:
+            return ""
+        first = 0 if num_rows is None else max(0, len(self.rows) - num_rows)
+        lines = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in self._columns) + "</tr>"]
+        for index, row in enumerate(self.rows[first:], start=first):
+            style = ' style="font-weight: bold"' if index == self._best_row else ""
+            cells = [html.escape(row.get(name, "").rstrip("* ")) for name in self._columns]
+            lines.append(f"<tr{style}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        return "<table>\n" + "\n".join(lines) + "\n</table>"
+
+    def _fitting(self, width: int) -> list[str]:
+        """Return the columns that fit in a line. The monitor and the losses stay longest."""
+        important = ["epoch", self.monitor, "val_loss", "train_loss", *LAST_COLUMNS]
+        unimportant = [name for name in self._columns if name == "step" or name.startswith("lr")]
+        first = [name for name in important if name in self._columns]
+        others = [name for name in self._columns if name not in first and name not in unimportant]
+        kept: list[str] = []
+        for name in dict.fromkeys([*first, *others, *unimportant]):
+            if kept and sum(self._widths[other] + 2 for other in [*kept, name]) - 2 > width:
+                break
+            kept.append(name)
+        return [name for name in self._columns if name in kept]
+
+    def _line(self, cells: Mapping[str, str], columns: list[str]) -> str:
+        return "  ".join(f"{cells.get(name, ''):>{self._widths[name]}}" for name in columns).rstrip()
+
+
+class Screen:
+    """Write a line per epoch to a log file, and in a long epoch a line per minute."""
+
+    is_log_file = True
+    seconds_between_draws = 60.0
+
+    def __init__(self, table: EpochTable) -> None:
+        self.table = table
+
+    def start(self) -> None:
+        """Prepare for the first bar."""
+
+    def draw(self, meter: dict[str, Any]) -> None:
+        """Draw the bar. The meter has the arguments of tqdm.format_meter."""
+        from tqdm import tqdm
+
+        self.print(tqdm.format_meter(**meter, bar_format=TEXT_BAR))
+
+    def add_row(self, row: Mapping[str, Any], left: float | None) -> None:
+        self.print("\n".join(self.table.add(row, left, terminal_width(sys.stdout))))
+
+    def print(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """Leave everything as it is."""
+        self.restore_streams()
+
+    def restore_streams(self) -> None:
+        """Undo what `start` has done to sys.stdout and sys.stderr."""
+
+
+class TerminalScreen(Screen):
+    """Keep the bar as the last line of a terminal; everything that is printed appears above it."""
+
+    is_log_file = False
+    seconds_between_draws = SECONDS_BETWEEN_DRAWS
+
+    def __init__(self, table: EpochTable) -> None:
+        super().__init__(table)
+        self._terminal = sys.stderr
+        self._bar = ""
+        self._drawn_width = 0
+        self.is_line_open = False
+        self._streams: dict[str, AboveBar] = {}
+
+    def start(self) -> None:
+        for name in ("stdout", "stderr"):
+            if terminal_width(getattr(sys, name)) is not None:
+                self._streams[name] = AboveBar(getattr(sys, name), self)
+                setattr(sys, name, self._streams[name])
+
+    def draw(self, meter: dict[str, Any]) -> None:
+        from tqdm import tqdm
+
+        encoding = (getattr(self._terminal, "encoding", None) or "ascii").lower()
+        # Two columns stay free for the ^C that a terminal shows.
+        width = (terminal_width(self._terminal) or 80) - 3
+        values = meter["postfix"].split(", ")
+        while values and len(tqdm.format_meter(**{**meter, "postfix": ", ".join(values)}, ncols=0)) > width - 12:
+            values.pop()
+        meter = {**meter, "postfix": ", ".join(values)}
+        self._bar = tqdm.format_meter(**meter, ncols=width, ascii=not encoding.startswith("utf"))
+        self.draw_bar()
+
+    def draw_bar(self) -> None:
+        """Draw the bar over the one before, but not over a line that is not finished."""
+        if self.is_line_open:
+            return
+        self._write("\r" + self._bar.ljust(self._drawn_width))
+        self._drawn_width = len(self._bar)
+
+    def erase_bar(self) -> None:
+        """Make space for what is about to be printed."""
+        if self._drawn_width:
+            self._write("\r" + " " * (self._drawn_width + 2) + "\r")
+            self._drawn_width = 0
+
+    def restore_streams(self) -> None:
+        for name, wrapper in self._streams.items():
+            # A hook may have set a stream of its own.
+            if getattr(sys, name) is wrapper:
+                setattr(sys, name, wrapper.stream)
+        self._streams = {}
+
+    def close(self) -> None:
+        self.restore_streams()
+        if self._drawn_width:
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        # A user's print must not fail for the bar.
+        with suppress(OSError, ValueError):
+            self._terminal.write(text)
+            self._terminal.flush()
+
+
+class AboveBar:
+    """A stream of the terminal that keeps the bar below what is written to it."""
+
+    def __init__(self, stream: Any, screen: TerminalScreen) -> None:
+        self.stream, self._screen = stream, screen
+
+    def write(self, text: str) -> int:
+        self._screen.erase_bar()
+        count = self.stream.write(text)
+        if text:
+            self.stream.flush()
+            self._screen.is_line_open = not text.endswith("\n")
+            self._screen.draw_bar()
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class NotebookScreen(Screen):
+    """Show the table and the bar in one output of a notebook. It is no widget, so a saved notebook keeps it."""
+
+    is_log_file = False
+    seconds_between_draws = SECONDS_BETWEEN_DRAWS
+
+    def __init__(self, table: EpochTable) -> None:
+        super().__init__(table)
+        self._handle: Any = None
+        self._meter: dict[str, Any] = {}
+        self._texts: list[str] = []
+        self._due = 0.0
+
+    def draw(self, meter: dict[str, Any]) -> None:
+        self._meter = meter
+        self._show(MAX_NOTEBOOK_ROWS)
+
+    def add_row(self, row: Mapping[str, Any], left: float | None) -> None:
+        self.table.add(row, left)
+        if time.monotonic() >= self._due:
+            self._show(MAX_NOTEBOOK_ROWS)
+
+    def print(self, text: str) -> None:
+        self._texts.append(text)
+
+    def close(self) -> None:
+        self._show(None)
+
+    def _show(self, num_rows: int | None) -> None:
+        from IPython.display import display
+        from tqdm import tqdm
+
+        self._due = time.monotonic() + SECONDS_BETWEEN_DRAWS
+        table = self.table.html(num_rows)
+        if num_rows is None and len(self.table.rows) > MAX_NOTEBOOK_ROWS:
+            table = f'<div style="max-height: 30em; overflow-y: auto">{table}</div>'
+        parts = [table, *(f"<div>{html.escape(text)}</div>" for text in self._texts)]
+        texts = [self.table.text(num_rows), *self._texts]
+        if self._meter:
+            total = self._meter["total"]
+            bar = f'<progress value="{self._meter["n"]}" max="{total}"></progress> ' if total else ""
+            text = html.escape(tqdm.format_meter(**self._meter, bar_format=TEXT_BAR))
+            parts.append(f'<div style="font-family: monospace; white-space: pre">{bar}{text}</div>')
+            texts.append(tqdm.format_meter(**self._meter, ncols=100))
+        data = {"text/html": "\n".join(filter(None, parts)), "text/plain": "\n".join(filter(None, texts))}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+
+
+def find_screen(table: EpochTable) -> Screen:
+    """Return where this process is seen. A process that was forked off a notebook has no page of its own."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_ipython() if get_ipython is not None else None
+    if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
+        return NotebookScreen(table)
+    return Screen(table) if terminal_width(sys.stderr) is None else TerminalScreen(table)
+
+
+def terminal_width(stream: Any) -> int | None:
+    """Return the columns of a terminal; None if the stream is none."""
+    try:
+        return (os.get_terminal_size(stream.fileno()).columns or 80) if stream.isatty() else None
+    except (OSError, ValueError, AttributeError):
+        return None

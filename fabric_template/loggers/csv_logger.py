@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -22,6 +22,11 @@ import yaml
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
+from ..errors import ConfigurationError
+from .read_logs import read_table
+
+# Types that YAML has, besides lists and mappings.
+PLAIN_TYPES = (type(None), bool, int, float, str, Path)
 # The files of a run, with the columns that come first.
 FILES = {"metrics.csv": ("epoch", "step"), "steps.csv": ("step", "epoch")}
 
@@ -78,8 +83,8 @@ class CSVLogger(Logger):
         return self._version
 
     @version.setter
-    def version(self, version: int | str) -> None:
-        self._version, self._tables = version, {}
+    def version(self, version: int | str | None) -> None:
+        self._version, self._tables, self._hparams = version, {}, {}
 
     @property
     def root_dir(self) -> str:
@@ -110,7 +115,8 @@ class CSVLogger(Logger):
         """Append a row to steps.csv. Without a step, rows are counted."""
         if metrics:
             table = self._table("steps.csv")
-            step = metrics.get("step", table.num_rows) if step is None else step
+            if step is None:
+                step = metrics.get("step", table.num_rows)
             table.append({**metrics, "step": step})
 
     @rank_zero_only
@@ -131,17 +137,22 @@ class CSVLogger(Logger):
         return {name: table.position() for name, table in tables.items()}
 
     @rank_zero_only
-    def rewind(self, position: Mapping[str, Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> None:
+    def rewind(self, position: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, Any]] = ()) -> None:
         """Drop the rows and columns that were written after a position.
 
         Args:
-            rows: The rows of metrics.csv, which are written again where the files are those of a new version.
+            position: What `position` returned. Empty: drop everything.
+            rows: The rows of metrics.csv up to there. Those that the file lacks are written again.
+                Files of another run are renamed.
         """
+        metrics = self._table("metrics.csv")
+        is_other_run = not metrics.agrees_with(rows)
         for name in FILES:
             place = position.get(name, {"rows": 0, "columns": [], "waiting": []})
+            if is_other_run:
+                self._table(name).set_aside()
             self._table(name).rewind(place["rows"], list(place["columns"]), place["waiting"])
-        metrics = self._table("metrics.csv")
-        for row in rows if metrics.num_rows == 0 else ():
+        for row in rows[metrics.num_rows :]:
             metrics.append(row)
 
     @rank_zero_only
@@ -176,28 +187,23 @@ class Table:
 
     def __init__(self, path: Path, first_columns: tuple[str, ...]) -> None:
         self.path, self._first_columns = path, first_columns
-        self.columns: dict[str, None] = {}
-        self.num_rows = 0
-        self._waiting: list[Mapping[str, Any]] = []
-        if path.exists():
-            self._load()
+        self._columns: list[str] = []
+        self._num_rows = 0
+        self._waiting: list[dict[str, Any]] = []
+        self._stamp: tuple[int, int] | None = None
 
-    def _load(self) -> None:
-        """Read the header and count the rows. A last row without line end was torn, and is dropped."""
-        text = self.path.read_text(encoding="utf-8")
-        if text and not text.endswith("\n"):
-            text = text[: text.rfind("\n") + 1]
-            write_text(self.path, text)
-        rows = list(csv.reader(io.StringIO(text)))
-        self.columns = dict.fromkeys(rows[0]) if rows else {}
-        self.num_rows = max(0, len(rows) - 1)
+    @property
+    def num_rows(self) -> int:
+        """The rows in the file and those that wait for the disk."""
+        with suppress(OSError):
+            self._read_changes()
+        return self._num_rows + len(self._waiting)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append a row. It waits in memory where the disk refuses it, and is written with the next one."""
-        self._waiting.append(dict(row))
-        self.num_rows += 1
+        self._waiting.append({name: to_cell(name, value) for name, value in row.items()})
         try:
-            self._write()
+            self.write_waiting()
         except OSError as error:
             if len(self._waiting) == 1:
                 warnings.warn(
@@ -206,11 +212,29 @@ class Table:
                     stacklevel=2,
                 )
 
-    def _write(self) -> None:
-        waiting = self._waiting
-        if any(name not in self.columns for row in waiting for name in row):
-            self._widen(waiting)
-        lines = "".join(self._line(row) for row in waiting)
+    def write_waiting(self) -> None:
+        """Write the rows that wait, all of them or none."""
+        if not self._waiting:
+            return
+        self._read_changes()
+        names = dict.fromkeys(name for row in self._waiting for name in row)
+        if set(names) <= set(self._columns):
+            self._append_lines(to_lines(self._columns, self._waiting))
+        else:
+            # New columns. Their cells are empty in earlier rows.
+            rows = read_table(self.path)[1] if self._num_rows else []
+            columns = list(dict.fromkeys([*self._columns, *names]))
+            if not self._columns:
+                columns.sort(key=self._place_of)
+            self._rewrite(columns, [*rows, *self._waiting])
+        self._num_rows += len(self._waiting)
+        self._waiting = []
+
+    def _place_of(self, name: str) -> int:
+        first = self._first_columns
+        return first.index(name) if name in first else len(first)
+
+    def _append_lines(self, lines: str) -> None:
         with self.path.open("a", encoding="utf-8", newline="") as file:
             size = file.tell()
             try:
@@ -220,58 +244,88 @@ class Table:
                 # A row that was written in part would be read as a whole one.
                 os.truncate(self.path, size)
                 raise
-        self._waiting = []
+        self._stamp = self._current_stamp()
 
-    def _widen(self, rows: list[Mapping[str, Any]]) -> None:
-        """Rewrite the file with the new columns. Their cells are empty in earlier rows."""
-        known = [*self.columns, *(name for row in rows for name in row)]
-        ordered = [name for name in self._first_columns if name in known] if not self.columns else []
-        columns = dict.fromkeys([*ordered, *known])
-        old = self._read_rows()
-        writer_text = _csv_line(columns)
-        writer_text += "".join(_csv_line([*r, *[""] * (len(columns) - len(r))]) for r in old)
-        write_text(self.path, writer_text)
-        self.columns = columns
+    def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
+        write_text(self.path, to_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]))
+        self._columns, self._stamp = columns, self._current_stamp()
 
-    def _read_rows(self) -> list[list[str]]:
-        if not self.path.exists():
-            return []
-        with self.path.open(encoding="utf-8", newline="") as file:
-            return list(csv.reader(file))[1:]
+    def _current_stamp(self) -> tuple[int, int] | None:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_size, found.st_mtime_ns
 
-    def _line(self, row: Mapping[str, Any]) -> str:
-        return _csv_line(row.get(name, "") for name in self.columns)
+    def _read_changes(self) -> None:
+        """Read the file if it is new here, or if another program has changed it."""
+        stamp = self._current_stamp()
+        if stamp == self._stamp:
+            return
+        columns, rows, is_complete = read_table(self.path) if stamp is not None else ([], [], True)
+        self._columns, self._num_rows, self._stamp = columns, len(rows), stamp
+        if not is_complete and columns:
+            # A last row that was not finished is dropped.
+            self._rewrite(columns, rows)
 
     def position(self) -> dict[str, Any]:
         """Return the rows and columns of the file, and the rows that the disk has refused so far."""
-        rows = self.num_rows - len(self._waiting)
-        return {"rows": rows, "columns": list(self.columns), "waiting": list(self._waiting)}
+        with suppress(OSError):
+            self._read_changes()
+        return {"rows": self._num_rows, "columns": list(self._columns), "waiting": list(self._waiting)}
 
-    def rewind(self, rows: int, columns: list[str], waiting: list[Mapping[str, Any]]) -> None:
+    def rewind(self, rows: int, columns: list[str], waiting: list[dict[str, Any]]) -> None:
         """Keep the first rows and columns only, and write those that were waiting."""
-        self._waiting = []
-        if rows != self.num_rows or columns != list(self.columns):
-            kept = [row[: len(columns)] for row in self._read_rows()[:rows]]
-            self.columns, self.num_rows = dict.fromkeys(columns), len(kept)
-            if columns or self.path.exists():
-                text = _csv_line(columns) if columns else ""
-                write_text(self.path, text + "".join(map(_csv_line, kept)))
-        for row in waiting:
-            self.append(row)
+        self._read_changes()
+        self._waiting = list(waiting)
+        if not columns and self.path.exists():
+            self.path.unlink()
+        elif rows < self._num_rows or columns != self._columns and self._num_rows:
+            kept = [name for name in columns if name in self._columns]
+            self._rewrite(kept, read_table(self.path)[1][:rows])
+            self._num_rows = min(rows, self._num_rows)
+        self.write_waiting()
+
+    def agrees_with(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the rows in the file are the first of these, or start with these."""
+        found = read_table(self.path)[1] if self.path.exists() else []
+        for old, row in zip(found, rows, strict=False):
+            cells = {name: str(to_cell(name, value)) for name, value in row.items()}
+            if any(old.get(name, "") != cell for name, cell in cells.items()):
+                return False
+        return True
+
+    def set_aside(self) -> None:
+        """Rename a file of another run."""
+        if self.path.exists():
+            os.replace(self.path, self.path.with_name(f"{self.path.name}.before"))
 
     def sync(self) -> None:
         """Write what waits, and flush the file to the disk."""
-        if self._waiting:
-            self._write()
+        self.write_waiting()
         if self.path.exists():
             with self.path.open("rb+") as file:
                 os.fsync(file.fileno())
 
 
-def _csv_line(values: Any) -> str:
+def to_cell(name: str, value: Any) -> Any:
+    """Return a value as it is written, a number, also of a tensor or an array, or a text."""
+    if not hasattr(value, "item"):
+        return value if isinstance(value, bool | int | float) else "" if value is None else str(value)
+    try:
+        return value.item()
+    except (RuntimeError, ValueError):
+        shape = tuple(getattr(value, "shape", ()))
+        raise ValueError(
+            f"log {name!r}: got a tensor of shape {shape}, expected one number. Log {name}.mean()."
+        ) from None
+
+
+def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows as the lines of a CSV file. A missing cell is empty."""
     buffer = io.StringIO()
-    cells = ["" if value is None else value for value in values]
-    csv.writer(buffer, lineterminator="\n").writerow(cells)
+    writer = csv.DictWriter(buffer, columns, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writerows(rows)
     return buffer.getvalue()
 
 
@@ -291,6 +345,11 @@ def claim_version(folder: Path, *others: Path) -> int:
             return version
         except FileExistsError:
             version += 1
+        except OSError as error:
+            raise ConfigurationError(
+                f"default_root_dir: got {str(folder)!r} for a run, expected a folder that can be written"
+                f" ({error.strerror}). Give another one, or logger=False and enable_checkpointing=False."
+            ) from error
 
 
 def write_text(path: Path, text: str) -> None:

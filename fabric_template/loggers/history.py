@@ -81,6 +81,7 @@ class History:
         self.run: RunState = None  # type: ignore[assignment]
         self.rows: list[dict[str, Any]] = []
         self.returned: dict[str, float] = {}
+        self._last_returned: dict[str, float] = {}
         self.learning_rates: list[float] = []
         self._train, self._evaluation = WeightedMeans(), WeightedMeans()
         self.evaluated: dict[str, Any] = {}
@@ -227,7 +228,7 @@ class History:
         run = self.run
         values = {**self.returned, **run.results.take_row()}
         row: dict[str, Any] = {"epoch": run.progress.epochs_done, "step": run.progress.global_step}
-        for name in sorted(values, key=lambda name: not name.startswith("train")):
+        for name in sorted(values, key=_is_not_of_training):
             value = values[name]
             row[name] = value.item() if isinstance(value, Tensor) else value
         rates = self.learning_rates or learning_rates(run)
@@ -235,13 +236,18 @@ class History:
             row.setdefault("lr" if index == 0 else f"lr_{index}", rate)
         row["time"] = self.elapsed()
         self.rows.append(row)
-        self.returned, self.learning_rates = {}, []
+        self._last_returned, self.returned, self.learning_rates = self.returned, {}, []
         self._epoch_started, self._seconds_before_resume = time.monotonic(), 0.0
         return row
 
     def elapsed(self) -> float:
         """Return the seconds of this epoch, those before a resume included."""
         return self._seconds_before_resume + time.monotonic() - self._epoch_started
+
+    def latest(self) -> dict[str, float]:
+        """Return the means of this epoch so far, and of the newest validation. Reads the device."""
+        found = {**self._last_returned, **self.returned, **self._train.compute()}
+        return {name: found[name] for name in sorted(found, key=_is_not_of_training)}
 
     def frame(self) -> Any:
         """Return the rows as a DataFrame, or as a list of dicts where pandas is missing."""
@@ -268,6 +274,11 @@ class History:
         self._train.load_state_dict(state["train"])
         self._seconds_before_resume = state["seconds"]
         self._epoch_started = time.monotonic()
+
+
+def _is_not_of_training(name: str) -> bool:
+    """Return the key that sorts train_loss before val_loss."""
+    return not name.startswith("train")
 
 
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from .csv_logger import CSVLogger
@@ -87,23 +89,29 @@ class LoggerConnector:
         """Send values to every logger.
 
         Args:
-            step: The x axis. None: a logged "step", or the logging step beside the epoch.
+            step: The x axis. None: a logged "step", or the logging step beside the epoch. In steps.csv
+                it is the number of optimizer steps.
             row: What the CSV logger writes into steps.csv. It writes whole epochs otherwise.
         """
         self.run.results.logged_metrics.update(metrics)
+        progress = self.run.progress
         for logger in self.loggers:
-            values = (row or {}) if isinstance(logger, CSVLogger) else metrics
+            is_csv = isinstance(logger, CSVLogger)
+            values = (row or {}) if is_csv else metrics
             if not values:
                 continue
             scalars = {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
             at = step
-            if at is None and "step" in scalars:
+            if is_csv:
+                scalars.setdefault("epoch", progress.epochs_done)
+                at = progress.global_step
+            elif at is None and "step" in scalars:
                 at = int(scalars.pop("step"))
             elif at is None:
-                scalars.setdefault("epoch", self.run.progress.epochs_done)
-                at = self.run.progress.logging_step + step_offset
+                scalars.setdefault("epoch", progress.epochs_done)
+                at = progress.logging_step + step_offset
             logger.log_metrics(metrics=scalars, step=at)
-            logger.save()
+            call_if_defined(logger, "save")
 
     def log_hyperparameters(self, run: RunState) -> None:
         """Log the hyperparameters of the module and the datamodule."""
@@ -112,11 +120,17 @@ class LoggerConnector:
             if getattr(part, "_log_hyperparams", False) and getattr(part, "hparams_initial", None):
                 hparams.update(part.hparams_initial)
         for logger in self.loggers:
+            if isinstance(logger, CSVLogger):
+                if run.stage == "fit":
+                    logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
+                continue
             if hparams:
-                logger.log_hyperparams(hparams)
-            if hasattr(logger, "log_graph"):
-                logger.log_graph(run.module)
-            logger.save()
+                call_if_defined(logger, "log_hyperparams", hparams)
+            # Loggers of Fabric trace the graph from the example without a look for it.
+            is_lightnings = isinstance(logger, Logger)
+            if is_lightnings or getattr(run.module, "example_input_array", None) is not None:
+                call_if_defined(logger, "log_graph", run.module)
+            call_if_defined(logger, "save")
 
     def monitored_metrics(self) -> dict[str, Any]:
         """Return everything that can be monitored: what was logged, and what steps returned."""
@@ -127,7 +141,7 @@ class LoggerConnector:
 
     def finalize(self, status: str) -> None:
         for logger in self.loggers:
-            logger.finalize(status)
+            call_if_defined(logger, "finalize", status)
 
     def state_dict(self) -> dict[str, Any]:
         positions = [logger.position() for logger in self.csv_loggers]
@@ -135,5 +149,14 @@ class LoggerConnector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._evaluated_batches = dict(state["evaluated_batches"])
-        for logger, position in zip(self.csv_loggers, state["positions"], strict=False):
-            logger.rewind(position, self.run.history.rows)
+        # The run may have had fewer of these loggers before.
+        for logger, position in zip_longest(self.csv_loggers, state["positions"]):
+            if logger is not None:
+                logger.rewind(position or {}, self.run.history.rows)
+
+
+def call_if_defined(logger: Any, name: str, *args: Any) -> None:
+    """Call a method of a logger. One of the user's own needs log_metrics only."""
+    method = getattr(logger, name, None)
+    if callable(method):
+        method(*args)

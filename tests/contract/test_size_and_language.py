@@ -19,8 +19,8 @@ NEW_ENGINE += ("config.py", "errors.py", "next_loop.py", "dataloaders.py", "tens
 SIZE_LIMITS = {
     "package lines": 24_491,
     "package files": 189,
-    "new engine lines": 8_195,
-    "new engine files": 41,
+    "new engine lines": 9_311,
+    "new engine files": 45,
     "new engine test lines": 1_187,
     "test lines": 33_618,
     "docs lines": 2_947,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric_template.checkpoint import checkpoint_io
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
-from fabric_template.checkpoint.resolve import lock_folders
+from fabric_template.checkpoint.run_lock import lock_folders
 from fabric_template.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
 from fabric_template.loggers.csv_logger import claim_version
 from fabric_template.next_loop import FabricLoop
@@ -138,7 +138,7 @@ def test_rows_that_the_disk_refuses_are_written_later(tmp_path, monkeypatch):
 def test_one_version_has_one_writer(tmp_path):
     fit(tmp_path, max_epochs=1)
     with lock_folders([tmp_path / FOLDER]):
-        with pytest.raises(CheckpointError, match="another run writes there"):
+        with pytest.raises(CheckpointError, match=r"another run \(process \d+\) writes there"):
             fit(tmp_path, resume="last", max_epochs=2)
         assert fit(tmp_path, max_epochs=1)[0].checkpoint_dir.name == "version_1"
     assert fit(tmp_path, resume="last", version=0, max_epochs=2)[0].current_epoch == 2
