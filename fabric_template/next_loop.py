@@ -179,7 +179,10 @@ class FabricLoop(TrainerAPI):
         functions = {"validation_step": validation_step, "epoch_end": epoch_end}
         run = self._make_run("validate", model, {"val": dataloaders}, datamodule, functions)
         self._resolve_checkpoint(run, None, load or ckpt_path, weights_only)
-        return self._print_results(self._call(run, _evaluate), run.stage, verbose)
+        results = self._call(run, _evaluate)
+        if verbose:
+            self._print_results(results, stage=run.stage)
+        return results
 
     def test(
         self,
@@ -197,7 +200,10 @@ class FabricLoop(TrainerAPI):
         functions = {"test_step": test_step, "epoch_end": epoch_end}
         run = self._make_run("test", model, {"test": dataloaders}, datamodule, functions)
         self._resolve_checkpoint(run, None, load or ckpt_path, weights_only)
-        return self._print_results(self._call(run, _evaluate), run.stage, verbose)
+        results = self._call(run, _evaluate)
+        if verbose:
+            self._print_results(results, stage=run.stage)
+        return results
 
     def predict(
         self,
@@ -216,11 +222,10 @@ class FabricLoop(TrainerAPI):
         self._resolve_checkpoint(run, None, load or ckpt_path, weights_only)
         return self._call(run, partial(_predict, keep=return_predictions is not False))
 
-    def _print_results(self, results: list[dict[str, float]], stage: str, verbose: bool) -> list[dict[str, float]]:
-        if verbose and self.fabric.is_global_zero:
-            table = format_results(results, stage)
-            print(table, end="\n" if table else "")
-        return results
+    def _print_results(self, results: list[dict[str, float]], stage: str) -> None:
+        table = format_results(results, stage)
+        if table and self.fabric.is_global_zero:
+            print(table)
 
     def profile(self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any) -> Any:
         """Find where the time of a training step goes. See ``fabric_template.profile``."""
@@ -231,7 +236,7 @@ class FabricLoop(TrainerAPI):
         return _import_tool("tune")(self, model, train_dataloaders, datamodule, **options)
 
     def ending(self) -> dict[str, list[str]]:
-        """Return what the last fit has done, why it ended and where its files are, by heading."""
+        """Return the result of the last fit, the reason of its end and its files, as lines by heading."""
         run = self.runs.get("fit")
         if run is None:
             return {}
@@ -514,7 +519,7 @@ def _fit(run: RunState) -> None:
     run.optimization = AutomaticOptimization(run) if is_automatic else ManualOptimization(run)
     if run.checkpoint is not None:
         restore_training(run, run.checkpoint)
-        note_finished(run)
+        print_if_finished(run)
     with SignalHandler() as signals:
         run.signals = signals
         run.results.start_training()
@@ -528,12 +533,14 @@ def _fit(run: RunState) -> None:
     finish_signal(run)
 
 
-def note_finished(run: RunState) -> None:
-    """Print that a resumed run has nothing left to train. A scheduler may have started it again."""
+def print_if_finished(run: RunState) -> None:
+    """Print that a finished run was resumed, for example by a job scheduler that restarts it."""
     progress, is_done = run.progress, run.stop.is_fit_done and not run.progress.is_in_epoch
     if is_done and run.fabric.is_global_zero:
         place = f"epoch {progress.epochs_done}, step {progress.global_step}"
-        text = f"resume: {run.checkpoint_path} is of a finished run ({place}), nothing is trained: {end_reason(run)}."
+        text = (
+            f"resume: {run.checkpoint_path} is from a finished run ({place}); it trains no further: {end_reason(run)}."
+        )
         print(text, file=sys.stderr)
 
 

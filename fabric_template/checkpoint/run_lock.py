@@ -1,4 +1,4 @@
-"""Keep one writer per version by a .lock file in each folder of a run, which also records its state."""
+"""Lock the folders of a run for one writer. The .lock file also records how the run ended."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if hasattr(os, "register_at_fork"):
 def lock_folders(folders: Iterable[Path], resumed_from: str | None = None) -> Iterator[None]:
     """Make this process the only writer of some folders, and record how the run ends.
 
-    The system drops a lock with its process, so a killed run leaves none. A file has the process id, a
-    line for a resume and at last "finished", "interrupted" or "failed". ``fabric-template runs`` reads it.
+    The system releases the lock of a killed process. Each .lock file has the process id, a line if the
+    run was resumed, and "finished", "interrupted" or "failed" at the end. ``fabric-template runs`` reads it.
 
     Args:
         folders: The folders. They are created.
@@ -88,7 +88,7 @@ def open_lock(folder: Path) -> IO[str] | None:
             " name or version, or stop the other one."
         ) from None
     except (ImportError, OSError):
-        # Windows has no fcntl, and some network drives have no locks.
+        # Windows has no fcntl, and some network drives have no locks. The file still records the state.
         return file
     remove_unfinished(folder)
     return file

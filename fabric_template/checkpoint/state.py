@@ -249,7 +249,8 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
             f" Trainer(max_epochs={run.stop.max_epochs}). Please set a different max_epochs value."
         )
     if run.resume_keyword == "auto" or not run.stop.can_stop_early:
-        # A run that stopped by itself stays as it ended. resume="last" asks for more.
+        # "auto" leaves a run that stopped early as it is; "last" continues it. Before min_epochs and
+        # min_steps are reached, a request to stop is still open.
         run.stop.load_state_dict(own["stop"])
     run.history.load_state_dict(own["history"])
     run.loggers.load_state_dict(own["loggers"])

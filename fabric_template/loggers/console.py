@@ -49,7 +49,7 @@ class Console:
 
     @contextmanager
     def shown(self, run: RunState) -> Iterator[None]:
-        """Leave the bar as it is at the end of a run; completed if the run was."""
+        """Show the run while the context is open. An error leaves the bar at the batch that raised it."""
         try:
             yield
         except BaseException:
@@ -178,7 +178,7 @@ def validation_row(run: RunState) -> dict[str, Any]:
 
 
 def seconds_left(run: RunState) -> float | None:
-    """Return how long training is going to take, as the last epochs did; None if nobody knows."""
+    """Estimate the remaining seconds from the last five epochs. None if no limit is set."""
     rows = run.history.rows[-5:]
     if not rows or run.stop.should_stop:
         return None
@@ -355,7 +355,7 @@ class TerminalScreen(Screen):
         self.draw_bar()
 
     def draw_bar(self) -> None:
-        """Draw the bar over the one before, but not over a line that is not finished."""
+        """Redraw the bar. It waits while a printed line is not finished."""
         if self.is_line_open:
             return
         self._write("\r" + self._bar.ljust(self._drawn_width))
@@ -457,7 +457,7 @@ class NotebookScreen(Screen):
 
 
 def find_screen(table: EpochTable) -> Screen:
-    """Return where this process is seen. A process that was forked off a notebook has no page of its own."""
+    """Return the screen of this process. A process that a notebook has forked cannot draw in it."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
@@ -466,7 +466,7 @@ def find_screen(table: EpochTable) -> Screen:
 
 
 def terminal_width(stream: Any) -> int | None:
-    """Return the columns of a terminal; None if the stream is none."""
+    """Return the columns of a terminal; None if the stream is not a terminal."""
     try:
         return (os.get_terminal_size(stream.fileno()).columns or 80) if stream.isatty() else None
     except (OSError, ValueError, AttributeError):

@@ -280,14 +280,14 @@ class Table:
         self._waiting = list(waiting)
         if not columns and self.path.exists():
             self.path.unlink()
-        elif rows < self._num_rows or columns != self._columns and self._num_rows:
+        elif rows < self._num_rows or (self._num_rows and columns != self._columns):
             kept = [name for name in columns if name in self._columns]
             self._rewrite(kept, read_table(self.path)[1][:rows])
             self._num_rows = min(rows, self._num_rows)
         self.write_waiting()
 
     def agrees_with(self, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the rows in the file are the first of these, or start with these."""
+        """Return whether the file and these rows are equal up to the end of the shorter one."""
         found = read_table(self.path)[1] if self.path.exists() else []
         for old, row in zip(found, rows, strict=False):
             cells = {name: str(to_cell(name, value)) for name, value in row.items()}
@@ -309,7 +309,7 @@ class Table:
 
 
 def to_cell(name: str, value: Any) -> Any:
-    """Return a value as it is written, a number, also of a tensor or an array, or a text."""
+    """Return the number of a scalar, tensor or array; of anything else the text."""
     if not hasattr(value, "item"):
         return value if isinstance(value, bool | int | float) else "" if value is None else str(value)
     try:

@@ -277,7 +277,7 @@ class History:
 
 
 def _is_not_of_training(name: str) -> bool:
-    """Return the key that sorts train_loss before val_loss."""
+    """Return False for a training metric, so that sorting puts it first."""
     return not name.startswith("train")
 
 

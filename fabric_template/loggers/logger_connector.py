@@ -126,7 +126,7 @@ class LoggerConnector:
                 continue
             if hparams:
                 call_if_defined(logger, "log_hyperparams", hparams)
-            # Loggers of Fabric trace the graph from the example without a look for it.
+            # A logger of Fabric fails at a module without example_input_array.
             is_lightnings = isinstance(logger, Logger)
             if is_lightnings or getattr(run.module, "example_input_array", None) is not None:
                 call_if_defined(logger, "log_graph", run.module)
@@ -149,14 +149,14 @@ class LoggerConnector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._evaluated_batches = dict(state["evaluated_batches"])
-        # The run may have had fewer of these loggers before.
+        # The saved run may have had fewer CSV loggers.
         for logger, position in zip_longest(self.csv_loggers, state["positions"]):
             if logger is not None:
                 logger.rewind(position or {}, self.run.history.rows)
 
 
 def call_if_defined(logger: Any, name: str, *args: Any) -> None:
-    """Call a method of a logger. One of the user's own needs log_metrics only."""
+    """Call an optional method of a logger. Only log_metrics is required."""
     method = getattr(logger, name, None)
     if callable(method):
         method(*args)

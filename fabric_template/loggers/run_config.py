@@ -1,4 +1,4 @@
-"""Write config.yaml: the options, model and data that rebuild a run, and what it ran on."""
+"""Write config.yaml, which rebuilds a run from its options, model and data."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def write_run_config(run: RunState) -> None:
 
 
 def run_config(run: RunState) -> dict[str, Any]:
-    """Return the options of a run as plain values, and under "about" what cannot be written and why.
+    """Return the options, model and data of a run as plain values.
 
-    The command line knows its model and data. Of others the classes and saved hyperparameters are known.
+    A model made by a script is recorded as its class and the arguments that it saved. "about" lists
+    the versions, the git commit and everything that a file cannot hold.
     """
     options = dict(run.loop.recipe)
     about = options.pop("about", {"command": shlex.join([os.path.basename(sys.executable), *sys.argv])})
@@ -119,7 +120,7 @@ def is_plain(value: Any) -> bool:
 
 
 def describe(value: Any) -> str:
-    """Return a name for a value that a file cannot hold."""
+    """Return a short text for a value that a file cannot hold."""
     if isinstance(value, list | tuple) and value:
         return f"objects: {', '.join(type(item).__name__ for item in value)}"
     name = getattr(value, "__qualname__", None)

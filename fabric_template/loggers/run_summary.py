@@ -1,4 +1,4 @@
-"""Format the texts about a run, the block at its end and the results of an evaluation."""
+"""Format the block at the end of a run and the results of an evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
-    """Return what a fit has done, why it ended and where its files are: lines by their heading.
+    """Return the result of a fit, the reason of its end and its files, as lines by heading.
 
     Args:
         run: A fit.
@@ -60,7 +60,7 @@ def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
 
 
 def end_reason(run: RunState) -> str:
-    """Return why training has ended; an empty text if it has not."""
+    """Return the reason why training ended; an empty text while it continues."""
     stop = run.stop
     if stop.signal is not None:
         return signal.Signals(stop.signal).name
@@ -78,7 +78,9 @@ def end_reason(run: RunState) -> str:
             names.append(f"EarlyStopping on {callback.monitor!r}")
         elif is_instance_of(callback, "Timer") and callback.time_remaining() == 0:
             names.append("Timer")
-    return f"should_stop was set{' by ' * bool(names)}{', '.join(names)}"
+    if not names:
+        return "should_stop was set"
+    return f"should_stop was set by {', '.join(names)}"
 
 
 def last_values(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -104,7 +106,7 @@ def best_value(rows: Sequence[Mapping[str, Any]], monitor: str | None, mode: str
 
 
 def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
-    """Return what an evaluation measured as a table, with a column for each loader."""
+    """Return the metrics of an evaluation as a table with a column for each loader."""
     loaders = [{name.split("/dataloader_idx_")[0]: result[name] for name in result} for result in results]
     names = sorted({name for loader in loaders for name in loader})
     if not names:

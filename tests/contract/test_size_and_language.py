@@ -19,9 +19,9 @@ NEW_ENGINE += ("config.py", "errors.py", "next_loop.py", "dataloaders.py", "tens
 SIZE_LIMITS = {
     "package lines": 24_491,
     "package files": 189,
-    "new engine lines": 9_311,
+    "new engine lines": 9_322,
     "new engine files": 45,
-    "new engine test lines": 1_187,
+    "new engine test lines": 2_497,
     "test lines": 33_618,
     "docs lines": 2_947,
 }

@@ -1,0 +1,233 @@
+"""Test CSVLogger with rows, new columns, rewinding, full disks and versions."""
+
+import errno
+import math
+import os
+import pickle
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fabric_template.loggers import csv_logger
+from fabric_template.loggers.csv_logger import CSVLogger, claim_version
+
+
+def files(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+
+
+def epoch(number, **metrics):
+    return {"epoch": number, "step": 10 * (number + 1), **metrics}
+
+
+@pytest.fixture
+def logger(tmp_path):
+    return CSVLogger(tmp_path / "logs", name="digits")
+
+
+@pytest.fixture
+def metrics_csv(tmp_path):
+    return tmp_path / "logs/digits/version_0/metrics.csv"
+
+
+def test_nothing_is_written_before_the_first_row(tmp_path, logger):
+    assert (logger.name, logger.root_dir, logger.save_dir) == ("digits", *[str(tmp_path / "logs")] * 2)
+    assert (logger.version, logger.log_dir) == (0, str(tmp_path / "logs/digits/version_0"))
+    logger.log_epoch({})
+    logger.log_metrics({})
+    logger.save()
+    logger.sync()
+    logger.finalize("success")
+    assert files(tmp_path) == {}
+
+
+def test_a_row_is_on_disk_when_it_is_logged(tmp_path, logger):
+    logger.log_epoch({"val_loss": 0.5, "step": 10, "epoch": 0})
+    assert files(tmp_path) == {"logs/digits/version_0/metrics.csv": b"epoch,step,val_loss\n0,10,0.5\n"}
+    logger.log_epoch({"epoch": 1, "step": 20, "val_loss": 0.25})
+    assert files(tmp_path) == {"logs/digits/version_0/metrics.csv": b"epoch,step,val_loss\n0,10,0.5\n1,20,0.25\n"}
+
+
+def test_steps_have_a_file_of_their_own(tmp_path, logger):
+    logger.log_metrics({"train_loss": torch.tensor(0.5), "epoch": 0}, step=49)
+    logger.log_metrics({"train_loss": np.float64(0.25), "epoch": torch.tensor(0)}, step=99)
+    logger.log_metrics({"train_loss": 1})
+    logger.log_metrics({"train_loss": 2, "step": 7})
+    expected = b"step,epoch,train_loss\n49,0,0.5\n99,0,0.25\n2,,1\n7,,2\n"
+    assert files(tmp_path) == {"logs/digits/version_0/steps.csv": expected}
+
+
+def test_cells(logger, metrics_csv):
+    row = {"f": 0.1, "i": 3, "b": True, "none": None, "nan": math.nan, "inf": -math.inf, "text": 'ünï, "x"'}
+    logger.log_epoch(row)
+    assert metrics_csv.read_text("utf-8") == 'f,i,b,none,nan,inf,text\n0.1,3,True,,nan,-inf,"ünï, ""x"""\n'
+    with pytest.raises(ValueError, match=r"log 'acc': got a tensor of shape \(2,\), expected one number"):
+        logger.log_epoch({"acc": torch.zeros(2)})
+
+
+def test_a_new_column_replaces_the_file_and_a_row_does_not(logger, metrics_csv):
+    logger.log_epoch(epoch(0, train_loss=1.0, val_loss=2.0))
+    # An open file, so that the system cannot use its inode again.
+    with metrics_csv.open("rb") as reader:
+        inode = metrics_csv.stat().st_ino
+        logger.log_epoch(epoch(1, train_loss=0.5))
+        assert metrics_csv.stat().st_ino == inode
+        logger.log_epoch(epoch(2, lr=0.1, train_loss=0.25))
+        assert metrics_csv.stat().st_ino != inode
+        assert len(reader.read().splitlines()) == 3
+    expected = b"epoch,step,train_loss,val_loss,lr\n0,10,1.0,2.0,\n1,20,0.5,,\n2,30,0.25,,0.1\n"
+    assert files(metrics_csv.parent) == {"metrics.csv": expected}
+
+
+def test_an_existing_version_is_continued(tmp_path, logger, metrics_csv):
+    logger.log_epoch(epoch(0, loss=1.0))
+    logger.finalize("success")
+    logger.log_epoch(epoch(1, loss=0.5))
+    # Another object, and another program between two rows.
+    CSVLogger(tmp_path / "logs", name="digits", version=0).log_epoch(epoch(2, loss=0.25))
+    logger.log_epoch(epoch(3, loss=0.125))
+    pickle.loads(pickle.dumps(logger)).log_epoch(epoch(4, acc=1))
+    logger.log_epoch(epoch(5))
+    assert metrics_csv.read_bytes() == (
+        b"epoch,step,loss,acc\n0,10,1.0,\n1,20,0.5,\n2,30,0.25,\n3,40,0.125,\n4,50,,1\n5,60,,\n"
+    )
+    metrics_csv.unlink()
+    metrics_csv.parent.rmdir()
+    logger.log_epoch(epoch(6))
+    assert metrics_csv.read_bytes() == b"epoch,step\n6,70\n"
+
+
+@pytest.mark.parametrize(
+    "text", [b"epoch,a\r\n0,1\r\n", b"\xef\xbb\xbfepoch,a\n0,1\n", b'epoch,a\n0,"1"\n', b"epoch,a\n\n0,1\n"]
+)
+def test_a_file_of_another_program_is_continued(logger, metrics_csv, text):
+    metrics_csv.parent.mkdir(parents=True)
+    metrics_csv.write_bytes(text)
+    CSVLogger(logger.root_dir, "digits", 0).log_epoch({"epoch": 1, "b": 2})
+    assert metrics_csv.read_bytes() == b"epoch,a,b\n0,1,\n1,,2\n"
+
+
+@pytest.mark.parametrize("tail", [b"2,3", b"2,30,0.1", b"2,30\n", b"\0\0\0\0\0", b"2,30,\xc3"])
+def test_an_incomplete_last_line_is_dropped(tmp_path, logger, metrics_csv, tail):
+    logger.log_epoch(epoch(0, loss=1.0))
+    complete = metrics_csv.read_bytes()
+    metrics_csv.write_bytes(complete + tail)
+    other = CSVLogger(tmp_path / "logs", name="digits", version=0)
+    assert other.position()["metrics.csv"]["rows"] == 1
+    other.log_epoch(epoch(1, loss=0.5))
+    assert metrics_csv.read_bytes() == complete + b"1,20,0.5\n"
+
+
+def test_rows_that_do_not_fit_on_the_disk_are_written_later(tmp_path, logger, metrics_csv, monkeypatch):
+    logger.log_epoch(epoch(0))
+
+    def refuse(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(csv_logger.Table, "_append_lines", refuse)
+        patch.setattr(csv_logger, "write_text", refuse)
+        with pytest.warns(UserWarning, match=r"metrics\.csv: rows could not be written: No space left on device"):
+            logger.log_epoch(epoch(1))
+        logger.log_epoch(epoch(2, loss=0.5))
+        logger.finalize("success")
+        place = pickle.loads(pickle.dumps(logger.position()))
+    assert metrics_csv.read_bytes() == b"epoch,step\n0,10\n"
+    expected = b"epoch,step,loss\n0,10,\n1,20,\n2,30,0.5\n"
+    # A run that is killed now has these rows in its checkpoint.
+    resumed = CSVLogger(tmp_path / "logs", "digits", 0)
+    resumed.rewind(place)
+    assert metrics_csv.read_bytes() == expected
+    resumed.log_epoch(epoch(3))
+    assert metrics_csv.read_bytes() == expected + b"3,40,\n"
+
+
+def log_everything(logger, epochs, positions):
+    for i in epochs:
+        logger.log_metrics({"epoch": i, "train_loss": 1 / (i + 1)}, step=10 * i + 4)
+        if i >= 2:
+            logger.log_metrics({"epoch": i, "grad_norm": i / 3}, step=10 * i + 9)
+        logger.log_epoch(epoch(i, val_loss=1 / (i + 3), **({"note": "late, one", "lr": 0.1} if i >= 1 else {})))
+        positions.append(logger.position())
+
+
+@pytest.mark.parametrize("saved_after", [0, 1, 2, 3])
+@pytest.mark.parametrize("same_logger", [True, False])
+def test_rewound_and_continued_is_the_uninterrupted_run_byte_for_byte(tmp_path, saved_after, same_logger):
+    complete, broken, positions = CSVLogger(tmp_path / "complete"), CSVLogger(tmp_path / "broken"), []
+    log_everything(complete, range(5), [])
+    log_everything(broken, range(4), positions)
+    torch.save(positions, tmp_path / "positions.pt")
+    positions = torch.load(tmp_path / "positions.pt", weights_only=True)
+    if not same_logger:
+        broken = CSVLogger(tmp_path / "broken", version=0)
+    broken.rewind(positions[saved_after])
+    assert broken.position() == positions[saved_after]
+    log_everything(broken, range(saved_after + 1, 5), [])
+    assert files(tmp_path / "broken") == files(tmp_path / "complete")
+
+
+def test_rewind_to_the_current_position_touches_nothing(tmp_path, logger, metrics_csv):
+    logger.log_epoch(epoch(0))
+    position, before = logger.position(), metrics_csv.stat()
+    logger.rewind(position)
+    assert (metrics_csv.stat().st_ino, metrics_csv.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.rewind(position)
+    assert list(files(tmp_path)) == ["logs/digits/version_0/metrics.csv"]
+    logger.rewind({})
+    assert files(tmp_path) == {}
+
+
+def test_rows_that_the_file_lacks_are_written_again(logger, metrics_csv):
+    rows = [epoch(i, loss=i / 3) for i in range(3)]
+    for row in rows:
+        logger.log_epoch(row)
+    position, complete = logger.position(), metrics_csv.read_bytes()
+    metrics_csv.write_bytes(complete[:25])
+    logger.rewind(position, rows)
+    assert metrics_csv.read_bytes() == complete
+    other = complete.replace(b"0,10", b"0,99")
+    metrics_csv.write_bytes(other)
+    logger.rewind(position, rows)
+    assert files(metrics_csv.parent) == {"metrics.csv": complete, "metrics.csv.before": other}
+
+
+def test_versions(tmp_path):
+    (tmp_path / "run/version_7").mkdir(parents=True)
+    (tmp_path / "run/version_8").write_text("a file in the way")
+    logger = CSVLogger(tmp_path)
+    assert [logger.version, logger.version, CSVLogger(tmp_path).version] == [9, 9, 10]
+    assert CSVLogger(tmp_path, version="best").log_dir == str(tmp_path / "run/best")
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda _: claim_version(tmp_path / "at_once"), range(32))
+        assert sorted(found) == list(range(32))
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    (tmp_path / "logs").write_text("I am a file")
+    with pytest.raises(ValueError, match=r"expected a folder that can be written \(Not a directory\)"):
+        CSVLogger(tmp_path / "logs").log_epoch(epoch(0))
+    with pytest.raises(ValueError, match="root_dir: got 's3://b/logs', expected a local folder"):
+        CSVLogger("s3://b/logs")
+
+
+def test_hyperparameters(tmp_path, logger):
+    class Thing:
+        pass
+
+    logger.log_hyperparams(
+        {"lr": np.float64(0.1), "z": None, "a": (1, True), "n": torch.tensor(2), "ü": "ä"},
+        Namespace(path=Path("x/y"), dtype=torch.float32, nested={"s": {3}, 1: [Thing()]}),
+    )
+    logger.log_hyperparams({"lr": 0.2, "later": "=x"})
+    assert files(tmp_path)["logs/digits/version_0/hparams.yaml"].decode() == (
+        "lr: 0.2\nz: null\na:\n- 1\n- true\nn: 2\nü: ä\npath: x/y\ndtype: torch.float32\n"
+        f"nested:\n  s:\n  - 3\n  1:\n  - <{__name__}.test_hyperparameters.<locals>.Thing object>\nlater: =x\n"
+    )
+    with pytest.raises(TypeError, match="log_hyperparams: got a float, expected a dict or a Namespace"):
+        logger.log_hyperparams(0.5)

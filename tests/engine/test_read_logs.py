@@ -1,0 +1,117 @@
+"""read_logs: one table of one run or many, of our files and of Lightning's."""
+
+import math
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+from lightning.pytorch.loggers import CSVLogger as LightningCSVLogger
+
+from fabric_template.loggers.csv_logger import CSVLogger
+from fabric_template.loggers.read_logs import read_logs
+
+
+def epoch(number, **metrics):
+    return {"epoch": number, "step": 10 * (number + 1), **metrics}
+
+
+@pytest.fixture
+def three_runs(tmp_path):
+    root = tmp_path / "logs"
+    for name, version, loss in (("digits", 10, 1.0), ("digits", 9, 2.0), ("a/b", "final", 3.0)):
+        logger = CSVLogger(root, name=name, version=version)
+        logger.log_epoch(epoch(0, loss=loss))
+        logger.log_metrics({"loss": loss, "epoch": 0}, step=5)
+    CSVLogger(root, name="digits", version=10).log_epoch(epoch(1, loss=0.5, acc=0.75))
+    return root
+
+
+def test_all_runs_are_sorted_by_name_and_version(three_runs):
+    expected = pd.DataFrame(
+        {
+            "name": ["a/b", "digits", "digits", "digits"],
+            "version": ["final", 9, 10, 10],
+            "epoch": [0, 0, 0, 1],
+            "step": [10, 10, 10, 20],
+            "loss": [3.0, 2.0, 1.0, 0.5],
+            "acc": [math.nan, math.nan, math.nan, 0.75],
+        }
+    )
+    pd.testing.assert_frame_equal(read_logs(three_runs), expected)
+    one_run = read_logs(three_runs / "digits")
+    assert (set(one_run["name"]), one_run["version"].tolist()) == ({"digits"}, [9, 10, 10])
+
+
+@pytest.mark.parametrize("path", ["digits/version_10", "digits/version_10/metrics.csv"])
+@pytest.mark.parametrize("make", [str, lambda path: path], ids=["str", "path"])
+def test_one_version(three_runs, path, make):
+    found = read_logs(make(three_runs / path))
+    assert found["version"].tolist() == [10, 10]
+    assert found["loss"].tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(("path", "losses"), [(".", [3.0, 2.0, 1.0]), ("digits/version_9/metrics.csv", [2.0])])
+def test_steps(three_runs, path, losses):
+    found = read_logs(three_runs / path, steps=True)
+    assert list(found.columns) == ["name", "version", "step", "epoch", "loss"]
+    assert found["loss"].tolist() == losses
+
+
+def test_every_kind_of_value_is_read_back(tmp_path):
+    logger = CSVLogger(tmp_path, name="digits")
+    floats = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0]
+    for index, value in enumerate(floats):
+        logger.log_epoch({"epoch": index, "x": value, "inf": math.inf, "flag": True, "note": 'a "b",\nc', "version": 5})
+    logger.log_epoch({"epoch": 9, "x": math.nan})
+    found = read_logs(tmp_path)
+    assert [x.hex() for x in found["x"][:-1]] == [x.hex() for x in floats]
+    assert found["inf"][0] == math.inf
+    assert found["flag"].tolist() == [True] * 5 + [None]
+    assert found["note"].dropna().tolist() == ['a "b",\nc'] * 5
+    assert found["version"].tolist() == [0] * 6
+
+
+def test_half_empty_rows_of_lightning_are_joined(tmp_path):
+    logger = LightningCSVLogger(tmp_path, name="lit")
+    for i in range(2):
+        # LearningRateMonitor logs rows without an epoch.
+        logger.log_metrics({"lr-SGD": 0.1 / (i + 1)}, step=10 * i)
+        logger.log_metrics({"train_loss": 2.0 - i, "epoch": i}, step=10 * i + 4)
+        logger.log_metrics({"train_loss": 1.5 - i, "epoch": i}, step=10 * i + 9)
+        logger.log_metrics({"val_loss": 3.0, "epoch": i}, step=10 * i + 9)
+    logger.log_metrics({"extra": 7}, step=20)
+    logger.finalize("success")
+    found = read_logs(tmp_path)
+    assert list(found.columns[:4]) == ["name", "version", "epoch", "step"]
+    rows = found[["epoch", "step", "lr-SGD", "train_loss", "val_loss"]]
+    assert rows.values.tolist() == [[0, 9, 0.1, 1.5, 3.0], [1, 20, 0.05, 0.5, 3.0]]
+    CSVLogger(tmp_path, "lit", version=0).log_epoch({"epoch": 2, "step": 29, "val_loss": 0.5})
+    assert read_logs(tmp_path)["val_loss"].tolist() == [3.0, 3.0, 0.5]
+
+
+def test_an_incomplete_line_is_left_out_with_a_warning(tmp_path):
+    CSVLogger(tmp_path).log_epoch(epoch(0, loss=1.0))
+    path = tmp_path / "run/version_0/metrics.csv"
+    path.write_bytes(path.read_bytes() + b"1,20,0.12")
+    with pytest.warns(UserWarning, match=r"metrics\.csv: the last line is incomplete and was left out"):
+        assert read_logs(tmp_path)["loss"].tolist() == [1.0]
+
+
+def test_wrong_paths(tmp_path, three_runs):
+    missing = three_runs / "digitz"
+    with pytest.raises(ValueError, match=r"which does not exist; expected a metrics\.csv, .* holds a, digits\."):
+        read_logs(missing)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"which has no metrics\.csv; .* holds nothing\."):
+        read_logs(tmp_path / "empty")
+    with pytest.raises(TypeError, match=r"read_logs\(path\): got a DataFrame, expected a path"):
+        read_logs(pd.DataFrame())
+
+
+def test_neither_torch_nor_lightning_is_imported(three_runs):
+    code = (
+        f"import sys; from fabric_template.loggers.read_logs import read_logs; read_logs({str(three_runs)!r});"
+        " print(sorted({'torch', 'lightning'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
