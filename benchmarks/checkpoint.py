@@ -19,9 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from fabric_template.files.storage import AtomicCheckpointIO
+from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO
 
-SPEED, MEMORY = 0.7, 1.1  # goals: at least this much of the plain speed, at most this much of the weights
+SPEED, MEMORY = (
+    0.7,
+    1.1,
+)  # goals: at least this much of the plain speed, at most this much of the weights
 
 
 def ours(state, path):
@@ -65,13 +68,19 @@ def main():
                 times[save].append(seconds(save, state, Path(folder, f"{save.__name__}.ckpt")))
     ratios = [b / a for a, b in zip(times[ours], times[plain], strict=True)]
     speed = statistics.median(ratios)
-    print(f"torch {torch.__version__}, {words.megabytes} MB of weights, {words.pairs} pairs, medians")
+    print(
+        f"torch {torch.__version__}, {words.megabytes} MB of weights, {words.pairs} pairs, medians"
+    )
     for save, spent in times.items():
         print(
             f"{save.__name__:6}{size / 1e6 / statistics.median(spent):8.0f} MB/s, {size / 1e6 / min(spent):.0f} at best"
         )
-    print(f"ours has {speed:.2f} of the plain speed (goal {SPEED}): {'met' if speed >= SPEED else 'missed'}")
-    print(f"peak memory {memory:.2f} x the weights (goal {MEMORY}): {'met' if memory <= MEMORY else 'missed'}")
+    print(
+        f"ours has {speed:.2f} of the plain speed (goal {SPEED}): {'met' if speed >= SPEED else 'missed'}"
+    )
+    print(
+        f"peak memory {memory:.2f} x the weights (goal {MEMORY}): {'met' if memory <= MEMORY else 'missed'}"
+    )
 
 
 if __name__ == "__main__":

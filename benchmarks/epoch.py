@@ -36,11 +36,24 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 HERE = Path(__file__).resolve().parent
-TUTORIAL, FABRIC, TRAINER, ACCELERATE = "the tutorial's loop", "the same on Fabric", "Trainer", "Accelerate"
+TUTORIAL, FABRIC, TRAINER, ACCELERATE = (
+    "the tutorial's loop",
+    "the same on Fabric",
+    "Trainer",
+    "Accelerate",
+)
 BY_HAND, GRAPH = "by hand, tensors on the device", "by hand, one CUDA graph a step"
-OURS, OURS_TENSORS, OURS_COMPILED = "ours, DataLoader", "ours, TensorLoader, fused", "ours, and compile"
+OURS, OURS_TENSORS, OURS_COMPILED = (
+    "ours, DataLoader",
+    "ours, TensorLoader, fused",
+    "ours, and compile",
+)
 OURS_REDUCED = "ours, compile, reduce-overhead"
-TUNED, OURS_FAST, OURS_FASTEST = "the tutorial's, tuned", "ours, TensorLoader, bf16, fused", "ours, and compile"
+TUNED, OURS_FAST, OURS_FASTEST = (
+    "the tutorial's, tuned",
+    "ours, TensorLoader, bf16, fused",
+    "ours, and compile",
+)
 
 
 class Clock:
@@ -84,7 +97,9 @@ class Problem:
                 x = torch.empty(number, *self.shape, dtype=torch.uint8)
                 for cut in range(0, number, 10_000):
                     noise = torch.rand(len(y[cut : cut + 10_000]), *self.shape, generator=generator)
-                    x[cut : cut + 10_000] = (96 * patterns[y[cut : cut + 10_000]] + 159 * noise).byte()
+                    x[cut : cut + 10_000] = (
+                        96 * patterns[y[cut : cut + 10_000]] + 159 * noise
+                    ).byte()
                 self._data[name] = x, y
         return self._data[stage]
 
@@ -99,7 +114,10 @@ class Problem:
             "persistent_workers": self.workers > 0,
         }
         return DataLoader(
-            Images(*self.data(stage)), self.batch, shuffle=stage == "train", **(words if tuned else {"num_workers": 0})
+            Images(*self.data(stage)),
+            self.batch,
+            shuffle=stage == "train",
+            **(words if tuned else {"num_workers": 0}),
         )
 
     def tensors(self, stage: str, channels_last: bool = False) -> tuple[Tensor, Tensor]:
@@ -127,11 +145,19 @@ def mlp() -> nn.Module:
 class Block(nn.Module):
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
-        self.first, self.norm = nn.Conv2d(width_in, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
-        self.second, self.norm2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.first, self.norm = (
+            nn.Conv2d(width_in, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.second, self.norm2 = (
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.short: nn.Module = nn.Identity()
         if stride > 1 or width_in != width:
-            self.short = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            self.short = nn.Sequential(
+                nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.norm2(self.second(self.norm(self.first(x)).relu()))
@@ -143,7 +169,9 @@ class Resnet18(nn.Module):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.first = nn.Sequential(
+            nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
         blocks, before = list[nn.Module](), width
         for number in range(4):
             now = width * 2**number
@@ -163,7 +191,12 @@ def acc_of(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def tutorial(
-    problem: Problem, epochs: int, clock: Clock, tuned: bool = False, fabric: Any = None, prepare: Any = None
+    problem: Problem,
+    epochs: int,
+    clock: Clock,
+    tuned: bool = False,
+    fabric: Any = None,
+    prepare: Any = None,
 ) -> None:
     """As tutorials write it; the same on Fabric, and with Accelerate."""
     net, train, val = problem.model(), problem.loader("train", tuned), problem.loader("val", tuned)
@@ -176,7 +209,13 @@ def tutorial(
         net, optimizer, train, val = prepare.prepare(net, optimizer, train, val)
     else:
         net = net.to(problem.device)
-    backward = fabric.backward if fabric is not None else prepare.backward if prepare is not None else Tensor.backward
+    backward = (
+        fabric.backward
+        if fabric is not None
+        else prepare.backward
+        if prepare is not None
+        else Tensor.backward
+    )
     for _ in range(epochs):
         clock.epoch_begins()
         net.train()
@@ -316,7 +355,13 @@ def lightning_module(problem: Problem, clock: Clock) -> Any:
             logits = self.net(batch[0])
             loss = cross_entropy(logits, batch[1])
             self.log(f"{stage}_loss", loss, on_step=False, on_epoch=True, prog_bar=True)
-            self.log(f"{stage}_acc", acc_of(logits, batch[1]), on_step=False, on_epoch=True, prog_bar=True)
+            self.log(
+                f"{stage}_acc",
+                acc_of(logits, batch[1]),
+                on_step=False,
+                on_epoch=True,
+                prog_bar=True,
+            )
             return loss
 
         def configure_optimizers(self) -> Any:
@@ -375,7 +420,11 @@ def tensor_loop(
         from fabric_template import FabricLoop, TensorLoader
 
         loaders = [
-            TensorLoader(*problem.tensors(stage, channels_last), batch_size=problem.batch, shuffle=stage == "train")
+            TensorLoader(
+                *problem.tensors(stage, channels_last),
+                batch_size=problem.batch,
+                shuffle=stage == "train",
+            )
             for stage in ("train", "val")
         ]
         loop = FabricLoop(accelerator=problem.device, devices=1, max_epochs=epochs, **words)
@@ -405,7 +454,10 @@ CIFAR: dict[str, Contestant] = {
     TUTORIAL: ("torch", tutorial),
     TUNED: ("torch", tuned),
     OURS: ("fabric_template", fitted),
-    OURS_FAST: ("fabric_template", tensor_loop(channels_last=True, precision="bf16-mixed", benchmark=True)),
+    OURS_FAST: (
+        "fabric_template",
+        tensor_loop(channels_last=True, precision="bf16-mixed", benchmark=True),
+    ),
     OURS_FASTEST: (
         "fabric_template",
         tensor_loop(channels_last=True, precision="bf16-mixed", benchmark=True, compile=True),
@@ -425,7 +477,9 @@ GOALS = {  # problem: (contestant, against, at most)
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def measure(problem: Problem, contestants: dict[str, Contestant], epochs: int, rounds: int) -> dict[str, list]:
+def measure(
+    problem: Problem, contestants: dict[str, Contestant], epochs: int, rounds: int
+) -> dict[str, list]:
     """Per contestant and round: seconds of the first epoch, of the later ones, and the accuracy at the end."""
     measured: dict[str, list] = {}
     for number in range(rounds):
@@ -442,12 +496,16 @@ def measure(problem: Problem, contestants: dict[str, Contestant], epochs: int, r
                 measured.pop(name, None)
                 continue
             measured.setdefault(name, []).append((*clock.seconds(), clock.acc))
-            print(f"  round {number + 1}, {name}: {measured[name][-1]}", file=sys.stderr, flush=True)
+            print(
+                f"  round {number + 1}, {name}: {measured[name][-1]}", file=sys.stderr, flush=True
+            )
     return measured
 
 
 def ratios(measured: dict[str, list], name: str, base: str) -> list[float]:
-    return [mine[1] / theirs[1] for mine, theirs in zip(measured[name], measured[base], strict=True)]
+    return [
+        mine[1] / theirs[1] for mine, theirs in zip(measured[name], measured[base], strict=True)
+    ]
 
 
 def show(problem: Problem, measured: dict[str, list], base: str) -> None:
@@ -477,32 +535,47 @@ def problems(arguments: argparse.Namespace) -> list[tuple[Problem, dict[str, Con
     mnist = Problem("mnist", (1, 28, 28), train, val, 100, mlp, 1e-3, device)
     train, val, batch = (64, 32, 16) if toy else (50_000, 10_000, 512)
     make = (lambda: Resnet18(4)) if toy else Resnet18
-    cifar = Problem("cifar", (3, 32, 32), train, val, batch, make, 1e-3, device, workers=arguments.workers)
+    cifar = Problem(
+        "cifar", (3, 32, 32), train, val, batch, make, 1e-3, device, workers=arguments.workers
+    )
     chosen = [(mnist, MNIST, FABRIC), (cifar, CIFAR, TUNED)]
     chosen = [one for one in chosen if arguments.problem in (one[0].name, "all")]
     left_out = {GRAPH, OURS_REDUCED} if device == "cpu" else set()
     if toy:
         left_out |= {OURS_COMPILED, OURS_FASTEST, OURS_REDUCED}
     left_out |= set(arguments.without)
-    return [(one, {k: v for k, v in them.items() if k not in left_out}, base) for one, them, base in chosen]
+    return [
+        (one, {k: v for k, v in them.items() if k not in left_out}, base)
+        for one, them, base in chosen
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problem", choices=["mnist", "cifar", "all"], default="all")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--epochs", type=int, default=3, help="that are measured in each round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=8, help="of the tuned DataLoader")
-    parser.add_argument("--without", nargs="*", default=[], metavar="CONTESTANT", help="by the names of the table")
-    parser.add_argument("--toy", action="store_true", help="a few images, no compilation: to see that it runs")
+    parser.add_argument(
+        "--without", nargs="*", default=[], metavar="CONTESTANT", help="by the names of the table"
+    )
+    parser.add_argument(
+        "--toy", action="store_true", help="a few images, no compilation: to see that it runs"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE.parent))  # works in a clone, installed or not
     warnings.simplefilter("ignore")
     quieten()
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, 1 thread"
-    print(f"torch {torch.__version__}, {name}; {arguments.rounds} rounds of {arguments.epochs} epochs, medians")
+    print(
+        f"torch {torch.__version__}, {name}; {arguments.rounds} rounds of {arguments.epochs} epochs, medians"
+    )
     for problem, contestants, base in problems(arguments):
         show(problem, measure(problem, contestants, arguments.epochs, arguments.rounds), base)
 

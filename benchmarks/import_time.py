@@ -18,10 +18,19 @@ CONTESTANTS = {
     # names are loaded on first use: this is what a script pays
     "its FabricLoop": [sys.executable, "-c", "from fabric_template import FabricLoop"],
     # the same function as the console script, which needs no installation to be timed
-    "fabric-template --help": [sys.executable, "-c", "from fabric_template.tools.cli import main; main()", "--help"],
+    "fabric-template --help": [
+        sys.executable,
+        "-c",
+        "from fabric_template.tools.cli import main; main()",
+        "--help",
+    ],
 }
 BASE = "import lightning.fabric"
-GOALS = {"import fabric_template": 0.2, "its FabricLoop": 0.2, "fabric-template --help": 1.0}  # seconds over BASE
+GOALS = {
+    "import fabric_template": 0.2,
+    "its FabricLoop": 0.2,
+    "fabric-template --help": 1.0,
+}  # seconds over BASE
 
 
 def seconds(command: list[str]) -> float | None:
@@ -31,11 +40,15 @@ def seconds(command: list[str]) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
 
-    runs = {name: command for name, command in CONTESTANTS.items() if seconds(command) is not None}  # and fills caches
+    runs = {
+        name: command for name, command in CONTESTANTS.items() if seconds(command) is not None
+    }  # and fills caches
     for name in CONTESTANTS.keys() - runs.keys():
         print(f"left out: {name} (it fails)")
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -45,7 +58,9 @@ def main() -> None:
 
     print(f"{rounds} rounds, medians\n{'':26}{'wall s':>8}{'over fabric':>13}  goal")
     for name, measured in times.items():
-        over = statistics.median(mine - base for mine, base in zip(measured, times[BASE], strict=True))
+        over = statistics.median(
+            mine - base for mine, base in zip(measured, times[BASE], strict=True)
+        )
         goal = GOALS.get(name)
         verdict = "" if goal is None else f"<= {goal:g} s: {'met' if over <= goal else 'missed'}"
         print(f"{name:26}{statistics.median(measured):8.2f}{over:+13.2f}  {verdict}")

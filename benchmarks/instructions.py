@@ -52,7 +52,11 @@ def counted_once(folder: Path) -> None:
     """The same of whole fits: nothing but what a fit is made of, one epoch of one step, eleven."""
     torch.set_num_threads(1)
     draw_once()
-    for name, make in {"FabricLoop": once.ours, "MiniLoop": once.mini, "Trainer": once.trainer}.items():
+    for name, make in {
+        "FabricLoop": once.ours,
+        "MiniLoop": once.mini,
+        "Trainer": once.trainer,
+    }.items():
         fit(make, 2)  # what is imported at first
         for epochs in EPOCHS:
             child = os.fork()
@@ -74,7 +78,6 @@ def fit(make: Callable, epochs: int) -> None:
 def draw_once() -> None:
     """No bar looks at the clock: time passes fifty times as slowly here."""
     import tqdm
-
     from fabric_template.record import bar
 
     class Still(tqdm.tqdm):
@@ -105,7 +108,9 @@ def table_once(folder: Path) -> str:
     none, one, more = EPOCHS
     lines = [f"{'':26}{'once: a fit of one step':>26}{'an epoch of one step':>24}"]
     for name, count in counts_in(folder).items():
-        lines.append(f"{name:26}{count[one] - count[none]:26,}{(count[more] - count[one]) / (more - one):24,.0f}")
+        lines.append(
+            f"{name:26}{count[one] - count[none]:26,}{(count[more] - count[one]) / (more - one):24,.0f}"
+        )
     return "\n".join(lines)
 
 
@@ -116,16 +121,22 @@ def table(folder: Path) -> str:
     each = {name: (count[more] - count[fewer]) / (more - fewer) for name, count in counts.items()}
     lines = [f"{'':26}{'instructions':>14}{'/ plain':>9}{'/ same metrics':>16}"]
     for name, count in each.items():
-        lines.append(f"{name:26}{count:14,.0f}{count / each[PLAIN]:9.3f}{count / each[PLAIN_METRICS]:16.3f}")
+        lines.append(
+            f"{name:26}{count:14,.0f}{count / each[PLAIN]:9.3f}{count / each[PLAIN_METRICS]:16.3f}"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problem", choices=[*PROBLEMS], default="tiny")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="adam")
     parser.add_argument("--once", action="store_true", help="of the tiny net with adam")
-    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # what it starts itself again with
+    parser.add_argument(
+        "--into", type=Path, help=argparse.SUPPRESS
+    )  # what it starts itself again with
     arguments = parser.parse_args()
     problem = Problem(arguments.problem, *PROBLEMS[arguments.problem], arguments.optimizer)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -139,7 +150,13 @@ def main() -> None:
             "valgrind is not installed: expected it on the PATH, as the package valgrind of your system brings it"
         )
     with tempfile.TemporaryDirectory() as folder:
-        counting = [valgrind, "--quiet", "--tool=cachegrind", "--cache-sim=no", f"--cachegrind-out-file={folder}/%p"]
+        counting = [
+            valgrind,
+            "--quiet",
+            "--tool=cachegrind",
+            "--cache-sim=no",
+            f"--cachegrind-out-file={folder}/%p",
+        ]
         words = [
             "--problem",
             problem.name,
@@ -149,7 +166,9 @@ def main() -> None:
             "--into",
             folder,
         ]
-        subprocess.run([*counting, sys.executable, __file__, *words], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [*counting, sys.executable, __file__, *words], check=True, stderr=subprocess.DEVNULL
+        )
         if arguments.once:
             problem = once.PROBLEM
         about = f"{problem.name}: {problem.sizes}, batch {problem.batch_size}, {problem.optimizer}"

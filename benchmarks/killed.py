@@ -106,7 +106,9 @@ def mini(root):
 
     torch.manual_seed(1)
     model = module()
-    MiniLoop(accelerator="cpu", max_epochs=EPOCHS, default_root_dir=root).fit(model, loader(), resume="auto")
+    MiniLoop(accelerator="cpu", max_epochs=EPOCHS, default_root_dir=root).fit(
+        model, loader(), resume="auto"
+    )
     return model.net
 
 
@@ -134,9 +136,13 @@ def accelerate(root, every=None):
     from accelerate.utils import DataLoaderConfiguration, set_seed
 
     set_seed(1)
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+    )
     model = net()
-    model, optimizer, batches = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.02), loader())
+    model, optimizer, batches = accelerator.prepare(
+        model, torch.optim.Adam(model.parameters(), lr=0.02), loader()
+    )
     first_epoch, skipped, done = 0, 0, 0
     folders = sorted(root.glob("step_*"), key=os.path.getctime)
     if folders:
@@ -151,7 +157,11 @@ def accelerate(root, every=None):
         for epoch in range(first_epoch, EPOCHS):
             model.train()
             batches.set_epoch(epoch)
-            rest = accelerator.skip_first_batches(batches, skipped) if epoch == first_epoch and skipped else batches
+            rest = (
+                accelerator.skip_first_batches(batches, skipped)
+                if epoch == first_epoch and skipped
+                else batches
+            )
             for x, y in rest:
                 loss = nn.functional.cross_entropy(model(x), y)
                 accelerator.backward(loss)
@@ -176,9 +186,9 @@ def example(root):
     torch.manual_seed(1)
     model = module(log=False)
     folder = str(root / "checkpoints")
-    found.MyCustomTrainer(accelerator="cpu", devices=1, max_epochs=EPOCHS, checkpoint_dir=folder).fit(
-        model, loader(), None, ckpt_path=folder
-    )
+    found.MyCustomTrainer(
+        accelerator="cpu", devices=1, max_epochs=EPOCHS, checkpoint_dir=folder
+    ).fit(model, loader(), None, ckpt_path=folder)
     return model.net
 
 
@@ -224,12 +234,16 @@ def losses_of(root):
     Rows that tell a learning rate are of our epochs, and taken whole.
     """
     losses = {}
-    for path in sorted([*root.rglob("metrics.csv"), *root.rglob("steps.csv")], key=lambda path: path.parent.name):
+    for path in sorted(
+        [*root.rglob("metrics.csv"), *root.rglob("steps.csv")], key=lambda path: path.parent.name
+    ):
         with open(path, newline="") as file, contextlib.suppress(csv.Error):
             for row in csv.DictReader(file):
                 loss = row.get("loss") or row.get("loss_step")
                 if row.get("lr"):
-                    losses["epoch", row["epoch"]] = {name: cell for name, cell in row.items() if name != "time"}
+                    losses["epoch", row["epoch"]] = {
+                        name: cell for name, cell in row.items() if name != "time"
+                    }
                 elif loss:
                     losses[row["step"]] = loss
     return losses
@@ -243,15 +257,21 @@ def warm_up(name, home):
     """Run it once in this process, so that a forked command finds everything imported and begins to train at once."""
     from tqdm import tqdm
 
-    tqdm.monitor_interval = 0  # otherwise a bar starts a thread, whose locks a forked command would wait for
-    tqdm.set_lock(threading.RLock())  # tqdm's own is shared by forked processes: one killed in it stops all others
+    tqdm.monitor_interval = (
+        0  # otherwise a bar starts a thread, whose locks a forked command would wait for
+    )
+    tqdm.set_lock(
+        threading.RLock()
+    )  # tqdm's own is shared by forked processes: one killed in it stops all others
     CONTESTANTS[name](home / "warm")
     if name in (ACCELERATE_EPOCH, ACCELERATE_STEPS):
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
     if threading.active_count() > 1:
-        raise RuntimeError("it has started threads: a forked command could wait for their locks for ever")
+        raise RuntimeError(
+            "it has started threads: a forked command could wait for their locks for ever"
+        )
 
 
 def compete(name, runs, draw, home):
@@ -282,10 +302,14 @@ def compete(name, runs, draw, home):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=30, help="killed runs of each contestant (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the instants (0)")
-    parser.add_argument("--example", type=Path, help="the folder build_your_own_trainer of Lightning's examples")
+    parser.add_argument(
+        "--example", type=Path, help="the folder build_your_own_trainer of Lightning's examples"
+    )
     parser.add_argument("--only", action="append", choices=CONTESTANTS, help="may be repeated")
     words = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -299,7 +323,9 @@ def main():
         "fabric_template.loop",
         "fabric_template.mini",
     ]
-    for name in needed + ["accelerate"] * (not {ACCELERATE_EPOCH, ACCELERATE_STEPS}.isdisjoint(names)):
+    for name in needed + ["accelerate"] * (
+        not {ACCELERATE_EPOCH, ACCELERATE_STEPS}.isdisjoint(names)
+    ):
         importlib.import_module(name)  # once, here: the forked commands find it there
     if words.example:
         sys.path.insert(0, str(words.example.resolve()))

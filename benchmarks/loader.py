@@ -27,7 +27,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # works in a clone, installed or not
 
 import torch
 from torch import Tensor
@@ -82,7 +84,10 @@ class Whole:
 
 def contestants(x: Tensor, y: Tensor, transform: bool, workers: list[int]) -> dict[str, Any]:
     whole: Callable[[Any], Any] = Whole if transform else lambda loader: loader
-    found = {HAND: whole(ByHand(x, y)), OURS: whole(TensorLoader(x, y, batch_size=BATCH, shuffle=True))}
+    found = {
+        HAND: whole(ByHand(x, y)),
+        OURS: whole(TensorLoader(x, y, batch_size=BATCH, shuffle=True)),
+    }
     data = Transformed(x, y) if transform else TensorDataset(x, y)
     for number in workers:
         words = {"num_workers": number, "persistent_workers": number > 0}
@@ -116,19 +121,28 @@ def measure(loaders: dict[str, Any], rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=60_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--toy", action="store_true", help="500 samples, one round, no workers")
     given = parser.parse_args()
-    samples, rounds, workers = (500, 1, [0]) if given.toy else (given.samples, given.rounds, given.workers)
+    samples, rounds, workers = (
+        (500, 1, [0]) if given.toy else (given.samples, given.rounds, given.workers)
+    )
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    x, y = torch.randint(256, (samples, 1, 28, 28), dtype=torch.uint8), torch.randint(10, (samples,))
+    x, y = (
+        torch.randint(256, (samples, 1, 28, 28), dtype=torch.uint8),
+        torch.randint(10, (samples,)),
+    )
     print(f"torch {torch.__version__}, {platform.system()}, {os.cpu_count()} cores, CPU, 1 thread")
-    print(f"{samples:,} images of 28 x 28 bytes, batches of {BATCH}, shuffled; {rounds} rounds, medians")
+    print(
+        f"{samples:,} images of 28 x 28 bytes, batches of {BATCH}, shuffled; {rounds} rounds, medians"
+    )
     for transform in (False, True):
         loaders = contestants(x, y, transform, workers)
         for loader in loaders.values():

@@ -59,7 +59,9 @@ def rank_of(number, port, folder, words):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--megabytes", type=float, default=100, help="of weights and moments together")
+    parser.add_argument(
+        "--megabytes", type=float, default=100, help="of weights and moments together"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--every", type=int, default=8, help="steps between two saves")

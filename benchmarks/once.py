@@ -30,7 +30,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # works in a clone, installed or not
 
 import torch
 from overhead import Problem, lightning_module, out_of_the_way, quieten
@@ -72,8 +74,15 @@ def trainer(epochs: int, saves: bool) -> Any:
     from lightning.pytorch.callbacks import TQDMProgressBar
     from lightning.pytorch.loggers import CSVLogger
 
-    words = {"num_sanity_val_steps": 0, "enable_checkpointing": saves, "logger": CSVLogger("."), "log_every_n_steps": 1}
-    return Trainer(accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[TQDMProgressBar()], **words)
+    words = {
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": saves,
+        "logger": CSVLogger("."),
+        "log_every_n_steps": 1,
+    }
+    return Trainer(
+        accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[TQDMProgressBar()], **words
+    )
 
 
 def fabric() -> Any:
@@ -108,7 +117,9 @@ def timed(call: Callable[[], Any]) -> Time:
     return 1e3 * (time.process_time() - cpu), 1e3 * (time.perf_counter() - clock)
 
 
-def fitted(make: Callable[[int, bool], Any], epochs: int, validates: bool = False, saves: bool = True) -> Time:
+def fitted(
+    make: Callable[[int, bool], Any], epochs: int, validates: bool = False, saves: bool = True
+) -> Time:
     with out_of_the_way():
         loop, net = make(epochs, saves), module(validates)
         val = PROBLEM.loader(1) if validates else None
@@ -136,7 +147,9 @@ def parts(make: Callable[[int, bool], Any], epochs: int) -> dict[str, Time]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--toy", action="store_true", help="one round of two epochs")
     arguments = parser.parse_args()
@@ -155,15 +168,21 @@ def main() -> None:
         if number or arguments.toy:  # the first one loads what is loaded with the first use
             for key, value in rows.items():
                 found.setdefault(key, []).append(value)
-    print(f"torch {torch.__version__}, {platform.system()}, {os.cpu_count()} cores, CPU, 1 thread; {rounds} rounds")
+    print(
+        f"torch {torch.__version__}, {platform.system()}, {os.cpu_count()} cores, CPU, 1 thread; {rounds} rounds"
+    )
     print(f"{'':40}{'CPU, ms':>10}{'by the clock, ms':>18}")
     for (name, part), times in found.items():
         cpu, clock = statistics.median(one for one, _ in times), min(two for _, two in times)
         print(f"{f'{name}: {part}':40}{cpu:10.2f}{clock:18.2f}")
-    pairs = zip(found["FabricLoop", "once: a fit of one step"], found["by hand", "that step"], strict=True)
+    pairs = zip(
+        found["FabricLoop", "once: a fit of one step"], found["by hand", "that step"], strict=True
+    )
     value = statistics.median(once - step for (once, _), (step, _) in pairs)
     verdict = "met" if value <= GOAL else "missed"
-    print(f"\ngoal: FabricLoop once, beyond its step <= {GOAL:.0f} ms of CPU time: {value:.1f}  {verdict}")
+    print(
+        f"\ngoal: FabricLoop once, beyond its step <= {GOAL:.0f} ms of CPU time: {value:.1f}  {verdict}"
+    )
 
 
 if __name__ == "__main__":

@@ -81,8 +81,12 @@ class Batches(Dataset):
         self.steps = steps
         self.batches = [
             (
-                torch.randn(problem.batch_size, problem.sizes[0], generator=generator).to(problem.device),
-                torch.randint(problem.sizes[-1], (problem.batch_size,), generator=generator).to(problem.device),
+                torch.randn(problem.batch_size, problem.sizes[0], generator=generator).to(
+                    problem.device
+                ),
+                torch.randint(problem.sizes[-1], (problem.batch_size,), generator=generator).to(
+                    problem.device
+                ),
             )
             for _ in range(16)
         ]
@@ -120,7 +124,10 @@ def plain_metrics(problem: Problem, steps: int) -> nn.Module:
     model, loader = problem.model_there(), problem.loader(steps)
     optimizer = problem.optimizer_of(model)
     loss_sum, acc_sum, count = *torch.zeros(2, device=problem.device), 0
-    with open("steps.csv", "w", newline="") as steps_file, open("metrics.csv", "w", newline="") as epochs_file:
+    with (
+        open("steps.csv", "w", newline="") as steps_file,
+        open("metrics.csv", "w", newline="") as epochs_file,
+    ):
         step_rows, epoch_rows = csv.writer(steps_file), csv.writer(epochs_file)
         step_rows.writerow(["step", "train_loss", "train_acc"])
         epoch_rows.writerow(["epoch", "step", "train_loss", "train_acc"])
@@ -149,7 +156,9 @@ def ours_bare(problem: Problem, steps: int) -> nn.Module:
     from fabric_template import FabricLoop
 
     module = lightning_module(problem, log=False)
-    FabricLoop(accelerator=problem.device, devices=1, max_epochs=1, barebones=True).fit(module, problem.loader(steps))
+    FabricLoop(accelerator=problem.device, devices=1, max_epochs=1, barebones=True).fit(
+        module, problem.loader(steps)
+    )
     return module.net
 
 
@@ -157,7 +166,9 @@ def ours_everything(problem: Problem, steps: int) -> nn.Module:
     from fabric_template import FabricLoop
 
     module = lightning_module(problem, log=True)
-    FabricLoop(accelerator=problem.device, devices=1, max_epochs=1).fit(module, problem.loader(steps))
+    FabricLoop(accelerator=problem.device, devices=1, max_epochs=1).fit(
+        module, problem.loader(steps)
+    )
     return module.net
 
 
@@ -191,18 +202,26 @@ def trainer_bare(problem: Problem, steps: int) -> nn.Module:
     from lightning import Trainer
 
     module = lightning_module(problem, log=False)
-    Trainer(accelerator=problem.device, devices=1, max_epochs=1, barebones=True).fit(module, problem.loader(steps))
+    Trainer(accelerator=problem.device, devices=1, max_epochs=1, barebones=True).fit(
+        module, problem.loader(steps)
+    )
     return module.net
 
 
 def trainer_everything(problem: Problem, steps: int) -> nn.Module:
     from lightning import Trainer
-    from lightning.pytorch.callbacks import TQDMProgressBar  # what Trainer takes where rich is not installed
+    from lightning.pytorch.callbacks import (
+        TQDMProgressBar,
+    )  # what Trainer takes where rich is not installed
     from lightning.pytorch.loggers import CSVLogger
 
     module = lightning_module(problem, log=True)
     trainer = Trainer(
-        accelerator=problem.device, devices=1, max_epochs=1, logger=CSVLogger("."), callbacks=[TQDMProgressBar()]
+        accelerator=problem.device,
+        devices=1,
+        max_epochs=1,
+        logger=CSVLogger("."),
+        callbacks=[TQDMProgressBar()],
     )
     trainer.fit(module, problem.loader(steps))
     return module.net
@@ -213,7 +232,9 @@ def accelerate(problem: Problem, steps: int) -> nn.Module:
 
     accelerator = Accelerator(cpu=problem.device == "cpu")
     net = problem.model()
-    model, optimizer, loader = accelerator.prepare(net, problem.optimizer_of(net), problem.loader(steps))
+    model, optimizer, loader = accelerator.prepare(
+        net, problem.optimizer_of(net), problem.loader(steps)
+    )
     model.train()
     for x, y in loader:
         loss = functional.cross_entropy(model(x), y)
@@ -227,12 +248,16 @@ def ignite(problem: Problem, steps: int) -> nn.Module:
     from ignite.engine import create_supervised_trainer
 
     model = problem.model_there()
-    trainer = create_supervised_trainer(model, problem.optimizer_of(model), functional.cross_entropy, problem.device)
+    trainer = create_supervised_trainer(
+        model, problem.optimizer_of(model), functional.cross_entropy, problem.device
+    )
     trainer.run(problem.loader(steps), max_epochs=1)
     return model
 
 
-CONTESTANTS: dict[str, tuple[str, Callable[[Problem, int], nn.Module]]] = {  # name: (needs this package, function)
+CONTESTANTS: dict[
+    str, tuple[str, Callable[[Problem, int], nn.Module]]
+] = {  # name: (needs this package, function)
     PLAIN: ("torch", plain),
     PLAIN_METRICS: ("tqdm", plain_metrics),
     OURS: ("fabric_template", ours_bare),
@@ -275,7 +300,9 @@ def lightning_module(problem: Problem, log: bool):
             logits = self.net(x)
             loss = functional.cross_entropy(logits, y)
             self.log("train_loss", loss, on_epoch=True, prog_bar=True)
-            self.log("train_acc", (logits.argmax(1) == y).float().mean(), on_epoch=True, prog_bar=True)
+            self.log(
+                "train_acc", (logits.argmax(1) == y).float().mean(), on_epoch=True, prog_bar=True
+            )
             return loss
 
     return LoggingModule() if log else Module()
@@ -313,7 +340,14 @@ def out_of_the_way():
 
 def quieten() -> None:
     """What the contestants would say of themselves."""
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric", "ignite", "accelerate"):
+    for name in (
+        "lightning",
+        "lightning.pytorch",
+        "lightning.fabric",
+        "lightning_fabric",
+        "ignite",
+        "accelerate",
+    ):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -348,12 +382,19 @@ def able(problem: Problem) -> list[str]:
     return names
 
 
-def measure(problem: Problem, names: list[str], steps: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    problem: Problem, names: list[str], steps: int, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
     """Per contestant and round: seconds per step, and seconds paid once."""
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(rounds):
         if sys.stderr.isatty():
-            print(f"\r{problem.name}: round {number + 1} of {rounds}", end="\r", file=sys.stderr, flush=True)
+            print(
+                f"\r{problem.name}: round {number + 1} of {rounds}",
+                end="\r",
+                file=sys.stderr,
+                flush=True,
+            )
         for name in names:
             _, train = CONTESTANTS[name]
             short, long = seconds(train, problem, steps), seconds(train, problem, 3 * steps)
@@ -378,17 +419,27 @@ def show(problem: Problem, measured: dict[str, list[tuple[float, float]]]) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="S: fits of S and of 3S steps are compared")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=400, help="S: fits of S and of 3S steps are compared"
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="adam")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where net and batches are")
-    parser.add_argument("--quick", action="store_true", help="100 steps, 3 rounds: too few for a verdict")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where net and batches are"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="100 steps, 3 rounds: too few for a verdict"
+    )
     arguments = parser.parse_args()
     steps, rounds = (100, 3) if arguments.quick else (arguments.steps, arguments.rounds)
 
     torch.set_num_threads(1)  # tensors this small are slower with more
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone, installed or not
+    sys.path.insert(
+        0, str(Path(__file__).resolve().parent.parent)
+    )  # works in a clone, installed or not
     warnings.simplefilter("ignore")
     quieten()
 

@@ -28,7 +28,9 @@ def table_below(text: str, title: str) -> list[tuple[str, float, float]]:
         if not line.strip():
             break
         if found := ROW.match(line):
-            rows.append((found[1], float(found[2].replace(",", "")), float(found[3].replace(",", ""))))
+            rows.append(
+                (found[1], float(found[2].replace(",", "")), float(found[3].replace(",", "")))
+            )
     return rows
 
 
@@ -63,7 +65,9 @@ def draw_metrics(ax: Any, rows: list[tuple[str, float, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "overhead.png")
     arguments = parser.parse_args()
     import matplotlib

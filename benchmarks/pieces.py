@@ -38,10 +38,9 @@ def seconds_of(call):
 def measure(run, folder, times):
     """Seconds of each way in turns, and what lies on the disk."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     from fabric_template.files.background import BackgroundKeeper
     from fabric_template.files.shards import clear_unnamed
+    from torch.distributed.checkpoint.state_dict import get_state_dict
 
     ours, theirs, behind = [], [], []
     keeper = BackgroundKeeper(run.keeper.folder, run.config)
@@ -92,7 +91,9 @@ def layers(megabytes):
     import torch
 
     width = int((megabytes * 1e6 / 4 / 3 / 8) ** 0.5)
-    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(8))), width
+    return torch.nn.Sequential(
+        *(torch.nn.Linear(width, width, bias=False) for _ in range(8))
+    ), width
 
 
 def begin(number, port):
@@ -121,7 +122,10 @@ def found_by(rank_of, ranks, given, where):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=rank_of, args=(number, port, folder, *given)) for number in range(ranks)]
+    processes = [
+        context.Process(target=rank_of, args=(number, port, folder, *given))
+        for number in range(ranks)
+    ]
     try:
         for process in processes:
             process.start()
@@ -160,7 +164,9 @@ def rank_of(number, port, folder, ranks, megabytes, times):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--megabytes", type=float, default=100, help="of weights and moments together")
+    parser.add_argument(
+        "--megabytes", type=float, default=100, help="of weights and moments together"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--times", type=int, default=7, help="saves of each way; the median counts")
     parser.add_argument("--folder", help="where to; by default a temporary folder")

@@ -15,12 +15,11 @@ import time
 from pathlib import Path
 
 import torch
+from fabric_template.exact.randomness import rng_state_of_another
 from lightning.fabric.utilities.seed import seed_everything
 
 from fabric_template import FabricLoop
-from fabric_template.exact.randomness import rng_state_of_another
-from fabric_template.files.reading import read_checkpoint
-from fabric_template.files.storage import AtomicCheckpointIO
+from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
 
 ROUNDS = 7
 
@@ -61,10 +60,14 @@ def main():
         checkpoint, path, rows = a_checkpoint(folder), Path(folder, "grown.ckpt"), []
         part = checkpoint["fabric_template"]["ranks"][0]
         for ranks in words.ranks:
-            parts = [{**part, "rng": rng_state_of_another(part["rng"], rank)} for rank in range(ranks)]
+            parts = [
+                {**part, "rng": rng_state_of_another(part["rng"], rank)} for rank in range(ranks)
+            ]
             checkpoint["fabric_template"]["ranks"] = parts
             gathered = [pickle.dumps(one) for one in parts]
-            unpacked = milliseconds(lambda gathered=gathered: [pickle.loads(one) for one in gathered])
+            unpacked = milliseconds(
+                lambda gathered=gathered: [pickle.loads(one) for one in gathered]
+            )
             io = AtomicCheckpointIO()
             written = milliseconds(lambda io=io: io.save_checkpoint(checkpoint, path))
             read = milliseconds(lambda: read_checkpoint(path))
@@ -74,7 +77,9 @@ def main():
         "| ranks | gathered, KB | unpacked, ms | file, KB | written, ms | read and checked, ms |\n|---|---|---|---|---|---|"
     )
     for ranks, size, unpacked, whole, written, read in rows:
-        print(f"| {ranks} | {size:,.0f} | {unpacked:.1f} | {whole:,.0f} | {written:.1f} | {read:.1f} |")
+        print(
+            f"| {ranks} | {size:,.0f} | {unpacked:.1f} | {whole:,.0f} | {written:.1f} | {read:.1f} |"
+        )
     sys.stdout.flush()
 
 

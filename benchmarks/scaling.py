@@ -37,7 +37,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # works in a clone, installed or not
 
 import torch
 from overhead import NoTerminal, out_of_the_way, quieten
@@ -116,7 +118,9 @@ def by_hand(number: int, steps: int) -> None:
 
 def ours(number: int, steps: int) -> None:
     names = tuple(f"metric_{index}" for index in range(number))
-    FabricLoop(accelerator="cpu", devices=1, max_epochs=1, **SILENT).fit(Net(names), Repeated(steps))
+    FabricLoop(accelerator="cpu", devices=1, max_epochs=1, **SILENT).fit(
+        Net(names), Repeated(steps)
+    )
 
 
 def cpu_seconds(train: Callable[[int, int], None], number: int, steps: int) -> float:
@@ -136,10 +140,14 @@ def metrics(size: float) -> Iterator[str]:
                     key = name, number, length
                     found[key] = min(cpu_seconds(train, number, length), found.get(key, 1e9))
     each = {
-        (name, number): 1e6 * (found[name, number, 3 * steps] - found[name, number, steps]) / (2 * steps)
+        (name, number): 1e6
+        * (found[name, number, 3 * steps] - found[name, number, steps])
+        / (2 * steps)
         for name, number in product(("by hand", "ours"), numbers)
     }
-    beyond = {number: each["ours", number] - each["by hand", number] for number in numbers}  # what is not tensors
+    beyond = {
+        number: each["ours", number] - each["by hand", number] for number in numbers
+    }  # what is not tensors
     yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}{'of one more':>14}"
     for before, number in zip((0, *numbers), numbers, strict=False):
         row = f"{number:<24}{each['by hand', number]:20.1f}{each['ours', number]:10.1f}"
@@ -161,7 +169,11 @@ class Watching:
     """A callback that looks at memory and handles as an epoch begins."""
 
     def __init__(self, at: list[int]) -> None:
-        self.at, self.seen, self.began = set(at), list[tuple[int, float, int, float]](), time.perf_counter()
+        self.at, self.seen, self.began = (
+            set(at),
+            list[tuple[int, float, int, float]](),
+            time.perf_counter(),
+        )
 
     def look(self, trainer: Any) -> None:
         if trainer.global_step in self.at:
@@ -180,7 +192,9 @@ def child(each: int, epochs: int) -> list[tuple[int, float, int, float]]:
     watching = Watching([each * epoch for epoch in (1, epochs // 100, epochs // 10, epochs)])
     x = torch.randn(4 * each, 4)
     data = TensorLoader(x, x.sum(1, keepdim=True), batch_size=4, shuffle=True)
-    loop = FabricLoop(accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[watching], monitor="metric")
+    loop = FabricLoop(
+        accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[watching], monitor="metric"
+    )
     with out_of_the_way():
         loop.fit(Net(("metric",)), data)
     return watching.seen
@@ -214,7 +228,12 @@ def filled(name: str, rows: int) -> CSVLogger:
 
 
 def appending(logger: CSVLogger, name: str) -> Callable[[int], None]:
-    values = {"train_loss": 0.12345678912345, "val_loss": 0.23456789123456, "val_acc": 0.98765, "lr": 1e-3}
+    values = {
+        "train_loss": 0.12345678912345,
+        "val_loss": 0.23456789123456,
+        "val_acc": 0.98765,
+        "lr": 1e-3,
+    }
     if name == "steps.csv":
         return lambda number: logger.log_metrics(values, step=number)
     return lambda number: logger.log_epoch({"epoch": number, "step": 100 * number, **values})
@@ -285,7 +304,9 @@ def checkpoints(size: float) -> Iterator[str]:
         watch = Stopwatch()
         saving(number, callbacks=[watch]).fit(Better(names), Repeated(1))
         saving(1, name="few").fit(Better(names), Repeated(1))
-        times = [1e3 * (then - now) for now, then in zip(watch.times, watch.times[1:], strict=False)]
+        times = [
+            1e3 * (then - now) for now, then in zip(watch.times, watch.times[1:], strict=False)
+        ]
         part = min(50, len(times) // 2)
         kept = len(list(Path("checkpoints/run/version_0").glob("*.ckpt")))
         first, last = statistics.median(times[1 : part + 1]), statistics.median(times[-part:])
@@ -297,7 +318,9 @@ def checkpoints(size: float) -> Iterator[str]:
             found = {
                 word: statistics.median(
                     milliseconds(
-                        lambda n=name, e=epochs, w=word: saving(e, name=n).fit(Better(names), Repeated(1), resume=w)
+                        lambda n=name, e=epochs, w=word: saving(e, name=n).fit(
+                            Better(names), Repeated(1), resume=w
+                        )
                     )
                     for _ in range(5)
                 )
@@ -318,12 +341,19 @@ def versions(size: float) -> Iterator[str]:
             saving(1, name=name).fit(Better(("metric",)), Repeated(1))
             for kind in ("logs", "checkpoints"):
                 for index in range(1, many):
-                    shutil.copytree(Path(kind, name, "version_0"), Path(kind, name, f"version_{index}"))
+                    shutil.copytree(
+                        Path(kind, name, "version_0"), Path(kind, name, f"version_{index}")
+                    )
             new = [
-                milliseconds(lambda n=name: saving(1, name=n).fit(Better(("metric",)), Repeated(1))) for _ in range(7)
+                milliseconds(lambda n=name: saving(1, name=n).fit(Better(("metric",)), Repeated(1)))
+                for _ in range(7)
             ]
             auto = [
-                milliseconds(lambda n=name: saving(1, name=n).fit(Better(("metric",)), Repeated(1), resume="auto"))
+                milliseconds(
+                    lambda n=name: saving(1, name=n).fit(
+                        Better(("metric",)), Repeated(1), resume="auto"
+                    )
+                )
                 for _ in range(7)
             ]
             listed = milliseconds(lambda n=name: list_runs(Path("logs", n))) / many
@@ -365,9 +395,16 @@ def moved(item: Any, to: int) -> Any:
 def resumed(number: int, **loader: Any) -> tuple[float, int]:
     """Seconds from fit to the first batch, and the items that this process had loaded by then."""
     data = DataLoader(Items(number + 100), batch_size=1, **loader)
-    words: dict[str, Any] = {"enable_checkpointing": True, "save_every_n_steps": DONE, "logger": False, **SILENT}
+    words: dict[str, Any] = {
+        "enable_checkpointing": True,
+        "save_every_n_steps": DONE,
+        "logger": False,
+        **SILENT,
+    }
     name = "-".join(map(str, loader.values()))
-    FabricLoop(accelerator="cpu", devices=1, name=name, max_steps=DONE, seed=1, **words).fit(Net(), data)
+    FabricLoop(accelerator="cpu", devices=1, name=name, max_steps=DONE, seed=1, **words).fit(
+        Net(), data
+    )
     path = Path("checkpoints", name, "version_0", "last.ckpt")
     state = torch.load(path, weights_only=True)
     torch.save({key: moved(part, number) if key in ("loops", "fabric_template", "global_step") else part
@@ -408,9 +445,13 @@ SECTIONS = {"metrics": metrics, "steps": steps, "rows": rows, "checkpoints": che
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument("--toy", action="store_true", help="a hundredth of it or less: to see that it runs")
+    parser.add_argument(
+        "--toy", action="store_true", help="a hundredth of it or less: to see that it runs"
+    )
     parser.add_argument("--child", nargs=2, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -419,9 +460,14 @@ def main() -> None:
         print(json.dumps(child(*arguments.child)))
         return
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {platform.system()}, {os.cpu_count()} cores, CPU, 1 thread", flush=True)
+    print(
+        f"torch {torch.__version__}, {platform.system()}, {os.cpu_count()} cores, CPU, 1 thread",
+        flush=True,
+    )
     for name in arguments.only:
-        lines = list(SECTIONS[name](0.005 if arguments.toy else 1))  # to its end: inside nothing reaches the screen
+        lines = list(
+            SECTIONS[name](0.005 if arguments.toy else 1)
+        )  # to its end: inside nothing reaches the screen
         print("", *lines, sep="\n", flush=True)
 
 

@@ -18,7 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # works in a clone, installed or not
 
 import overhead
 import torch
@@ -52,11 +54,15 @@ def microseconds(name: str, problem: Problem, steps: int) -> list[float]:
 
 def table(measured: dict[str, list[list[float]]]) -> str:
     """Medians of the rounds, and the tenth's ratios, which are taken within a round."""
-    lines = [f"{'us a step':26}{'tenth':>8}{'quarter':>9}{'half':>7}{'/ plain':>10}{'/ same metrics':>16}"]
+    lines = [
+        f"{'us a step':26}{'tenth':>8}{'quarter':>9}{'half':>7}{'/ plain':>10}{'/ same metrics':>16}"
+    ]
     for name, rounds in measured.items():
         tenth, quarter, half = (statistics.median(column) for column in zip(*rounds, strict=True))
         plain, same = (
-            statistics.median(own[0] / other[0] for own, other in zip(rounds, measured[base], strict=True))
+            statistics.median(
+                own[0] / other[0] for own, other in zip(rounds, measured[base], strict=True)
+            )
             for base in (PLAIN, PLAIN_METRICS)
         )
         lines.append(f"{name:26}{tenth:8.1f}{quarter:9.1f}{half:7.1f}{plain:10.3f}{same:16.3f}")
@@ -64,7 +70,9 @@ def table(measured: dict[str, list[list[float]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=250, help="of an epoch")
     arguments = parser.parse_args()

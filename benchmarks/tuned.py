@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder's package, whichever is installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # this folder's package, whichever is installed
 
 from fabric_template import FabricLoop
 from fabric_template.demos.digits import DigitsClassifier, DigitsData
@@ -81,12 +83,19 @@ def run(problem: str, toy: bool, seconds: float, rounds: int) -> None:
     tuned = tune(loop, model, **given, seconds=seconds, only=["tensor_loader"] if toy else None)
     choices = rows if tuned.choice in rows else [*rows, tuned.choice]
     place = choices.index(tuned.choice)
-    found = rates((loop, {"model": model, "train_dataloaders": next(iter(given.values()))}), choices, seconds, rounds)
+    found = rates(
+        (loop, {"model": model, "train_dataloaders": next(iter(given.values()))}),
+        choices,
+        seconds,
+        rounds,
+    )
     print(f"\n{problem}\n{'':48}{'samples/s':>12}{'/ as it is':>12}")
     medians = [statistics.median(column) for column in zip(*found, strict=True)]
     for number, choice in enumerate(choices):
         of_base = statistics.median(each[number] / each[0] for each in found)
-        print(f"{label(choice) + ' (tune)' * (number == place):48}{medians[number]:12,.0f}{of_base:12.2f}")
+        print(
+            f"{label(choice) + ' (tune)' * (number == place):48}{medians[number]:12,.0f}{of_base:12.2f}"
+        )
     best = medians.index(max(medians[: len(rows)]))
     ratios = [each[place] / each[best] for each in found]
     print(
@@ -97,13 +106,19 @@ def run(problem: str, toy: bool, seconds: float, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problem", choices=["digits", "mnist", "tabular"], action="append")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--toy", action="store_true", help="one problem, few settings, a moment each")
+    parser.add_argument(
+        "--toy", action="store_true", help="one problem, few settings, a moment each"
+    )
     asked = parser.parse_args()
-    print(f"torch {torch.__version__}, CPU, {torch.get_num_threads()} threads as it is; {asked.rounds} rounds, medians")
+    print(
+        f"torch {torch.__version__}, CPU, {torch.get_num_threads()} threads as it is; {asked.rounds} rounds, medians"
+    )
     for problem in asked.problem or (["mnist"] if asked.toy else ["digits", "mnist", "tabular"]):
         run(problem, asked.toy, asked.seconds, asked.rounds)
 

@@ -17,4 +17,6 @@ class Examples(Extension):
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Called by griffe for each module, class and function."""
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M)
+            obj.docstring.value = re.sub(
+                r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M
+            )

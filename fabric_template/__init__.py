@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from .core.config import LoopConfig as LoopConfig
-    from .data.tensors import TensorLoader as TensorLoader
-    from .files.errors import CheckpointError as CheckpointError
-    from .files.storage import AtomicCheckpointIO as AtomicCheckpointIO
+    from .checkpoint.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
+    from .config import LoopConfig as LoopConfig
+    from .data.tensor_loader import TensorLoader as TensorLoader
+    from .errors import CheckpointError as CheckpointError
+    from .loggers.csv_logger import CSVLogger as CSVLogger
+    from .loggers.read_logs import read_logs as read_logs
     from .loop import FabricLoop as FabricLoop
     from .mini import MiniLoop as MiniLoop
-    from .record.logger import CSVLogger as CSVLogger
-    from .record.read_back import read_logs as read_logs
     from .tools.compare import compare as compare
     from .tools.live_plot import LivePlot as LivePlot
     from .tools.plots import plot_logs as plot_logs
@@ -24,19 +24,19 @@ __version__ = "0.1.0"
 
 # Loaded on first use: torch takes seconds, and a word of help on the command line needs none of it.
 _HOMES = {
-    "AtomicCheckpointIO": "files.storage",
-    "CSVLogger": "record.logger",
-    "CheckpointError": "files.errors",
+    "AtomicCheckpointIO": "checkpoint.checkpoint_io",
+    "CSVLogger": "loggers.csv_logger",
+    "CheckpointError": "errors",
     "FabricLoop": "loop",
     "LivePlot": "tools.live_plot",
-    "LoopConfig": "core.config",
+    "LoopConfig": "config",
     "MiniLoop": "mini",
-    "TensorLoader": "data.tensors",
+    "TensorLoader": "data.tensor_loader",
     "compare": "tools.compare",
     "list_runs": "tools.runs",
     "plot_logs": "tools.plots",
     "profile": "tools.profile",
-    "read_logs": "record.read_back",
+    "read_logs": "loggers.read_logs",
     "tune": "tools.tune",
 }
 __all__ = list(_HOMES)

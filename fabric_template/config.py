@@ -295,7 +295,9 @@ def is_folder_name(value: str) -> bool:
         >>> is_folder_name("digits"), is_folder_name("a/b")
         (True, False)
     """
-    return value not in ("", ".", "..") and value.isprintable() and not set(value) & set('/\\:*?"<>|')
+    return (
+        value not in ("", ".", "..") and value.isprintable() and not set(value) & set('/\\:*?"<>|')
+    )
 
 
 def _count(least: int, expected: str, may_be_none: bool = True, **more: Any) -> _Check:
@@ -339,7 +341,9 @@ _CHECKS: dict[str, _Check] = {
         may_be_none=True,
         lightning_message="`gradient_clip_algorithm` {value} is invalid. ",
     ),
-    "deterministic": _Check((bool, str), 'True, False or "warn"', lambda v: v == "warn", may_be_none=True),
+    "deterministic": _Check(
+        (bool, str), 'True, False or "warn"', lambda v: v == "warn", may_be_none=True
+    ),
     "benchmark": _SWITCH,
     "inference_mode": replace(_SWITCH, may_be_none=False),
     "reload_dataloaders_every_n_epochs": _count(0, "a number of epochs >= 0", False),
@@ -386,6 +390,8 @@ def parse_options(options: dict[str, Any]) -> LoopConfig:
     if unknown:
         from .errors import nearest_name
 
-        texts = [f"FabricLoop has no option {name}; {nearest_name(name, known)}" for name in unknown]
+        texts = [
+            f"FabricLoop has no option {name}; {nearest_name(name, known)}" for name in unknown
+        ]
         raise TypeError("; ".join(texts))
     return LoopConfig(**options)

@@ -79,15 +79,29 @@ def work(launcher, strategy, home):
 
     def train(name, **words):
         loop, module, _ = fit(
-            home / name, Module, val=val_loader, monitor="val_loss", **where(launcher, strategy), **words
+            home / name,
+            Module,
+            val=val_loader,
+            monitor="val_loss",
+            **where(launcher, strategy),
+            **words,
         )
-        weights, moments = whole(module.state_dict()), whole([one.state_dict()["state"] for one in loop.optimizers])
+        weights, moments = (
+            whole(module.state_dict()),
+            whole([one.state_dict()["state"] for one in loop.optimizers]),
+        )
         if not (table := home / name / "logs/run/version_0/metrics.csv").exists():
             return loop, module, None
-        rows = [{k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(table.open())]
+        rows = [
+            {k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(table.open())
+        ]
         # a forked or spawned rank keeps its optimizer
         keeps = launcher not in ("spawn", "fork")
-        return loop, module, {"weights": weights, "rows": rows, **({"moments": moments} if keeps else {})}
+        return (
+            loop,
+            module,
+            {"weights": weights, "rows": rows, **({"moments": moments} if keeps else {})},
+        )
 
     loop, module, found["fit"] = train("fit", max_epochs=2)
     found["validate"] = loop.validate(module, val_loader(), verbose=False)
@@ -112,7 +126,14 @@ def work_slowly():
     """So many steps of DDP, for a signal to come in between."""
     quiet()
     data = TensorDataset(torch.randn(STEPS * 4, 8), torch.randint(0, 3, (STEPS * 4,)))
-    loop, *_ = fit(".", Slow, lambda: DataLoader(data, batch_size=2), max_epochs=1, strategy="ddp", resume="auto")
+    loop, *_ = fit(
+        ".",
+        Slow,
+        lambda: DataLoader(data, batch_size=2),
+        max_epochs=1,
+        strategy="ddp",
+        resume="auto",
+    )
     Path(f"ended{loop.global_rank}").write_text(str(loop.global_step))
 
 
@@ -172,7 +193,9 @@ def run(launcher, strategy, home):
     home.mkdir(parents=True)
     script = [__file__, "--work", launcher, strategy, home]
     ranks = 1 if strategy == "single" else 2
-    codes = wait([start(command, more, home) for command, more in commands(launcher, ranks, script)])
+    codes = wait(
+        [start(command, more, home) for command, more in commands(launcher, ranks, script)]
+    )
     if any(codes) or not (home / "found").exists():
         return f"it ended with {codes}: {(home / 'log').read_text()[-500:]}"
     return torch.load(home / "found", weights_only=False)
@@ -184,7 +207,9 @@ def compared(found, expected):
     for verb in VERBS:
         one, other = found[verb], expected[verb]
         if isinstance(one, dict):
-            one, other = ({name: part[name] for name in one if name in other} for part in (one, other))
+            one, other = (
+                {name: part[name] for name in one if name in other} for part in (one, other)
+            )
         if problem := difference(other, one):
             problems[verb] = problem
     if problem := difference(found["fit"], found["resume"]):
@@ -197,21 +222,31 @@ def the_table(home):
     cells, losses, all_found = {}, [], {}
     for strategy in STRATEGIES:
         for launcher in LAUNCHERS:
-            if strategy == "fsdp" and launcher in ("spawn", "fork"):  # Fabric starts scripts for it, and nothing else
+            if strategy == "fsdp" and launcher in (
+                "spawn",
+                "fork",
+            ):  # Fabric starts scripts for it, and nothing else
                 cells[f"{launcher}, {strategy}"] = "Fabric has no such"
                 continue
             found = run(launcher, strategy, home / f"{launcher}-{strategy}".replace(" ", "-"))
-            is_of_one = strategy == "single" and launcher in ("spawn", "fork")  # DDP of one rank: other random numbers
+            is_of_one = strategy == "single" and launcher in (
+                "spawn",
+                "fork",
+            )  # DDP of one rank: other random numbers
             expected = all_found.setdefault("ddp of one" if is_of_one else strategy, found)
             problems = {"all": found} if isinstance(found, str) else compared(found, expected)
             cells[f"{launcher}, {strategy}"] = problems or "the same"
-            losses += [f"{launcher}, {strategy}, {verb}: {problem}" for verb, problem in problems.items()]
+            losses += [
+                f"{launcher}, {strategy}, {verb}: {problem}" for verb, problem in problems.items()
+            ]
             print(launcher, strategy, problems or "the same", file=sys.stderr, flush=True)
     furthest = {}
     for verb in ("fit", "accumulate", "clip", "resume"):
         one, other = (all_found[strategy][verb]["weights"] for strategy in ("ddp", "fsdp"))
         furthest[verb] = max(float((one[name] - other[name]).abs().max()) for name in one)
-    losses += [f"FSDP2's {verb} is {far} from DDP's" for verb, far in furthest.items() if far > 1e-6]
+    losses += [
+        f"FSDP2's {verb} is {far} from DDP's" for verb, far in furthest.items() if far > 1e-6
+    ]
     return cells, losses, furthest
 
 
@@ -239,14 +274,32 @@ def signalled(name, home):
         scontrol.chmod(0o755)
         more = {**slurm(0, 1, free_port()), "PATH": f"{home}:{os.environ['PATH']}"}
     passing = ["--signals-to-handle", CAUGHT] if is_passed else []
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", restarts]
-    agent = start([BIN / "torchrun", "--nproc-per-node", 2, *rendezvous, *passing, __file__, "--slowly"], more, home)
+    rendezvous = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        "--max-restarts",
+        restarts,
+    ]
+    agent = start(
+        [BIN / "torchrun", "--nproc-per-node", 2, *rendezvous, *passing, __file__, "--slowly"],
+        more,
+        home,
+    )
     until = time.monotonic() + PATIENCE
     while len(list(home.glob("trains*"))) < 2 and time.monotonic() < until:
         time.sleep(0.02)
     time.sleep(0.5)
-    workers = [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
-    targets = {"agent": [agent.pid], "one": workers[-1:], "workers": workers, "all": [*workers, agent.pid]}[to]
+    workers = [
+        int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    ]
+    targets = {
+        "agent": [agent.pid],
+        "one": workers[-1:],
+        "workers": workers,
+        "all": [*workers, agent.pid],
+    }[to]
     began = time.monotonic()
     for pid in targets:
         os.kill(pid, number)
@@ -260,7 +313,9 @@ def signalled(name, home):
     step = torch.load(last)["global_step"] if last.exists() else None
     stops = f"{signal.Signals(number).name}: training stops in epoch 0, after step "
     told = said.partition(stops)[2].partition(";")[0]
-    wrong += [f"saved at {step}, told {told!r}"] * (not told or (step is None or str(step) != told) * (not goes_on))
+    wrong += [f"saved at {step}, told {told!r}"] * (
+        not told or (step is None or str(step) != told) * (not goes_on)
+    )
     requeued = (home / "requeued").read_text() if (home / "requeued").exists() else ""
     wrong += [f"requeued: {requeued!r}"] * (requeued != "requeue 7\n" * in_slurm)
     return seconds, "; ".join(wrong)

@@ -6,12 +6,12 @@
 
 Parts: `workers` and `nodes` are tests/faults/elastic.py (a worker killed under torchrun, and a whole node), `workers_sharded`
 and `nodes_sharded` with a model in parts,
-`failing` is tests/process/test_failing_ranks.py (one rank of two fails, in each way),
+`failing` is tests/distributed/test_failing_ranks.py (one rank of two fails, in each way),
 `launchers` is soak/launchers.py (launchers x strategies x verbs, and signals to torchrun),
 `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
 `configurations` is tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py
 (random configurations by Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each
-way), `reads` is tests/faults/reads.py (every look at it), `raised` is tests/process/test_raised_anywhere.py (an exception at
+way), `reads` is tests/faults/reads.py (every look at it), `raised` is tests/training/test_raised_anywhere.py (an exception at
 every hook and call), `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler).
 A seed is printed, and gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
 """
@@ -55,13 +55,34 @@ def command_of(part, words, seed):
     drawn = [*python, FAULTS / "configurations.py", "--seed", seed]
     if part.startswith(("workers", "nodes")):
         where, _, kind = part.partition("_")
-        more = ["--nodes", 2, "--kills", words.node_kills] if where == "nodes" else ["--kills", words.worker_kills]
+        more = (
+            ["--nodes", 2, "--kills", words.node_kills]
+            if where == "nodes"
+            else ["--kills", words.worker_kills]
+        )
         more += [f"--{kind}", "--forked"] if kind else []
         return [*python, FAULTS / "elastic.py", *more, "--seed", seed]
     return {
         "kills": [*python, FAULTS / "kills.py", "--kills", words.kills, "--seed", seed],
-        "ranks": [*python, FAULTS / "kills.py", "--ranks", "2", "--kills", words.rank_kills, "--seed", seed],
-        "sharded": [*python, FAULTS / "kills.py", "--sharded", "--kills", words.rank_kills // 2, "--seed", seed],
+        "ranks": [
+            *python,
+            FAULTS / "kills.py",
+            "--ranks",
+            "2",
+            "--kills",
+            words.rank_kills,
+            "--seed",
+            seed,
+        ],
+        "sharded": [
+            *python,
+            FAULTS / "kills.py",
+            "--sharded",
+            "--kills",
+            words.rank_kills // 2,
+            "--seed",
+            seed,
+        ],
         "failing": [*python, ROOT / "tests" / "process" / "test_failing_ranks.py"],
         "launchers": [*python, ROOT / "soak" / "launchers.py"],
         "configurations": [*drawn, "--count", words.configurations],
@@ -70,7 +91,14 @@ def command_of(part, words, seed):
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", words.buffer],
         "reads": [*python, FAULTS / "reads.py", "--every", "1"],
         "raised": [*python, ROOT / "tests" / "process" / "test_raised_anywhere.py"],
-        "syscalls": [*python, ROOT / "soak" / "syscalls.py", "--faults", words.faults, "--seed", seed],
+        "syscalls": [
+            *python,
+            ROOT / "soak" / "syscalls.py",
+            "--faults",
+            words.faults,
+            "--seed",
+            seed,
+        ],
     }[part]
 
 
@@ -83,7 +111,11 @@ def run(part, words, seed):
     lines = [line for line in done.stdout.splitlines() if line[:1] in "{["]
     seconds, figures = time.monotonic() - began, json.loads(lines[-1]) if lines else None
     figures = figures or ({} if done.returncode == SKIPPED else None)
-    print(f"\n{part} has ended\n{table(rows_of(part, seconds, figures))}\n", file=sys.stderr, flush=True)
+    print(
+        f"\n{part} has ended\n{table(rows_of(part, seconds, figures))}\n",
+        file=sys.stderr,
+        flush=True,
+    )
     return seconds, figures
 
 
@@ -110,13 +142,21 @@ def rows_of(part, seconds, figures):
         return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
     if part == "launchers":
         count = len(figures["table"]) + len(figures["signals"])
-        remark = (
-            f"{len(figures['table'])} launchers with a strategy, each with all verbs; {len(figures['signals'])} signals"
-        )
-        return [("launchers, strategies and signals", count, len(figures["losses"]), seconds, remark)]
+        remark = f"{len(figures['table'])} launchers with a strategy, each with all verbs; {len(figures['signals'])} signals"
+        return [
+            ("launchers, strategies and signals", count, len(figures["losses"]), seconds, remark)
+        ]
     if part == "failing":
         remark = f"each ended within {max(figures['seconds'].values()):.0f} s, of which a hanging group's timeout is 10"
-        return [("one rank of two fails", len(figures["seconds"]), len(figures["losses"]), seconds, remark)]
+        return [
+            (
+                "one rank of two fails",
+                len(figures["seconds"]),
+                len(figures["losses"]),
+                seconds,
+                remark,
+            )
+        ]
     if part == "reads":
         remark = f"{figures['looks']} looks of a resumed run, each alone and with a later one"
         return [("failing reads", figures["faults"], len(figures["losses"]), seconds, remark)]
@@ -131,13 +171,26 @@ def rows_of(part, seconds, figures):
             )
         ]
     if part == "syscalls":
-        remark = ", ".join(f"{end} {count}" for end, count in figures["ends"].items()) + f"; seed {figures['seed']}"
-        return [("failing system calls", figures["faults"], len(figures["losses"]), seconds, remark)]
+        remark = (
+            ", ".join(f"{end} {count}" for end, count in figures["ends"].items())
+            + f"; seed {figures['seed']}"
+        )
+        return [
+            ("failing system calls", figures["faults"], len(figures["losses"]), seconds, remark)
+        ]
     if part.startswith("configurations"):
         what = f"random configurations, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}"
         ends = ", ".join(f"{kind} {count}" for kind, count in figures["ends"].items())
         lost = len(figures["losses"]) + len(figures["refused"])
-        return [(what, figures["configurations"], lost, seconds, f"{ends}; {figures['resumed']} resumed from a file")]
+        return [
+            (
+                what,
+                figures["configurations"],
+                lost,
+                seconds,
+                f"{ends}; {figures['resumed']} resumed from a file",
+            )
+        ]
     if part == "beside":
         what, lost = "random configurations, beside Trainer", len(figures["losses"])
         remark = f"the same bits; {figures['refused']} refused by both; seed {figures['seed']}"
@@ -145,7 +198,15 @@ def rows_of(part, seconds, figures):
     if part == "sweep":
         kinds = ", ".join(f"{kind} {count}" for kind, count in figures["faults"].items())
         remark = f"{kinds}; {figures['operations']} operations in a run"
-        return [("injected faults", sum(figures["faults"].values()), len(figures["losses"]), seconds, remark)]
+        return [
+            (
+                "injected faults",
+                sum(figures["faults"].values()),
+                len(figures["losses"]),
+                seconds,
+                remark,
+            )
+        ]
     raise ValueError(f"part: got {part}, expected one of {PARTS}")
 
 
@@ -158,16 +219,32 @@ def table(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; all")
-    parser.add_argument("--kills", type=int, default=1000, help="SIGKILLs of a run in one process (1000)")
-    parser.add_argument("--rank-kills", type=int, default=200, help="SIGKILLs of a run in two processes (200)")
-    parser.add_argument("--worker-kills", type=int, default=100, help="SIGKILLs of a worker under torchrun (100)")
-    parser.add_argument("--node-kills", type=int, default=30, help="SIGKILLs of one node of two (30)")
+    parser.add_argument(
+        "--kills", type=int, default=1000, help="SIGKILLs of a run in one process (1000)"
+    )
+    parser.add_argument(
+        "--rank-kills", type=int, default=200, help="SIGKILLs of a run in two processes (200)"
+    )
+    parser.add_argument(
+        "--worker-kills", type=int, default=100, help="SIGKILLs of a worker under torchrun (100)"
+    )
+    parser.add_argument(
+        "--node-kills", type=int, default=30, help="SIGKILLs of one node of two (30)"
+    )
     parser.add_argument("--faults", type=int, default=1000, help="system calls that fail (1000)")
-    parser.add_argument("--configurations", type=int, default=3000, help="random configurations (3000)")
-    parser.add_argument("--beside", type=int, default=1000, help="random configurations beside Trainer (1000)")
-    parser.add_argument("--buffer", type=int, default=1, help="bytes that a save of the sweep writes at a time (1)")
+    parser.add_argument(
+        "--configurations", type=int, default=3000, help="random configurations (3000)"
+    )
+    parser.add_argument(
+        "--beside", type=int, default=1000, help="random configurations beside Trainer (1000)"
+    )
+    parser.add_argument(
+        "--buffer", type=int, default=1, help="bytes that a save of the sweep writes at a time (1)"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="parts that run side by side (2)")
     parser.add_argument("--seed", type=int, help="drawn and printed if not given")
     words = parser.parse_args()

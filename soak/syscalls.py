@@ -58,15 +58,33 @@ def campaign(count, seed):
     from reads import begin, contents, ending
     from victim import BEST, difference, train, without_names
 
-    from fabric_template.files.reading import CheckpointError, read_checkpoint
-    from fabric_template.files.storage import AtomicCheckpointIO
+    from fabric_template.checkpoint.checkpoint_io import (
+        AtomicCheckpointIO,
+        CheckpointError,
+        read_checkpoint,
+    )
 
     library = ctypes.CDLL(os.environ[READY])  # the one that is preloaded
     library.faults_disarm.restype, library.faults_hit.restype = ctypes.c_long, ctypes.c_char_p
-    library.faults_arm.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_long, ctypes.c_int, ctypes.c_int)
-    home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)).resolve()
+    library.faults_arm.argtypes = (
+        ctypes.c_char_p,
+        ctypes.c_long,
+        ctypes.c_long,
+        ctypes.c_int,
+        ctypes.c_int,
+    )
+    home = Path(
+        tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    ).resolve()
     root, report, draw, began = home / "run", home / "report", random.Random(seed), time.monotonic()
-    figures = {"seed": seed, "faults": 0, "hits": Counter(), "ends": Counter(), "calls": {}, "losses": []}
+    figures = {
+        "seed": seed,
+        "faults": 0,
+        "hits": Counter(),
+        "ends": Counter(),
+        "calls": {},
+        "losses": [],
+    }
 
     def harmed(faults):
         """The run with its faults armed, in a process of its own; what it saved and how it ended go to the report."""
@@ -83,8 +101,16 @@ def campaign(count, seed):
         try:
             train(root)
         except Exception as error:
-            told["end"] = "a line" if isinstance(error, ValueError) and "\n" not in str(error) else "a traceback"
-            told["words"] = "".join(traceback.format_exception(error)) if told["end"] != "a line" else str(error)
+            told["end"] = (
+                "a line"
+                if isinstance(error, ValueError) and "\n" not in str(error)
+                else "a traceback"
+            )
+            told["words"] = (
+                "".join(traceback.format_exception(error))
+                if told["end"] != "a line"
+                else str(error)
+            )
         told["calls"], told["hit"] = library.faults_disarm(), library.faults_hit().decode()
         report.write_text(json.dumps(told))
 
@@ -97,7 +123,11 @@ def campaign(count, seed):
     def run(begun, faults):
         prepared(begun)
         (exit_code,) = end([fork(harmed, faults)])
-        told = json.loads(report.read_text()) if report.exists() else {"saved": 0, "end": "SIGKILL", "hit": "SIGKILL"}
+        told = (
+            json.loads(report.read_text())
+            if report.exists()
+            else {"saved": 0, "end": "SIGKILL", "hit": "SIGKILL"}
+        )
         if exit_code not in (0, -signal.SIGKILL):
             told = {**told, "end": f"exit code {exit_code}"}
         return told
@@ -112,12 +142,16 @@ def campaign(count, seed):
 
     def problem_of(begun, told, whole):
         damaged = (
-            {p.read_bytes() for p in begun.rglob("last.ckpt")} if begun is not None and "damaged" in begun.name else ()
+            {p.read_bytes() for p in begun.rglob("last.ckpt")}
+            if begun is not None and "damaged" in begun.name
+            else ()
         )
         if told["end"] not in ("well", "a line", "SIGKILL"):
             return told.get("words", told["end"])
         files = contents(root)
-        if wrong := [name for name, data in files.items() if ".damaged" in name and data not in damaged]:
+        if wrong := [
+            name for name, data in files.items() if ".damaged" in name and data not in damaged
+        ]:
             return f"renamed, and good: {wrong}"
         if begun is not None and (wrong := [name for name in files if ".before" in name]):
             return f"begun anew: {wrong}"
@@ -127,7 +161,9 @@ def campaign(count, seed):
         if told["end"] == "a line" and begun is not None and files == contents(begun):
             return None  # nothing was touched
         train(root)
-        without = () if told["end"] == "SIGKILL" else BEST  # one that the disk refused was said to be missing, and is
+        without = (
+            () if told["end"] == "SIGKILL" else BEST
+        )  # one that the disk refused was said to be missing, and is
         return difference(without_names(whole, without), without_names(ending(root), without))
 
     try:
@@ -158,7 +194,12 @@ def campaign(count, seed):
                 problem = "".join(traceback.format_exception(error))
             if problem:
                 fault = f"{kind} {word}: {told['hit']}"
-                plan = {"files": name, "calls": [first, second], "fault": fault, "line": told.get("words")}
+                plan = {
+                    "files": name,
+                    "calls": [first, second],
+                    "fault": fault,
+                    "line": told.get("words"),
+                }
                 figures["losses"].append({**plan, "problem": problem})
                 print(json.dumps(figures["losses"][-1]), file=sys.stderr, flush=True)
     finally:
@@ -168,8 +209,12 @@ def campaign(count, seed):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--faults", type=int, default=1000, help="how many calls must have failed (1000)")
-    parser.add_argument("--seed", type=int, help="of which call fails and how; drawn and printed if not given")
+    parser.add_argument(
+        "--faults", type=int, default=1000, help="how many calls must have failed (1000)"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="of which call fails and how; drawn and printed if not given"
+    )
     words = parser.parse_args()
     if READY not in os.environ:
         sys.exit(preload())

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from fabric_template.files.ordinary import SHARDS
 from fabric_template.files.shards import ELSEWHERE, make_fresh, put, shares, write_piece
-from fabric_template.files.storage import AtomicCheckpointIO
+from torch import Tensor
+
+from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO
 
 
 def split_file(source: Path, target: Path, ranks: int) -> None:

@@ -20,14 +20,26 @@ from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointE
 _OMEGACONF = {
     "omegaconf": ("dictconfig.DictConfig", "listconfig.ListConfig"),
     "omegaconf.base": ("ContainerMetadata", "Metadata"),
-    "omegaconf.nodes": ("AnyNode", "IntegerNode", "FloatNode", "StringNode", "BooleanNode", "PathNode"),
+    "omegaconf.nodes": (
+        "AnyNode",
+        "IntegerNode",
+        "FloatNode",
+        "StringNode",
+        "BooleanNode",
+        "PathNode",
+    ),
 }
 SAFE_CLASSES = {
     *(f"builtins.{kind}" for kind in ("bool", "dict", "float", "int", "list", "str", "tuple")),
     *("argparse.Namespace", "typing.Any"),
     *("collections.defaultdict", "collections.deque", "datetime.timedelta"),
     *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath"),
-    *("numpy.dtype", "numpy.ndarray", "numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct"),
+    *(
+        "numpy.dtype",
+        "numpy.ndarray",
+        "numpy._core.multiarray.scalar",
+        "numpy._core.multiarray._reconstruct",
+    ),
     *(f"numpy.dtypes.{kind}DType" for kind in ("Float32", "Float64", "Int32", "Int64", "Bool")),
     *(f"{module}.{name}" for module, names in _OMEGACONF.items() for name in names),
 }
@@ -46,7 +58,9 @@ class AtomicCheckpointIO(CheckpointIO):
         {'epoch': 1}
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
         if storage_options is not None:
             raise TypeError(
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not"
@@ -67,9 +81,15 @@ class AtomicCheckpointIO(CheckpointIO):
         sync_folder(path.parent)
 
     def load_checkpoint(
-        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None, **kwargs: Any
+        self,
+        path: str | Path,
+        map_location: Any = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
-        return read_checkpoint(path, weights_only=weights_only is not False, map_location=map_location)
+        return read_checkpoint(
+            path, weights_only=weights_only is not False, map_location=map_location
+        )
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)
@@ -79,7 +99,9 @@ def local_path(path: str | Path) -> str:
     """Return the path as text. A URL is refused: only local files can be renamed."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        raise CheckpointError(f"path: got {text!r}, expected a local file. Download it and give its path.")
+        raise CheckpointError(
+            f"path: got {text!r}, expected a local file. Download it and give its path."
+        )
     return text
 
 
@@ -94,7 +116,9 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_checkpoint(path: str | Path, weights_only: bool = True, map_location: Any = None) -> dict[str, Any]:
+def read_checkpoint(
+    path: str | Path, weights_only: bool = True, map_location: Any = None
+) -> dict[str, Any]:
     """Read a checkpoint.
 
     Args:
@@ -113,7 +137,9 @@ def read_checkpoint(path: str | Path, weights_only: bool = True, map_location: A
     verify_checkpoint(path)
     try:
         with torch.serialization.safe_globals(find_safe_classes(path) if weights_only else []):
-            checkpoint = torch.load(path, map_location=map_location or "cpu", weights_only=weights_only)
+            checkpoint = torch.load(
+                path, map_location=map_location or "cpu", weights_only=weights_only
+            )
     except (OSError, MemoryError):
         raise
     except Exception as error:

@@ -54,7 +54,9 @@ class ResumableLoader:
         self._has_new_workers = self._needs_workers = False
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_persistent = is_plain and loader.persistent_workers
-        self._num_workers = loader.num_workers if is_plain and (is_training or self._is_persistent) else 0
+        self._num_workers = (
+            loader.num_workers if is_plain and (is_training or self._is_persistent) else 0
+        )
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._workers: list[Any] = [None] * self._num_workers
         self._workers_at_round = list(self._workers)
@@ -257,13 +259,18 @@ class ResumableLoader:
         is_own_iterator = isinstance(self.loader, Iterator) and "state" not in state
         self.passes, self.batches = state["passes"], state["batches"]
         self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
-        self._at_worker_start, self._has_new_workers = state["at_worker_start"], state["has_new_workers"]
+        self._at_worker_start, self._has_new_workers = (
+            state["at_worker_start"],
+            state["has_new_workers"],
+        )
         self._samplers_at_start = state["samplers_at_start"]
         workers = state["workers_at_round" if is_in_pass else "workers"]
         if len(workers) == self._num_workers:
             self._workers, self._workers_at_round = list(workers), list(workers)
         self._needs_workers = (
-            self._is_persistent and self._at_worker_start is not None and not (is_in_pass and self._has_new_workers)
+            self._is_persistent
+            and self._at_worker_start is not None
+            and not (is_in_pass and self._has_new_workers)
         )
         if (is_in_pass or is_own_iterator) and self._at_start is not None:
             self._restored = state
@@ -282,7 +289,9 @@ class ResumableLoader:
         if has_state(self.loader):
             return self.loader
         dataset = getattr(self.loader, "dataset", None)
-        is_here = isinstance(dataset, IterableDataset) and not getattr(self.loader, "num_workers", 0)
+        is_here = isinstance(dataset, IterableDataset) and not getattr(
+            self.loader, "num_workers", 0
+        )
         return dataset if is_here and has_state(dataset) else None
 
     @property
@@ -417,13 +426,19 @@ def plain_rng_state(state: Any) -> Any:
 
 def has_state(part: Any) -> bool:
     """Return whether an object implements ``state_dict`` and ``load_state_dict``."""
-    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+    return callable(getattr(part, "state_dict", None)) and callable(
+        getattr(part, "load_state_dict", None)
+    )
 
 
 def samplers_of(loader: Any) -> list[Any]:
     """Return the samplers of a loader, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    found = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = (
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    )
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 

@@ -53,7 +53,11 @@ class CheckpointManager:
         """Save last.ckpt in the middle of an epoch, every save_every_n_steps."""
         every = self.config.save_every_n_steps
         if self.is_enabled and every:
-            step, previous, self._last_step = run.progress.global_step, self._last_step, run.progress.global_step
+            step, previous, self._last_step = (
+                run.progress.global_step,
+                self._last_step,
+                run.progress.global_step,
+            )
             # Manual optimization may take several steps in a batch.
             if step // every > previous // every:
                 self.save_last(run)
@@ -149,12 +153,19 @@ class CheckpointManager:
         drew and logged nothing. With several processes the others cannot take part, and nothing is saved.
         """
         is_new = run.progress.global_step > max(self._saved_step, 0)
-        if not self.is_enabled or not is_new or run.optimization is None or run.fabric.world_size > 1:
+        if (
+            not self.is_enabled
+            or not is_new
+            or run.optimization is None
+            or run.fabric.world_size > 1
+        ):
             return
         try:
             self.write(run, self.folder / "exception.ckpt")
         except Exception as error:
-            warnings.warn(f"exception.ckpt could not be saved. {type(error).__name__}: {error}", stacklevel=2)
+            warnings.warn(
+                f"exception.ckpt could not be saved. {type(error).__name__}: {error}", stacklevel=2
+            )
 
     def finish(self, run: RunState) -> None:
         """Try again what could not be written.
@@ -171,7 +182,8 @@ class CheckpointManager:
                 self._unsaved["logs"] = f"{logger.log_dir}: {error}"
         if self._unsaved:
             raise CheckpointError(
-                "Training has ended, but not everything could be saved. " + " ".join(self._unsaved.values())
+                "Training has ended, but not everything could be saved. "
+                + " ".join(self._unsaved.values())
             )
 
     def write(self, run: RunState, path: Path) -> bool:
@@ -188,7 +200,9 @@ class CheckpointManager:
             with run.hooks.profiled("save_checkpoint"):
                 run.loop.checkpoint_io.save_checkpoint(checkpoint, path)
         except Exception as error:
-            reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            reason = (
+                error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            )
             self._unsaved[path.name] = f"{path}: {reason}."
             warnings.warn(
                 f"{path}: the checkpoint could not be saved: {reason}. The old file is unchanged, and"
@@ -225,7 +239,9 @@ class CheckpointManager:
             return
         # Only names inside the run's folder: a file may have been written by somebody else.
         names = {os.path.basename(name): value for name, value in state["kept"].items()}
-        self._kept = {str(self.folder / n): v for n, v in names.items() if (self.folder / n).exists()}
+        self._kept = {
+            str(self.folder / n): v for n, v in names.items() if (self.folder / n).exists()
+        }
         self.best_model_score, self._is_validated = state["score"], state["is_validated"]
         self._last_step = state["last_step"]
         best = os.path.basename(state["best"])

@@ -13,7 +13,9 @@ from .checkpoint_io import local_path, read_checkpoint, verify_checkpoint
 KEYWORDS = ("last", "best", "auto")
 
 
-def resolve_checkpoint(keyword: str, root: Path, name: str, version: int | str | None) -> Path | None:
+def resolve_checkpoint(
+    keyword: str, root: Path, name: str, version: int | str | None
+) -> Path | None:
     """Return the checkpoint that a keyword means; None for "auto" where there is none.
 
     Args:
@@ -97,4 +99,6 @@ def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) 
     """Refuse what is neither a keyword nor a path."""
     if value is None or value in keywords or isinstance(value, str | os.PathLike):
         return
-    raise CheckpointError(f"{name}: got {value!r}, expected a path or one of {', '.join(keywords)}.")
+    raise CheckpointError(
+        f"{name}: got {value!r}, expected a path or one of {', '.join(keywords)}."
+    )

@@ -39,7 +39,13 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 def pack_rng_state() -> bytes:
     """Return the states of this DataLoader worker as bytes. Equal states give equal bytes."""
     name, keys, *position = np.random.get_state()
-    parts = (torch.get_rng_state().numpy().tobytes(), random.getstate(), name, keys.tobytes(), position)
+    parts = (
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        name,
+        keys.tobytes(),
+        position,
+    )
     return pickle.dumps(parts)
 
 
@@ -49,5 +55,9 @@ def unpack_rng_state(packed: bytes) -> dict[str, Any]:
     return {
         "torch": torch.frombuffer(bytearray(torch_state), dtype=torch.uint8),
         "python": [version, list(python_state), gauss],
-        "numpy": [name, torch.from_numpy(np.frombuffer(keys, np.uint32).astype(np.int64)), *position],
+        "numpy": [
+            name,
+            torch.from_numpy(np.frombuffer(keys, np.uint32).astype(np.int64)),
+            *position,
+        ],
     }

@@ -72,7 +72,10 @@ def open_lock(folder: Path) -> IO[str] | None:
         folder.mkdir(parents=True, exist_ok=True)
         file = Path(folder, ".lock").open("a+", errors="replace")  # noqa: SIM115
     except OSError as error:
-        warnings.warn(f"{folder}: it cannot be locked ({error}). Give each run a folder of its own.", stacklevel=2)
+        warnings.warn(
+            f"{folder}: it cannot be locked ({error}). Give each run a folder of its own.",
+            stacklevel=2,
+        )
         return None
     try:
         import fcntl

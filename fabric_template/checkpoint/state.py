@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 OWN_KEY = "fabric_template"
 
 
-def build_checkpoint(run: RunState, weights_only: bool = False, epoch: int | None = None) -> dict[str, Any]:
+def build_checkpoint(
+    run: RunState, weights_only: bool = False, epoch: int | None = None
+) -> dict[str, Any]:
     """Return the state of a run. Called on all processes; the first one's is written.
 
     Args:
@@ -71,11 +73,16 @@ def own_state(run: RunState) -> dict[str, Any]:
         "progress": run.progress.state_dict(),
         "stop": run.stop.state_dict(),
         "optimization": run.optimization.state_dict() if run.optimization else {},
-        "validation_schedule": run.validation_schedule.state_dict() if run.validation_schedule else None,
+        "validation_schedule": run.validation_schedule.state_dict()
+        if run.validation_schedule
+        else None,
         "history": run.history.state_dict(),
         "loggers": run.loggers.state_dict(),
         "checkpoints": run.checkpoints.state_dict(),
-        "accumulate_grad_batches": [run.config.accumulate_grad_batches, run.accumulate_grad_batches],
+        "accumulate_grad_batches": [
+            run.config.accumulate_grad_batches,
+            run.accumulate_grad_batches,
+        ],
         "frozen_parameters": [n for n, p in run.network.named_parameters() if not p.requires_grad],
         "settings": run_settings(run),
         "ranks": gather_objects(run, of_rank),
@@ -96,9 +103,13 @@ def run_settings(run: RunState) -> dict[str, Any]:
 def warn_of_other_settings(run: RunState, saved: dict[str, Any]) -> None:
     """Warn once of settings that make a resumed run differ from the one that was saved."""
     current = run_settings(run)
-    differences = [f"{n} {saved[n]} was saved, now {current[n]}" for n in saved if saved[n] != current[n]]
+    differences = [
+        f"{n} {saved[n]} was saved, now {current[n]}" for n in saved if saved[n] != current[n]
+    ]
     if differences:
-        run.warn_once(f"resume: {'; '.join(differences)}. The run continues, but not as if it had never stopped.")
+        run.warn_once(
+            f"resume: {'; '.join(differences)}. The run continues, but not as if it had never stopped."
+        )
 
 
 def gather_objects(run: RunState, item: Any) -> list[Any]:
@@ -169,7 +180,9 @@ def loops_state(run: RunState) -> dict[str, Any]:
             }
         },
         "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": _counts(manual_steps, 0, ("ready", "completed")),
+        "epoch_loop.manual_optimization.optim_step_progress": _counts(
+            manual_steps, 0, ("ready", "completed")
+        ),
         "epoch_loop.val_loop.state_dict": {},
         "epoch_loop.val_loop.batch_progress": _counts(0, 0) | {"is_last_batch": False},
     }
@@ -206,7 +219,9 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Load the weights of a checkpoint."""
     if "state_dict" not in checkpoint:
         keys = sorted(map(str, checkpoint))[:5]
-        raise CheckpointError(f"{run.checkpoint_path}: got the keys {keys}, expected a checkpoint with state_dict.")
+        raise CheckpointError(
+            f"{run.checkpoint_path}: got the keys {keys}, expected a checkpoint with state_dict."
+        )
     is_strict = getattr(run.module, "strict_loading", True)
     target = run.module if run.is_lightning_module else run.network
     target.load_state_dict(checkpoint["state_dict"], strict=is_strict)

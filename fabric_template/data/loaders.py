@@ -1,287 +1,732 @@
-"""Loaders: what a verb may be given, in every shape that Trainer takes; counted, limited, and begun."""
+"""Loaders in every shape that Trainer takes, with limits, samplers and transfer to the device."""
 
 from __future__ import annotations
 
+import copy
+import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from operator import itemgetter
-from typing import Any
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities import move_data_to_device, suggested_max_num_workers
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ..core.errors import Misuse, MisuseOfType
-from ..core.inputs import is_combined, length_of, why_no_loader
-from ..core.passes import INFINITE, Pass, Turn, end_workers
-from ..exact.position import Sources, told_the_epoch
+from ..checkpoint.dataloader_state import ResumableLoader, has_state
+from ..checkpoint.rng import capture_rng_state, restore_rng_state
+from ..errors import CheckpointError, ConfigurationError, ConfigurationTypeError
+from ..training.checks import loader_argument
+from ..training.hooks import is_instance_of, overridden
 
-USED_UP = (
-    "an iterator is used up after one pass; give what begins anew with each pass (a DataLoader, a TensorLoader, a list, an"
-    " object whose __iter__ makes its iterator)"
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+# What a loader gives after its last batch.
+_END = object()
+_TRANSFER_HOOKS = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
 )
 
 
-class Loaders:
-    """The loaders of one stage: made ready, counted and limited.
+class DataConnector:
+    """Gives a run its batches.
 
-    `source` is an iterable of batches; for training also a list or dict of them (the shorter start again) or Lightning's
-    CombinedLoader; for evaluation a list or dict of them, one after another. ``ready`` makes of each what this rank is to use.
+    Args:
+        loaders: What was given to the call, by stage: "train", "val", "test", "predict".
+        source: The datamodule or module that has ``train_dataloader()`` and the like.
     """
 
-    def __init__(
-        self, source: Any, stage: str, limit: int | float, ready: Callable[[Any], Any], origin: str, records: bool
-    ) -> None:
-        self.source, self.stage = source, stage
-        self.combined: Any = None  # Lightning's CombinedLoader, where several loaders give one batch
-        self._evaluated: Iterator | None = None  # the loader whose evaluation is on
-        self._never_taken = 0  # batches of the training pass that count as done all the same, by another trainer's file
-        # makes a pass end on all ranks at once, where that is not counted
-        self.together: Callable[[Any], Any] | None = None
-        found = loaders_in(source)
-        self.names = names_of(source) if found != [source] else []
-        for loader in found:
-            check_iterable(loader, origin)
-            if not (isinstance(loader, DataLoader) or _is_tensor_loader(loader)):
-                iter(loader)  # as Trainer's own check does: one that draws its order in there draws it once more
-        self.loaders = [ready(loader) for loader in found]
-        self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
-        if is_combined(source):
-            if stage == "train" or source._mode != "sequential":
-                self.combined = source
-            source.flattened = self.loaders
-        elif stage == "train" and found != [source]:
-            from lightning.pytorch.utilities import CombinedLoader
+    def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
+        self.given = {stage: given for stage, given in loaders.items() if given is not None}
+        self.source = source
+        self.run: RunState = None  # type: ignore[assignment]
+        self.train: TrainLoaders | None = None
+        self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
+        self._eval_stage: str | None = None
+        self._loaded_in_epoch: dict[str, int | float] = {}
+        self._restored_eval: list[dict[str, Any]] | None = None
+        self.keeps_first_iterator = False
 
-            self.combined = CombinedLoader(source, "max_size_cycle")
-            self.combined.flattened = self.loaders
-        self.sources = Sources(self.loaders, self.combined is not None, stage == "train", records)
-        if self.combined is not None:
-            self.combined.limits = self.limits
-            lengths = map(length_of, self.loaders)  # alone, to ask how many batches they give together
-            self._combine([iter(()) if length == INFINITE else range(int(length)) for length in lengths])
+    def has_loader(self, stage: str) -> bool:
+        """Return whether there is a loader for this stage, given or made by a method."""
+        return stage in self.given or overridden(self.source, f"{stage}_dataloader") is not None
 
-    def _combine(self, iterables: list[Any]) -> None:
-        """Begin a pass over these in the loaders' place; who looks at the CombinedLoader finds the loaders."""
-        self.combined.flattened = iterables
-        iter(self.combined)
-        self.combined.flattened = self.loaders
+    def request(self, stage: str) -> Any:
+        """Return the given loaders, or call the method that makes them."""
+        if stage in self.given:
+            call, source = self.run.stage, self.given[stage]
+            where = f"passed to `Trainer.{call}({loader_argument(call, stage)}=...)`"
+        else:
+            name = f"{stage}_dataloader"
+            source = self.run.hooks.inside(name, getattr(self.source, name))()
+            where = f"returned from `{type(self.source).__name__}.{name}()`"
+        for loader in flatten_loaders(source):
+            check_iterable(loader, where)
+        return source
 
-    @property
-    def num_batches(self) -> int | float:
-        """Batches of one training pass."""
+    def _should_reload(self, stage: str) -> bool:
+        if stage not in self._loaded_in_epoch:
+            return True
+        every = self.run.config.reload_dataloaders_every_n_epochs
+        return bool(every) and self.run.progress.epochs_done - self._loaded_in_epoch[stage] >= every
+
+    def setup_train_loader(self) -> None:
+        """Make the training loader, at first and whenever it is to be reloaded."""
+        run = self.run
+        if run.config.limit_train_batches == 0 or not self._should_reload("train"):
+            return
+        self._loaded_in_epoch["train"] = run.progress.epochs_done
+        self.train = TrainLoaders(run, self.request("train"))
+        run.progress.num_train_batches = self.train.num_batches
+        every = run.config.log_every_n_steps
+        if self.train.num_batches < every and run.loop.loggers and not run.config.fast_dev_run:
+            run.warn_once(
+                f"The number of training batches ({self.train.num_batches}) is smaller than the logging"
+                f" interval Trainer(log_every_n_steps={every}). Set a lower value for log_every_n_steps if"
+                " you want to see logs for the training epoch.",
+                PossibleUserWarning,
+            )
+        # A run that continues a checkpoint of Trainer starts its iterator here, too.
+        if run.checkpoint is None or (self.keeps_first_iterator and not run.progress.is_in_epoch):
+            self.train.start()
+
+    def start_train_batches(self) -> None:
+        """Start the iterator of an epoch.
+
+        That of the first epoch started with its loader, as in Trainer, and so did that of the first
+        epoch after a checkpoint of Trainer.
+        """
+        is_later = self.run.progress.epochs_done > 0 and not self.keeps_first_iterator
+        self.keeps_first_iterator = False
+        if is_later or self.train.is_used or not self.train.is_started:
+            self.train.start()
+
+    def resume_train_batches(self) -> None:
+        """Continue the epoch that a checkpoint was saved in."""
+        self.set_epoch("train", self.run.progress.epochs_done)
+        self.train.start()
+
+    def train_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield (batch on the device, whether it is the last one)."""
+        transfer = make_transfer(self.run)
+        for batch, is_last in self.train.batches(self.run.progress.batches_done):
+            yield (batch if transfer is None else transfer(batch, 0)), is_last
+
+    def setup_eval_loaders(self, stage: str) -> None:
+        """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""
+        if self._eval_stage == stage and not self._should_reload(stage):
+            return
+        run = self.run
+        # A sanity check before an epoch that does not validate does not count as a load.
+        is_counted = not run.loop.sanity_checking or run.config.check_val_every_n_epoch in (None, 1)
+        self._loaded_in_epoch[stage] = run.progress.epochs_done if is_counted else -math.inf
+        self._eval_stage = stage
+        self.eval_loaders = EvalLoaders(self.run, stage, self.request(stage))
+        if self._restored_eval is not None:
+            self.eval_loaders.load_state_dict(self._restored_eval)
+            self._restored_eval = None
+
+    def end_train_epoch(self) -> None:
+        for loader in self.train.resumable:
+            loader.end_pass()
+
+    def set_epoch(self, stage: str, epoch: int) -> None:
+        """Tell every sampler the epoch, so that shuffled epochs differ."""
+        loaders = self.train.loaders if stage == "train" else self.eval_loaders.loaders
+        for loader in loaders:
+            batch_sampler = getattr(loader, "batch_sampler", None)
+            samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+            for part in {id(s): s for s in (loader, *samplers, batch_sampler)}.values():
+                if callable(getattr(part, "set_epoch", None)):
+                    part.set_epoch(epoch)
+
+    def teardown(self) -> None:
+        """End the workers of every loader."""
+        for part in (self.train, self.eval_loaders):
+            if part is None:
+                continue
+            for resumable in part.resumable:
+                resumable.close()
+            if part.combined is not None:
+                part.combined.reset()
+            for loader in part.loaders:
+                iterator = getattr(loader, "_iterator", None)
+                if isinstance(iterator, _MultiProcessingDataLoaderIter):
+                    iterator._shutdown_workers()
+                    loader._iterator = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions of the loaders, those of the validation between two passes."""
+        progress, restored = self.run.progress.state_dict(), self._restored_eval
+        has_eval = self.eval_loaders is not None and self._eval_stage == "val"
+        return {
+            "loaded_in_epoch": dict(self._loaded_in_epoch),
+            "train": None if self.train is None else self.train.state_dict(progress),
+            "val": self.eval_loaders.state_dict() if has_eval else restored,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # The loader that exists was made for this run. It is due again as it was before the resume.
+        self._loaded_in_epoch.update(state["loaded_in_epoch"])
+        if state["val"] is not None and self.eval_loaders is not None and self._eval_stage == "val":
+            self.eval_loaders.load_state_dict(state["val"])
+        elif state["val"] is not None:
+            self._restored_eval = state["val"]
+            self._loaded_in_epoch.pop("val", None)
+        if self.train is not None and state["train"] is not None:
+            self.train.load_state_dict(state["train"], self.run.progress.is_in_epoch)
+
+    def loader_states(self) -> list[Any]:
+        """Return the states of the training loaders with ``state_dict``, which Trainer saves, too."""
+        if self.train is None or not any(map(has_state, self.train.loaders)):
+            return []
+        positions = self.train.state_dict(self.run.progress.state_dict())["loaders"]
+        pairs = zip(self.train.loaders, positions, strict=True)
+        return [position["state"] for loader, position in pairs if has_state(loader)]
+
+    def load_loader_states(self, states: list[Any]) -> None:
+        """Restore the states that Trainer saved."""
+        loaders = (
+            [] if self.train is None else [part for part in self.train.loaders if has_state(part)]
+        )
+        if states and len(states) != len(loaders):
+            raise RuntimeError(
+                f"The CombinedLoader has {len(loaders)} stateful loaders, but found {len(states)} states in"
+                " the checkpoint. Please make sure you define the same dataloaders that were used when"
+                " saving the checkpoint."
+            )
+        for loader, state in zip(loaders, states, strict=False):
+            loader.load_state_dict(state)
+            if not self.run.progress.is_in_epoch:
+                # It continues the pass that has ended. The next iterator starts a new one.
+                iter(loader)
+
+
+class TrainLoaders:
+    """The training loader, or several that give one batch together."""
+
+    def __init__(self, run: RunState, source: Any) -> None:
+        self.run, self.source = run, source
+        self.loaders = [prepare_loader(run, loader, "train") for loader in flatten_loaders(source)]
+        limit = run.config.limit_train_batches
+        self.limits = [count_batches(loader, limit, "train") for loader in self.loaders]
+        self.combined = self._combine()
+        self.num_batches = self._count()
+        self.resumable = [ResumableLoader(loader) for loader in self.loaders]
+        self.is_started = self.is_used = False
+        self._num_given = 0
+        self._fetch: Callable = next
+        self._iterator: Iterator[Any] | None = None
+        # A loader of unknown length is read one batch ahead.
+        self._following: Any = _END
+        self._states_before_ahead: list[Any] = []
+        self._restored_ahead: Any = None
+        self._is_ahead_restored = False
+
+    def _combine(self) -> CombinedLoader | None:
+        is_combined = is_instance_of(self.source, "CombinedLoader")
+        if (
+            not is_combined
+            and len(self.loaders) == 1
+            and self.source is flatten_loaders(self.source)[0]
+        ):
+            return None
+        combined = self.source if is_combined else CombinedLoader(self.source, "max_size_cycle")
+        if getattr(combined, "_mode", None) == "sequential":
+            raise ConfigurationError(
+                '`_FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. The available'
+                " modes are: ['min_size', 'max_size_cycle', 'max_size']"
+            )
+        combined.flattened = self.loaders
+        combined.limits = self.limits
+        return combined
+
+    def _count(self) -> int | float:
         if self.combined is None:
             return self.limits[0]
-        try:
-            return len(self.combined)
-        except (TypeError, NotImplementedError):
-            return INFINITE
+        return combined_length(self.combined, self.limits)
 
-    def check_mode(self) -> None:
-        """Train on loaders together, predict from one after another."""
-        if self.combined is None or (self.combined._mode == "sequential") == (self.stage == "predict"):
+    def start(self) -> None:
+        """Start the iterator of an epoch, or of the rest of one whose position was restored."""
+        self.is_started, self.is_used = True, False
+        for loader in self.resumable:
+            loader.start_epoch()
+        if self.combined is None:
+            self._iterator = iter(self.resumable[0])
             return
-        if self.stage == "train":
-            raise Misuse(
-                '`_FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. The available modes are:'
-                " ['min_size', 'max_size_cycle', 'max_size']"
+        self.combined.flattened = self.resumable
+        self._iterator = iter(self.combined)
+        self.combined.flattened = self.loaders
+
+    def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
+        """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
+        self.is_used = True
+        self._num_given = batches_done
+        # Trainer's name of the action.
+        self._fetch = self.run.hooks.with_profiler(
+            "[_TrainingEpochLoop].train_dataloader_next", next
+        )
+        if self.num_batches != math.inf:
+            for index in range(batches_done, int(self.num_batches)):
+                try:
+                    batch = self._fetch(self._iterator)
+                except StopIteration:
+                    return
+                self._num_given = index + 1
+                yield self._unpack(batch), index + 1 == self.num_batches
+            return
+        self._following = self._read_ahead()
+        while self._following is not _END:
+            batch = self._following
+            self._following = self._read_ahead()
+            self._num_given += 1
+            yield self._unpack(batch), self._following is _END
+
+    def _read_ahead(self) -> Any:
+        """Read the next batch. The first one after a resume was read before the checkpoint was saved."""
+        self._states_before_ahead = [loader.part_state() for loader in self.resumable]
+        if not self._is_ahead_restored:
+            return next(self._iterator, _END)
+        saved, self._restored_ahead, self._is_ahead_restored = self._restored_ahead, None, False
+        rng_state = capture_rng_state()
+        batch = next(self._iterator, _END)
+        restore_rng_state(rng_state)
+        return batch if saved is None else saved
+
+    def state_dict(self, progress: dict[str, Any]) -> dict[str, Any]:
+        """Return the positions of the loaders, and the batch that was read ahead.
+
+        Args:
+            progress: The saved progress. Batches whose step was not finished count as not given.
+        """
+        is_in_pass = progress["is_in_epoch"] and self.is_used
+        dropped = self._num_given - progress["batches_done"] if is_in_pass else 0
+        state = {
+            "is_used": self.is_used,
+            "is_ahead": self._is_ahead_restored,
+            "ahead": self._restored_ahead,
+        }
+        if self._following is _END or not is_in_pass:
+            return {**state, "loaders": [loader.state_dict(dropped) for loader in self.resumable]}
+        positions = [loader.state_dict(dropped + 1) for loader in self.resumable]
+        for position, part_state in zip(positions, self._states_before_ahead, strict=True):
+            if part_state is not None:
+                position["state"] = part_state
+        # The batch depends on random numbers that nobody noted, where it was made in this process.
+        ahead = self._following if dropped == 0 and is_plain(self._following) else None
+        return {**state, "is_ahead": True, "ahead": ahead, "loaders": positions}
+
+    def load_state_dict(self, state: dict[str, Any], is_in_epoch: bool) -> None:
+        if len(state["loaders"]) != len(self.resumable):
+            raise CheckpointError(
+                f"resume: got the positions of {len(state['loaders'])} training loaders, expected"
+                f" {len(self.resumable)}. Give the loaders that the run was started with, or use load=."
             )
-        if self.stage == "predict":
-            raise Misuse('`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.')
+        # The iterator of the first epoch starts before that epoch.
+        is_in_pass = is_in_epoch or not state["is_used"]
+        for loader, position in zip(self.resumable, state["loaders"], strict=True):
+            loader.load_state_dict(position, is_in_pass)
+        self._is_ahead_restored, self._restored_ahead = state["is_ahead"], state["ahead"]
+
+    def _unpack(self, item: Any) -> Any:
+        return item[0] if self.combined is not None else item
 
     @property
     def as_given(self) -> Any:
-        """The loaders in the shape in which they came."""
-        ready = iter(self.loaders)
+        """The loaders in the shape in which they were given."""
+        return self.loaders[0] if self.combined is None else self.combined.iterables
 
-        def fill(part: Any) -> Any:
-            if isinstance(part, Mapping) and _is_loader(part):
-                return {name: fill(value) for name, value in part.items()}
-            return [fill(item) for item in part] if _holds_loaders(part) else next(ready)
 
-        return self.source.iterables if is_combined(self.source) else fill(self.source)
+class EvalLoaders:
+    """The loaders of an evaluation, one after the other."""
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell every sampler the epoch, so that it shuffles anew and alike on all ranks."""
-        for loader in self.loaders:
-            for part in told_the_epoch(loader):
-                part.set_epoch(epoch)
-
-    def start(self, done: int = 0, is_over: bool = False, make: Callable[..., Pass] = Pass) -> Pass:
-        """Begin a training pass, of which so many batches, or all, count as done: after `resume` they are not loaded.
-
-        This draws the pass's random numbers, so it is called where Trainer calls it.
-        """
-        resumed, taken = self.sources.begin(), 0
-        if resumed is not None:
-            taken, done = resumed.get("taken", done), resumed.get("fetched", done)
-        if self.combined is None:
-            iterator = iter(self.sources.each[0])
-        else:
-            self._combine(self.sources.each)
-            iterator = map(itemgetter(0), iter(self.combined.__next__, None))
-            for _ in range(taken):  # the loaders stand behind these, and give nothing for them
-                next(iterator)
-        self._never_taken = done - taken
-        return make(iterator, done if is_over else self.num_batches, done, self.sources.note)
-
-    def start_evaluation(self, most: int | float = INFINITE) -> Iterator[Turn]:
-        """Begin an evaluation pass of (batch, batch_idx, dataloader_idx, is_last), at most so many batches of each."""
+    def __init__(self, run: RunState, stage: str, source: Any) -> None:
+        self.run, self.stage, self.source = run, stage, source
+        self.loaders = [prepare_loader(run, loader, stage) for loader in flatten_loaders(source)]
+        limit = getattr(run.config, f"limit_{stage}_batches")
+        self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
+        self.names = [str(name) for name in source] if _is_flat_dict(source) else []
+        is_combined = is_instance_of(source, "CombinedLoader")
+        self.combined = source if is_combined and source._mode != "sequential" else None
         if self.combined is not None:
-            self.combined.limits = [min(limit, most) for limit in self.limits]
-            self._combine(self.sources.each)
-            batches = iter(self.combined.__next__, None)
-            taken = self._joined(Pass(batches, self.num_batches))
-            return ((batch, idx, 0, False) for batch, idx, _ in taken)
-        limits = [min(limit, most) for limit in self.limits]
-        self._evaluated = iter(self.sources.each[0]) if self.loaders else None  # drawn here, as Trainer does
-        return self._sequence(limits)
+            if stage == "predict":
+                raise ConfigurationError(
+                    '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
+                )
+            self.combined.flattened = self.loaders
+        self._iterator: Iterator[Any] | None = None
+        self.resumable = [ResumableLoader(loader, is_training=False) for loader in self.loaders]
 
-    def _sequence(self, limits: list) -> Iterator[Turn]:
-        final = max((index for index, limit in enumerate(limits) if limit), default=0)
-        for index, limit in enumerate(limits):
-            if self._evaluated is None:
-                self._evaluated = iter(self.sources.each[index])
-            batches = self._joined(Pass(self._evaluated, limit))
-            for batch_idx, batch in enumerate(batches):
-                yield batch, batch_idx, index, batches.is_last and index == final
-            self._end_evaluated()
-            if limit and not batches.fetched:
-                name = type(self.loaders[index]).__name__
-                warnings.warn(f"the {self.stage} loader ({name}) gave no batch: {USED_UP}", stacklevel=2)
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [loader.state_dict() for loader in self.resumable]
 
-    def _joined(self, batches: Pass) -> Any:
-        return batches if self.together is None else self.together(batches)
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        for loader, position in zip(self.resumable, state, strict=False):
+            loader.load_state_dict(position, is_in_pass=False)
 
-    def _end_evaluated(self) -> None:
-        """End the worker processes of a pass of evaluation, those kept for the next one aside."""
-        end_workers(self._evaluated, self.kept())
-        self._evaluated = None
+    @property
+    def has_several(self) -> bool:
+        """Return whether steps and hooks get a ``dataloader_idx``."""
+        return len(self.loaders) > 1 and self.combined is None
 
-    def kept(self) -> list[Any]:
-        """The iterators that loaders keep between passes (persistent_workers)."""
-        return [getattr(loader, "_iterator", None) for loader in self.loaders]
+    def count_batches(self, max_batches: int | float | None = None) -> int | float:
+        """Return the number of batches of all loaders."""
+        limits = self._limited(max_batches)
+        return sum(limits) if self.combined is None else combined_length(self.combined, limits)
 
-    def close(self) -> None:
-        """End the worker processes: of a pass that an error has ended, and those kept between passes (persistent_workers)."""
-        self._end_evaluated()
-        if self.combined is not None:
-            self.combined.reset()
-        for loader in self.loaders:
-            if end_workers(getattr(loader, "_iterator", None)):
-                loader._iterator = None
+    def _limited(self, max_batches: int | float | None) -> list[int | float]:
+        return [
+            min(limit, math.inf if max_batches is None else max_batches) for limit in self.limits
+        ]
 
-    def state(self, fetched: int | None) -> dict[str, Any] | None:
-        """Where the training pass stands after so many batches, for `resume`; None: between two passes."""
-        if fetched is None:
-            return self.sources.state(None)
-        taken = fetched - self._never_taken
-        state = self.sources.state(taken)
-        return state and {**state, "taken": taken, "fetched": fetched}
-
-    def load_states(self, states: list[Any]) -> None:
-        """Give it back to them, before a pass begins."""
-        stateful = [source.loader for source in self.sources.each if source.is_stateful]
-        if states and len(states) != len(stateful):
-            raise Misuse(
-                f"resume: the checkpoint has the states of {len(states)} loaders with state_dict and load_state_dict, this run"
-                f" has {len(stateful)} of them: give the same loaders, or use load= to start a new run from the weights"
+    def batches(self, max_batches: int | float | None = None) -> Iterator[tuple[Any, int, int]]:
+        """Yield (batch on the device, batch_idx, dataloader_idx)."""
+        transfer = make_transfer(self.run)
+        for batch, batch_idx, dataloader_idx in self.raw_batches(max_batches):
+            yield (
+                (batch if transfer is None else transfer(batch, dataloader_idx)),
+                batch_idx,
+                dataloader_idx,
             )
-        for loader, state in zip(stateful, states, strict=False):
-            loader.load_state_dict(state)
+
+    def raw_batches(self, max_batches: int | float | None) -> Iterator[tuple[Any, int, int]]:
+        """Yield (batch, batch_idx, dataloader_idx)."""
+        if self.combined is not None:
+            self.combined.limits = self._limited(max_batches)
+            num_batches = self.count_batches(max_batches)
+            yield from islice(self.combined, None if num_batches == math.inf else num_batches)
+            return
+        fetch = self.run.hooks.with_profiler(f"[_EvaluationLoop].{self.stage}_next", next)
+        for dataloader_idx, limit in enumerate(self._limited(max_batches)):
+            if dataloader_idx:
+                self._iterator = iter(self.resumable[dataloader_idx])
+            batch_idx = 0
+            while batch_idx < limit:
+                try:
+                    batch = fetch(self._iterator)
+                except StopIteration:
+                    break
+                yield batch, batch_idx, dataloader_idx
+                batch_idx += 1
+            self.resumable[dataloader_idx].end_pass()
+            if limit and not batch_idx:
+                self.run.warn_once(
+                    f"The {self.stage} loader ({type(self.loaders[dataloader_idx]).__name__}) gave no"
+                    " batch. Give an object that starts from its beginning with each iter()."
+                )
+
+    def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
+        """Return the samples of a batch that is predicted; empty for loaders that have no indices."""
+        sampler = getattr(self.loaders[dataloader_idx], "batch_sampler", None)
+        seen = sampler.seen if isinstance(sampler, TrackingBatchSampler) else []
+        return seen[batch_idx] if batch_idx < len(seen) else []
+
+    @property
+    def as_given(self) -> Any:
+        """The loaders in the shape in which they were given."""
+        if is_instance_of(self.source, "CombinedLoader"):
+            return self.source.iterables
+        return replace_loaders(self.source, iter(self.loaders))
+
+    def start(self) -> None:
+        """Start the first loader's iterator, which may draw random numbers, before the hooks, as Trainer."""
+        if self.combined is None and self.loaders and self.limits[0]:
+            self._iterator = iter(self.resumable[0])
 
 
-def names_of(source: Any) -> list[str]:
-    """The names of several loaders, where they have some.
+class TrackingBatchSampler(BatchSampler):
+    """A batch sampler that remembers the indices of each batch that it gave, for predictions."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+        self.seen: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.seen = []
+        for indices in self.batch_sampler:
+            self.seen.append(list(indices))
+            yield indices
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
+def combined_length(combined: CombinedLoader, limits: list[int | float]) -> int | float:
+    """Return the number of batches of a CombinedLoader, which limits its length and not its iteration."""
+    return (min if combined._mode == "min_size" else max)(limits)
+
+
+def flatten_loaders(source: Any) -> list[Any]:
+    """Return the loaders of a source in order. A list of loaders is opened, a list of batches is a loader.
 
     Example:
-        >>> names_of({"val": range(2), "train_again": range(2)}), names_of([range(2), range(2)])
-        (['val', 'train_again'], [])
+        >>> flatten_loaders({"a": range(3), "b": [range(2), range(1)]})
+        [range(0, 3), range(0, 2), range(0, 1)]
     """
-    if not isinstance(source, Mapping) or any(loaders_in(part) != [part] for part in source.values()):
-        return []
-    return [str(name) for name in source]
+    if is_instance_of(source, "CombinedLoader"):
+        return list(source.flattened)
+    parts = _parts(source)
+    return [loader for part in parts for loader in flatten_loaders(part)] if parts else [source]
+
+
+def replace_loaders(source: Any, loaders: Iterator[Any]) -> Any:
+    """Return a source with other loaders in its places."""
+    if not _parts(source):
+        return next(loaders)
+    if isinstance(source, Mapping):
+        return {name: replace_loaders(part, loaders) for name, part in source.items()}
+    return [replace_loaders(part, loaders) for part in source]
+
+
+def _parts(source: Any) -> list[Any]:
+    """Return what a collection of loaders holds; nothing for a single loader."""
+    if isinstance(source, Mapping):
+        parts = list(source.values())
+    else:
+        parts = list(source) if isinstance(source, list | tuple) else []
+    return parts if all(map(_is_loader, parts)) else []
+
+
+def _is_loader(item: Any) -> bool:
+    """Return whether an item of a list is a loader, and not a batch."""
+    if isinstance(item, Mapping):
+        return bool(item) and all(map(_is_loader, item.values()))
+    if isinstance(item, list | tuple):
+        is_data = bool(item) and all(isinstance(part, int | float | str) for part in item)
+        return is_data or (bool(item) and all(map(_is_loader, item)))
+    return hasattr(item, "__iter__") and not isinstance(item, Tensor | str | bytes)
+
+
+def _is_flat_dict(source: Any) -> bool:
+    return isinstance(source, Mapping) and all(
+        flatten_loaders(value)[0] is value for value in source.values()
+    )
+
+
+def loader_length(loader: Any) -> int | float:
+    """Return the number of batches of a loader; infinite where the length is unknown.
+
+    Example:
+        >>> loader_length(range(3)), loader_length(iter([1]))
+        (3, inf)
+    """
+    is_iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    if is_iterable and not hasattr(loader.dataset, "__len__"):
+        return math.inf
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return math.inf
 
 
 def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
-    """How many batches of a loader count under a limit.
+    """Return how many batches of a loader count under a limit.
 
     Raises:
-        Misuse: for a fraction of a loader without length, or of less than one batch.
+        ConfigurationError: A fraction of a loader without length, or of less than one batch.
 
     Example:
         >>> count_batches(range(10), 0.25, "val"), count_batches(range(10), 4, "val")
         (2, 4)
     """
-    length = length_of(loader)
+    length = loader_length(loader)
     if length == 0:
+        warnings.warn(
+            f"Total length of `{type(loader).__name__}` across ranks is zero. Please make sure this was"
+            " your intention.",
+            stacklevel=2,
+        )
         return 0
     if isinstance(limit, int):
         return min(length, limit)
-    if length == INFINITE:
-        if limit == 1.0:
-            return length
-        raise Misuse(no_fraction(loader, limit, stage))
+    if length == math.inf:
+        if limit in (0.0, 1.0):
+            return length if limit else 0
+        raise ConfigurationError(
+            f"When using an `IterableDataset`, `Trainer(limit_{stage}_batches)` must be `1.0` or an int."
+            f" An int specifies `num_{stage}_batches` to use."
+        )
     batches = int(length * limit)
     if batches == 0 and limit > 0:
-        raise Misuse(
-            f"You requested to check {limit} of the `{stage}_dataloader` but {limit} * {length} < 1. Please increase the"
-            f" `limit_{stage}_batches` argument. Try at least `limit_{stage}_batches={1.0 / length}`, or a number of"
-            f" batches: limit_{stage}_batches=1"
+        raise ConfigurationError(
+            f"You requested to check {limit} of the `{stage}_dataloader` but {limit} * {length} < 1."
+            f" Please increase the `limit_{stage}_batches` argument. Try at least"
+            f" `limit_{stage}_batches={1.0 / length}`"
         )
     return batches
 
 
-def no_fraction(loader: Any, limit: float, stage: str) -> str:
-    """What is wrong with a fraction of a loader without length; Trainer's reason, and what to write."""
-    return (
-        f"limit_{stage}_batches={limit}: the {stage} loader ({type(loader).__name__}) has no length, so there is no fraction"
-        f" of it. When using an `IterableDataset`, `Trainer(limit_{stage}_batches)` must be `1.0` or an int. An"
-        f" int specifies `num_{stage}_batches` to use: write limit_{stage}_batches=100"
-    )
+def check_iterable(loader: Any, where: str) -> None:
+    """Refuse what is no loader.
 
-
-def loaders_in(source: Any) -> list[Any]:
-    """The loaders in a source, one after another: lists and dicts of loaders are opened, lists of batches are loaders.
-
-    Example:
-        >>> import torch
-        >>> from fabric_template import TensorLoader
-        >>> one, other = range(3), TensorLoader(torch.zeros(2))
-        >>> loaders_in({"a": one, "b": [other, one]}) == [one, other, one]
-        True
-        >>> batches = [torch.zeros(2), torch.ones(2)]
-        >>> loaders_in(batches) == [batches]
-        True
+    Raises:
+        ConfigurationTypeError: The object cannot be iterated.
     """
-    if is_combined(source):
-        return list(source.flattened)
-    parts = source.values() if isinstance(source, Mapping) else source if _holds_loaders(source) else None
-    return [source] if parts is None else [loader for part in parts for loader in loaders_in(part)]
-
-
-def check_iterable(loader: Any, origin: str) -> None:
-    """Refuse what is no loader."""
-    if (why := why_no_loader(loader)) is not None:
-        found = " ".join(str(loader).split())[:200]
-        raise MisuseOfType(
-            f"An invalid dataloader was {origin}. Found {found}: a {type(loader).__name__}, which {why}; expected a"
-            " DataLoader, a TensorLoader or any iterable of batches"
+    items = loader if isinstance(loader, list | tuple) else ()
+    numbers = [isinstance(item, int | float) for item in items]
+    is_mixed = any(item is None for item in items) or (any(numbers) and not all(numbers))
+    is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if is_mixed or isinstance(loader, str | bytes) or not is_iterable:
+        raise ConfigurationTypeError(
+            f"An invalid dataloader was {where}. Found {loader}. Expected a DataLoader, a TensorLoader"
+            " or any iterable of batches."
         )
 
 
-def _is_tensor_loader(loader: Any) -> bool:
-    """Whether this is a TensorLoader, which who gives none need not import."""
-    return any(base.__module__ == f"{__package__}.tensors" for base in type(loader).__mro__)
+def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
+    """Return a loader with the sampler that this run needs."""
+    if callable(getattr(loader, "for_rank", None)):
+        return loader.for_rank(run.fabric.global_rank, run.fabric.world_size)
+    if not isinstance(loader, DataLoader):
+        return loader
+    warn_of_loader(run, loader, stage)
+    if run.config.overfit_batches and run.stage == "fit":
+        loader = _without_shuffling(run, loader, stage)
+    prepare_workers(run, loader, stage)
+    is_map_style = not isinstance(loader.dataset, IterableDataset)
+    is_distributed = isinstance(loader.sampler, DistributedSampler)
+    if run.fabric.world_size > 1 and is_map_style and not is_distributed and loader.batch_size:
+        loader = with_sampler(loader, _distributed_sampler(run, loader, stage))
+    if stage == "predict" and is_map_style and loader.batch_sampler is not None:
+        batch_sampler = loader.batch_sampler
+        if type(batch_sampler) is BatchSampler and batch_sampler.drop_last:
+            batch_sampler = BatchSampler(batch_sampler.sampler, batch_sampler.batch_size, False)
+        loader = with_batch_sampler(loader, TrackingBatchSampler(batch_sampler))
+    return loader
 
 
-def _holds_loaders(source: Any) -> bool:
-    """Whether a list holds loaders, and not batches: lists of tensors and the like are themselves loaders of batches."""
-    return isinstance(source, list | tuple) and bool(source) and all(_is_loader(item) for item in source)
+def prepare_workers(run: RunState, loader: DataLoader, stage: str) -> None:
+    """Seed the workers of a loader as Trainer does, and warn where there are few."""
+    most = suggested_max_num_workers(run.loop.num_devices)
+    if loader.num_workers < 2 and most > 1:
+        run.warn_once(
+            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider"
+            f" increasing the value of the `num_workers` argument` to `num_workers={most}` in the"
+            " `DataLoader` to improve performance.",
+            PossibleUserWarning,
+        )
+    if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
 
 
-def _is_loader(item: Any) -> bool:
-    if isinstance(item, Mapping):
-        return bool(item) and all(_is_loader(value) for value in item.values())
-    if isinstance(item, list | tuple):  # a list of numbers or strings is a loader for Trainer, too
-        return _holds_loaders(item) or bool(item) and all(isinstance(part, int | float | str) for part in item)
-    return hasattr(item, "__iter__") and not isinstance(item, Tensor | str | bytes)
+def warn_of_loader(run: RunState, loader: DataLoader, stage: str) -> None:
+    """Warn of evaluations in random order, and of streams whose length may be wrong."""
+    if run.stage != "fit" and isinstance(loader.sampler, RandomSampler):
+        run.warn_once(
+            f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you"
+            " turn shuffling off for val/test dataloaders.",
+            PossibleUserWarning,
+        )
+    if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
+        run.warn_once(
+            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"
+            " (when num_workers > 1), `__len__` could be inaccurate if each worker is not configured"
+            " independently to avoid having duplicate data."
+        )
+
+
+def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoader:
+    if isinstance(loader.sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    run.warn_once(
+        f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
+        f" {stage} dataloader shuffling for you."
+    )
+    return with_sampler(loader, SequentialSampler(loader.dataset))
+
+
+def _distributed_sampler(run: RunState, loader: DataLoader, stage: str) -> DistributedSampler:
+    is_shuffled = isinstance(loader.sampler, RandomSampler) and not run.config.overfit_batches
+    return DistributedSampler(
+        loader.dataset,
+        num_replicas=run.fabric.world_size,
+        rank=run.fabric.global_rank,
+        shuffle=is_shuffled
+        if stage != "train"
+        else not isinstance(loader.sampler, SequentialSampler),
+        seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+        drop_last=False,
+    )
+
+
+def with_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
+    """Return a copy of a loader that takes its samples in another order."""
+    batch_sampler = BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
+    clone = with_batch_sampler(loader, batch_sampler)
+    object.__setattr__(clone, "sampler", sampler)
+    return clone
+
+
+def with_batch_sampler(loader: DataLoader, batch_sampler: Any) -> DataLoader:
+    """Return a copy of a loader with other batches of indices.
+
+    A copy keeps the class of the loader and its attributes, also those of subclasses that cannot be
+    constructed again. A DataLoader refuses to change its samplers through its own ``__setattr__``.
+    """
+    clone = copy.copy(loader)
+    object.__setattr__(clone, "batch_sampler", batch_sampler)
+    object.__setattr__(clone, "_iterator", None)
+    return clone
+
+
+def is_plain(batch: Any) -> bool:
+    """Return whether a batch consists of tensors, numbers and texts in plain containers.
+
+    Example:
+        >>> is_plain({"x": [1.0, "cat"]}), is_plain(object())
+        (True, False)
+    """
+    if isinstance(batch, dict):
+        return type(batch) is dict and all(map(is_plain, batch.values()))
+    if isinstance(batch, list | tuple):
+        return type(batch) in (list, tuple) and all(map(is_plain, batch))
+    return batch is None or type(batch) in (Tensor, bool, int, float, str)
+
+
+def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:
+    """Return what brings a batch to the device, or None where there is nothing to do."""
+    owners = [part for part in (run.datamodule, run.hooks.source) if part is not None]
+    hooks: dict[str, Any] = {}
+    for name in _TRANSFER_HOOKS:
+        methods = [method for part in owners if (method := overridden(part, name)) is not None]
+        hooks[name] = methods[0] if methods else None
+    device, precision = run.fabric.device, run.steps
+    is_needed = device.type != "cpu" or precision.converts_dtype
+    if not is_needed and not any(hooks.values()):
+        return None
+    before, move, after = (hooks[name] for name in _TRANSFER_HOOKS)
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if precision.converts_dtype:
+            batch = run.fabric.strategy.precision.convert_input(batch)
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        if move is not None:
+            batch = move(batch, device, dataloader_idx)
+        elif device.type != "cpu":
+            batch = move_data_to_device(batch, device)
+        return batch if after is None else after(batch, dataloader_idx)
+
+    action = f"[Strategy]{type(run.fabric.strategy).__name__}.batch_to_device"
+    return run.hooks.with_profiler(action, transfer)

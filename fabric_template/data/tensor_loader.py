@@ -61,7 +61,9 @@ class TensorLoader:
         other = copy.copy(self)
         samples: Any = range(len(self.tensors[0]))
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        other._sampler = DistributedSampler(samples, world_size, rank, shuffle=self.shuffle, seed=seed)
+        other._sampler = DistributedSampler(
+            samples, world_size, rank, shuffle=self.shuffle, seed=seed
+        )
         return other
 
     def set_epoch(self, epoch: int) -> None:

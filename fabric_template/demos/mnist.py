@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..data.tensors import TensorLoader
+from ..data.tensor_loader import TensorLoader
 from .data import SplitData, download, hold_out
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"

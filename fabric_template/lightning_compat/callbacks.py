@@ -85,7 +85,9 @@ def check_callbacks(callbacks: list[Any]) -> None:
     keys = set()
     for callback in callbacks:
         hooks = (*HOOK_ARGUMENTS, *OTHER_HOOKS)
-        if not hasattr(callback, "state_key") and not any(hasattr(callback, hook) for hook in hooks):
+        if not hasattr(callback, "state_key") and not any(
+            hasattr(callback, hook) for hook in hooks
+        ):
             raise ConfigurationTypeError(
                 f"callbacks: got a {type(callback).__name__}, expected objects with methods named like"
                 " hooks. Write callbacks=[EarlyStopping('val_loss')]."
@@ -120,7 +122,9 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 
 def callbacks_of_packages() -> list[Any]:
     """Return the callbacks that installed packages add to every Trainer through an entry point."""
-    return [callback for entry in _factories(tuple(sys.path)) for callback in as_list(entry.load()())]
+    return [
+        callback for entry in _factories(tuple(sys.path)) for callback in as_list(entry.load()())
+    ]
 
 
 @cache

@@ -71,4 +71,6 @@ def no_best_checkpoint(loop: Any, name: str) -> ValueError:
             f" checkpoint path to `.{name}(ckpt_path=...)`"
         )
     why = " to save the best model" if loop.checkpoint_callbacks else ""
-    return ValueError(f'`.{name}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured{why}.')
+    return ValueError(
+        f'`.{name}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured{why}.'
+    )

@@ -194,10 +194,18 @@ class EvaluationLoopAPI(LoopAPI):
         progress, hook = self._run.progress, self._run.hooks.current or ""
         is_in_batch = hook.endswith(("_step", "_batch_start", "_batch_end"))
         counts = {}
-        for name, count in (("current", progress.eval_batches_done), ("total", progress.total_eval_batches)):
+        for name, count in (
+            ("current", progress.eval_batches_done),
+            ("total", progress.total_eval_batches),
+        ):
             completed = count - is_in_batch
             processed = count if hook.endswith("_end") else completed
-            counts[name] = {"ready": count, "started": count, "processed": processed, "completed": completed}
+            counts[name] = {
+                "ready": count,
+                "started": count,
+                "processed": processed,
+                "completed": completed,
+            }
         return as_namespace(counts)
 
     @property
@@ -256,7 +264,9 @@ class ResultsAPI:
     def __init__(self, loop: Any) -> None:
         self._loop = loop
 
-    def log(self, fx: str, name: str, value: Any, sync_dist_fn: Any = None, **arguments: Any) -> None:
+    def log(
+        self, fx: str, name: str, value: Any, sync_dist_fn: Any = None, **arguments: Any
+    ) -> None:
         self._loop.require_run("_results").results.log(name, value, **arguments)
 
 

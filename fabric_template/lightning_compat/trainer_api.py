@@ -386,7 +386,9 @@ class TrainerAPI(PrivateAPI):
         with run.hooks.profiled("save_checkpoint"):
             checkpoint = build_checkpoint(run, bool(weights_only))
             if self.fabric.is_global_zero:
-                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+                self.checkpoint_io.save_checkpoint(
+                    checkpoint, filepath, storage_options=storage_options
+                )
         self.fabric.barrier()
 
     def init_module(self, empty_init: bool | None = None) -> Any:
@@ -395,7 +397,9 @@ class TrainerAPI(PrivateAPI):
 
     def require_run(self, name: str) -> RunState:
         if self.run is None:
-            raise RuntimeError(f"FabricLoop.{name}: nothing has run yet. Call fit, validate, test or predict first.")
+            raise RuntimeError(
+                f"FabricLoop.{name}: nothing has run yet. Call fit, validate, test or predict first."
+            )
         return self.run
 
     @property

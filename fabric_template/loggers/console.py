@@ -70,7 +70,11 @@ class Console:
     def end_evaluation(self, run: RunState) -> None:
         """Return to the bar of the epoch. A validation inside of an epoch has a row of its own."""
         self._num_eval_batches = None
-        is_inside = run.stage == "fit" and run.progress.stage == "validate" and not run.progress.is_epoch_complete
+        is_inside = (
+            run.stage == "fit"
+            and run.progress.stage == "validate"
+            and not run.progress.is_epoch_complete
+        )
         if is_inside and self.is_enabled:
             self._guard(self._add_row, run, validation_row(run), None)
 
@@ -93,7 +97,8 @@ class Console:
             if self._screen is not None:
                 self._screen.restore_streams()
             warnings.warn(
-                f"The progress bar is off for the rest of this run: {type(error).__name__}: {error}", stacklevel=3
+                f"The progress bar is off for the rest of this run: {type(error).__name__}: {error}",
+                stacklevel=3,
             )
 
     def _start(self, run: RunState, total: int | float, first: int) -> None:
@@ -173,8 +178,15 @@ def validation_row(run: RunState) -> dict[str, Any]:
     """Return what is shown of a validation inside of an epoch."""
     progress, history = run.progress, run.history
     values = {**history.latest(), **history.evaluation_means, **history.evaluated}
-    plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
-    return {"epoch": progress.epochs_done, "step": progress.global_step, **plain, "time": history.elapsed()}
+    plain = {
+        name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()
+    }
+    return {
+        "epoch": progress.epochs_done,
+        "step": progress.global_step,
+        **plain,
+        "time": history.elapsed(),
+    }
 
 
 def seconds_left(run: RunState) -> float | None:
@@ -226,14 +238,18 @@ class EpochTable:
         if self._is_best:
             self._best = value
 
-    def add(self, row: Mapping[str, Any], left: float | None = None, width: int | None = None) -> list[str]:
+    def add(
+        self, row: Mapping[str, Any], left: float | None = None, width: int | None = None
+    ) -> list[str]:
         """Add a row. Returns its line, after a line of names if the columns have changed.
 
         Args:
             left: The seconds that remain.
             width: The columns of the terminal. What does not fit is left out.
         """
-        cells = {name: format_value(name, value) for name, value in row.items() if value is not None}
+        cells = {
+            name: format_value(name, value) for name, value in row.items() if value is not None
+        }
         if left is not None and left > 0:
             cells["left"] = format_value("left", left)
         if self.monitor in cells:
@@ -265,7 +281,9 @@ class EpochTable:
         if not self.rows:
             return ""
         first = 0 if num_rows is None else max(0, len(self.rows) - num_rows)
-        lines = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in self._columns) + "</tr>"]
+        lines = [
+            "<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in self._columns) + "</tr>"
+        ]
         for index, row in enumerate(self.rows[first:], start=first):
             style = ' style="font-weight: bold"' if index == self._best_row else ""
             cells = [html.escape(row.get(name, "").rstrip("* ")) for name in self._columns]
@@ -286,7 +304,9 @@ class EpochTable:
         return [name for name in self._columns if name in kept]
 
     def _line(self, cells: Mapping[str, str], columns: list[str]) -> str:
-        return "  ".join(f"{cells.get(name, ''):>{self._widths[name]}}" for name in columns).rstrip()
+        return "  ".join(
+            f"{cells.get(name, ''):>{self._widths[name]}}" for name in columns
+        ).rstrip()
 
 
 class Screen:
@@ -348,7 +368,11 @@ class TerminalScreen(Screen):
         # Two columns stay free for the ^C that a terminal shows.
         width = (terminal_width(self._terminal) or 80) - 3
         values = meter["postfix"].split(", ")
-        while values and len(tqdm.format_meter(**{**meter, "postfix": ", ".join(values)}, ncols=0)) > width - 12:
+        while (
+            values
+            and len(tqdm.format_meter(**{**meter, "postfix": ", ".join(values)}, ncols=0))
+            > width - 12
+        ):
             values.pop()
         meter = {**meter, "postfix": ", ".join(values)}
         self._bar = tqdm.format_meter(**meter, ncols=width, ascii=not encoding.startswith("utf"))
@@ -445,11 +469,16 @@ class NotebookScreen(Screen):
         texts = [self.table.text(num_rows), *self._texts]
         if self._meter:
             total = self._meter["total"]
-            bar = f'<progress value="{self._meter["n"]}" max="{total}"></progress> ' if total else ""
+            bar = (
+                f'<progress value="{self._meter["n"]}" max="{total}"></progress> ' if total else ""
+            )
             text = html.escape(tqdm.format_meter(**self._meter, bar_format=TEXT_BAR))
             parts.append(f'<div style="font-family: monospace; white-space: pre">{bar}{text}</div>')
             texts.append(tqdm.format_meter(**self._meter, ncols=100))
-        data = {"text/html": "\n".join(filter(None, parts)), "text/plain": "\n".join(filter(None, texts))}
+        data = {
+            "text/html": "\n".join(filter(None, parts)),
+            "text/plain": "\n".join(filter(None, texts)),
+        }
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)
         else:

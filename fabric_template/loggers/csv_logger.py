@@ -125,7 +125,9 @@ class CSVLogger(Logger):
         for given in (params or {}, *args):
             values = to_plain(given)
             if not isinstance(values, dict):
-                raise TypeError(f"log_hyperparams: got a {type(given).__name__}, expected a dict or a Namespace.")
+                raise TypeError(
+                    f"log_hyperparams: got a {type(given).__name__}, expected a dict or a Namespace."
+                )
             self._hparams.update(values)
         write_text(Path(self.log_dir, "hparams.yaml"), to_yaml(self._hparams))
 
@@ -137,7 +139,9 @@ class CSVLogger(Logger):
         return {name: table.position() for name, table in tables.items()}
 
     @rank_zero_only
-    def rewind(self, position: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, Any]] = ()) -> None:
+    def rewind(
+        self, position: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """Drop the rows and columns that were written after a position.
 
         Args:
@@ -272,7 +276,11 @@ class Table:
         """Return the rows and columns of the file, and the rows that the disk has refused so far."""
         with suppress(OSError):
             self._read_changes()
-        return {"rows": self._num_rows, "columns": list(self._columns), "waiting": list(self._waiting)}
+        return {
+            "rows": self._num_rows,
+            "columns": list(self._columns),
+            "waiting": list(self._waiting),
+        }
 
     def rewind(self, rows: int, columns: list[str], waiting: list[dict[str, Any]]) -> None:
         """Keep the first rows and columns only, and write those that were waiting."""
@@ -311,7 +319,9 @@ class Table:
 def to_cell(name: str, value: Any) -> Any:
     """Return the number of a scalar, tensor or array; of anything else the text."""
     if not hasattr(value, "item"):
-        return value if isinstance(value, bool | int | float) else "" if value is None else str(value)
+        return (
+            value if isinstance(value, bool | int | float) else "" if value is None else str(value)
+        )
     try:
         return value.item()
     except (RuntimeError, ValueError):

@@ -133,7 +133,12 @@ class History:
 
     def _warn_of_nan(self, loss: float | None) -> None:
         run = self.run
-        if loss is None or math.isfinite(loss) or self._is_nan_reported or run.config.on_nan == "off":
+        if (
+            loss is None
+            or math.isfinite(loss)
+            or self._is_nan_reported
+            or run.config.on_nan == "off"
+        ):
             return
         self._is_nan_reported = True
         if run.fabric.is_global_zero:
@@ -152,7 +157,9 @@ class History:
         self.outputs = [[] for _ in run.data.eval_loaders.loaders]
         self._prefix = "test" if stage == "test" else "val"
 
-    def add_evaluation_output(self, run: RunState, output: Any, batch_idx: int, dataloader_idx: int) -> None:
+    def add_evaluation_output(
+        self, run: RunState, output: Any, batch_idx: int, dataloader_idx: int
+    ) -> None:
         """Add what an evaluation step returned, but for what it logged under the same name."""
         self.outputs[dataloader_idx].append(output)
         values = name_outputs(output, self._prefix)
@@ -199,7 +206,9 @@ class History:
         previous, run.hooks.current = run.hooks.current, "on_validation_epoch_end"
         for name, value in values.items():
             prefix = f"{self._prefix}_"
-            run.results.log(name if name.startswith(prefix) else prefix + name, value, sync_dist=True)
+            run.results.log(
+                name if name.startswith(prefix) else prefix + name, value, sync_dist=True
+            )
         run.hooks.current = previous
 
     def end_evaluation(self, run: RunState) -> list[dict[str, Any]]:

@@ -38,7 +38,9 @@ def read_logs(path: str | os.PathLike, steps: bool = False) -> pd.DataFrame:
     import pandas as pd
 
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"read_logs(path): got a {type(path).__name__}, expected a path. Write read_logs('logs').")
+        raise TypeError(
+            f"read_logs(path): got a {type(path).__name__}, expected a path. Write read_logs('logs')."
+        )
     root, is_steps = Path(os.path.abspath(path)), steps or Path(path).name == "steps.csv"
     runs = []
     for file in find_files(root, "steps.csv" if steps else "metrics.csv"):
@@ -57,7 +59,9 @@ def read_logs(path: str | os.PathLike, steps: bool = False) -> pd.DataFrame:
         table["name"] += [name] * len(rows)
         table["version"] += [version] * len(rows)
     names = dict.fromkeys(column for run in runs for column in run[2])
-    first = [name for name in (("step", "epoch") if is_steps else ("epoch", "step")) if name in names]
+    first = [
+        name for name in (("step", "epoch") if is_steps else ("epoch", "step")) if name in names
+    ]
     for column in dict.fromkeys([*first, *names]):
         if column not in ("name", "version"):
             table[column] = to_values([row.get(column, "") for run in runs for row in run[3]])

@@ -21,7 +21,12 @@ from ..errors import ConfigurationError
 # Where self.log may be called, with the defaults of (on_step, on_epoch).
 _TRAIN_STEP_HOOKS = {
     *("training_step", "on_before_backward", "backward", "on_after_backward", "on_train_batch_end"),
-    *("on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping", "clip_gradients"),
+    *(
+        "on_before_optimizer_step",
+        "optimizer_step",
+        "configure_gradient_clipping",
+        "clip_gradients",
+    ),
     *("on_before_zero_grad", "optimizer_zero_grad", "on_train_batch_start"),
 }
 _EVAL_STEP_HOOKS = {
@@ -86,7 +91,9 @@ class LogArguments:
 class ResultMetric:
     """The last value of one logged name, and its sum over the epoch."""
 
-    def __init__(self, arguments: LogArguments, raw: tuple, all_reduce: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, arguments: LogArguments, raw: tuple, all_reduce: Callable[..., Tensor]
+    ) -> None:
         self.arguments, self.raw, self._all_reduce = arguments, raw, all_reduce
         self._is_mean = arguments.reduction == "mean"
         self._is_synced = arguments.sync_dist and not arguments.rank_zero_only
@@ -167,7 +174,9 @@ class ResultMetric:
         if not self._is_synced:
             return value
         arguments = self.arguments
-        return self._all_reduce(value, group=arguments.sync_dist_group, reduce_op=arguments.reduction)
+        return self._all_reduce(
+            value, group=arguments.sync_dist_group, reduce_op=arguments.reduction
+        )
 
     def state_dict(self) -> dict[str, Any]:
         arguments = dataclasses.replace(self.arguments, sync_dist_group=None)
@@ -296,12 +305,20 @@ class ResultCollection:
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
         """Log every item of a dict or of a torchmetrics MetricCollection."""
-        options = {"keep_base": False, "copy_state": False} if hasattr(dictionary, "add_metrics") else {}
+        options = (
+            {"keep_base": False, "copy_state": False} if hasattr(dictionary, "add_metrics") else {}
+        )
         for name, value in dictionary.items(**options):
             self.log(name, value, **arguments)
 
     def _register(
-        self, results: Results, known: ResultMetric | None, name: str, value: Any, raw: tuple, index: int | None
+        self,
+        results: Results,
+        known: ResultMetric | None,
+        name: str,
+        value: Any,
+        raw: tuple,
+        index: int | None,
     ) -> ResultMetric:
         """Check the arguments of a name that is logged for the first time, or differently than before."""
         check_loggable(name, value)
@@ -398,7 +415,12 @@ class ResultCollection:
 
     def forget_evaluation(self) -> None:
         """Forget all that the sanity check has measured."""
-        for metrics in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.row):
+        for metrics in (
+            self.callback_metrics,
+            self.logged_metrics,
+            self.progress_bar_metrics,
+            self.row,
+        ):
             metrics.clear()
         self.evaluation.clear()
 
@@ -413,7 +435,11 @@ class ResultCollection:
         of_step = self._is_first_batch is not None
         for metric in self.active.valid():
             arguments = metric.arguments
-            if arguments.logger and not of_step and (value := metric.value(of_step=False)) is not None:
+            if (
+                arguments.logger
+                and not of_step
+                and (value := metric.value(of_step=False)) is not None
+            ):
                 self.row[arguments.name + arguments.suffix] = value
         return logged
 
@@ -453,11 +479,15 @@ class ResultCollection:
         entries = []
         for metric in self.train.values():
             if metric.has_value:
-                entries.append({**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))})
+                entries.append(
+                    {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
+                )
         return {
             "train": entries,
             "torchmetrics": {
-                name: torchmetric_state(part) for name, part in parts.items() if id(part) not in of_evaluation
+                name: torchmetric_state(part)
+                for name, part in parts.items()
+                if id(part) not in of_evaluation
             },
             "callback_metrics": dict(self.callback_metrics),
             "row": dict(self.row),
@@ -496,7 +526,9 @@ def _unreduced(value: Tensor, **arguments: Any) -> Tensor:
     return value
 
 
-def parse_arguments(hook: str | None, name: str, dataloader_idx: int | None, raw: tuple) -> LogArguments:
+def parse_arguments(
+    hook: str | None, name: str, dataloader_idx: int | None, raw: tuple
+) -> LogArguments:
     """Return the arguments of ``self.log`` with the defaults of the hook.
 
     Raises:
@@ -593,7 +625,9 @@ def check_loggable(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         is_nested = any(isinstance(part, Mapping) for part in value.values())
         kind = "nested dictionaries" if is_nested else "`dict` values"
-        raise ConfigurationError(f"`self.log({name}, {value})` was called, but {kind} cannot be logged")
+        raise ConfigurationError(
+            f"`self.log({name}, {value})` was called, but {kind} cannot be logged"
+        )
     if not isinstance(value, Tensor | numbers.Number) and not is_torchmetric(value):
         raise ConfigurationError(
             f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"

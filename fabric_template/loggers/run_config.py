@@ -41,7 +41,9 @@ def write_run_config(run: RunState) -> None:
             if not path.exists() or (is_own and not run.resumes):
                 write_text(path, HEAD + to_yaml(run_config(run)))
         except Exception as error:
-            warnings.warn(f"{path}: it could not be written, and training continues: {error!r}", stacklevel=2)
+            warnings.warn(
+                f"{path}: it could not be written, and training continues: {error!r}", stacklevel=2
+            )
 
 
 def run_config(run: RunState) -> dict[str, Any]:
@@ -51,7 +53,9 @@ def run_config(run: RunState) -> dict[str, Any]:
     the versions, the git commit and everything that a file cannot hold.
     """
     options = dict(run.loop.recipe)
-    about = options.pop("about", {"command": shlex.join([os.path.basename(sys.executable), *sys.argv])})
+    about = options.pop(
+        "about", {"command": shlex.join([os.path.basename(sys.executable), *sys.argv])}
+    )
     unknown: dict[str, str] = {}
     config: dict[str, Any] = {}
     for part, given in (("model", run.model), ("data", run.datamodule)):
@@ -70,10 +74,17 @@ def run_config(run: RunState) -> dict[str, Any]:
     config["version"] = None
     if run.checkpoint_path is not None:
         config["resume" if run.resumes else "load"] = str(run.checkpoint_path)
-    versions = {"fabric_template": __version__, "torch": torch.__version__, "lightning": lightning.__version__}
+    versions = {
+        "fabric_template": __version__,
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+    }
     about |= {
         "folder": os.getcwd(),
-        "versions": {name: str(text) for name, text in {**versions, "python": platform.python_version()}.items()},
+        "versions": {
+            name: str(text)
+            for name, text in {**versions, "python": platform.python_version()}.items()
+        },
         "git": git_state(),
         "unknown": unknown,
     }
@@ -98,12 +109,18 @@ def class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, An
     return {**config, **keep_plain(saved, unknown, f"{part}.")}
 
 
-def keep_plain(values: Mapping[str, Any], unknown: dict[str, str], prefix: str = "") -> dict[str, Any]:
+def keep_plain(
+    values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
+) -> dict[str, Any]:
     """Return the values that YAML can hold. The names of the others are added to unknown."""
     kept = {}
     for name, value in values.items():
         if isinstance(value, timedelta):
-            value = {"days": value.days, "seconds": value.seconds, "microseconds": value.microseconds}
+            value = {
+                "days": value.days,
+                "seconds": value.seconds,
+                "microseconds": value.microseconds,
+            }
         if is_plain(value):
             kept[name] = to_plain(value)
         else:
@@ -133,7 +150,11 @@ def git_state() -> dict[str, Any] | None:
     command = "git --no-optional-locks -c core.fsmonitor=false status --porcelain=v2 --branch --untracked-files=no"
     try:
         done = subprocess.run(
-            command.split(), capture_output=True, stdin=subprocess.DEVNULL, timeout=GIT_SECONDS, check=True
+            command.split(),
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=GIT_SECONDS,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None

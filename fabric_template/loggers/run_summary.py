@@ -98,7 +98,11 @@ def last_values(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def best_value(rows: Sequence[Mapping[str, Any]], monitor: str | None, mode: str) -> str:
     """Return the best value of the monitored metric and its epoch; an empty text if there is none."""
     monitor = monitor or ""
-    found = [row for row in rows if isinstance(row.get(monitor), int | float) and not math.isnan(row[monitor])]
+    found = [
+        row
+        for row in rows
+        if isinstance(row.get(monitor), int | float) and not math.isnan(row[monitor])
+    ]
     if not found:
         return ""
     best = (max if mode == "max" else min)(found, key=lambda row: row[monitor])
@@ -107,11 +111,16 @@ def best_value(rows: Sequence[Mapping[str, Any]], monitor: str | None, mode: str
 
 def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
     """Return the metrics of an evaluation as a table with a column for each loader."""
-    loaders = [{name.split("/dataloader_idx_")[0]: result[name] for name in result} for result in results]
+    loaders = [
+        {name.split("/dataloader_idx_")[0]: result[name] for name in result} for result in results
+    ]
     names = sorted({name for loader in loaders for name in loader})
     if not names:
         return ""
-    heads = [f"{stage} metric".capitalize(), *(f"DataLoader {index}" for index in range(len(loaders)))]
+    heads = [
+        f"{stage} metric".capitalize(),
+        *(f"DataLoader {index}" for index in range(len(loaders))),
+    ]
     table = [heads]
     for name in names:
         table.append([name, *(str(loader.get(name, "")) for loader in loaders)])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..record.read_back import read_logs
+from ..loggers.read_logs import read_logs
 
 if TYPE_CHECKING:
     import numpy as np

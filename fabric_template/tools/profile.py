@@ -100,11 +100,15 @@ def profile(
         suggestions = find_faster(training, timer.loader, medians[0] / total, total)
         reads: set[str] = set()
         time_steps(training, 2, reads=reads)
-    notes = [f"{line} reads the value of a tensor: on a GPU each step waits there" for line in reads]
+    notes = [
+        f"{line} reads the value of a tensor: on a GPU each step waits there" for line in reads
+    ]
     return Profile(rows, str(loop.fabric.device), steps, suggestions, notes)
 
 
-def profile_command(loop: Any, model: Any, data: Any, *, out: str | None = None, steps: int = 50) -> int:
+def profile_command(
+    loop: Any, model: Any, data: Any, *, out: str | None = None, steps: int = 50
+) -> int:
     """Show where the time of a training step goes, and what makes it shorter.
 
     Args:

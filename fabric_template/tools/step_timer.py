@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, SequentialSampler
 
-from ..data.tensors import TensorLoader
+from ..data.tensor_loader import TensorLoader
 from ..loop import FabricLoop
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
@@ -127,7 +127,9 @@ class _ReadRecorder(TorchFunctionMode):
         super().__init__()
         self.timer, self.lines = timer, lines
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         caller = sys._getframe(1)
         library = str(caller.f_globals.get("__name__")).partition(".")[0]
         is_step = self.timer.part != "data" and self.timer.started > WARM_UP

@@ -233,7 +233,7 @@ def as_tensor_loader(loader: Any) -> Any:
     """Return a TensorLoader in place of a DataLoader of tensors in memory."""
     from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset, default_collate
 
-    from ..data.tensors import TensorLoader
+    from ..data.tensor_loader import TensorLoader
 
     is_usual = type(loader.sampler) in (RandomSampler, SequentialSampler)
     is_usual = is_usual and loader.collate_fn is default_collate
@@ -248,7 +248,7 @@ def change_loader(loader: Any, choice: dict[str, Any]) -> Any:
     """Return a loader of the same samples with the chosen settings."""
     from torch.utils.data import DataLoader
 
-    from ..data.tensors import TensorLoader
+    from ..data.tensor_loader import TensorLoader
 
     if "tensor_loader" in choice:
         loader = as_tensor_loader(loader)
@@ -337,7 +337,9 @@ def tune_command(
         rate = save_curve(ramp.rates, ramp.losses, Path(out))
         print(f"suggested   {rate and f'{rate:.2g}'}\ncurve       {Path(out).with_suffix('.png')}")
         return 0
-    tuned = tune(loop, model, data, only=only, seconds=seconds, same_numbers=same_numbers, verbose=True)
+    tuned = tune(
+        loop, model, data, only=only, seconds=seconds, same_numbers=same_numbers, verbose=True
+    )
     options = dict(tuned.options)
     for part, owner in (("data", data), ("model", model)):
         own = {k: v for k, v in tuned.choice.items() if f"{part}.{k}" in arguments}

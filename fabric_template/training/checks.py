@@ -112,7 +112,9 @@ def warn_of_validation(run: RunState) -> None:
     """Warn of a validation step without loader, and of a loader without step."""
     has_step, has_loader = run.hooks.is_overridden("validation_step"), run.data.has_loader("val")
     if has_loader and not has_step:
-        run.warn_once("You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop.")
+        run.warn_once(
+            "You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop."
+        )
     if has_step and not has_loader and run.is_lightning_module:
         run.warn_once(
             "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.",

@@ -20,7 +20,9 @@ _HOOK_NAMES = {"validate": "validation", "sanity_check": "validation", "test": "
 _LOADER_NAMES = {"validate": "val", "sanity_check": "val", "test": "test"}
 
 
-def evaluate(run: RunState, stage: str, max_batches: int | float | None = None) -> list[dict[str, Any]]:
+def evaluate(
+    run: RunState, stage: str, max_batches: int | float | None = None
+) -> list[dict[str, Any]]:
     """Run ``validation_step`` or ``test_step`` over the loaders of the run, one after the other.
 
     Args:
@@ -152,6 +154,9 @@ def check_dataloader_idx(run: RunState, name: str, has_several: bool) -> None:
 def as_numbers(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return results with plain numbers in place of tensors."""
     return [
-        {name: value.item() if isinstance(value, Tensor) else value for name, value in result.items()}
+        {
+            name: value.item() if isinstance(value, Tensor) else value
+            for name, value in result.items()
+        }
         for result in results
     ]

@@ -95,7 +95,9 @@ def train_batches(run: RunState) -> None:
         results.start_batch(batch)
         outputs = None
         if batch is None:
-            run.warn_once("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            run.warn_once(
+                "train_dataloader yielded None. If this was on purpose, ignore this warning..."
+            )
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
             progress.is_last_batch, progress.phase = True, None
             after_optimizer_step(run)

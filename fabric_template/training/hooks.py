@@ -30,10 +30,19 @@ HOOK_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "on_save_checkpoint": ("checkpoint",),
     "on_load_checkpoint": ("checkpoint",),
     **{f"on_{stage}_batch_start": _EVALUATION_BATCH for stage in ("validation", "test", "predict")},
-    **{f"on_{stage}_batch_end": ("outputs", *_EVALUATION_BATCH) for stage in ("validation", "test", "predict")},
+    **{
+        f"on_{stage}_batch_end": ("outputs", *_EVALUATION_BATCH)
+        for stage in ("validation", "test", "predict")
+    },
 }
 OTHER_HOOKS = (
-    *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end", "on_train_start"),
+    *(
+        "on_fit_start",
+        "on_fit_end",
+        "on_sanity_check_start",
+        "on_sanity_check_end",
+        "on_train_start",
+    ),
     *("on_train_end", "on_train_epoch_start", "on_train_epoch_end", "on_after_backward"),
     *(
         f"on_{stage}_{moment}"
@@ -216,7 +225,9 @@ class Hooks:
         return self._with_profiler(f"[Callback]{key}.{name}", call)
 
 
-def bind_callback_hook(method: Callable, name: str, loop: Any, module: Any, is_lightning_callback: bool) -> Callable:
+def bind_callback_hook(
+    method: Callable, name: str, loop: Any, module: Any, is_lightning_callback: bool
+) -> Callable:
     """Return a callback's hook as a function of the hook's own arguments.
 
     Lightning's callbacks get ``(trainer, module, *arguments)`` by position. A plain object may name
@@ -245,7 +256,9 @@ def _named_arguments(method: Callable, name: str) -> list[str] | None:
         return None
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return None
-    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    names = [
+        parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
+    ]
     known = {*_LOOP_NAMES, *_MODULE_NAMES, *HOOK_ARGUMENTS.get(name, ())}
     is_known = all(p.name in known or p.default is not p.empty for p in parameters)
     return names if is_known and names[:1] != ["trainer"] else None

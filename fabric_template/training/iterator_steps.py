@@ -72,7 +72,11 @@ def train_with_iterator(run: RunState, end_batch: Callable[[RunState], None]) ->
 
 
 def evaluate_with_iterator(
-    run: RunState, name: str, step: Callable, max_batches: int | float | None, outputs: list[list[Any]]
+    run: RunState,
+    name: str,
+    step: Callable,
+    max_batches: int | float | None,
+    outputs: list[list[Any]],
 ) -> None:
     """Run a validation, test or prediction step that fetches its batches.
 

@@ -148,7 +148,9 @@ class AutomaticOptimization:
             value = loss.detach()
             if self.run.accumulate_grad_batches > 1:
                 value = value / self.run.accumulate_grad_batches
-            self._outputs = {**output, "loss": value} if isinstance(output, Mapping) else {"loss": value}
+            self._outputs = (
+                {**output, "loss": value} if isinstance(output, Mapping) else {"loss": value}
+            )
 
     def _zero_grad(self) -> None:
         self.run.hooks.call("on_before_zero_grad", self._optimizer)
@@ -279,13 +281,17 @@ class ManualOptimization(AutomaticOptimization):
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients that no optimizer has used yet."""
         optimizers = [o for index, o in enumerate(self.run.optimizers) if index not in self.stepped]
-        parameters = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        parameters = {
+            id(p) for o in optimizers for group in o.param_groups for p in group["params"]
+        }
         names = {name for name, p in self.run.network.named_parameters() if id(p) in parameters}
         gradients = {n: g for n, g in self._waiting_gradients().items() if n in names}
         return {"is_accumulating": False, "gradients": gradients}
 
 
-def count_steps(optimizer: LightningOptimizer, run: RunState, note_step: Callable[[], None]) -> None:
+def count_steps(
+    optimizer: LightningOptimizer, run: RunState, note_step: Callable[[], None]
+) -> None:
     """Count the steps that ``training_step`` takes with this optimizer; other hooks' do not count."""
 
     def count() -> None:
@@ -314,7 +320,9 @@ def prepare_step_functions(run: RunState) -> list[Callable[[Optimizer], Any]]:
     return functions
 
 
-def clip_gradients(run: RunState, optimizer: Optimizer, value: float, algorithm: str | None) -> None:
+def clip_gradients(
+    run: RunState, optimizer: Optimizer, value: float, algorithm: str | None
+) -> None:
     """Limit the gradients of an optimizer's parameters, by their common norm or each by value."""
     if not value or value <= 0:
         return
@@ -373,7 +381,9 @@ def find_loss(output: Any, run: RunState) -> Tensor | None:
                 " supported. It is recommended that you rewrite your training logic to avoid having"
                 " to skip the step in the first place."
             )
-        run.warn_once("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+        run.warn_once(
+            "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+        )
         return None
     loss = output
     if isinstance(output, tuple) and len(output) == 2 and not run.is_lightning_module:

@@ -46,7 +46,10 @@ def is_optimizer(item: Any) -> bool:
 
 
 def parse_optimizers(
-    returned: Any, is_automatic: bool, has_own_scheduler_step: bool = False, where: str = "optimizer"
+    returned: Any,
+    is_automatic: bool,
+    has_own_scheduler_step: bool = False,
+    where: str = "optimizer",
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """Return the optimizers and the schedulers of any shape.
 
@@ -140,7 +143,9 @@ def _check_keys(returned: Mapping) -> None:
         )
     unknown = sorted(set(returned) - {"optimizer", "lr_scheduler", "monitor", "frequency"})
     if unknown:
-        warnings.warn(f"Found unsupported keys in the optimizer configuration: {set(unknown)}", stacklevel=5)
+        warnings.warn(
+            f"Found unsupported keys in the optimizer configuration: {set(unknown)}", stacklevel=5
+        )
 
 
 def _parse_scheduler(item: Any, monitor: str | None, is_automatic: bool) -> LRSchedulerConfig:
@@ -184,7 +189,9 @@ def _parse_scheduler_dict(item: Mapping) -> LRSchedulerConfig:
             stacklevel=5,
         )
     if "scheduler" not in item:
-        raise ConfigurationError('The lr scheduler dict must have the key "scheduler" with its item')
+        raise ConfigurationError(
+            'The lr scheduler dict must have the key "scheduler" with its item'
+        )
     interval = item.get("interval", "epoch")
     if interval not in ("step", "epoch"):
         raise ConfigurationError(

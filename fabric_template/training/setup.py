@@ -27,7 +27,9 @@ def configure_optimizers(run: RunState) -> None:
         returned = run.hooks.inside("configure_optimizers", own)()
     has_own_step = run.hooks.is_overridden("lr_scheduler_step")
     is_automatic = run.module.automatic_optimization
-    run.optimizers, run.lr_schedulers = parse_optimizers(returned, is_automatic, has_own_step, where)
+    run.optimizers, run.lr_schedulers = parse_optimizers(
+        returned, is_automatic, has_own_step, where
+    )
     for optimizer in run.optimizers:
         # torch keeps the state on the device of its parameters. Move what was made before.
         for state in optimizer.state.values():

@@ -44,10 +44,14 @@ class StepRunner:
         compile: The option of this name.
     """
 
-    def __init__(self, fabric: Fabric, source: Any, network: nn.Module, compile: Any = False) -> None:
+    def __init__(
+        self, fabric: Fabric, source: Any, network: nn.Module, compile: Any = False
+    ) -> None:
         self.fabric, self.source, self.network = fabric, source, network
         self.precision = fabric.strategy.precision
-        self.is_plain = type(fabric.strategy) is SingleDeviceStrategy and type(self.precision) is Precision
+        self.is_plain = (
+            type(fabric.strategy) is SingleDeviceStrategy and type(self.precision) is Precision
+        )
         self.wrapped: Any = None
         self._compile_options = _compile_options(compile)
 
@@ -72,7 +76,11 @@ class StepRunner:
         """Move the network to its device, and wrap it for the strategy if it is trained."""
         self.convert_network()
         has_parameters = any(parameter.requires_grad for parameter in self.network.parameters())
-        if is_training and has_parameters and not isinstance(self.fabric.strategy, SingleDeviceStrategy):
+        if (
+            is_training
+            and has_parameters
+            and not isinstance(self.fabric.strategy, SingleDeviceStrategy)
+        ):
             self.wrapped = self.fabric.setup(_CallStep(self.network))
         else:
             self.fabric.to_device(self.network)
@@ -131,7 +139,9 @@ def _call_wrapped(wrapped: Callable, method: Callable, *args: Any, **kwargs: Any
     return wrapped(partial(method, *args, **kwargs))
 
 
-def _call_manually(ddp: DistributedDataParallel, wrapped: Callable, method: Callable, *args: Any, **kwargs: Any) -> Any:
+def _call_manually(
+    ddp: DistributedDataParallel, wrapped: Callable, method: Callable, *args: Any, **kwargs: Any
+) -> Any:
     """Call a step that runs its own backward: DDP prepares for each backward, not for one at the end."""
 
     def step() -> Any:

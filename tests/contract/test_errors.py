@@ -14,7 +14,7 @@ from runs import Plain, fit, loud, tree, val_loader
 from torch import nn
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.core.errors import Misuse
+from fabric_template.errors import ConfigurationError
 
 
 class Broken:
@@ -61,13 +61,13 @@ def test_no_training_step(tmp_path):
         "No `training_step()` method defined{}: expected a method training_step(batch, batch_idx) that returns the"
         " loss, or a function given as fit(..., training_step=fn) with fn(model, batch, batch_idx)"
     )
-    refused(Misuse, words.format(" in Broken"), fitting(tmp_path, Broken(), make_loader()), tmp_path)
-    refused(Misuse, words.format(" in Linear"), fitting(tmp_path, nn.Linear(8, 3), make_loader()), tmp_path)
+    refused(ConfigurationError, words.format(" in Broken"), fitting(tmp_path, Broken(), make_loader()), tmp_path)
+    refused(ConfigurationError, words.format(" in Linear"), fitting(tmp_path, nn.Linear(8, 3), make_loader()), tmp_path)
     trainers = (
         ". Lightning `Trainer` expects as minimum a `training_step()`, `train_dataloader()` and `configure_optimizers()` to be"
         " defined. It is missing in LightningModule"
     )
-    refused(Misuse, words.format(trainers), fitting(tmp_path, LightningModule(), make_loader()), tmp_path)
+    refused(ConfigurationError, words.format(trainers), fitting(tmp_path, LightningModule(), make_loader()), tmp_path)
 
 
 def test_no_module(tmp_path):
@@ -85,7 +85,7 @@ def test_no_optimizer(tmp_path):
         " optimizer=torch.optim.Adam(model.parameters())) or a method configure_optimizers"
     )
     call = fitting(tmp_path, net, make_loader(), training_step=lambda net, batch: net(batch[0]).sum())
-    refused(Misuse, words, call, tmp_path)
+    refused(ConfigurationError, words, call, tmp_path)
 
 
 def test_validation_loader_without_step(tmp_path):

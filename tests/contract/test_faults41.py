@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import pandas as pd
 import pytest
 import torch
+from fabric_template.record.terminal import Terminal
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -27,8 +28,7 @@ from torch.utils.data import IterableDataset
 
 import fabric_template
 from fabric_template import FabricLoop, MiniLoop, TensorLoader
-from fabric_template.files.errors import CheckpointError
-from fabric_template.record.terminal import Terminal
+from fabric_template.errors import CheckpointError
 
 # by which the net counts what was done
 pytestmark = pytest.mark.filterwarnings("ignore:resume. (on_train_epoch_start of Net|Net.trained)")

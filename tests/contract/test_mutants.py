@@ -2,13 +2,10 @@
 
 import contextlib
 
-import pytest
-import torch
-from modules import Classifier, assert_parity, make_loader
-from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
-
 import fabric_template.core.train
 import fabric_template.process.launch
+import pytest
+import torch
 from fabric_template.core.hooks import Hooks
 from fabric_template.core.listeners import Listeners
 from fabric_template.core.net import Modes
@@ -16,6 +13,8 @@ from fabric_template.core.optimizing import Optimizing
 from fabric_template.core.update import AutomaticUpdate
 from fabric_template.data.feed import Feed
 from fabric_template.record.entries import Entry
+from modules import Classifier, assert_parity, make_loader
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 
 def by_step(module):

@@ -20,10 +20,10 @@ import sklearn.datasets  # noqa: F401
 import torch
 import torchmetrics  # noqa: F401
 from externally import externally
+from fabric_template.core.elsewhere import FABRIC_WORDS, TRAINER_ONLY
 from interpreter import ready
 
-from fabric_template.core.config import LoopConfig
-from fabric_template.core.elsewhere import FABRIC_WORDS, TRAINER_ONLY
+from fabric_template.config import LoopConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = {

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fabric_template import FabricLoop, MiniLoop
-from fabric_template.core.errors import Misuse
+from fabric_template.errors import ConfigurationError
 
 
 def make_net():
@@ -145,7 +145,7 @@ def test_loaders_have_names():
 
 def test_a_loader_named_like_training():
     net = make_net()
-    with pytest.raises(Misuse) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         FabricLoop(**quiet(max_epochs=1)).fit(
             net, make_loader(), {"train": val_loader()}, optimizer=sgd(net), training_step=training_step,
             validation_step=validation_step,
@@ -254,7 +254,7 @@ def test_validate_every_n_steps(window):
 
 
 def test_validate_every_n_steps_is_alone():
-    with pytest.raises(Misuse) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         FabricLoop(validate_every_n_steps=3, val_check_interval=4)
     assert str(caught.value) == (
         "validate_every_n_steps=3 with val_check_interval=4 and check_val_every_n_epoch=1: expected it alone"
@@ -356,7 +356,7 @@ def test_a_scheduler_of_such_an_optimizer_is_the_functions_own(recwarn):
 def test_several_optimizers_that_nobody_steps():
     """A usual step, which leaves that to the loop: nothing would be trained, and nobody told."""
     parts, optimizers = make_gan()
-    with pytest.raises(Misuse) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         FabricLoop(**quiet(max_epochs=1)).fit(
             parts, make_loader(), optimizer=optimizers, training_step=lambda net, batch: net["g"](batch[0]).mean()
         )

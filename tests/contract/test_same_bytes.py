@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torchmetrics
+from fabric_template.files.checkpoint import canonical
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, Timer
 from modules import Classifier, by_epoch, by_step, make_loader
 from runs import Plain, Snapshots, fit, tree, val_loader
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-
-from fabric_template.files.checkpoint import canonical
 
 
 class Measured(Classifier):

@@ -12,17 +12,10 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Folders of the new engine, which is counted apart until it takes the old one's place.
-NEW_ENGINE = ("training", "loggers", "checkpoint", "distributed", "lightning_compat")
-NEW_ENGINE += ("config.py", "errors.py", "next_loop.py", "dataloaders.py", "tensor_loader.py")
-
 SIZE_LIMITS = {
-    "package lines": 24_491,
-    "package files": 189,
-    "new engine lines": 9_322,
-    "new engine files": 45,
-    "new engine test lines": 2_497,
-    "test lines": 33_618,
+    "package lines": 15_500,
+    "package files": 70,
+    "test lines": 34_000,
     "docs lines": 2_947,
 }
 
@@ -42,15 +35,9 @@ LANGUAGE_LIMITS = {
     "benchmarks": (59, 9, 21),
     "docs": (78, 0, 0),
     "fabric_template": (74, 7, 16),
-    "fabric_template/core": (201, 74, 92),
     "fabric_template/data": (44, 12, 17),
     "fabric_template/demos": (0, 3, 0),
-    "fabric_template/exact": (67, 11, 15),
-    "fabric_template/files": (160, 43, 48),
-    "fabric_template/process": (143, 43, 34),
-    "fabric_template/record": (90, 44, 26),
     "fabric_template/tools": (14, 4, 0),
-    "fabric_template/trainer": (61, 18, 13),
     "fabric_template/training": (1, 1, 0),
     "notebooks": (12, 0, 0),
     "soak": (34, 2, 4),
@@ -63,24 +50,12 @@ def count_lines(paths):
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
-def is_new_engine(path):
-    """Return whether a file of the package belongs to the engine that is built beside the old one."""
-    return path.parts[1] in NEW_ENGINE or path.parts[-2:] in {("data", name) for name in NEW_ENGINE}
-
-
 def measure_size(repository):
     package = list((repository / "fabric_template").rglob("*.py"))
-    new = [path for path in package if is_new_engine(path.relative_to(repository))]
-    rest = [path for path in package if path not in new]
-    tests = list((repository / "tests").rglob("*.py"))
-    new_tests = [path for path in tests if path.relative_to(repository).parts[1] == "engine"]
     return {
-        "package lines": count_lines(rest),
-        "package files": len(rest),
-        "new engine lines": count_lines(new),
-        "new engine files": len(new),
-        "new engine test lines": count_lines(new_tests),
-        "test lines": count_lines(tests) - count_lines(new_tests),
+        "package lines": count_lines(package),
+        "package files": len(package),
+        "test lines": count_lines((repository / "tests").rglob("*.py")),
         "docs lines": count_lines((repository / "docs").rglob("*.md")),
     }
 

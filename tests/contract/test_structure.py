@@ -13,7 +13,6 @@ LEVELS = {
     "tools": 2,
     "demos": 2,
     "loop": 1,
-    "next_loop": 1,
     "training": 0,
     "data": 0,
     "loggers": 0,
@@ -23,8 +22,6 @@ LEVELS = {
     "config": 0,
     "errors": 0,
 }
-OLD_ENGINE = {"core", "exact", "files", "process", "record", "trainer"}
-LEVELS |= dict.fromkeys(OLD_ENGINE, 0)
 # __init__.py looks public names up on first use, so any file may read the version from it.
 LEVELS["__init__"] = 0
 

@@ -5,6 +5,9 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+from fabric_template.core.handed import RECENT, HandedPass
+from fabric_template.core.passes import Pass
+from fabric_template.data.sharing import NotedBatches
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
@@ -12,9 +15,6 @@ from pandas import DataFrame
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.core.handed import RECENT, HandedPass
-from fabric_template.core.passes import Pass
-from fabric_template.data.sharing import NotedBatches
 
 VERBS = ("fit", "validate", "test", "predict")
 STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}

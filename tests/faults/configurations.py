@@ -51,7 +51,7 @@ from ports import free_port
 from victim import quiet
 
 from fabric_template import FabricLoop
-from fabric_template.files.reading import read_checkpoint
+from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 
 PATIENCE = 600.0  # seconds until a run that does not end counts as hanging; at nice 19 beside others, 60 are soon over
 

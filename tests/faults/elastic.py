@@ -30,6 +30,7 @@ from functools import partialmethod
 from pathlib import Path
 from subprocess import TimeoutExpired
 
+from fabric_template.files.shards import whole as joined
 from kills import fork, warm_up
 from lightning.fabric.strategies import DDPStrategy
 from torch.distributed import TCPStore
@@ -39,8 +40,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from victim import Victim, difference, end_of, in_parts, quiet, train
 
-from fabric_template.files.reading import read_checkpoint
-from fabric_template.files.shards import whole as joined
+from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 
 PATIENCE = 180.0  # seconds after its start, or the last kill, until a run that does not end counts as hanging
 RESTARTS = 10

@@ -13,8 +13,7 @@ from pathlib import Path
 from layer import Layer
 from victim import difference, end_of, train
 
-from fabric_template.files.reading import CheckpointError, read_checkpoint
-from fabric_template.files.storage import AtomicCheckpointIO
+from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, CheckpointError, read_checkpoint
 
 KINDS = ("killed", "nothing", "names", "torn")
 

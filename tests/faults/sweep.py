@@ -16,12 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from fabric_template.files import storage
 from kills import end, fork, warm_up
 from layer import KINDS, Fault, Layer
 from victim import BEST, difference, end_of, train, without_names
 
-from fabric_template.files import storage
-from fabric_template.files.reading import read_checkpoint
+from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 
 
 class Trace(Layer):

@@ -12,11 +12,10 @@ import numpy as np
 import power
 import pytest
 import torch
-from victim import BEST, difference, end_of, train, without_names
-
 from fabric_template.exact import randomness
 from fabric_template.files import disk
 from fabric_template.record.tables import Table
+from victim import BEST, difference, end_of, train, without_names
 
 WORDS = {"max_epochs": 2, "limit_train_batches": 6, "save_every_n_steps": 2}
 pytestmark = pytest.mark.filterwarnings(
@@ -56,7 +55,7 @@ def test_mutant_nothing_is_synced(tmp_path, monkeypatch):
 
 def test_mutant_files_are_synced_and_folders_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "fsync_folder", lambda folder: None)
-    monkeypatch.setattr("fabric_template.files.storage.fsync_folder", lambda folder: None)
+    monkeypatch.setattr("fabric_template.checkpoint.checkpoint_io.fsync_folder", lambda folder: None)
     recorded = power.record(tmp_path / "run", **WORDS)
     assert "was saved, that of step None is there" in next(complaints(recorded, tmp_path, "nothing"))
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fabric_template import FabricLoop
-from fabric_template.files.reading import read_checkpoint
+from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 
 # 3 epochs of 8 batches, two of them a step; saved in the middle of epochs, too
 WORDS = {

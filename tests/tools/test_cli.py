@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fabric_template.files.reading import read_checkpoint
+from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.tools import cli
 from fabric_template.tools.arguments import join_values
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fabric_template.files.locks import one_writer
 
 from fabric_template import CSVLogger, list_runs
-from fabric_template.files.locks import one_writer
 from fabric_template.tools.cli import main
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -1,1 +1,0 @@
-"""Core: how one trains; reads nothing of the rooms around it."""

@@ -1,1 +1,0 @@
-"""Exact: a pass over data, and a batch, that go on in their middle."""

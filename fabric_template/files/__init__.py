@@ -1,1 +1,0 @@
-"""Files: checkpoints, written whole, read without trust, chosen, kept."""

@@ -1,1 +1,0 @@
-"""Process: before, around and after a run."""

@@ -1,1 +1,0 @@
-"""Record: what was logged, and where it is written."""

@@ -1,1 +1,0 @@
-"""Trainer: what was written for Trainer finds its words here."""

@@ -1,0 +1,209 @@
+"""Checkpoint files: damaged ones, a disk that fails, one writer per version, what Trainer reads and writes."""
+
+import errno
+import functools
+import os
+import threading
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from resume_loaders import tensors
+from test_exact_resume import Net, fit, quiet
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric_template.checkpoint import checkpoint_io
+from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
+from fabric_template.checkpoint.run_lock import lock_folders
+from fabric_template.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
+from fabric_template.loggers.csv_logger import claim_version
+from fabric_template.loop import FabricLoop
+
+FOLDER = "checkpoints/run/version_0"
+RUN = {"monitor": "val_loss", "save_top_k": -1, "max_epochs": 2}
+
+
+def flip(path):
+    """Change a byte of a tensor."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped": flip,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:1000]),
+    "empty": lambda path: path.write_bytes(b""),
+    "other": lambda path: path.write_bytes(b"no checkpoint"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, damage):
+    fit(tmp_path, **RUN)
+    last = tmp_path / FOLDER / "last.ckpt"
+    DAMAGES[damage](last)
+    with pytest.raises(DamagedCheckpointError, match="last.ckpt"):
+        read_checkpoint(last)
+    with pytest.warns(UserWarning, match=r"last\.ckpt.*The checkpoint before it is used"):
+        loop, *_ = fit(tmp_path, resume="last", **{**RUN, "max_epochs": 3})
+    assert "epoch=2-step=12" in loop.ckpt_path
+    assert (loop.current_epoch, loop.global_step) == (3, 18)
+    assert read_checkpoint(last)["epoch"] == 2
+
+
+def test_auto_starts_where_there_is_nothing_and_last_does_not(tmp_path):
+    with pytest.raises(MissingCheckpointError, match="resume: got 'last', expected a checkpoint"):
+        fit(tmp_path, resume="last")
+    assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None
+    loop, *_ = fit(tmp_path, resume="auto", max_epochs=2)
+    assert (loop.current_epoch, loop.ckpt_path) == (2, str(tmp_path / FOLDER / "last.ckpt"))
+    assert loop.checkpoint_dir == tmp_path / FOLDER
+    assert loop.checkpoint_path("last") == tmp_path / FOLDER / "last.ckpt"
+
+
+def test_load_takes_the_weights_only(tmp_path):
+    _, weights, _ = fit(tmp_path / "first", max_epochs=1)
+    path = tmp_path / "first" / FOLDER / "last.ckpt"
+    loop, loaded, rows = fit(tmp_path / "second", load=path, max_epochs=1, limit_train_batches=0)
+    assert all(torch.equal(weights[name], loaded[name]) for name in weights)
+    assert (loop.global_step, loop.current_epoch, rows.count("\n")) == (0, 0, 1)
+
+
+class Disk:
+    """Refuses to sync files with a name, in some epochs."""
+
+    def __init__(self, monkeypatch, name, epochs):
+        self.loop, self.epochs, self.sync = None, epochs, os.fsync
+        monkeypatch.setattr(checkpoint_io.os, "fsync", self)
+        self.name = name
+
+    def __call__(self, descriptor):
+        is_meant = self.name in os.readlink(f"/proc/self/fd/{descriptor}")
+        if is_meant and self.loop.current_epoch in self.epochs:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.sync(descriptor)
+
+    def setup(self, trainer, module, stage):
+        self.loop = trainer
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
+def test_a_failed_save_costs_a_warning(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch, "last.ckpt", [2])
+    with pytest.warns(UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"):
+        loop, weights, _ = fit(tmp_path / "cut", callbacks=[disk])
+    whole = fit(tmp_path / "whole")
+    assert all(torch.equal(weights[name], whole[1][name]) for name in weights)
+    assert read_checkpoint(loop.checkpoint_path())["epoch"] == 2
+    assert [path.name for path in loop.checkpoint_dir.iterdir() if path.name != ".lock"] == ["last.ckpt"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
+def test_what_was_never_saved_is_told_at_the_end(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch, "last.ckpt", [2, 3])
+    could_not_save = pytest.warns(UserWarning, match="could not be saved")
+    with could_not_save, pytest.raises(CheckpointError, match="Training has ended, but not every"):
+        fit(tmp_path, callbacks=[disk])
+    assert disk.loop.current_epoch == 3
+    monkeypatch.undo()
+    assert fit(tmp_path, resume="last")[0].global_step == 18
+
+
+def test_rows_that_the_disk_refuses_are_written_later(tmp_path, monkeypatch):
+    folder = tmp_path / "logs/run/version_0"
+
+    class Closes:
+        def on_train_epoch_start(self, loop):
+            if loop.current_epoch == 1:
+                (folder / "metrics.csv").rename(folder / "moved")
+                (folder / "metrics.csv").mkdir()
+
+        def on_train_epoch_end(self, loop):
+            if loop.current_epoch == 2:
+                (folder / "metrics.csv").rmdir()
+                (folder / "moved").rename(folder / "metrics.csv")
+
+    with pytest.warns(UserWarning, match="rows could not be written"):
+        fit(tmp_path, callbacks=[Closes()])
+    assert [line.split(",")[0] for line in (folder / "metrics.csv").read_text().split()] == [
+        "epoch",
+        "0",
+        "1",
+        "2",
+    ]
+
+
+def test_one_version_has_one_writer(tmp_path):
+    fit(tmp_path, max_epochs=1)
+    with lock_folders([tmp_path / FOLDER]):
+        with pytest.raises(CheckpointError, match=r"another run \(process \d+\) writes there"):
+            fit(tmp_path, resume="last", max_epochs=2)
+        assert fit(tmp_path, max_epochs=1)[0].checkpoint_dir.name == "version_1"
+    assert fit(tmp_path, resume="last", version=0, max_epochs=2)[0].current_epoch == 2
+
+
+def test_runs_that_start_at_once_get_versions_of_their_own(tmp_path):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(claim_version(tmp_path))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(8))
+
+
+class Saved(Net):
+    def __init__(self, **values):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_train_epoch_start(self):
+        """Draw nothing, because Trainer saves no random numbers."""
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net[:2](batch[0])[:, :3], batch[1])
+
+
+def ordered():
+    return DataLoader(TensorDataset(*tensors()), batch_size=4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("step", [6, 9])
+@pytest.mark.parametrize("first", ["trainer", "loop"])
+def test_files_cross_to_trainer_and_back(tmp_path, first, step):
+    """At an epoch's end, and in the middle of one, where Trainer starts its loader anew."""
+
+    def train(kind, path=None, **options):
+        pl.seed_everything(1, verbose=False)
+        module = Saved()
+        saver = pl.callbacks.ModelCheckpoint(tmp_path / kind, "{step}", every_n_train_steps=3, save_top_k=-1)
+        options = {**quiet(tmp_path), "max_epochs": 3, "callbacks": [saver], **options}
+        trainer = pl.Trainer(**options) if kind == "trainer" else FabricLoop(**options)
+        trainer.fit(module, ordered(), ckpt_path=path)
+        return trainer.global_step, trainer.current_epoch, module.state_dict()
+
+    train(first, max_epochs=2)
+    path = tmp_path / first / f"step={step}.ckpt"
+    one, other = train("trainer", path), train("loop", path)
+    assert one[:2] == other[:2]
+    if first == "trainer" or step == 6:
+        assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+
+
+def test_hyperparameters_of_every_plain_kind_are_read_with_weights_only(tmp_path):
+    values = {"path": Path("data"), "sizes": (1, 2), "rate": 0.1, "layers": {"a": [None, True]}}
+    loop, *_ = fit(tmp_path, make_module=lambda: Saved(**values), max_epochs=1)
+    found = read_checkpoint(loop.checkpoint_path())
+    assert found["hyper_parameters"] == values
+    assert Saved.load_from_checkpoint(loop.checkpoint_path(), weights_only=False).hparams["rate"] == 0.1
+
+
+def test_objects_that_could_run_code_are_refused(tmp_path):
+    path = tmp_path / "evil.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "mine": functools.partial}, path)
+    with pytest.raises(CheckpointError, match=r"functools\.partial.*weights_only=False"):
+        read_checkpoint(path)
+    assert read_checkpoint(path, weights_only=False)["mine"] is functools.partial

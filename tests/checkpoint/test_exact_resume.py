@@ -1,0 +1,358 @@
+"""A run that is killed anywhere and resumed ends like the run that never stopped, bit for bit."""
+
+import csv
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from resume_loaders import LOADERS, PERSISTENT, OwnIterator, loader, seeded, tensors
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric_template.data.tensor_loader import TensorLoader
+from fabric_template.loop import FabricLoop
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:resume. .* are read again"),
+    pytest.mark.filterwarnings("ignore:.set_vital. is deprecated"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    """Waiting for the disk is most of the time of these runs, and no test cuts the power."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+class Net(pl.LightningModule):
+    """Draws from every library's random numbers, and logs per step and per epoch."""
+
+    def __init__(self, manual=False, metric=False):
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3) if metric else None
+
+    def on_train_epoch_start(self):
+        random.random(), np.random.rand(), torch.rand(3)
+
+    def training_step(self, batch, batch_idx):
+        parts = [part for part in (batch if isinstance(batch[0], list | tuple) else [batch]) if part]
+        logits = [self.net(x) for x, _ in parts]
+        loss = sum(nn.functional.cross_entropy(z, y) for z, (_, y) in zip(logits, parts, strict=True))
+        loss = loss * (1 + 0.1 * random.random() + 0.1 * np.random.rand())
+        self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(parts[0][1]))
+        if self.accuracy is not None:
+            self.accuracy(logits[0], parts[0][1])
+            self.log("accuracy", self.accuracy, on_epoch=True)
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+class Plain:
+    """An object with step methods and no base class."""
+
+    def __init__(self):
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+
+    def training_step(self, batch):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+
+# What a run is, by name. The batches before which it is killed are the same for most.
+CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
+    "own iterator": {"make_train": OwnIterator, "limit_train_batches": 6},
+    "manual": {"make_module": lambda: Net(manual=True)},
+    "torchmetrics": {"make_module": lambda: Net(metric=True)},
+    "plain": {"make_module": Plain},
+    "accumulate": {"accumulate_grad_batches": 2},
+    "inside a window": {"accumulate_grad_batches": 4, "val_check_interval": 1},
+    "validation inside": {"val_check_interval": 0.5},
+    "validation across": {"val_check_interval": 4, "check_val_every_n_epoch": None},
+    "validation by steps": {"validate_every_n_steps": 5, "accumulate_grad_batches": 2},
+    "validation rarely": {"check_val_every_n_epoch": 2, "save_every_n_steps": 3},
+    "validation, generator": {
+        "make_val": lambda: loader(generator=seeded()),
+        "val_check_interval": 2,
+    },
+    "validation, persistent": {"make_val": lambda: loader(**PERSISTENT), "val_check_interval": 2},
+    "limit": {"limit_train_batches": 4},
+    "limit, persistent": {"make_train": LOADERS["persistent"], "limit_train_batches": 4},
+    "reload": {"reload_dataloaders_every_n_epochs": 2},
+    "top-k": {"monitor": "val_loss", "save_top_k": 2, "val_check_interval": 1},
+    "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
+}
+KILLS = {"min_size": (1, 5, 8), "accumulate": range(2, 12), "inside a window": range(4, 10)}
+
+
+class Snapshots(Callback):
+    """Copies the run's folder before each batch, as a kill would leave it there."""
+
+    def __init__(self, root, copies):
+        self.root, self.copies, self.batches = root, copies, itertools.count()
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        shutil.copytree(self.root, self.copies / str(next(self.batches)))
+
+
+def quiet(root):
+    """Options that keep a loop off the terminal."""
+    bars = {"enable_progress_bar": False, "enable_model_summary": False}
+    return {"accelerator": "cpu", "default_root_dir": str(root), **bars}
+
+
+def fit(root, make_train=loader, make_module=Net, make_val=None, seed=1, **options):
+    """Train into a folder. Returns (loop, weights, rows without their time)."""
+    pl.seed_everything(seed, verbose=False)
+    fit_options = {name: options.pop(name) for name in ("resume", "load") if name in options}
+    module, train = make_module(), make_train()
+    val = make_val() if make_val else DataLoader(TensorDataset(*tensors(8)), batch_size=4)
+    loop = FabricLoop(**{**quiet(root), "log_every_n_steps": 1, "max_epochs": 3, **options})
+    history = loop.fit(module, train, val, **fit_options)
+    weights = getattr(module, "net", module).state_dict()
+    return loop, weights, history.drop(columns="time", errors="ignore").to_csv()
+
+
+def files(root):
+    """Every file of a run by name; CSV files with their text, but for the time."""
+    found = {}
+    for path in Path(root).rglob("*.*"):
+        text = None
+        if path.suffix == ".csv":
+            with path.open() as file:
+                text = [{k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(file)]
+        found[str(path.relative_to(root))] = text
+    return {name: text for name, text in found.items() if not name.endswith(".lock")}
+
+
+def assert_same(one, other, root, other_root):
+    assert one[2] == other[2]
+    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    assert files(root) == files(other_root)
+    assert (one[0].current_epoch, one[0].global_step) == (
+        other[0].current_epoch,
+        other[0].global_step,
+    )
+    metrics = [{n: float(v) for n, v in run[0].callback_metrics.items()} for run in (one, other)]
+    assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed(tmp_path, name):
+    """Train; resume what a kill before some of the batches leaves, with another seed; compare."""
+    options = {"save_every_n_steps": 1, **CASES[name]}
+    snapshots = Snapshots(tmp_path / "whole", tmp_path)
+    whole = fit(tmp_path / "whole", callbacks=[snapshots], **options)
+    for batch in KILLS.get(name, (4, 6, 11)):
+        root = tmp_path / str(batch)
+        assert list(root.rglob("last.ckpt"))
+        resumed = fit(root, resume="auto", seed=99, **options)
+        assert_same(whole, resumed, tmp_path / "whole", root)
+
+
+@pytest.mark.parametrize(("workers", "reads"), [(0, 7), (2, 8)])
+def test_samples_are_not_read_again(tmp_path, workers, reads):
+    """Batches that are done are skipped by index; with workers fewer are read again than there are workers."""
+    options = {"max_epochs": 2, "save_every_n_steps": 1}
+    make = lambda: loader(num_workers=workers)  # noqa: E731
+    fit(tmp_path / "whole", make, callbacks=[Snapshots(tmp_path / "whole", tmp_path)], **options)
+    train = make()
+    fit(tmp_path / "5", lambda: train, resume="last", **options)
+    assert train.dataset.reads.item() == 4 * reads
+
+
+class Raises(Callback):
+    """Raises in one hook at one batch of the run."""
+
+    def __init__(self, hook, batch, error=RuntimeError):
+        self.batches = 0
+        setattr(self, hook, lambda trainer, module, *arguments: self.count(batch, error))
+
+    def count(self, batch, error):
+        self.batches += 1
+        if self.batches == batch:
+            raise error("stop")
+
+
+class Quiet(Net):
+    """Draws and logs nothing in a step, so that a failed step leaves no trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[2].p = 0.0
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+HOOKS = [
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+]
+HOOKS += [
+    "on_validation_batch_start",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}], ids=str)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_batch_is_trained_once_after_an_exception(tmp_path, hook, options):
+    train = lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True, generator=seeded())  # noqa: E731
+    options = {"make_module": Quiet, "num_sanity_val_steps": 0, **options}
+    whole = fit(tmp_path / "whole", train, **options)
+    error = KeyboardInterrupt if hook == "on_train_batch_start" else RuntimeError
+    at = 3 if hook in HOOKS[-4:] else 4 if hook == "on_before_optimizer_step" else 11
+    with pytest.raises(error, match="stop"):
+        fit(tmp_path / "cut", train, callbacks=[Raises(hook, at, error)], **options)
+    resumed = fit(tmp_path / "cut", train, resume="last", seed=9, **options)
+    # The sum of the training loss holds the failed batch twice.
+    columns = [[line.split(",")[:3] + line.split(",")[4:] for line in run[2].split()] for run in (whole, resumed)]
+    assert columns[0] == columns[1]
+    assert all(torch.equal(whole[1][name], resumed[1][name]) for name in whole[1])
+    assert not list(tmp_path.rglob("exception.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
+def test_files_of_a_model_checkpoint(tmp_path, when):
+    """What came after the hook that saved is done on resume: the row of the step, the validation, the epoch's end."""
+    options = {"val_check_interval": 2, "log_every_n_steps": 1}
+    saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
+    saver = lambda name: ModelCheckpoint(tmp_path / name, filename="{step}", save_top_k=-1, **saves)  # noqa: E731
+    whole = fit(tmp_path / "whole", callbacks=[saver("saved")], **options)
+    for step in (2, 4, 6, 8, 17, 18):
+        path = tmp_path / "saved" / f"step={step}.ckpt"
+        if not path.exists():
+            continue
+        shutil.copytree(tmp_path / "whole", tmp_path / str(step), dirs_exist_ok=True)
+        resumed = fit(
+            tmp_path / str(step),
+            resume=path,
+            seed=9,
+            version=0,
+            callbacks=[saver(f"s{step}")],
+            **options,
+        )
+        assert_same(whole, resumed, tmp_path / "whole", tmp_path / str(step))
+
+
+class Kills(Raises):
+    def count(self, batch, error):
+        self.batches += 1
+        if self.batches == batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["persistent", "TensorLoader"])
+def test_sigkill(tmp_path, name):
+    """The file of before the kill continues; the kill leaves neither a lock nor a temporary file."""
+    options = {"save_every_n_steps": 2, "val_check_interval": 3}
+    whole = fit(tmp_path / "whole", LOADERS[name], **options)
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    for batch in (9, 5):
+        code = (
+            f"import sys; sys.path[:0] = {folders}; from test_exact_resume import LOADERS, Kills, fit;"
+            f" fit({str(tmp_path / 'cut')!r}, LOADERS[{name!r}], resume='auto', callbacks=[Kills('on_train_batch_end',"
+            f" {batch})], **{options})"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    resumed = fit(tmp_path / "cut", LOADERS[name], resume="auto", seed=99, **options)
+    assert_same(whole, resumed, tmp_path / "whole", tmp_path / "cut")
+
+
+class Counts(Callback):
+    """State of a user's own: as a callback and as a datamodule."""
+
+    def __init__(self):
+        self.count = 0
+
+    def on_train_batch_end(self, *_):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class Data(pl.LightningDataModule):
+    state_dict, load_state_dict = Counts.state_dict, Counts.load_state_dict
+    count = 0
+
+    def train_dataloader(self):
+        self.count += 1
+        return loader()
+
+
+def test_state_of_callbacks_and_datamodules(tmp_path):
+    for max_epochs, resume in ((1, None), (3, "last")):
+        counts, data = Counts(), Data()
+        fit(tmp_path, lambda: data, max_epochs=max_epochs, callbacks=[counts], resume=resume)  # noqa: B023
+    assert (counts.count, data.count) == (18, 2)
+
+
+def test_a_finished_run_stays_as_it_ended(tmp_path):
+    class Stops(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            trainer.should_stop = trainer.current_epoch >= 1
+
+    first = fit(tmp_path, resume="auto", callbacks=[Stops()], max_epochs=9)
+    before = files(tmp_path), [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))]
+    again = fit(tmp_path, resume="auto", callbacks=[Stops()], seed=9, max_epochs=12)
+    assert_same(first, again, tmp_path, tmp_path)
+    assert before == (
+        files(tmp_path),
+        [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))],
+    )
+    assert fit(tmp_path, resume="last", max_epochs=4)[0].current_epoch == 4
+
+
+def test_time_covers_the_whole_epoch_and_not_the_set_up(tmp_path, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr("fabric_template.loggers.history.time.monotonic", lambda: 10.0 * next(clock))
+    with pytest.raises(RuntimeError):
+        fit(tmp_path, callbacks=[Raises("on_train_batch_start", 9)], save_every_n_steps=1)
+    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["fabric_template"]["history"]
+    loop, *_ = fit(tmp_path, resume="last")
+    with Path(loop.log_dir, "metrics.csv").open() as file:
+        times = [float(row["time"]) for row in csv.DictReader(file)]
+    assert times[0] == saved["rows"][0]["time"]
+    assert times[1] > saved["seconds"] > 0

@@ -1,0 +1,411 @@
+"""Test the files in a run's log folder, their state after a resume, and other loggers."""
+
+import shutil
+import signal
+import time
+import warnings
+from contextlib import nullcontext
+
+import lightning.pytorch as pl
+import pandas as pd
+import pytest
+import torch
+import yaml
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import TensorBoardLogger as FabricTensorBoard
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from modules import Classifier, make_loader, quiet
+from runs import Plain, assert_same_end, fit, logs_of, loud, tree, val_loader, without_time
+from torch import nn
+
+from fabric_template import list_runs
+from fabric_template.loggers.csv_logger import CSVLogger
+from fabric_template.loggers.read_logs import read_logs
+from fabric_template.loop import FabricLoop
+
+LAST = "checkpoints/run/version_0/last.ckpt"
+FOLDER = "logs/run/version_0"
+
+
+class Known(pl.LightningModule):
+    """Numbers that are easy to compute: batch i of 4 logs i, the weight stays 1."""
+
+    def __init__(self, lr=0.5):
+        super().__init__()
+        self.save_hyperparameters()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss_of_batch", float(batch_idx), on_step=True, on_epoch=True, batch_size=1)
+        self.log("epoch_only", 2.0 * batch_idx, on_step=False, on_epoch=True, batch_size=1)
+        return self.weight * 0.0
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 10.0 + self.current_epoch, batch_size=1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+def four():
+    return make_loader(16, shuffle=False)
+
+
+def two():
+    return make_loader(8)
+
+
+def test_files(tmp_path):
+    _, _, history = fit(tmp_path, Known, four, four, max_epochs=2, log_every_n_steps=2)
+    assert without_time(tmp_path / FOLDER / "metrics.csv") == (
+        "epoch,step,train_loss,val_loss,loss_of_batch,epoch_only,lr\n0,4,0.0,10.0,1.5,3.0,0.5\n1,8,0.0,11.0,1.5,3.0,0.5"
+    )
+    steps = (tmp_path / FOLDER / "steps.csv").read_text()
+    assert steps == "step,epoch,loss_of_batch_step\n2,0,1.0\n4,0,3.0\n6,1,1.0\n8,1,3.0\n"
+    names = ("config.yaml", "hparams.yaml", "metrics.csv", "steps.csv")
+    assert tree(tmp_path) == [LAST, *(f"{FOLDER}/{name}" for name in names)]
+    pd.testing.assert_frame_equal(history, pd.read_csv(tmp_path / FOLDER / "metrics.csv"))
+    pd.testing.assert_frame_equal(history, read_logs(tmp_path / "logs").drop(columns=["name", "version"]))
+    hparams = yaml.safe_load((tmp_path / FOLDER / "hparams.yaml").read_text())
+    assert (hparams["hparams"], hparams["config"]["max_epochs"]) == ({"lr": 0.5}, 2)
+
+
+class Pair(Plain):
+    def training_step(self, batch):
+        return super().training_step(batch), torch.tensor(0.5)
+
+
+class Dictionary(Plain):
+    def training_step(self, batch):
+        return {"loss": super().training_step(batch), "acc": torch.tensor(0.25), "note": "no number"}
+
+    def validation_step(self, batch, batch_idx):
+        return {"loss": torch.tensor(1.0), "f1": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("make", "val", "columns"),
+    [
+        (Plain, val_loader, ["train_loss", "val_loss", "val_acc"]),
+        (Plain, None, ["train_loss"]),
+        (Pair, val_loader, ["train_loss", "train_acc", "val_loss", "val_acc"]),
+        (Dictionary, val_loader, ["train_loss", "train_acc", "val_loss", "val_f1"]),
+        (Classifier, val_loader, ["train_loss", "train_acc", "val_loss", "val_acc"]),
+        (lambda: Classifier(on_step=True), val_loader, ["train_loss", "train_acc", "val_loss", "val_acc"]),
+    ],
+)
+def test_columns(tmp_path, make, val, columns):
+    _, _, history = fit(tmp_path, make, four, val, max_epochs=3)
+    assert list(history.columns) == ["epoch", "step", *columns, "lr", "time"]
+    assert history[["epoch", "step"]].values.tolist() == [[0, 4], [1, 8], [2, 12]]
+    assert not history.isna().any().any()
+    assert len((tmp_path / FOLDER / "metrics.csv").read_text().splitlines()) == 4
+
+
+def test_no_value_of_an_earlier_validation_is_repeated(tmp_path):
+    _, _, history = fit(tmp_path, Known, four, four, max_epochs=4, check_val_every_n_epoch=2)
+    assert history["val_loss"].isna().tolist() == [True, False, True, False]
+    fit(tmp_path / "inside", Known, four, four, max_epochs=2, val_check_interval=0.5, log_every_n_steps=0)
+    steps = read_logs(tmp_path / "inside/logs", steps=True)
+    assert steps[["step", "epoch", "val_loss"]].values.tolist() == [[2, 0, 10.0], [6, 1, 11.0]]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, range(1, 13)), (5, [5, 10]), (50, None), (0, None)])
+def test_log_every_n_steps(tmp_path, every, steps):
+    fit(tmp_path, Known, four, max_epochs=3, log_every_n_steps=every)
+    found = logs_of(tmp_path)[1]
+    if steps is None:
+        assert found is None
+    else:
+        rows = [f"{step},{(step - 1) // 4},{(step - 1) % 4:.1f}" for step in steps]
+        assert found.splitlines() == ["step,epoch,loss_of_batch_step", *rows]
+
+
+def test_rows_are_on_disk_when_the_epoch_ends(tmp_path):
+    seen = []
+
+    class Look(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch:
+                frame = pd.read_csv(tmp_path / FOLDER / "metrics.csv")
+                saved = torch.load(tmp_path / LAST, weights_only=True)
+                seen.append((frame["epoch"].tolist(), frame["val_loss"].tolist(), saved["global_step"]))
+
+    fit(tmp_path, Known, four, four, max_epochs=3, callbacks=[Look()])
+    assert seen == [([0], [10.0], 4), ([0, 1], [10.0, 11.0], 8)]
+
+
+def test_time(tmp_path):
+    """The first row has no set-up in it, and a resumed epoch the seconds before the checkpoint."""
+
+    class Slow(Plain):
+        def configure_optimizers(self):
+            time.sleep(0.3)
+            return super().configure_optimizers()
+
+        def training_step(self, batch):
+            time.sleep(0.05)
+            return super().training_step(batch)
+
+    _, _, history = fit(tmp_path, Slow, four, max_epochs=1, max_steps=3, save_every_n_steps=3)
+    assert 0.15 < history["time"][0] < 0.3
+    _, _, history = fit(tmp_path, Slow, four, max_epochs=1, resume="last")
+    assert 0.2 < history["time"][0] < 0.4
+
+
+def test_each_fit_of_a_loop_has_a_version_of_its_own(tmp_path):
+    loop = FabricLoop(**loud(tmp_path, max_epochs=1))
+    for version in (0, 1):
+        loop.fit(Known(), four())
+        assert loop.log_dir.endswith(f"version_{version}")
+    for _ in range(2):
+        # A version that is given is started again.
+        fit(tmp_path, Known, four, version=0, max_epochs=2)
+        assert len(read_logs(tmp_path / "logs/run/version_0")) == 2
+
+
+# Resume
+
+
+class Odd(Classifier):
+    """Logs values of several kinds, some in some epochs only, under names that need quotes."""
+
+    def training_step(self, batch, batch_idx):
+        epoch = self.current_epoch
+        self.log("third", torch.tensor(1 / 3, dtype=torch.float64) * 10.0**-epoch, on_step=False, on_epoch=True)
+        self.log("sum", float("nan") if epoch else float("-inf"), on_step=False, on_epoch=True)
+        if epoch == 1:
+            self.log("late, one", torch.tensor(7.0), on_step=False, on_epoch=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+
+class Foreign:
+    """A logger that is not ours, with the least that it needs."""
+
+    def __init__(self):
+        self.steps = []
+
+    def log_metrics(self, metrics, step):
+        self.steps.append((step, dict(metrics)))
+
+
+LOGGERS = {
+    "ours": lambda: {},
+    "none": lambda: {"logger": False},
+    "foreign": lambda: {"loggers": Foreign()},
+    "both": lambda: {"logger": [Foreign(), True]},
+}
+
+
+@pytest.mark.parametrize("loggers", LOGGERS)
+def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path, loggers):
+    whole = fit(tmp_path / "whole", Odd, two, max_epochs=4, **LOGGERS[loggers]())
+    for epochs in (1, 2, 4):
+        resume = None if epochs == 1 else "last"
+        resumed = fit(tmp_path / "cut", Odd, two, max_epochs=epochs, resume=resume, **LOGGERS[loggers]())
+    pd.testing.assert_frame_equal(whole[2].drop(columns="time"), resumed[2].drop(columns="time"), check_exact=True)
+    assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
+    assert (logs_of(tmp_path / "cut")[0] is None) == (loggers in ("none", "foreign"))
+
+
+@pytest.mark.parametrize("place", ["new version", "no logger before", "moved file", "other run"])
+def test_the_rows_come_from_the_checkpoint_where_the_file_lacks_them(tmp_path, place):
+    fit(tmp_path / "whole", Odd, two, max_epochs=3)
+    root, resume, version, options = tmp_path / "a", "last", 0, {}
+    fit(root, Odd, two, max_epochs=2, **({"logger": False} if place == "no logger before" else {}))
+    if place == "new version":
+        version, resume, options = 7, root / LAST, {"version": 7}
+    elif place == "moved file":
+        resume = shutil.move(root / LAST, tmp_path / "moved.ckpt")
+        root = tmp_path / "b"
+    elif place == "other run":
+        fit(root, Odd, lambda: make_loader(12), max_epochs=3)
+        version, resume, options = 1, root / LAST, {"version": 1}
+        other = (root / "logs/run/version_1/metrics.csv").read_bytes()
+    _, _, history = fit(root, Odd, two, max_epochs=3, resume=resume, **options)
+    assert history["epoch"].tolist() == [0, 1, 2]
+    assert logs_of(root, version)[0] == logs_of(tmp_path / "whole")[0]
+    if place == "other run":
+        assert (root / "logs/run/version_1/metrics.csv.before").read_bytes() == other
+
+
+class Flat(Classifier):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 1.0)
+
+
+class Watch(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, *_):
+        self.seen.append(trainer.global_step)
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "reason"),
+    [
+        ({"max_epochs": 2}, "epoch 2, step 12", "max_epochs=2 is reached"),
+        ({"max_epochs": 4, "max_steps": 12}, "epoch 2, step 12", "max_steps=12 is reached"),
+        ({"max_epochs": 9, "stops": True}, "epoch 3, step 18", "should_stop was set by EarlyStopping on 'val_loss'"),
+    ],
+    ids=["max_epochs", "max_steps", "early stopping"],
+)
+def test_a_finished_run_that_is_started_again_stays_as_it_ended(tmp_path, capsys, options, place, reason):
+    stops = options.pop("stops", False)
+
+    def start(*callbacks, **more):
+        callbacks = [*callbacks, *([EarlyStopping("val_loss", patience=2)] if stops else [])]
+        return fit(
+            tmp_path, Flat, lambda: make_loader(24), val_loader,
+            resume="auto", log_every_n_steps=2, callbacks=callbacks, **{**options, **more},
+        )  # fmt: skip
+
+    def contents():
+        return {name: (tmp_path / name).read_bytes() for name in tree(tmp_path)}
+
+    first, before, watch = start(), contents(), Watch()
+    assert_same_end(first, start(watch, seed=9))
+    assert (watch.seen, contents()) == ([], before)
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"resume: {tmp_path / LAST} is from a finished run ({place}); it trains no further: {reason}."
+    )
+    if not stops:
+        longer = start(**{name: 15 for name in ("max_steps",) if name in options} or {"max_epochs": 3})
+        assert longer[0].global_step > first[0].global_step
+
+
+# The state of a run
+
+
+class Raises(Plain):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def training_step(self, batch):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(None, "finished"), (RuntimeError("mine"), "failed"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_the_state_of_a_run_is_listed(tmp_path, error, state):
+    seen = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer, module):
+            seen.extend(list_runs(tmp_path / "logs")["state"])
+
+    def start(**options):
+        make = Plain if error is None else lambda: Raises(error)
+        with pytest.raises(type(error)) if error is not None else nullcontext():
+            fit(tmp_path, make, two, **{"max_epochs": 1, **options})
+
+    start(callbacks=[Look()])
+    assert seen == ["running"]
+    assert list_runs(tmp_path / "logs")["state"].tolist() == [state]
+    lines = (tmp_path / FOLDER / ".lock").read_text().splitlines()
+    assert (lines[0].isdigit(), lines[-1]) == (True, state)
+    if error is None:
+        start(max_epochs=2, resume="last", callbacks=[Look()])
+        assert seen == ["running", "running"]
+        assert f"resumed after step 2 from {tmp_path / LAST}" in (tmp_path / FOLDER / ".lock").read_text()
+        assert list_runs(tmp_path / "logs")["state"].tolist() == ["finished"]
+
+
+def test_an_interrupt_names_what_is_saved(tmp_path, capsys, monkeypatch):
+    class Interrupt(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        fit(".", Plain, four, max_epochs=2, callbacks=[Interrupt()])
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"SIGINT: training stops in epoch 0, after step 2. '{LAST}' is saved: resume='last' continues there."
+    )
+    assert list_runs("logs")["state"].tolist() == ["interrupted"]
+
+
+# Other loggers
+
+
+class Recorder(Logger):
+    """Notes what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    name, version = "recorder", 0
+
+    @property
+    @rank_zero_experiment
+    def experiment(self):
+        return self
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        self.calls.append(("hparams", dict(params)))
+
+    def log_metrics(self, metrics, step=None):
+        self.calls.append((step, {name: float(value) for name, value in metrics.items()}))
+
+    def finalize(self, status):
+        self.calls.append(("finalize", status))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_grad_batches": 3, "log_every_n_steps": 1}, {"val_check_interval": 0.5}, {"max_steps": 7}],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [Known, lambda: Classifier(on_step=True)], ids=["known", "classifier"])
+def test_a_logger_gets_the_calls_of_trainer(make, options):
+    calls = []
+    for kind in (pl.Trainer, FabricLoop):
+        pl.seed_everything(3, verbose=False)
+        recorder = Recorder()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loop = kind(**quiet(**{"max_epochs": 3, "log_every_n_steps": 2, "logger": recorder, **options}))
+            loop.fit(make(), make_loader(24, shuffle=False), val_loader())
+        calls.append(recorder.calls)
+    assert calls[1] == calls[0]
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+@pytest.mark.parametrize("kind", [TensorBoardLogger, FabricTensorBoard])
+def test_tensorboard_beside_the_csv(tmp_path, kind):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = [CSVLogger(tmp_path / "logs"), kind(tmp_path / "tb")]
+    loop = FabricLoop(**loud(tmp_path, max_epochs=2, logger=loggers, log_every_n_steps=2))
+    loop.fit(Known(), four(), four())
+    events = EventAccumulator(str(next((tmp_path / "tb").rglob("events.out*")).parent)).Reload()
+    found = [(event.step, event.value) for event in events.Scalars("loss_of_batch_step")]
+    assert found == [(1, 1.0), (3, 3.0), (5, 1.0), (7, 3.0)]
+    assert [event.value for event in events.Scalars("val_loss")] == [10.0, 11.0]
+    assert logs_of(tmp_path)[0].splitlines()[1:] == ["0,4,0.0,10.0,1.5,3.0,0.5", "1,8,0.0,11.0,1.5,3.0,0.5"]
+
+
+@pytest.mark.parametrize("give", ["logger", "loggers", "fabric"])
+def test_a_logger_needs_log_metrics_only(give):
+    logger = Foreign()
+    options = {give: logger}
+    if give == "fabric":
+        options = {"fabric": Fabric(accelerator="cpu", devices=1, loggers=logger), "logger": True}
+    options = {"accelerator": "cpu", **options} if give != "fabric" else options
+    loop = FabricLoop(
+        max_epochs=1, log_every_n_steps=2, enable_model_summary=False, enable_progress_bar=False, **options
+    )
+    loop.fit(Known(), four(), four())
+    assert logger.steps == [
+        (1, {"epoch": 0, "loss_of_batch_step": 1.0}),
+        (3, {"epoch": 0, "loss_of_batch_step": 3.0}),
+        (3, {"epoch": 0, "val_loss": 10.0}),
+        (3, {"epoch": 0, "loss_of_batch_epoch": 1.5, "epoch_only": 3.0}),
+    ]

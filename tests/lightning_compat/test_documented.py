@@ -1,0 +1,393 @@
+"""What Trainer's documentation shows: a list of callbacks that changes, progress, no time at all, a CheckpointIO's end."""
+
+from datetime import timedelta
+from functools import partial, update_wrapper
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from both import LOOPS, Notes
+from fabric_template.core.overrides import HOOKS
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import CheckpointIO
+from modules import quiet
+
+WORDS = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2, "limit_test_batches": 2}
+
+
+def _heard():
+    """A callback that notes each of its hooks."""
+
+    def hook(name):
+        def note(self, trainer, *args, **words):
+            self.heard.append((self.name, name, trainer.global_step))
+
+        return note
+
+    def init(self, name, heard):
+        self.name, self.heard = name, heard
+
+    names = set(HOOKS) & set(dir(Callback))
+    return type("Heard", (Callback,), {"__init__": init, **{name: hook(name) for name in names}})
+
+
+Heard = _heard()
+DEEDS = {
+    "append": lambda callbacks, new: callbacks.append(new),
+    "extend": lambda callbacks, new: callbacks.extend([new, Heard("another", new.heard)]),
+    "iadd": lambda callbacks, new: callbacks.__iadd__([new]),
+    "insert": lambda callbacks, new: callbacks.insert(len(callbacks), new),
+    "remove": lambda callbacks, new: callbacks.remove(callbacks[0]),
+    "delete": lambda callbacks, new: callbacks.__delitem__(0),
+    "pop": lambda callbacks, new: callbacks.pop(0),
+    "replace": lambda callbacks, new: callbacks.__setitem__(0, new),
+    "slice": lambda callbacks, new: callbacks.__setitem__(slice(2), [new]),
+    "reverse": lambda callbacks, new: callbacks.reverse(),
+    "sort": lambda callbacks, new: callbacks.sort(key=lambda callback: callback.name),
+    "clear": lambda callbacks, new: callbacks.clear(),
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_train_epoch_start", "on_train_batch_end"])
+def test_who_changes_the_list_of_callbacks_changes_who_is_called(hook, deed):
+    class Changes(Callback):
+        """Changes the list in the second of these hooks, or the only one, as the last that hears it."""
+
+        name, times = "changes", 0
+
+        def change(self, trainer, *args, **words):
+            self.times += 1
+            if self.times == 2 or hook in ("setup", "on_train_start"):
+                DEEDS[deed](trainer.callbacks, Heard("new", heard))
+
+    setattr(Changes, hook, Changes.change)
+    told = []
+    for kind in LOOPS.values():
+        heard = []
+        trainer = kind(**quiet(**WORDS, callbacks=[Heard("two", heard), Heard("one", heard), Changes()]))
+        trainer.fit(BoringModel())
+        told.append((heard, [callback.name for callback in trainer.callbacks]))
+    assert told[1] == told[0]
+    assert len(told[1][0]) > 10 or deed == "clear"
+
+
+def test_another_list_of_callbacks_takes_the_place_of_the_first():
+    told = []
+    for kind in LOOPS.values():
+        heard = []
+        new = Heard("new", heard)
+
+        class Replaces(Callback):
+            def on_train_start(self, trainer, module, new=new):
+                trainer.callbacks = [*(one for one in trainer.callbacks if one is not self), new]
+
+        trainer = kind(**quiet(**WORDS, callbacks=[Heard("one", heard), Replaces()]))
+        trainer.fit(BoringModel())
+        told.append(
+            ([one for one in heard if one[1] != "on_train_start"], [callback.name for callback in trainer.callbacks])
+        )
+        trainer.callbacks = []
+        assert trainer.callbacks == []
+    assert told[0] == told[1]
+    assert {name for name, _, _ in told[1][0]} == {"one", "new"}
+
+
+def test_one_that_takes_itself_from_the_list_hides_nobody():
+    """Under Trainer the one behind it misses that hook."""
+    heard = []
+
+    class Once(Callback):
+        def on_train_start(self, trainer, module):
+            heard.append(("once", "on_train_start", 0))
+            trainer.callbacks.remove(self)
+
+        def on_train_epoch_start(self, trainer, module):
+            heard.append("still there")
+
+    loop = LOOPS["loop"](**quiet(**WORDS, callbacks=[Once(), Heard("one", heard)]))
+    loop.fit(BoringModel())
+    assert [name for name, hook, _ in heard if hook == "on_train_start"] == ["once", "one"]
+    assert [type(callback).__name__ for callback in loop.callbacks] == ["Heard"]
+
+
+def test_a_callback_may_bring_a_checkpoint_callback(tmp_path):
+    class Brings(Callback):
+        def setup(self, trainer, module, stage):
+            trainer.callbacks.append(ModelCheckpoint(filename="{step}", save_top_k=-1))
+
+    names = []
+    for name, kind in LOOPS.items():
+        folder = tmp_path / name
+        kind(**quiet(**WORDS, callbacks=[Brings()], default_root_dir=str(folder))).fit(BoringModel())
+        names.append(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.ckpt")))
+    assert names[0] == names[1] == ["checkpoints/step=3.ckpt", "checkpoints/step=6.ckpt"]
+
+
+# ---- progress
+
+
+COUNTS = ("ready", "processed", "completed")
+
+
+class Counts(Callback):
+    """Notes how many epochs and batches are done, in each hook around a batch or an epoch."""
+
+    def __init__(self):
+        self.noted = []
+
+    def note(self, trainer, *args):
+        loop, verb = trainer.fit_loop, trainer.state.fn.value
+        loops = {"validate": trainer.validate_loop, "test": trainer.test_loop}
+        seen = [loop.epoch_progress, loop.epoch_loop.batch_progress, loop.epoch_loop.val_loop.batch_progress]
+        of = (
+            seen[:2]
+            if verb == "fit" and trainer.training
+            else seen[2:]
+            if verb == "fit"
+            else [loops[verb].batch_progress]
+        )
+        self.noted.append([getattr(part, name) for one in of for part in (one.current, one.total) for name in COUNTS])
+        at_hand = loops.get(verb, loop.epoch_loop.val_loop)
+        self.noted.append((at_hand.max_batches, at_hand.trainer is trainer, verb == "fit" or at_hand.num_dataloaders))
+
+    def on_train_epoch_start(self, trainer, module):
+        """The epochs only: no batch is at hand; Trainer's are those of the epoch before."""
+        of = trainer.fit_loop.epoch_progress
+        self.noted.append([getattr(part, name) for part in (of.current, of.total) for name in COUNTS])
+
+    on_train_start = on_train_batch_end = on_train_epoch_end = on_train_end = note
+    on_validation_batch_end = on_test_batch_end = on_test_batch_start = note
+
+
+def test_progress_is_trainers(tmp_path):
+    noted = []
+    for kind in LOOPS.values():
+        counts = Counts()
+        trainer = kind(**quiet(**WORDS, callbacks=[counts], num_sanity_val_steps=1))
+        model = BoringModel()
+        trainer.fit(model)
+        trainer.validate(model, verbose=False)
+        trainer.test(model, verbose=False)
+        noted.append((counts.noted, trainer.enable_autolog_hparams, trainer.min_epochs))
+    assert noted[1] == noted[0]
+    assert noted[1][0][-2:] == [[2, 2, 1] * 2, ([2], True, 1)]
+
+
+def test_the_training_loader_can_be_made_early():
+    class Asks(BoringModel):
+        def configure_optimizers(self):
+            self.trainer.fit_loop.setup_data()
+            self.batches = self.trainer.num_training_batches
+            return super().configure_optimizers()
+
+    modules = [Asks(), Asks()]
+    for kind, module in zip(LOOPS.values(), modules, strict=True):
+        kind(**quiet(**WORDS)).fit(module)
+    assert [module.batches for module in modules] == [3, 3]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_no_fraction_of_an_epoch_validates_behind_every_batch(epochs):
+    class Steps(Callback):
+        def on_validation_end(self, trainer, module):
+            steps.append(trainer.global_step)
+
+    ends = []
+    for kind in LOOPS.values():
+        steps = []
+        words = {**WORDS, "val_check_interval": 0.0, "check_val_every_n_epoch": epochs, "num_sanity_val_steps": 0}
+        trainer = kind(**quiet(**words, callbacks=[Steps()]))
+        trainer.fit(BoringModel())
+        ends.append((steps, trainer.val_check_batch))
+    assert ends[0] == ends[1]
+    assert ends[1] == ([4, 5, 6] if epochs == 2 else [1, 2, 3, 4, 5, 6], 1)
+
+
+# ---- max_time
+
+
+@pytest.mark.parametrize("none", ["00:00:00:00", timedelta(0), {"hours": 0}, {}], ids=str)
+@pytest.mark.parametrize(("words", "steps"), [({}, 0), ({"min_steps": 2}, 3), ({"min_epochs": 2}, 6)], ids=str)
+def test_no_time_at_all_trains_what_is_asked_for_at_least(words, steps, none):
+    done = []
+    for kind in LOOPS.values():
+        pl.seed_everything(1, verbose=False)
+        module = BoringModel()
+        trainer = kind(**quiet(**{**WORDS, **words}, max_time=none))
+        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 32)))
+        done.append((trainer.global_step, trainer.current_epoch, module.layer.weight.sum().item()))
+    assert done[0] == done[1]
+    assert done[1][0] == steps
+
+
+# ---- what is logged, and where
+
+
+class Late(Notes):
+    """A logger whose version is found when it is first asked for, as by those that begin an experiment then."""
+
+    asked = 0
+
+    @property
+    def version(self):
+        self.asked += 1
+        return "late"
+
+
+def test_a_loop_that_is_made_asks_no_logger_for_its_version(tmp_path):
+    for kind in LOOPS.values():
+        logger = Late()
+        kind(**quiet(**WORDS, logger=logger))
+        assert logger.asked == 0
+
+
+class Logs(BoringModel):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "kinds", [[CSVLogger, CSVLogger], [TensorBoardLogger, CSVLogger], [CSVLogger, TensorBoardLogger]]
+)
+def test_two_loggers_of_one_folder_and_two_loops_take_versions_of_their_own(kinds, tmp_path):
+    trees = []
+    for name, kind in LOOPS.items():
+        trainers = [
+            kind(**quiet(**WORDS, logger=[logger(tmp_path / name) for logger in kinds], log_every_n_steps=1))
+            for _ in range(2)
+        ]
+        for trainer in trainers:
+            trainer.fit(Logs())
+        files = [path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob("*.*")]
+        trees.append(sorted((str(path.parent), path.name.partition(".")[0]) for path in files))
+    assert trees[0] == trees[1]
+    assert len({folder for folder, _ in trees[1]}) > 1
+
+
+class TwoLoaders(BoringModel):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log(self.name.format(dataloader_idx), float(dataloader_idx), add_dataloader_idx=False)
+
+    def val_dataloader(self):
+        return [super().val_dataloader()] * 2
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_one_name_of_two_loaders_is_refused(kind):
+    for verb in ("fit", "validate"):
+        trainer = LOOPS[kind](**quiet(**WORDS))
+        with pytest.raises(
+            MisconfigurationException, match=r"`self.log\(x, ...\)` twice in `validation_step` with different"
+        ):
+            getattr(trainer, verb)(TwoLoaders("x"))
+    trainer = LOOPS[kind](**quiet(**WORDS))
+    trainer.fit(TwoLoaders("x_{}"))
+    assert trainer.validate(TwoLoaders("x_{}"), verbose=False) == [{"x_0": 0.0}, {"x_1": 1.0}]
+
+
+# ---- a hook by its old name
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `Old.configure_sharded_model`")
+def test_a_model_may_be_made_in_configure_sharded_model():
+    class Old(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.layer = None
+
+        def configure_sharded_model(self):
+            if self.layer is None:
+                self.layer = torch.nn.Linear(32, 2)
+
+    ends = []
+    for kind in LOOPS.values():
+        pl.seed_everything(1, verbose=False)
+        module = Old()
+        kind(**quiet(**WORDS)).fit(module)
+        ends.append(module.layer.weight.detach())
+    assert torch.equal(*ends)
+
+
+def test_one_that_only_wraps_lightnings_own_is_not_called():
+    """As who watches all hooks of a module sets it: Trainer looks through the wrapper."""
+    heard = []
+    for kind in LOOPS.values():
+        module = BoringModel()
+        inner = module.configure_sharded_model
+        module.configure_sharded_model = update_wrapper(partial(heard.append, kind.__name__), inner)
+        kind(**quiet(**WORDS)).fit(module)
+    assert heard == []
+
+
+# ---- a CheckpointIO
+
+
+class Noting(CheckpointIO):
+    def __init__(self):
+        self.deeds = []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        torch.save(checkpoint, path)
+
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        self.deeds.append("load")
+        return torch.load(path, weights_only=False)
+
+    def remove_checkpoint(self, path):
+        path.unlink()
+
+    def teardown(self):
+        self.deeds.append("teardown")
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_a_checkpoint_plugin_is_told_that_an_evaluation_is_over(verb, tmp_path):
+    for name, kind in LOOPS.items():
+        io, path, module = Noting(), str(tmp_path / f"{name}.ckpt"), BoringModel()
+        trainer = kind(**quiet(**WORDS, plugins=[io]))
+        trainer.fit(module)
+        trainer.save_checkpoint(path)
+        getattr(trainer, verb)(module, ckpt_path=path)
+        assert io.deeds[0] == io.deeds[-1] == "teardown"
+        assert io.deeds.count("teardown") == 2, name
+        module.layer = None
+        with pytest.raises(TypeError):
+            getattr(trainer, verb)(module)
+        assert io.deeds.count("teardown") == 3, name
+
+
+# ---- where an error came
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step", "test_step", "predict_step"])
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_whoever_hears_of_an_error_sees_the_stage_in_which_it_came(step, sanity):
+    class Hears(Callback):
+        def on_exception(self, trainer, module, exception):
+            state = trainer.state
+            told.append(
+                (state.fn.value, state.stage.value, trainer.validating, trainer.sanity_checking, trainer.training)
+            )
+
+    class Fails(BoringModel):
+        def predict_step(self, batch, batch_idx):
+            raise RuntimeError
+
+    setattr(Fails, step, Fails.predict_step)
+    told = []
+    for kind in LOOPS.values():
+        trainer = kind(**quiet(**WORDS, callbacks=[Hears()], num_sanity_val_steps=sanity))
+        with pytest.raises(RuntimeError):
+            getattr(trainer, {"test_step": "test", "predict_step": "predict"}.get(step, "fit"))(Fails())
+    assert told[0] == told[1]

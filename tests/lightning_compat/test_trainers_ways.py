@@ -1,0 +1,148 @@
+"""Ways in which user code meets a Trainer that are easily forgotten: its plugins, its strategy's words, loggers, steps."""
+
+import pickle
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from both import LOOPS
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from modules import quiet
+
+from fabric_template import FabricLoop
+from fabric_template.errors import ConfigurationError
+
+WORDS = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2, "accelerator": "cpu"}
+
+
+def on_both(model, tmp_path, **words):
+    """Both, after a fit of their own model."""
+    trainers = []
+    for kind in LOOPS.values():
+        pl.seed_everything(1, verbose=False)
+        given = {name: value() if callable(value) else value for name, value in words.items()}
+        trainers.append(kind(**quiet(**{**WORDS, "default_root_dir": str(tmp_path), **given})))
+        trainers[-1].fit(model())
+    weights = [dict(trainer.lightning_module.state_dict()) for trainer in trainers]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert trainers[0].global_step == trainers[1].global_step
+    return trainers
+
+
+class Clamps(Precision):
+    """Somebody's own, which converts what comes in."""
+
+    def convert_input(self, data):
+        return data.clamp(-0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Precision,
+        DoublePrecision,
+        lambda: MixedPrecision("bf16-mixed", "cpu"),
+        lambda: HalfPrecision("bf16-true"),
+        Clamps,
+    ],
+    ids=["32", "64", "mixed", "half", "own"],
+)
+def test_trainers_precisions(make, tmp_path):
+    trainers = on_both(BoringModel, tmp_path, plugins=lambda: [make()], gradient_clip_val=0.5)
+    assert trainers[0].precision == trainers[1].precision
+
+
+def test_ones_own_precision_stays_of_its_class_and_reaches_spawned_ranks_with_fabrics_steps():
+    own = Clamps()
+    here = FabricLoop(**quiet(accelerator="cpu", plugins=own)).fabric.strategy.precision
+    there = pickle.loads(pickle.dumps(here))
+    for made in (here, there):
+        assert type(made) is Clamps
+        parameter = torch.ones(1, requires_grad=True)
+        made.backward(
+            (parameter * 2).sum(), None
+        )  # Trainer's asks its second argument for a LightningModule's backward
+        assert parameter.grad == 2
+    assert vars(own) == {}
+
+
+def test_a_precision_whose_work_would_be_lost_is_refused():
+    class Scales(Precision):
+        def backward(self, tensor, model, optimizer, *args, **words):
+            super().backward(tensor * 2, model, optimizer)
+
+    with pytest.raises(
+        ConfigurationError, match=r"plugins=Scales\(...\) is made for Trainer, whose strategy calls its backward"
+    ):
+        FabricLoop(plugins=Scales())
+
+
+class Calls(Logger):
+    """Notes which of its methods are called."""
+
+    name, version = "calls", 0
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def log_metrics(self, metrics, step=None):
+        self.calls.append(("metrics", step))
+
+    def log_hyperparams(self, params, *args, **words):
+        self.calls.append(("hyperparams", dict(params)))
+
+    def log_graph(self, model, input_array=None):
+        self.calls.append(("graph", type(model).__name__))
+
+    def save(self):
+        self.calls.append("save")
+
+    def finalize(self, status):
+        self.calls.append(("finalize", status))
+
+
+def test_a_logger_is_shown_the_model_and_told_to_save(tmp_path):
+    theirs, ours = (trainer.logger.calls for trainer in on_both(BoringModel, tmp_path, logger=Calls))
+    assert theirs == ours
+    assert theirs[:2] == [("graph", "BoringModel"), "save"]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_should_stop_at_the_start_of_an_epoch(epoch, tmp_path):
+    class Stops(BoringModel):
+        def on_train_epoch_start(self):
+            self.trainer.should_stop = self.current_epoch == epoch
+
+    trainers = on_both(Stops, tmp_path, max_epochs=4)
+    assert [(trainer.current_epoch, trainer.global_step) for trainer in trainers] == [(epoch + 1, 3 * epoch)] * 2
+
+
+def test_a_step_with_words_of_its_own(tmp_path):
+    class Words(BoringModel):
+        def training_step(self, batch, **words):
+            assert not words
+            return super().training_step(batch, 0)
+
+        def validation_step(self, batch, *, scale=1):
+            assert scale == 1
+
+    on_both(Words, tmp_path)
+
+
+def test_the_strategys_words_for_states_and_files(tmp_path):
+    seen = []
+    for trainer in on_both(BoringModel, tmp_path):
+        path = tmp_path / "x.ckpt"
+        trainer.strategy.save_checkpoint({"a": 1}, path)
+        seen.append(trainer.strategy.load_checkpoint(path))
+        trainer.strategy.remove_checkpoint(path)
+        states = trainer.strategy.lightning_module_state_dict(), trainer.strategy.optimizer_state(trainer.optimizers[0])
+        seen[-1] |= {"names": [sorted(state) for state in states], "left": list(tmp_path.glob("*.ckpt"))}
+    assert seen[0] == seen[1]
+
+
+def test_the_one_device_by_its_name():
+    assert LOOPS["loop"](**quiet(strategy="single_device", devices=1)).world_size == 1

@@ -1,0 +1,368 @@
+"""Test the console in a terminal, a log file and a notebook, and the block at the end of a run."""
+
+import io
+import re
+import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+import torch
+from clock import DURATION
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from modules import Classifier, make_loader
+from nbclient import NotebookClient
+from runs import Plain, val_loader
+from runs import fit as fit_quietly
+from torch import nn
+
+from fabric_template.data.tensor_loader import TensorLoader
+from fabric_template.loggers import console
+from fabric_template.loggers.console import EpochTable
+from fabric_template.loop import FabricLoop
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+class Terminal(io.StringIO):
+    """A terminal in which both streams come together."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 99
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """stdout and stderr are a terminal of 90 columns, in which each step is drawn."""
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_DRAWS", 0.0)
+    monkeypatch.setattr(console.TerminalScreen, "seconds_between_draws", 0.0)
+    monkeypatch.setattr(console.os, "get_terminal_size", lambda number: SimpleNamespace(columns=90))
+    return Terminal()
+
+
+def visible(text):
+    """Return the text that a terminal shows, where after a carriage return the line is overwritten."""
+    lines, column = [""], 0
+    for char in text.replace("\r\n", "\n"):
+        if char == "\n":
+            lines.append("")
+            column = 0
+        elif char == "\r":
+            column = 0
+        else:
+            lines[-1] = lines[-1][:column] + char + lines[-1][column + 1 :]
+            column += 1
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def without_times(text):
+    text = re.sub(r"\|[█▏▎▍▌▋▊▉ ]+\| ", "|=| ", text)
+    text = re.sub(r"\[\d\d:\d\d(?::\d\d)?<[^,]*, *[^,\]]*", "[#", text)
+    text = re.sub(r" +time +left$", "   time   left", text, flags=re.MULTILINE)
+    return re.sub(f" +{DURATION}", "    # s", text)
+
+
+def drawn(terminal):
+    """Return each drawing of the bar, without times and values."""
+    parts = without_times(terminal.getvalue()).replace("\n", "\r").split("\r")
+    bars = [part.strip() for part in parts if "|=|" in part]
+    return list(dict.fromkeys(bar.replace("|=|", "").split(" [#")[0] for bar in bars))
+
+
+def fit(terminal, root, *args, **options):
+    with redirect_stdout(terminal), redirect_stderr(terminal):
+        try:
+            return fit_quietly(root, *args, **{"enable_progress_bar": True, **options})
+        finally:
+            assert sys.stdout is sys.stderr is terminal
+
+
+# The bar
+
+
+def test_one_bar_counts_batches_and_names_the_validation(tmp_path, terminal):
+    fit(terminal, tmp_path, train=lambda: make_loader(16), val=val_loader, max_epochs=2, val_check_interval=2)
+    epoch = [
+        "epoch {}/2:  25% 1/4",
+        "epoch {}/2:  50% 2/4",
+        *(f"epoch {{}}/2, validating {n}/5:  50% 2/4" for n in (1, 2, 3, 4, 5)),
+        "epoch {}/2:  75% 3/4",
+        "epoch {}/2: 100% 4/4",
+        *(f"epoch {{}}/2, validating {n}/5: 100% 4/4" for n in (1, 2, 3, 4, 5)),
+    ]
+    lines = [text.format(n) for n in (0, 1) for text in epoch]
+    assert drawn(terminal) == ["epoch 0/2:   0% 0/4", *lines, "2 epochs: 100% 4/4"]
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ({"max_epochs": 3, "max_steps": 9}, "3 epochs: 100% 1/1"),
+        ({"max_epochs": 1, "limit_train_batches": 3}, "1 epoch: 100% 3/3"),
+        ({"max_epochs": -1, "max_steps": 5}, "2 epochs: 100% 1/1"),
+        ({"fast_dev_run": True}, "1 epoch: 100% 1/1"),
+    ],
+    ids=str,
+)
+def test_the_bar_is_complete_at_the_end(tmp_path, terminal, options, end):
+    fit(terminal, tmp_path, train=lambda: make_loader(16), **options)
+    assert drawn(terminal)[-1] == end
+    assert terminal.getvalue().endswith("\n")
+
+
+def test_a_validation_by_itself(terminal):
+    class Two(Classifier):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            super().validation_step(batch, batch_idx)
+
+    loop = FabricLoop(accelerator="cpu", logger=False)
+    with redirect_stdout(terminal), redirect_stderr(terminal):
+        loop.validate(Two(), [val_loader(), val_loader()], verbose=False)
+    assert drawn(terminal) == [f"validate: {n * 10:3}% {n}/10" for n in range(11)]
+
+
+def test_values_beside_the_bar(tmp_path, terminal):
+    """Those logged with prog_bar=True. Of functions that log nothing: the means of what they return."""
+    fit(terminal, tmp_path, train=lambda: make_loader(16), val=val_loader, max_epochs=1)
+    assert ", val_loss=" in terminal.getvalue()
+    assert "train_loss=" not in terminal.getvalue()
+    terminal.truncate(0)
+
+    class Bar(Classifier):
+        def training_step(self, batch, batch_idx):
+            self.log("batch", float(batch_idx), prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    fit(terminal, tmp_path, Bar, train=lambda: make_loader(16), max_epochs=1)
+    assert list(dict.fromkeys(re.findall(r"batch=(\d)", terminal.getvalue()))) == ["0", "1", "2", "3"]
+    terminal.truncate(0)
+
+    net, data = nn.Linear(2, 1, bias=False), TensorLoader(torch.ones(8, 2), batch_size=4)
+    nn.init.constant_(net.weight, 0.5)
+    loop = FabricLoop(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with redirect_stdout(terminal), redirect_stderr(terminal):
+        loop.fit(net, data, optimizer=optimizer, training_step=lambda net, batch: net(batch[0]).mean())
+    found = re.findall(r"train_loss=([\d.]+)", terminal.getvalue())
+    # The losses are 1 and 0.
+    assert list(dict.fromkeys(found)) == ["1", "0.5"]
+
+
+def test_what_is_printed_is_above_the_bar(tmp_path, terminal):
+    class Prints(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            print("out", batch_idx)
+            print("started", end=" ")
+            sys.stderr.write("and ended\n")
+
+    fit(terminal, tmp_path, train=lambda: make_loader(8), max_epochs=1, callbacks=[Prints()])
+    lines = [line for line in without_times(visible(terminal.getvalue())).splitlines() if line]
+    assert lines[:-3] == ["out 0", "started and ended", "out 1", "started and ended"]
+    assert lines[-3].split() == ["epoch", "step", "train_loss", "train_acc", "lr", "time"]
+    assert lines[-2].split()[:2] == ["0", "2"]
+    assert lines[-1] == "1 epoch: 100%|=| 2/2 [#]"
+
+
+def test_the_streams_are_given_back(tmp_path, terminal):
+    class Fails(Classifier):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise RuntimeError("mine")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(terminal, tmp_path, Fails, train=lambda: make_loader(20), max_epochs=1)
+    assert drawn(terminal)[-1] == "epoch 0/1:  60% 3/5"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"enable_progress_bar": False}, {"enable_progress_bar": None, "barebones": True}, {"callbacks": "bar"}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+def test_silence(tmp_path, terminal, options):
+    """Nothing is shown if it is turned off, or if Lightning's bar is used."""
+    if options.get("callbacks"):
+        bar = TQDMProgressBar()
+        bar.disable()
+        options = {"callbacks": [bar]}
+    fit(terminal, tmp_path, max_epochs=1, **options)
+    assert terminal.getvalue() == ""
+
+
+def test_an_error_in_the_console_is_shown_once_and_training_continues(tmp_path, terminal, monkeypatch):
+    def draw(self, meter):
+        raise ZeroDivisionError("mine")
+
+    monkeypatch.setattr(console.TerminalScreen, "draw", draw)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, _, history = fit(terminal, tmp_path, train=lambda: make_loader(8), max_epochs=2)
+    assert len(history) == 2
+    texts = [str(warning.message) for warning in caught if "progress bar" in str(warning.message)]
+    assert texts == ["The progress bar is off for the rest of this run: ZeroDivisionError: mine"]
+
+
+def test_the_device_is_read_only_when_the_bar_is_drawn(tmp_path, terminal, monkeypatch):
+    reads = []
+    monkeypatch.setattr(console.TerminalScreen, "seconds_between_draws", 3600.0)
+    monkeypatch.setattr(console, "bar_values", lambda run: reads.append(run.progress.batches_done) or {})
+    fit(terminal, tmp_path, train=lambda: make_loader(40), max_epochs=2)
+    assert reads == [0, 10]
+
+
+# The table
+
+
+def test_new_columns_are_named():
+    table = EpochTable("val_loss", "min")
+    rows = [
+        {"epoch": 0, "train_loss": 1.0, "lr": 0.1, "time": 1.0},
+        {"epoch": 1, "train_loss": 2e-5, "val_loss": float("nan"), "note": "two\nlines", "lr": 0.1, "time": 1.0},
+        {"epoch": 2, "train_loss": 0.5, "lr": 0.1, "time": 1.0},
+    ]
+    assert [line for row in rows for line in table.add(row)] == [
+        "epoch  train_loss        lr   time",
+        "    0      1.0000       0.1  1.0 s",
+        "epoch  train_loss  val_loss       note        lr   time",
+        "    1    2.00e-05      nan   two lines       0.1  1.0 s",
+        "    2      0.5000                            0.1  1.0 s",
+    ]
+    # A narrow terminal has fewer columns. The monitor and the losses stay longest.
+    assert table.add(rows[1], width=30)[0] == "epoch  train_loss  val_loss"
+
+
+def test_a_validation_inside_an_epoch_has_a_line(tmp_path, capsys):
+    options = {"val": val_loader, "max_epochs": 1, "val_check_interval": 4, "enable_progress_bar": True}
+    fit_quietly(tmp_path, Plain, monitor="val_loss", **options)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["epoch", "step", "train_loss", "val_loss", "val_acc", "time"]
+    assert [line[:2] for line in lines if line[0].isdigit()] == [["0", "4"], ["0", "8"], ["0", "10"]]
+
+
+def test_a_long_epoch_has_a_line_per_minute_in_a_log_file(tmp_path, capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+
+    class Slow(Plain):
+        def training_step(self, batch):
+            now[0] += 15
+            return super().training_step(batch)
+
+    fit_quietly(tmp_path, Slow, train=lambda: make_loader(40), max_epochs=1, enable_progress_bar=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines[:2]] == [
+        "epoch 0/1: 4/10 [01:00<01:30",
+        "epoch 0/1: 8/10 [02:00<00:30",
+    ]
+    assert "train_loss=" in lines[0]
+
+
+def test_a_resumed_run_continues_the_table(tmp_path, capsys):
+    options = {"train": make_loader, "val": val_loader, "monitor": "val_loss", "enable_progress_bar": True}
+    parts = []
+    for root, epochs, resume in (("cut", 3, None), ("cut", 5, "last"), ("whole", 5, None)):
+        fit_quietly(tmp_path / root, max_epochs=epochs, resume=resume, **options)
+        parts.append([re.sub(rf" +{DURATION}", "", line) for line in capsys.readouterr().out.splitlines()])
+    first, more, whole = parts
+    assert whole[1:] == first[1:] + more[1:]
+    assert [line.split()[0] for line in more] == ["epoch", "3", "4"]
+
+
+# The end of a run
+
+
+def test_the_summary_of_a_loop(tmp_path, monkeypatch):
+    class Broken(Plain):
+        def training_step(self, batch):
+            return 1 / 0
+
+    monkeypatch.chdir(tmp_path)
+    loop, _, _ = fit_quietly(".", max_epochs=1, name="short", monitor="train_loss")
+    assert [re.sub(DURATION, "# s", line) for line in loop._repr_mimebundle_()["text/plain"].splitlines()][:2] == [
+        "trained     Classifier: 1 epoch, 10 steps, # s",
+        "ended       max_epochs=1 is reached",
+    ]
+    summary = loop.ending()
+    assert list(summary) == ["trained", "ended", "at the end", "best", "device", "log", "checkpoint", "resume"]
+    assert summary["device"] == ["cpu, 32-true"]
+    assert summary["checkpoint"] == [f"checkpoints/short/version_0/{name}.ckpt" for name in ("best", "last")]
+    assert summary["resume"] == ["fit(..., resume='last'), with max_epochs=2"]
+    assert re.sub(DURATION, "# s", repr(loop)).startswith(
+        "<FabricLoop 'short': trained Classifier: 1 epoch, 10 steps, # s; ended max_epochs=1 is reached; log"
+        " logs/short/version_0/metrics.csv; checkpoint checkpoints/short/version_0/best.ckpt"
+    )
+    assert repr(FabricLoop(name="new", accelerator="cpu")) == "<FabricLoop 'new': nothing is trained yet>"
+    assert repr(FabricLoop.__new__(FabricLoop)) == "<FabricLoop '': nothing is trained yet>"
+    with pytest.raises(ZeroDivisionError):
+        loop.fit(Broken(), make_loader())
+    assert loop.ending()["ended"] == ["ZeroDivisionError: division by zero"]
+
+
+def test_an_evaluation_prints_a_table(capsys):
+    loop = FabricLoop(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    results = loop.validate(Classifier(), make_loader())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["Validate", "metric", "DataLoader", "0"]
+    assert lines[-2].split() == ["val_loss", str(results[0]["val_loss"])]
+    loop.validate(Classifier(), make_loader(), verbose=False)
+    assert capsys.readouterr().out == ""
+
+
+# A notebook
+
+CELLS = [
+    """
+import warnings
+import torch
+from modules import Classifier, make_loader
+from fabric_template.loop import FabricLoop
+from lightning.pytorch.callbacks import Callback
+
+class Prints(Callback):
+    def on_train_epoch_end(self, loop, module):
+        print("printed", loop.current_epoch)
+
+options = {"accelerator": "cpu", "enable_model_summary": False, "monitor": "val_loss", "callbacks": [Prints()]}
+torch.manual_seed(0)
+warnings.simplefilter("ignore")
+""",
+    "loop = FabricLoop(max_epochs=2, **options); history = loop.fit(Classifier(), make_loader(16), make_loader(8))",
+    "loop",
+    "FabricLoop(max_epochs=99, max_steps=100, **options | {'monitor': None}).fit(Classifier(), make_loader(16)); None",
+]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
+def test_a_notebook(tmp_path, monkeypatch):
+    """One output holds the table and the bar. It is no widget, so a saved notebook keeps it."""
+    monkeypatch.setenv("PYTHONPATH", f"{TESTS.parent}:{TESTS}")
+    for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    options = {"resources": {"metadata": {"path": str(tmp_path)}}, "coalesce_streams": True, "timeout": 900}
+    NotebookClient(notebook, kernel_name="python3", **options).execute()
+    shown, printed = notebook.cells[1].outputs
+    assert (shown.output_type, printed.output_type) == ("display_data", "stream")
+    assert printed.text == "printed 0\nprinted 1\n"
+    page, text = shown.data["text/html"], shown.data["text/plain"].splitlines()
+    assert (page.count("<tr"), page.count("font-weight: bold")) == (3, 1)
+    assert '<progress value="4" max="4"></progress> 2 epochs: 4/4 [' in page
+    assert text[0].split() == ["epoch", "step", "train_loss", "train_acc", "val_loss", "val_acc", "lr", "time", "left"]
+    assert [line.split()[:2] for line in text[1:3]] == [["0", "4"], ["1", "8"]]
+    assert text[3].startswith("2 epochs: 100%|")
+    assert "widget" not in str(notebook.cells)
+    summary = notebook.cells[2].outputs[0].data["text/plain"]
+    assert "ended       max_epochs=2 is reached" in summary
+    limited = notebook.cells[3].outputs[0].data["text/html"]
+    assert limited.count("<tr") == 26
+    assert "<div>ended in epoch 24, after step 100: max_steps=100 is reached</div>" in limited
