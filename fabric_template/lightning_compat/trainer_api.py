@@ -47,8 +47,8 @@ class TrainerAPI(PrivateAPI):
     runs: dict[str, RunState]
     status: TrainerStatus
     _callbacks: list[Any]
-    _profiler: Any
-    _ckpt_path: Any
+    given_profiler: Any
+    next_ckpt_path: Any
 
     # Progress
 
@@ -237,11 +237,11 @@ class TrainerAPI(PrivateAPI):
     @property
     def profiler(self) -> Any:
         """The profiler, one that measures nothing where there is none."""
-        return self._profiler or PassThroughProfiler()
+        return self.given_profiler or PassThroughProfiler()
 
     @profiler.setter
     def profiler(self, profiler: Any) -> None:
-        self._profiler = make_profiler(profiler)
+        self.given_profiler = make_profiler(profiler)
 
     @property
     def logger(self) -> Any:
@@ -294,17 +294,17 @@ class TrainerAPI(PrivateAPI):
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that this run started from. Set it to start the next runs from there."""
-        return self._ckpt_path or (self.run.checkpoint_path if self.run else None)
+        return self.next_ckpt_path or (self.run.checkpoint_path if self.run else None)
 
     @ckpt_path.setter
     def ckpt_path(self, path: Any) -> None:
-        self._ckpt_path = path
+        self.next_ckpt_path = path
 
     # Devices
 
     @property
     def strategy(self) -> StrategyAPI:
-        return self._strategy_api
+        return self.strategy_api
 
     @property
     def precision(self) -> Any:

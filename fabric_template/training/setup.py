@@ -1,4 +1,4 @@
-"""Prepare optimizers, data, ``self.log`` and ``self.trainer`` before the loop of a run."""
+"""Collect the parts of a call, and prepare data, optimizers, ``self.log`` and ``self.trainer``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,115 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .hooks import overridden
+from ..checkpoint.manager import CheckpointManager
+from ..data.loaders import DataConnector
+from ..errors import WarnOnce
+from ..loggers.console import Console
+from ..loggers.history import History
+from ..loggers.logger_connector import LoggerConnector
+from ..loggers.result_collection import ResultCollection
+from .checks import LOADER_OF_STAGE, check_call
+from .hooks import Hooks, is_instance_of, overridden
+from .module_adapter import adapt_model
 from .optimizers import parse_optimizers
+from .progress import Progress, StopCondition
+from .run_state import RunState
+from .step_runner import StepRunner
 
 if TYPE_CHECKING:
-    from .run_state import RunState
+    from ..loop import FabricLoop
 
 _LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
+
+
+def make_run(
+    loop: FabricLoop,
+    stage: str,
+    model: Any,
+    loaders: dict[str, Any],
+    datamodule: Any,
+    functions: dict[str, Any],
+    optimizer: Any = None,
+) -> RunState:
+    """Collect the parts of one call. An evaluation without a model continues the run before it.
+
+    Args:
+        loaders: What was given, by "train", "val", "test" and "predict".
+        functions: The step functions that were given, by name.
+    """
+    config, fabric = loop.config, loop.fabric
+    is_last_model = model is None
+    first = LOADER_OF_STAGE[stage]
+    if is_datamodule(loaders.get(first)):
+        datamodule, loaders[first] = loaders[first], None
+    last = loop.run if stage != "fit" else None
+    if model is None:
+        if last is None:
+            raise TypeError(
+                f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run"
+            )
+        model = last.model
+        given = {name: function for name, function in functions.items() if function}
+        functions = {**getattr(last.module, "functions", {}), **given}
+    module, source, network = adapt_model(model, functions)
+
+    def module_for(callback: Any) -> Any:
+        is_lightnings = type(callback).__module__.startswith(("lightning.", "pytorch_lightning."))
+        return module if is_lightnings else model
+
+    data = DataConnector(loaders, datamodule if datamodule is not None else source)
+    if datamodule is None and last is not None:
+        # The datamodule of the run before stays. Its loaders are used where there are no others.
+        datamodule = last.datamodule
+        if datamodule is not None and not data.has_loader(first):
+            data.source = datamodule
+    hooks = Hooks(loop, loop.callbacks, source, module_for, loop.given_profiler)
+    progress = Progress()
+    if last is not None:
+        progress.continue_from(last.progress)
+    has_timer = any(is_instance_of(callback, "Timer") for callback in loop.callbacks)
+    has_bar = any(is_instance_of(callback, "ProgressBar") for callback in loop.callbacks)
+    shows_console = bool(config.enable_progress_bar) and not has_bar and fabric.is_global_zero
+    run = RunState(
+        stage=stage,
+        loop=loop,
+        config=config,
+        fabric=fabric,
+        model=model,
+        module=module,
+        network=network,
+        datamodule=datamodule,
+        hooks=hooks,
+        results=ResultCollection(
+            hooks,
+            network,
+            stage,
+            fabric.all_reduce if fabric.world_size > 1 else None,
+            not config.barebones,
+            not loop.loggers,
+        ),
+        history=History(),
+        data=data,
+        progress=progress,
+        stop=StopCondition(config, progress, has_timer or config.max_time is not None),
+        steps=StepRunner(fabric, source, network, config.compile),
+        loggers=None,  # type: ignore[arg-type]
+        console=Console(config, shows_console),
+        checkpoints=CheckpointManager(None, config) if last is None else last.checkpoints,
+        warn_once=WarnOnce(fabric.is_global_zero),
+        is_last_model=is_last_model,
+        given_optimizer=optimizer,
+        accumulate_grad_batches=config.accumulate_grad_batches,
+    )
+    run.loggers = LoggerConnector(run)
+    run.history.run = run.data.run = run
+    check_call(run)
+    return run
+
+
+def is_datamodule(given: Any) -> bool:
+    names = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+    return any(callable(getattr(given, name, None)) for name in names)
 
 
 def configure_optimizers(run: RunState) -> None:
@@ -23,8 +125,7 @@ def configure_optimizers(run: RunState) -> None:
     where = "optimizer"
     if returned is None:
         where = "configure_optimizers"
-        own = run.hooks.module_method("configure_optimizers")
-        returned = run.hooks.inside("configure_optimizers", own)()
+        returned = run.hooks.call_module("configure_optimizers")
     has_own_step = run.hooks.is_overridden("lr_scheduler_step")
     is_automatic = run.module.automatic_optimization
     run.optimizers, run.lr_schedulers = parse_optimizers(

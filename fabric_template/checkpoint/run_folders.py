@@ -1,0 +1,125 @@
+"""The folders of a run: its version, their locks, and the checkpoint that a call starts from."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigurationError
+from ..lightning_compat.checkpoints import (
+    checkpoint_of_callbacks,
+    default_keyword,
+    no_best_checkpoint,
+)
+from ..loggers.csv_logger import claim_version
+from ..training.hooks import is_instance_of
+from .manager import CheckpointManager
+from .resolve import resolve_checkpoint, version_folder, version_of_checkpoint
+from .run_lock import lock_folders
+from .state import OWN_KEY
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+
+def read_start_checkpoint(
+    run: RunState, resume: Any, load: Any, weights_only: bool | None = None
+) -> None:
+    """Read the checkpoint that a call starts from, if it names one.
+
+    Args:
+        resume: "last", "best", "auto" or a path: continue with optimizers and counters.
+        load: The same: load the weights only.
+    """
+    loop = run.loop
+    if resume is not None and load is not None:
+        raise ConfigurationError(
+            f"{run.stage}: got resume={str(resume)!r} and load={str(load)!r}, expected one of them."
+        )
+    resumes = resume is not None
+    keyword = resume if resume is not None else load
+    if keyword is None:
+        keyword = loop.next_ckpt_path or default_keyword(loop, run)
+        resumes = run.stage == "fit"
+    elif loop.next_ckpt_path is not None:
+        run.warn_once(
+            f"`trainer.ckpt_path = {loop.next_ckpt_path!r}` was called but then you passed"
+            f" `trainer.fit(ckpt_path={keyword!r})`. The latter will be loaded."
+        )
+        loop.next_ckpt_path = None
+    path = None if keyword is None else find_checkpoint(run, os.fspath(keyword))
+    if path is None:
+        return
+    run.checkpoint_path = str(path)
+    run.checkpoint = loop.checkpoint_io.load_checkpoint(
+        path, weights_only=weights_only is not False
+    )
+    run.own_state = run.checkpoint.pop(OWN_KEY, None)
+    run.resumes = resumes
+    run.resume_keyword = "auto" if resumes and keyword == "auto" else None
+    if resumes and run.config.version is None:
+        version = version_of_checkpoint(Path(path), Path(loop.default_root_dir), run.config.name)
+        for logger in run.loggers.csv_loggers if version is not None else ():
+            logger.version = version
+
+
+def find_checkpoint(run: RunState, keyword: str) -> str | Path | None:
+    """Return the file that "best", "last" or "auto" means, or the path that was given."""
+    loop, config = run.loop, run.config
+    if keyword in ("best", "last", "auto") and loop.checkpoint_callbacks:
+        return checkpoint_of_callbacks(loop, keyword, run)
+    if keyword == "best":
+        if not config.enable_checkpointing:
+            raise no_best_checkpoint(loop, run.stage)
+        if run.checkpoints.best_model_path:
+            return run.checkpoints.best_model_path
+    return resolve_checkpoint(keyword, Path(loop.default_root_dir), config.name, config.version)
+
+
+def open_folders(run: RunState, stack: ExitStack) -> None:
+    """Choose the version of a fit and lock its folders. A new run starts with empty files."""
+    loop, version = run.loop, run.config.version
+    own = loop.own_logger
+    if own is not None and version is None and loop.has_fitted and not run.resumes:
+        own.version = None
+    loop.has_fitted = True
+    run.checkpoints = make_checkpoint_manager(run)
+    if not run.fabric.is_global_zero:
+        return
+    resumed_from = None
+    if run.resumes and run.checkpoint is not None:
+        resumed_from = f"step {run.checkpoint['global_step']} from {run.checkpoint_path}"
+    folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
+    if run.checkpoints.folder is not None:
+        folders.append(run.checkpoints.folder)
+    stack.enter_context(lock_folders(folders, resumed_from))
+    if own is not None and version is not None and not run.resumes:
+        own.rewind({})
+
+
+def make_checkpoint_manager(run: RunState) -> CheckpointManager:
+    """Return the manager of a fit, which saves nothing where a Checkpoint callback does."""
+    config = run.config
+    has_callback = any(is_instance_of(callback, "Checkpoint") for callback in run.loop.callbacks)
+    if not config.enable_checkpointing or has_callback:
+        return CheckpointManager(None, config)
+    runs = Path(run.loop.default_root_dir, "checkpoints", config.name)
+    return CheckpointManager(runs / version_folder(choose_version(run, runs)), config)
+
+
+def choose_version(run: RunState, runs: Path) -> int | str:
+    """Return the version of a run, which the first process chooses for all."""
+    own = run.loggers.csv_loggers
+    version: Any = own[0].version if own else run.config.version
+    if version is None and run.resumes:
+        version = version_of_checkpoint(
+            Path(str(run.checkpoint_path)), runs.parent.parent, runs.name
+        )
+    if version is None and run.fabric.is_global_zero:
+        version = claim_version(runs)
+    version = run.fabric.broadcast(version)
+    for logger in own:
+        logger.version = version
+    return version
