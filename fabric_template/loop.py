@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -16,6 +18,16 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from .checkpoint.checkpoint_io import AtomicCheckpointIO
 from .checkpoint.run_folders import read_start_checkpoint
 from .config import LoopConfig, parse_options
+from .custom_loop import (
+    check_type,
+    load_parts,
+    log_in_run,
+    log_rows,
+    needs_no_wrapper,
+    save_parts,
+    setup_parts,
+    to_scalars,
+)
 from .errors import ConfigurationError
 from .lightning_compat.callbacks import parse_callbacks
 from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
@@ -25,6 +37,7 @@ from .loggers.run_summary import (
     format_summary,
     summarize_run,
 )
+from .training.optimization import ManualOptimization
 from .training.run_state import RunState
 from .training.setup import make_run
 from .training.stages import evaluate_stage, fit_stage, predict_stage, run_stage
@@ -202,6 +215,68 @@ class FabricLoop(TrainerAPI):
         table = format_results(results, stage)
         if table and self.fabric.is_global_zero:
             print(table)
+
+    # Level 1: parts for a loop of your own
+
+    def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
+        """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.
+
+        On one device in float32 model and optimizer come back as they are. Elsewhere the model's wrapper
+        has its names and its class in ``isinstance``; ``torch.save`` writes the model alone. To clip, use
+        ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``, which unscales gradients before.
+
+        Example:
+            >>> loop = FabricLoop(accelerator="cpu")
+            >>> net = torch.nn.Linear(2, 1)
+            >>> net, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            >>> loop.backward(net(torch.ones(1, 2)).sum())
+            >>> optimizer.step()
+        """
+        return setup_parts(self.fabric, model, optimizer, loaders)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients in the loop's precision, as ``fabric.backward`` does."""
+        check_type("backward", loss, torch.Tensor, "the loss, a tensor: loop.backward(loss)")
+        if self.run is not None and isinstance(self.run.optimization, ManualOptimization):
+            self.run.optimization.backward(loss)
+        else:
+            self.fabric.backward(loss)
+
+    def no_backward_sync(self, model: Any, enabled: bool = True) -> AbstractContextManager:
+        """Return a context for all but the last backward of an accumulation: gradients are not reduced there."""
+        if needs_no_wrapper(self.fabric):
+            return nullcontext()
+        return self.fabric.no_backward_sync(model, enabled)
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """Log a value inside a step function or a hook, as a LightningModule's ``self.log`` does."""
+        self.require_run("log").results.log(name, value, **options)
+
+    def log_dict(
+        self, metrics: Mapping[str, Any], step: int | None = None, sync_dist: bool = False
+    ) -> None:
+        """Send values to the loggers. With an "epoch" among them they are a row of metrics.csv.
+
+        In a hook or a step of a run they join the row of the current epoch, or are a row of steps.csv.
+
+        Args:
+            metrics: Numbers by name.
+            step: The optimizer steps so far.
+            sync_dist: Log the means over the processes, all of which have to call this.
+        """
+        scalars = to_scalars(self.fabric, metrics, sync_dist)
+        if self.run is not None and self.run.progress.stage is not None:
+            log_in_run(self.run, scalars, step)
+        else:
+            log_rows(self.loggers, scalars, step)
+
+    def save(self, path: str | Path, state: dict[str, Any]) -> None:
+        """Write a checkpoint of modules, optimizers and values, as a whole or not at all."""
+        save_parts(self.fabric, self.checkpoint_io, path, state)
+
+    def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
+        """Restore modules and optimizers from a checkpoint. Returns what else it holds."""
+        return load_parts(self.fabric, path, state)
 
     def profile(
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any

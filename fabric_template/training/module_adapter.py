@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from lightning.fabric import is_wrapped
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -101,6 +102,13 @@ def _as_module(value: Any) -> nn.Module | None:
     if isinstance(value, dict) and value and all(isinstance(v, nn.Module) for v in value.values()):
         return nn.ModuleDict(value)
     return None
+
+
+def unwrap(part: Any) -> Any:
+    """Return the model or optimizer inside Fabric's wrapper; anything else as it is."""
+    if not is_wrapped(part):
+        return part
+    return part.module if isinstance(part, nn.Module) else getattr(part, "optimizer", part)
 
 
 def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[Any, Any, nn.Module]:

@@ -17,7 +17,7 @@ from ..loggers.logger_connector import LoggerConnector
 from ..loggers.result_collection import ResultCollection
 from .checks import LOADER_OF_STAGE, check_call
 from .hooks import Hooks, is_instance_of, overridden
-from .module_adapter import adapt_model
+from .module_adapter import adapt_model, unwrap
 from .optimizers import parse_optimizers
 from .progress import Progress, StopCondition
 from .run_state import RunState
@@ -46,6 +46,8 @@ def make_run(
     """
     config, fabric = loop.config, loop.fabric
     is_last_model = model is None
+    # A model from FabricLoop.setup() is set up again by the run.
+    model = unwrap(model)
     first = LOADER_OF_STAGE[stage]
     if is_datamodule(loaders.get(first)):
         datamodule, loaders[first] = loaders[first], None
@@ -105,7 +107,7 @@ def make_run(
         checkpoints=CheckpointManager(None, config) if last is None else last.checkpoints,
         warn_once=WarnOnce(fabric.is_global_zero),
         is_last_model=is_last_model,
-        given_optimizer=optimizer,
+        given_optimizer=unwrap(optimizer),
         accumulate_grad_batches=config.accumulate_grad_batches,
     )
     run.loggers = LoggerConnector(run)

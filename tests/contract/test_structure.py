@@ -13,6 +13,7 @@ LEVELS = {
     "tools": 2,
     "demos": 2,
     "loop": 1,
+    "custom_loop": 0,
     "training": 0,
     "data": 0,
     "loggers": 0,

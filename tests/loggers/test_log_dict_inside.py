@@ -50,7 +50,7 @@ def test_without_it_is_a_row_of_the_steps(tmp_path, hook):
     assert all(row.values())
     found = rows(tmp_path / "logs/run/version_0/steps.csv")
     expected = {
-        "on_train_batch_end": [(str(step), "0") for step in range(10)], "on_validation_end": [("9", "0")],
+        "on_train_batch_end": [(str(step), "0") for step in range(1, 11)], "on_validation_end": [("10", "0")],
         "on_train_epoch_end": [("10", "0")], "on_train_start": [("0", "0")], "on_train_end": [("10", "1")],
     }[hook]  # fmt: skip
     assert [(row["step"], row["epoch"]) for row in found] == expected

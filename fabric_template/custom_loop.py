@@ -1,0 +1,175 @@
+"""Level 1: what FabricLoop does for a loop of your own, such as set-up and values for the loggers."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from .checkpoint.state import restore_dtypes
+from .data.tensor_loader import TensorLoader
+from .distributed.launch import is_joined
+from .errors import ConfigurationTypeError
+from .loggers.csv_logger import to_cell
+from .training.module_adapter import unwrap
+
+if TYPE_CHECKING:
+    from .training.run_state import RunState
+
+# Columns of a row that are no measurement.
+_COORDINATES = ("epoch", "step")
+
+
+def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
+    """Refuse an argument of another type, with the call that is right."""
+    if not isinstance(value, kind):
+        got = type(value).__name__
+        raise ConfigurationTypeError(f"loop.{method}: got a {got}, expected {expected}.")
+
+
+def needs_no_wrapper(fabric: Fabric) -> bool:
+    """Return whether Fabric's wrappers would do nothing: one device, float32."""
+    strategy = fabric.strategy
+    return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
+
+
+def launch(fabric: Fabric) -> None:
+    """Initialize the process group, unless a launcher or an earlier call has done it."""
+    is_launched = os.environ.get("LT_CLI_USED") == "1" or is_joined()
+    if fabric.world_size > 1 and not is_launched:
+        fabric.launch()
+
+
+def setup_parts(fabric: Fabric, model: nn.Module, optimizer: Any, loaders: tuple[Any, ...]) -> Any:
+    """Return model, optimizer and loaders, prepared for the device, the precision and the strategy."""
+    expected = "loop.setup(model, optimizer, *loaders)"
+    check_type("setup", model, nn.Module, f"an nn.Module: {expected}")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        check_type("setup", optimizer, Optimizer, f"an optimizer: {expected}")
+    launch(fabric)
+    given: list[Any] = [model] if optimizer is None else [model, optimizer]
+    prepared: Any = fabric.setup(*given)
+    if needs_no_wrapper(fabric):
+        parts: list[Any] = given
+    else:
+        parts = [prepared] if optimizer is None else list(prepared)
+        wrapper: Any = type(parts[0])
+        # The wrapper's own __setattr__ would set the attribute of the model.
+        object.__setattr__(parts[0], "__class__", _wrapper_with_own_names(wrapper))
+    parts += [_setup_loader(fabric, loader) for loader in loaders]
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def _setup_loader(fabric: Fabric, loader: Any) -> Any:
+    if isinstance(loader, DataLoader):
+        return fabric.setup_dataloaders(loader)
+    if isinstance(loader, TensorLoader):
+        return loader.to(fabric.device).for_rank(fabric.global_rank, fabric.world_size)
+    return loader
+
+
+@cache
+def _wrapper_with_own_names(wrapper: Any) -> type:
+    """Return a subclass of Fabric's wrapper that code which asks for names or classes takes for the model.
+
+    Submodules, parameters and buffers have the model's names, isinstance sees its class, and
+    ``torch.save`` writes the model alone.
+    """
+
+    class Wrapper(wrapper):
+        @property  # type: ignore[misc]
+        def __class__(self) -> type:
+            return type(self.module)
+
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module.named_modules(*args, **kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return self.module.__reduce_ex__(protocol)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            copied = memo[id(self)] = object.__new__(type(self))
+            object.__setattr__(copied, "__dict__", copy.deepcopy(vars(self), memo))
+            return copied
+
+    return Wrapper
+
+
+def to_scalars(fabric: Fabric, metrics: Mapping[str, Any], sync_dist: bool) -> dict[str, Any]:
+    """Return values as numbers, with ``sync_dist`` as their means over the processes."""
+    expected = "a dict of numbers: loop.log_dict({'epoch': 0, 'train_loss': loss})"
+    check_type("log_dict", metrics, Mapping, expected)
+    scalars = {name: to_cell(name, value) for name, value in metrics.items()}
+    measured = [name for name in scalars if name not in _COORDINATES]
+    if sync_dist and fabric.world_size > 1 and measured:
+        values = [float(scalars[name]) for name in measured]
+        own = torch.tensor(values, dtype=torch.float64, device=fabric.device)
+        means: Any = fabric.all_reduce(own)
+        scalars.update(zip(measured, means.tolist(), strict=True))
+    return scalars
+
+
+def log_in_run(run: RunState, scalars: dict[str, Any], step: int | None) -> None:
+    """Log values from a hook or a step: with the current epoch as part of its row, else as a row of steps.csv."""
+    is_of_row = run.stage == "fit" and run.progress.is_in_epoch
+    if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
+        values = {name: value for name, value in scalars.items() if name not in _COORDINATES}
+        run.results.row.update(values)
+        run.loggers.log_metrics(values, step)
+    else:
+        run.loggers.log_metrics(scalars, step, row=scalars)
+
+
+def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
+    """Log values outside of a run. With an "epoch" they are a row of metrics.csv."""
+    for logger in loggers:
+        if "epoch" in scalars and hasattr(logger, "log_epoch"):
+            row = {"epoch": scalars["epoch"]}
+            if step is not None:
+                row["step"] = step
+            logger.log_epoch(row | scalars)
+        else:
+            logger.log_metrics(scalars, step)
+
+
+def save_parts(fabric: Fabric, io: CheckpointIO, path: Any, state: dict[str, Any]) -> None:
+    """Write a checkpoint of modules, optimizers and values, as a whole or not at all."""
+    check_type("save", path, str | os.PathLike, "a path and a dict: loop.save('mine.ckpt', state)")
+    launch(fabric)
+    # Strategies that shard a model write folders without a CheckpointIO.
+    with suppress(NotImplementedError):
+        if type(fabric.strategy.checkpoint_io) is TorchCheckpointIO:
+            fabric.strategy.checkpoint_io = io
+    fabric.save(path, state)
+
+
+def load_parts(fabric: Fabric, path: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Restore modules and optimizers from a checkpoint. Returns what else it holds."""
+    launch(fabric)
+    saved: list[tuple[Any, Any]] = []
+    optimizers = [unwrap(part) for part in state.values()]
+    optimizers = [part for part in optimizers if isinstance(part, Optimizer)]
+    hooks = [
+        part.register_load_state_dict_pre_hook(lambda *loaded: saved.append(loaded))
+        for part in optimizers
+    ]
+    try:
+        rest = fabric.load(path, state)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for optimizer, state_dict in saved:
+        restore_dtypes(optimizer, state_dict)
+    return rest
