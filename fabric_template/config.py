@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import inspect
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 _LIMITS = (
     "limit_train_batches",
@@ -134,24 +143,17 @@ class LoopConfig:
     """torch.compile the steps: True, a mode such as "max-autotune", or the keywords as a dict."""
 
     def __post_init__(self) -> None:
-        wrong_types, wrong_values = [], []
-        for field in fields(self):
-            check = _CHECKS.get(field.name)
-            if check is None:
-                continue
-            value = getattr(self, field.name)
-            if not check.has_type(value):
-                wrong_types.append(check.message(field.name, value))
-            elif not check.is_in_range(value):
-                wrong_values.append(check.message(field.name, value))
-        if not wrong_types and not wrong_values:
-            wrong_values = list(self._contradictions())
-        if wrong_types or wrong_values:
+        given = {name: getattr(self, name) for name in _CHECKS}
+        wrong_types = [name for name in given if not _CHECKS[name].has_type(given[name])]
+        wrong = [name for name in given if not _CHECKS[name].is_valid_value(given[name])]
+        problems = [] if wrong else list(self._contradictions())
+        if wrong or problems:
             # Importing Lightning takes seconds, which --help must not wait for.
-            from .errors import ConfigurationError, ConfigurationTypeError
+            from .errors import ConfigurationError, ConfigurationTypeError, describe
 
+            problems += [_CHECKS[name].message(name, describe(given[name])) for name in wrong]
             kind = ConfigurationTypeError if wrong_types else ConfigurationError
-            raise kind(" ".join(wrong_types + wrong_values))
+            raise kind(" ".join(problems))
 
     def _contradictions(self) -> Iterable[str]:
         """Yield what no option can check alone."""
@@ -224,10 +226,9 @@ class LoopConfig:
 
     def changed(self, **values: Any) -> LoopConfig:
         """Return a copy with other values, which are not checked again."""
-        copy = object.__new__(LoopConfig)
-        for name, value in {**vars(self), **values}.items():
-            object.__setattr__(copy, name, value)
-        return copy
+        changed = copy.copy(self)
+        vars(changed).update(values)
+        return changed
 
 
 @dataclass(frozen=True)
@@ -248,12 +249,14 @@ class _Check:
             return bool in self.types
         return isinstance(value, self.types) or (float in self.types and isinstance(value, int))
 
-    def is_in_range(self, value: Any) -> bool:
-        return value is None or isinstance(value, bool) or self.is_valid(value)
+    def is_valid_value(self, value: Any) -> bool:
+        if value is None or not self.has_type(value):
+            return self.has_type(value)
+        return isinstance(value, bool) or self.is_valid(value)
 
-    def message(self, name: str, value: Any) -> str:
-        quoted = self.lightning_message.format(name=name, value=value)
-        return f"{quoted}{name}: got {value!r}, expected {self.expected}."
+    def message(self, name: str, value: str) -> str:
+        quoted = self.lightning_message.format(value=value.strip("'"))
+        return f"{quoted}{name}: got {value}, expected {self.expected}."
 
 
 def parse_duration(value: Duration) -> timedelta:
@@ -283,9 +286,23 @@ def _is_limit(value: int | float) -> bool:
 
 
 def _is_interval(value: Any) -> bool:
-    if isinstance(value, int | float):
+    if isinstance(value, int):
+        return value >= 1
+    if isinstance(value, float):
         return _is_limit(value)
     return _is_duration(value) and parse_duration(value) > timedelta()
+
+
+def _is_logger(value: Any) -> bool:
+    """Return whether this is a logger of any kind, or a list of loggers."""
+    if isinstance(value, list | tuple):
+        return all(_is_logger(item) for item in value)
+    has_method = hasattr(value, "log_metrics") and not isinstance(value, type)
+    return has_method or isinstance(value, bool)
+
+
+def _is_local_path(value: str | os.PathLike) -> bool:
+    return "://" not in os.fspath(value)
 
 
 def is_folder_name(value: str) -> bool:
@@ -357,7 +374,16 @@ _CHECKS: dict[str, _Check] = {
     "enable_checkpointing": _SWITCH,
     "enable_progress_bar": _SWITCH,
     "enable_model_summary": _SWITCH,
-    "default_root_dir": _Check((str, os.PathLike), "a folder", may_be_none=True),
+    "logger": _Check(
+        (bool, object),
+        "True (the CSV logger), False, or an object with log_metrics, such as CSVLogger('logs'); or a"
+        " list of them",
+        _is_logger,
+        may_be_none=True,
+    ),
+    "default_root_dir": _Check(
+        (str, os.PathLike), "a local folder", _is_local_path, may_be_none=True
+    ),
     "name": _Check((str,), 'a name without / \\ : * ? " < > |', is_folder_name),
     "version": _Check(
         (int, str),
@@ -370,12 +396,55 @@ _CHECKS: dict[str, _Check] = {
     "save_top_k": _count(-1, "a number of checkpoints, or -1 for all", False),
     "save_last": replace(_SWITCH, may_be_none=False),
     "save_every_n_steps": _count(1, "a number of optimizer steps >= 1"),
-    "seed": _count(0, "a number >= 0"),
+    "seed": _Check(
+        (int,), "a number from 0 to 4294967295", lambda v: 0 <= v < 2**32, may_be_none=True
+    ),
     "compile": _Check(
         (bool, str, dict),
         f"True, False, one of {', '.join(_MODES)}, or torch.compile's keywords as a dict",
         lambda value: isinstance(value, dict) or value in _MODES,
     ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopArguments(LoopConfig):
+    """Every argument of FabricLoop: the options, and what belongs to Fabric."""
+
+    fabric: Fabric | None = field(default=None, kw_only=False)
+    """A ready lightning.Fabric, in place of Fabric's own arguments."""
+    accelerator: Any = "auto"
+    """Fabric's: "cpu", "gpu", "mps", "tpu" or "auto"."""
+    strategy: Any = "auto"
+    """Fabric's: "ddp", "fsdp", a strategy of lightning.fabric, or "auto"."""
+    devices: Any = "auto"
+    """Fabric's: how many devices, a list of their numbers, or "auto" for all."""
+    num_nodes: int = 1
+    """Fabric's: the number of machines."""
+    precision: Any = None
+    """Fabric's: "32-true", "bf16-mixed", "16-mixed", "bf16-true" ..."""
+    plugins: Any = None
+    """Fabric's: precision, cluster environment or checkpoint plugins."""
+    callbacks: Any = None
+    """Lightning's callbacks, or objects with methods named like hooks."""
+    loggers: Any = None
+    """Fabric's name for logger."""
+
+
+FABRIC_DEFAULTS = {
+    "accelerator": "auto",
+    "strategy": "auto",
+    "devices": "auto",
+    "num_nodes": 1,
+    "precision": None,
+    "plugins": None,
+}
+# Options of Trainer that FabricLoop does not have. Their defaults are accepted and change nothing.
+_TRAINER_DEFAULTS = {
+    "use_distributed_sampler": True,
+    "sync_batchnorm": False,
+    "enable_autolog_hparams": True,
+    "model_registry": None,
 }
 
 
@@ -385,13 +454,57 @@ def parse_options(options: dict[str, Any]) -> LoopConfig:
     Raises:
         TypeError: An option is unknown. The message names the nearest one.
     """
-    known = [field.name for field in fields(LoopConfig)]
-    unknown = [name for name in options if name not in known]
+    known = {field.name for field in fields(LoopConfig)}
+    unknown = [
+        name
+        for name, value in options.items()
+        if name not in known and (name, value) not in _TRAINER_DEFAULTS.items()
+    ]
     if unknown:
-        from .errors import nearest_name
+        from .errors import unknown_option
 
-        texts = [
-            f"FabricLoop has no option {name}; {nearest_name(name, known)}" for name in unknown
-        ]
-        raise TypeError("; ".join(texts))
-    return LoopConfig(**options)
+        names = [field.name for field in fields(LoopArguments)]
+        raise TypeError(" ".join(unknown_option(name, names) for name in unknown))
+    return LoopConfig(**{name: value for name, value in options.items() if name in known})
+
+
+def with_arguments_of(
+    arguments: Callable[P, Any],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Give a constructor the signature and the documented fields of a dataclass.
+
+    Editors read the types; help() and notebooks read ``__signature__`` and ``__doc__``.
+    """
+
+    def sign(init: Any) -> Any:
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        taken = inspect.signature(arguments).parameters.values()
+        init.__signature__ = inspect.Signature([own, *taken])
+        init.__doc__ = "\n".join(f"{name}: {text}" for name, text in document_fields().items())
+        return init
+
+    return sign
+
+
+def document_fields() -> dict[str, str]:
+    """Return the text under each field of LoopConfig and LoopArguments, by the field's name.
+
+    Example:
+        >>> document_fields()["min_steps"]
+        'Ignore requests to stop before this many optimizer steps.'
+    """
+    try:
+        tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    except OSError:
+        # The package was installed without its source.
+        return {}
+    texts = {}
+    for node in tree.body:
+        body = node.body if isinstance(node, ast.ClassDef) else []
+        for line, following in pairwise(body):
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if isinstance(line, ast.AnnAssign) and is_text:
+                texts[line.target.id] = inspect.cleandoc(str(following.value.value)).replace(
+                    "\n", " "
+                )
+    return texts

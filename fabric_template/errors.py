@@ -5,8 +5,23 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+# Frequent options of other loops, which resemble none of ours or a wrong one.
+_INSTEAD = {
+    "epochs": "Write max_epochs=.",
+    "gpus": "Write accelerator='gpu', devices=.",
+    "amp": "Write precision='bf16-mixed' or '16-mixed'.",
+    "lr": "Give it to the optimizer: torch.optim.Adam(model.parameters(), lr=1e-3).",
+    "batch_size": "Give it to the loader: DataLoader(dataset, batch_size=32).",
+    "optimizer": "Give it to fit: fit(model, loader, optimizer=...).",
+    "ckpt_path": "Give it to fit: fit(model, loader, ckpt_path='last').",
+    "resume_from_checkpoint": "Give the path to fit: fit(model, loader, resume='last').",
+    "sync_batchnorm": "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit.",
+    "use_distributed_sampler": "A DistributedSampler in your loader is kept, others are replaced.",
+}
 
 
 class ConfigurationError(MisconfigurationException, ValueError):
@@ -37,16 +52,41 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """A checkpoint file that does not exist."""
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return a sentence that names the known option nearest to an unknown one.
+def unknown_option(name: str, known: Iterable[str]) -> str:
+    """Return the message for an option that FabricLoop does not have.
 
     Example:
-        >>> nearest_name("max_epoch", ["max_epochs", "name"])
-        'did you mean max_epochs?'
+        >>> unknown_option("max_epoch", ["max_epochs", "name"])
+        'FabricLoop: got the unknown option max_epoch. Did you mean max_epochs?'
     """
-    known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(sorted(known))}"
+    instead = _INSTEAD.get(name)
+    if instead is None:
+        instead = f"Did you mean {near[0]}?" if near else "help(FabricLoop) lists the options."
+    return f"FabricLoop: got the unknown option {name}. {instead}"
+
+
+def describe(value: Any) -> str:
+    """Return a value as a message shows it: its repr if that is short, else its class.
+
+    Example:
+        >>> describe("cpu"), describe(dict), describe(print)
+        ("'cpu'", 'the class dict', 'a builtin_function_or_method')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    is_short = len(text) <= 60 and "\n" not in text and not text.startswith("<")
+    return text if is_short else f"a {type(value).__name__}"
+
+
+def check_object(argument: str, value: Any) -> None:
+    """Refuse a class where an object of it is meant."""
+    if isinstance(value, type):
+        name = value.__name__
+        raise ConfigurationTypeError(
+            f"{argument}: got the class {name}, expected an object. Write {name}(...)."
+        )
 
 
 class WarnOnce:

@@ -17,7 +17,13 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from .checkpoint.checkpoint_io import AtomicCheckpointIO
 from .checkpoint.run_folders import read_start_checkpoint
-from .config import LoopConfig, parse_options
+from .config import (
+    FABRIC_DEFAULTS,
+    LoopArguments,
+    LoopConfig,
+    parse_options,
+    with_arguments_of,
+)
 from .custom_loop import (
     check_type,
     load_parts,
@@ -28,7 +34,7 @@ from .custom_loop import (
     setup_parts,
     to_scalars,
 )
-from .errors import ConfigurationError
+from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .lightning_compat.callbacks import parse_callbacks
 from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .loggers.csv_logger import CSVLogger
@@ -37,6 +43,7 @@ from .loggers.run_summary import (
     format_summary,
     summarize_run,
 )
+from .training.hooks import is_instance_of
 from .training.optimization import ManualOptimization
 from .training.run_state import RunState
 from .training.setup import make_run
@@ -52,8 +59,26 @@ class FabricLoop(TrainerAPI):
         callbacks: Lightning's callbacks, or objects with methods named like hooks.
         loggers: Fabric's name for the option logger.
         **options: The fields of LoopConfig, such as max_epochs=10.
+
+    Raises:
+        TypeError: An option is unknown.
+        ConfigurationError, ConfigurationTypeError: Options have wrong values. All are named at once.
+
+    Example:
+        >>> import torch
+        >>> from fabric_template import FabricLoop, TensorLoader
+        >>> net = torch.nn.Linear(2, 1)
+        >>> batches = TensorLoader(torch.ones(8, 2), torch.zeros(8, 1), batch_size=4)
+        >>> def training_step(net, batch):
+        ...     return torch.nn.functional.mse_loss(net(batch[0]), batch[1])
+        >>> loop = FabricLoop(accelerator="cpu", max_epochs=2, barebones=True)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> history = loop.fit(net, batches, optimizer=optimizer, training_step=training_step)
+        >>> list(history["epoch"])
+        [0, 1]
     """
 
+    @with_arguments_of(LoopArguments)
     def __init__(
         self,
         fabric: Fabric | None = None,
@@ -69,17 +94,22 @@ class FabricLoop(TrainerAPI):
         **options: Any,
     ) -> None:
         if loggers is not None:
+            if options.get("logger") is not None:
+                raise ConfigurationError(
+                    "FabricLoop: got logger and loggers, expected one of them. They mean the same."
+                )
             options["logger"] = loggers
         given = parse_options(options)
         self.config: LoopConfig = given.resolve()
-        self.fabric = fabric or Fabric(
-            accelerator=accelerator,
-            strategy=strategy,
-            devices=devices,
-            num_nodes=num_nodes,
-            precision=precision,
-            plugins=plugins,
-        )
+        of_fabric = {
+            "accelerator": accelerator,
+            "strategy": strategy,
+            "devices": devices,
+            "num_nodes": num_nodes,
+            "precision": precision,
+            "plugins": plugins,
+        }
+        self.fabric = make_fabric(fabric, of_fabric)
         self._callbacks = parse_callbacks(callbacks, self.config)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.checkpoint_io = AtomicCheckpointIO()
@@ -92,18 +122,11 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INITIALIZING
         self.strategy_api = StrategyAPI(self)
         self.next_ckpt_path: Any = None
-        of_fabric = {
-            "accelerator": accelerator,
-            "strategy": strategy,
-            "devices": devices,
-            "num_nodes": num_nodes,
-        }
-        of_fabric |= {"precision": precision, "plugins": plugins, "callbacks": callbacks}
         # What config.yaml records. The command line adds the model and the data.
         self.recipe: dict[str, Any] = {**vars(given)}
-        self.recipe |= {
-            name: value for name, value in of_fabric.items() if value is not None and fabric is None
-        }
+        for name, value in {**of_fabric, "callbacks": callbacks}.items():
+            if value is not None and fabric is None:
+                self.recipe[name] = value
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -329,6 +352,31 @@ class FabricLoop(TrainerAPI):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_callbacks": list(self.callbacks), "run": None, "runs": {}}
+
+
+def make_fabric(fabric: Any, arguments: dict[str, Any]) -> Fabric:
+    """Return the ready Fabric, or make one of Fabric's own arguments."""
+    if fabric is None:
+        if isinstance(arguments["plugins"], str):
+            arguments = {**arguments, "plugins": [arguments["plugins"]]}
+        try:
+            return Fabric(**arguments)
+        except TypeError as error:
+            raise ConfigurationTypeError(str(error)) from error
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+    if not is_instance_of(fabric, "Fabric"):
+        raise ConfigurationTypeError(
+            f"fabric: got {describe(fabric)}, expected a ready lightning.Fabric. Give every other"
+            " argument by name, as in FabricLoop(max_epochs=10, accelerator='cpu')."
+        )
+    both = [name for name, value in arguments.items() if value != FABRIC_DEFAULTS[name]]
+    if both:
+        raise ConfigurationError(
+            f"fabric: got a ready Fabric together with {', '.join(both)}, expected one of them. Write"
+            f" Fabric({both[0]}=...)."
+        )
+    return fabric
 
 
 def _import_tool(name: str) -> Any:

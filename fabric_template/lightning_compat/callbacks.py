@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, ModelSummary, Timer
 
-from ..errors import ConfigurationError, ConfigurationTypeError
+from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..training.hooks import HOOK_ARGUMENTS, OTHER_HOOKS, is_instance_of, overridden
 
 if TYPE_CHECKING:
@@ -84,12 +84,13 @@ def check_callbacks(callbacks: list[Any]) -> None:
     """Refuse what is no callback, cannot work here, or shares the key of its state with another."""
     keys = set()
     for callback in callbacks:
+        check_object("callbacks", callback)
         hooks = (*HOOK_ARGUMENTS, *OTHER_HOOKS)
         if not hasattr(callback, "state_key") and not any(
             hasattr(callback, hook) for hook in hooks
         ):
             raise ConfigurationTypeError(
-                f"callbacks: got a {type(callback).__name__}, expected objects with methods named like"
+                f"callbacks: got {describe(callback)}, expected objects with methods named like"
                 " hooks. Write callbacks=[EarlyStopping('val_loss')]."
             )
         if is_instance_of(callback, *_TUNERS):
