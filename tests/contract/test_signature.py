@@ -1,4 +1,4 @@
-"""FabricLoop's words are completed and shown where one types them, from one source: LoopConfig."""
+"""FabricLoop's options are completed and explained where one types them, from one source: LoopConfig."""
 
 import dataclasses
 import inspect
@@ -12,36 +12,35 @@ import pytest
 from externally import externally
 
 from fabric_template import FabricLoop, LoopConfig
+from fabric_template.config import LoopArguments, document_fields
 
-FABRIC = ["accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "loggers", "callbacks"]
 
-
-def test_the_signature_is_of_loop_config_and_what_the_constructor_takes_itself():
+def test_signature_has_the_fields_of_loop_config():
     parameters = inspect.signature(FabricLoop).parameters
-    fields = {field.name: field for field in dataclasses.fields(LoopConfig)}
-    assert list(parameters) == ["fabric", *fields, *FABRIC]
-    kinds = {name: one.kind for name, one in parameters.items()}
+    fields = {field.name: field.default for field in dataclasses.fields(LoopArguments)}
+    assert {name: parameter.default for name, parameter in parameters.items()} == fields
+    kinds = {name: parameter.kind for name, parameter in parameters.items()}
     assert kinds.pop("fabric") is inspect.Parameter.POSITIONAL_OR_KEYWORD
     assert {*kinds.values()} == {inspect.Parameter.KEYWORD_ONLY}
-    assert {name: one.default for name, one in parameters.items() if name in fields} == {
-        name: field.default for name, field in fields.items()
-    }
-    code = FabricLoop.__init__.__code__  # what stands in the constructor's own line has the same names and defaults
-    assert [*code.co_varnames[1 : 1 + code.co_argcount + code.co_kwonlyargcount - 1]] == ["fabric", *FABRIC]
-    assert FabricLoop.__init__.__kwdefaults__ == {name: parameters[name].default for name in FABRIC}
+    options = {field.name for field in dataclasses.fields(LoopConfig)}
+    of_constructor = {name: fields[name] for name in fields if name not in options | {"fabric"}}
+    assert FabricLoop.__init__.__kwdefaults__ == of_constructor
 
 
-def test_help_shows_them():
+def test_help_explains_each_option():
     text = pydoc.plain(pydoc.render_doc(FabricLoop))
     assert "max_epochs: 'int | None' = None" in text
-    assert "seed: 'int | None' = None" in text
+    documented = document_fields()
+    assert list(documented) == [field.name for field in dataclasses.fields(LoopArguments)]
+    for name, explanation in documented.items():
+        assert f"{name}: {explanation}" in text
 
 
-def test_a_notebook_completes_them():
-    """In a process of its own: a shell leaves its prompts, by which one knows an interactive session."""
+def test_notebook_completes_and_explains_the_options():
     pytest.importorskip("IPython.core.interactiveshell")
-    codes, said = externally(complete, ranks=1, is_launched=False)
-    assert codes == [0], said
+    # A shell changes the prompts of its process for good.
+    codes, output = externally(complete, ranks=1, is_launched=False)
+    assert codes == [0], output
 
 
 def complete(rank):
@@ -51,12 +50,14 @@ def complete(rank):
     shell = InteractiveShell()
     shell.user_ns["FabricLoop"] = FabricLoop
     with provisionalcompleter():
-        found = {one.text for one in shell.Completer.completions("FabricLoop(save_", len("FabricLoop(save_"))}
+        typed = "FabricLoop(save_"
+        found = {item.text for item in shell.Completer.completions(typed, len(typed))}
     assert {"save_top_k=", "save_last=", "save_every_n_steps="} <= found
+    shown = shell.object_inspect_mime("FabricLoop")["text/plain"]
+    assert document_fields()["save_top_k"] in shown
 
 
-def test_an_editor_knows_them(tmp_path):
-    """By the types alone: a type checker names the misspelled word, and takes the right ones."""
+def test_type_checker_knows_the_options(tmp_path):
     pytest.importorskip("mypy")
     Path("script.py").write_text(
         "from fabric_template import FabricLoop\n"
@@ -65,13 +66,12 @@ def test_an_editor_knows_them(tmp_path):
         "FabricLoop(max_epochs='three')\n"
     )
     root = Path(__file__).resolve().parents[2]
-    words = ["--no-incremental", "--follow-imports=skip", "--ignore-missing-imports", "--cache-dir", str(tmp_path)]
-    files = [root / "fabric_template" / name for name in ("__init__.py", "loop.py", "core/config.py")]  # and not torch
-    command = [sys.executable, "-m", "mypy", *words, "script.py", *map(str, files)]
+    options = ["--no-incremental", "--follow-imports=skip", "--ignore-missing-imports", "--cache-dir", str(tmp_path)]
+    files = [str(root / "fabric_template" / name) for name in ("__init__.py", "loop.py", "config.py")]
+    command = [sys.executable, "-m", "mypy", *options, "script.py", *files]
     done = subprocess.run(command, capture_output=True, text=True, env={"MYPYPATH": str(root), "PATH": ""})
-    assert [
-        line.partition(" error: ")[2] for line in done.stdout.splitlines() if re.match(r"script.py:\d+: error", line)
-    ] == [
+    errors = [line for line in done.stdout.splitlines() if re.match(r"script.py:\d+: error", line)]
+    assert [line.partition(" error: ")[2] for line in errors] == [
         'Unexpected keyword argument "max_epoch" for "FabricLoop"; did you mean "max_epochs"?  [call-arg]',
         'Argument "max_epochs" to "FabricLoop" has incompatible type "str"; expected "int | None"  [arg-type]',
     ], done.stdout
