@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 from .checkpoint.state import restore_dtypes
 from .data.tensor_loader import TensorLoader
 from .distributed.launch import is_joined
-from .errors import ConfigurationTypeError
+from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .loggers.csv_logger import to_cell
 from .training.module_adapter import unwrap
 
@@ -35,8 +36,7 @@ _COORDINATES = ("epoch", "step")
 def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
     """Refuse an argument of another type, with the call that is right."""
     if not isinstance(value, kind):
-        got = type(value).__name__
-        raise ConfigurationTypeError(f"loop.{method}: got a {got}, expected {expected}.")
+        raise ConfigurationTypeError(f"loop.{method}: got {describe(value)}, expected {expected}.")
 
 
 def needs_no_wrapper(fabric: Fabric) -> bool:
@@ -148,16 +148,30 @@ def save_parts(fabric: Fabric, io: CheckpointIO, path: Any, state: dict[str, Any
     """Write a checkpoint of modules, optimizers and values, as a whole or not at all."""
     check_type("save", path, str | os.PathLike, "a path and a dict: loop.save('mine.ckpt', state)")
     launch(fabric)
+    use_checkpoint_io(fabric, io)
+    try:
+        fabric.save(path, state)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise ConfigurationError(
+            f"loop.save: got a value that cannot be pickled, expected tensors and plain values. {error}"
+        ) from error
+
+
+def use_checkpoint_io(fabric: Fabric, io: CheckpointIO) -> None:
+    """Write and read checkpoints atomically and verified, unless the user chose how."""
     # Strategies that shard a model write folders without a CheckpointIO.
     with suppress(NotImplementedError):
         if type(fabric.strategy.checkpoint_io) is TorchCheckpointIO:
             fabric.strategy.checkpoint_io = io
-    fabric.save(path, state)
 
 
-def load_parts(fabric: Fabric, path: Any, state: dict[str, Any]) -> dict[str, Any]:
+def load_parts(
+    fabric: Fabric, io: CheckpointIO, path: Any, state: dict[str, Any]
+) -> dict[str, Any]:
     """Restore modules and optimizers from a checkpoint. Returns what else it holds."""
+    check_type("load", path, str | os.PathLike, "a path and a dict: loop.load('mine.ckpt', state)")
     launch(fabric)
+    use_checkpoint_io(fabric, io)
     saved: list[tuple[Any, Any]] = []
     optimizers = [unwrap(part) for part in state.values()]
     optimizers = [part for part in optimizers if isinstance(part, Optimizer)]

@@ -48,6 +48,18 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint file whose bytes are not those that were written."""
 
 
+class OtherModelError(CheckpointError, RuntimeError):
+    """A checkpoint of another model. It is torch's RuntimeError, too."""
+
+
+class WeightsOnlyError(CheckpointError, KeyError):
+    """A checkpoint without optimizer states, which cannot be resumed. It is Trainer's KeyError, too."""
+
+    def __str__(self) -> str:
+        # KeyError shows the repr of its message.
+        return str(self.args[0])
+
+
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """A checkpoint file that does not exist."""
 
@@ -77,7 +89,8 @@ def describe(value: Any) -> str:
         return f"the class {value.__name__}"
     text = repr(value)
     is_short = len(text) <= 60 and "\n" not in text and not text.startswith("<")
-    return text if is_short else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return text if is_short else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def check_object(argument: str, value: Any) -> None:

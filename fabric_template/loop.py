@@ -171,7 +171,8 @@ class FabricLoop(TrainerAPI):
         }
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         run = make_run(self, "fit", model, loaders, datamodule, functions, optimizer)
-        read_start_checkpoint(run, resume or ckpt_path, load, weights_only)
+        given = {"resume": resume, "load": load, "ckpt_path": ckpt_path}
+        read_start_checkpoint(run, given, weights_only)
         run_stage(run, fit_stage)
         return run.history.frame()
 
@@ -190,7 +191,7 @@ class FabricLoop(TrainerAPI):
         """Run ``validation_step`` over the loaders. Returns what was logged, a dict for each loader."""
         functions = {"validation_step": validation_step, "epoch_end": epoch_end}
         run = make_run(self, "validate", model, {"val": dataloaders}, datamodule, functions)
-        read_start_checkpoint(run, None, load or ckpt_path, weights_only)
+        read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
         results = run_stage(run, evaluate_stage)
         if verbose:
             self._print_results(results, stage=run.stage)
@@ -211,7 +212,7 @@ class FabricLoop(TrainerAPI):
         """Run ``test_step`` over the loaders. Returns what was logged, a dict for each loader."""
         functions = {"test_step": test_step, "epoch_end": epoch_end}
         run = make_run(self, "test", model, {"test": dataloaders}, datamodule, functions)
-        read_start_checkpoint(run, None, load or ckpt_path, weights_only)
+        read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
         results = run_stage(run, evaluate_stage)
         if verbose:
             self._print_results(results, stage=run.stage)
@@ -231,7 +232,7 @@ class FabricLoop(TrainerAPI):
         """Run ``predict_step`` or ``forward`` over the loaders. Returns the outputs by batch."""
         functions = {"predict_step": predict_step}
         run = make_run(self, "predict", model, {"predict": dataloaders}, datamodule, functions)
-        read_start_checkpoint(run, None, load or ckpt_path, weights_only)
+        read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
         return run_stage(run, partial(predict_stage, keep=return_predictions is not False))
 
     def _print_results(self, results: list[dict[str, float]], stage: str) -> None:
@@ -299,7 +300,7 @@ class FabricLoop(TrainerAPI):
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
         """Restore modules and optimizers from a checkpoint. Returns what else it holds."""
-        return load_parts(self.fabric, path, state)
+        return load_parts(self.fabric, self.checkpoint_io, path, state)
 
     def profile(
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any

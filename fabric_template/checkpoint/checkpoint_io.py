@@ -131,7 +131,9 @@ def read_checkpoint(
     """
     path = Path(local_path(path))
     if not path.exists():
-        raise MissingCheckpointError(f"Checkpoint file not found: {path}")
+        raise MissingCheckpointError(
+            f"Checkpoint file not found: {path}. Check the path, or write 'last' or 'best'."
+        )
     if path.is_dir():
         raise CheckpointError(f"{path}: got a folder, expected a checkpoint file.")
     verify_checkpoint(path)
@@ -152,7 +154,10 @@ def read_checkpoint(
         first_line = str(error).strip().split("\n")[0]
         raise DamagedCheckpointError(f"{path}: the file cannot be read. {first_line}") from error
     if not isinstance(checkpoint, dict):
-        raise CheckpointError(f"{path}: got a {type(checkpoint).__name__}, expected a checkpoint.")
+        raise CheckpointError(
+            f"{path}: got a {type(checkpoint).__name__}, expected a dict. Save"
+            " {'state_dict': model.state_dict()}."
+        )
     return checkpoint
 
 
@@ -184,10 +189,12 @@ def verify_checkpoint(path: str | Path) -> None:
     with open(path, "rb") as file:
         start = file.read(4)
     if not start:
-        raise DamagedCheckpointError(f"{path}: the file is empty.")
+        raise DamagedCheckpointError(f"{path}: got an empty file, expected a checkpoint.")
     if start != b"PK\x03\x04":
         if start[:1] != b"\x80":
-            raise DamagedCheckpointError(f"{path}: the file is no checkpoint.")
+            raise DamagedCheckpointError(
+                f"{path}: got a file that starts with {start!r}, expected one of torch.save."
+            )
         return
     try:
         with zipfile.ZipFile(path) as archive:

@@ -7,14 +7,20 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
+from ..errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    describe,
+)
 from .checkpoint_io import local_path, read_checkpoint, verify_checkpoint
 
 KEYWORDS = ("last", "best", "auto")
 
 
 def resolve_checkpoint(
-    keyword: str, root: Path, name: str, version: int | str | None
+    keyword: str, root: Path, name: str, version: int | str | None, argument: str = "resume"
 ) -> Path | None:
     """Return the checkpoint that a keyword means; None for "auto" where there is none.
 
@@ -22,6 +28,7 @@ def resolve_checkpoint(
         keyword: "last", "best", "auto" or a path.
         root: The folder that holds ``checkpoints/<name>/version_<n>``.
         version: None: the newest version that has a checkpoint.
+        argument: The argument that has the keyword, for messages.
 
     Raises:
         MissingCheckpointError: There is no such checkpoint.
@@ -37,7 +44,8 @@ def resolve_checkpoint(
     if keyword == "auto":
         return None
     raise MissingCheckpointError(
-        f"resume: got {keyword!r}, expected a checkpoint under {folder}, which has none. Train first, or give a path."
+        f"{argument}: got {keyword!r}, expected a checkpoint under {folder}, which has none. Train"
+        " first, or give a path."
     )
 
 
@@ -96,9 +104,17 @@ def version_of_checkpoint(path: Path, root: Path, name: str) -> int | str | None
 
 
 def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:
-    """Refuse what is neither a keyword nor a path."""
-    if value is None or value in keywords or isinstance(value, str | os.PathLike):
-        return
-    raise CheckpointError(
-        f"{name}: got {value!r}, expected a path or one of {', '.join(keywords)}."
-    )
+    """Refuse what is neither a keyword nor a path.
+
+    Raises:
+        ConfigurationTypeError: It is no text and no path.
+        ConfigurationError: It is a keyword of another argument.
+    """
+    expected = f"a path, {' or '.join(map(repr, keywords))}"
+    if value is not None and not isinstance(value, str | os.PathLike):
+        hint = " Load weights in memory with model.load_state_dict(...)." if name == "load" else ""
+        raise ConfigurationTypeError(f"{name}: got {describe(value)}, expected {expected}.{hint}")
+    if value in KEYWORDS and value not in keywords:
+        raise ConfigurationError(
+            f"{name}: got {value!r}, expected {expected}. Write fit(..., resume={value!r})."
+        )

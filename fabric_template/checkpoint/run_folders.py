@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, describe
 from ..lightning_compat.checkpoints import (
     checkpoint_of_callbacks,
     default_keyword,
@@ -16,46 +16,57 @@ from ..lightning_compat.checkpoints import (
 from ..loggers.csv_logger import claim_version
 from ..training.hooks import is_instance_of
 from .manager import CheckpointManager
-from .resolve import resolve_checkpoint, version_folder, version_of_checkpoint
+from .resolve import (
+    KEYWORDS,
+    check_checkpoint_argument,
+    resolve_checkpoint,
+    version_folder,
+    version_of_checkpoint,
+)
 from .run_lock import lock_folders
-from .state import OWN_KEY
+from .state import OWN_KEY, check_resumable
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
 
 def read_start_checkpoint(
-    run: RunState, resume: Any, load: Any, weights_only: bool | None = None
+    run: RunState, given: dict[str, Any], weights_only: bool | None = None
 ) -> None:
     """Read the checkpoint that a call starts from, if it names one.
 
     Args:
-        resume: "last", "best", "auto" or a path: continue with optimizers and counters.
-        load: The same: load the weights only.
+        given: The arguments ``resume`` (continue with optimizers and counters), ``load`` (the weights
+            only) and ``ckpt_path`` (resume in fit, load elsewhere). None for those that were not given.
     """
-    loop = run.loop
-    if resume is not None and load is not None:
+    loop, stage = run.loop, run.stage
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
         raise ConfigurationError(
-            f"{run.stage}: got resume={str(resume)!r} and load={str(load)!r}, expected one of them."
+            f"{stage}: got {values}, expected one of them. resume= continues a run, load= takes its"
+            " weights only."
         )
-    resumes = resume is not None
-    keyword = resume if resume is not None else load
+    name, keyword = next(iter(given.items()), ("ckpt_path", None))
+    resumes = stage == "fit" and name != "load"
+    check_checkpoint_argument(name, keyword, KEYWORDS if resumes else ("last", "best"))
     if keyword is None:
         keyword = loop.next_ckpt_path or default_keyword(loop, run)
-        resumes = run.stage == "fit"
     elif loop.next_ckpt_path is not None:
         run.warn_once(
             f"`trainer.ckpt_path = {loop.next_ckpt_path!r}` was called but then you passed"
             f" `trainer.fit(ckpt_path={keyword!r})`. The latter will be loaded."
         )
         loop.next_ckpt_path = None
-    path = None if keyword is None else find_checkpoint(run, os.fspath(keyword))
+    path = None if keyword is None else find_checkpoint(run, name, os.fspath(keyword))
     if path is None:
         return
     run.checkpoint_path = str(path)
     run.checkpoint = loop.checkpoint_io.load_checkpoint(
         path, weights_only=weights_only is not False
     )
+    if resumes:
+        check_resumable(run.checkpoint, path)
     run.own_state = run.checkpoint.pop(OWN_KEY, None)
     run.resumes = resumes
     run.resume_keyword = "auto" if resumes and keyword == "auto" else None
@@ -65,7 +76,7 @@ def read_start_checkpoint(
             logger.version = version
 
 
-def find_checkpoint(run: RunState, keyword: str) -> str | Path | None:
+def find_checkpoint(run: RunState, argument: str, keyword: str) -> str | Path | None:
     """Return the file that "best", "last" or "auto" means, or the path that was given."""
     loop, config = run.loop, run.config
     if keyword in ("best", "last", "auto") and loop.checkpoint_callbacks:
@@ -75,7 +86,8 @@ def find_checkpoint(run: RunState, keyword: str) -> str | Path | None:
             raise no_best_checkpoint(loop, run.stage)
         if run.checkpoints.best_model_path:
             return run.checkpoints.best_model_path
-    return resolve_checkpoint(keyword, Path(loop.default_root_dir), config.name, config.version)
+    root = Path(loop.default_root_dir)
+    return resolve_checkpoint(keyword, root, config.name, config.version, argument)
 
 
 def open_folders(run: RunState, stack: ExitStack) -> None:

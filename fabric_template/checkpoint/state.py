@@ -8,12 +8,13 @@ of random generators, loaders, running metrics and the history.
 from __future__ import annotations
 
 from copy import deepcopy
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import __version__ as lightning_version
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, OtherModelError, WeightsOnlyError
 from ..training.optimization import is_step_due
 from .rng import capture_rng_state, restore_rng_state
 
@@ -215,16 +216,37 @@ def restore_model(run: RunState, checkpoint: dict[str, Any]) -> None:
         restore_callbacks(run, checkpoint)
 
 
+def check_resumable(checkpoint: dict[str, Any], path: Any) -> None:
+    """Refuse to resume from a file that holds weights only."""
+    if "optimizer_states" not in checkpoint:
+        raise WeightsOnlyError(
+            "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
+            " due to `ModelCheckpoint.save_weights_only` being set to `True`. resume: got"
+            f" '{path}', which holds weights only. Write load= to start a new run from them."
+        )
+
+
 def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint."""
-    if "state_dict" not in checkpoint:
+    """Load the weights of a checkpoint, or of a file that is a state_dict itself."""
+    weights = checkpoint.get("state_dict")
+    if weights is None and all(isinstance(v, torch.Tensor) for v in checkpoint.values()):
+        weights = checkpoint
+    if weights is None:
         keys = sorted(map(str, checkpoint))[:5]
         raise CheckpointError(
             f"{run.checkpoint_path}: got the keys {keys}, expected a checkpoint with state_dict."
         )
     is_strict = getattr(run.module, "strict_loading", True)
     target = run.module if run.is_lightning_module else run.network
-    target.load_state_dict(checkpoint["state_dict"], strict=is_strict)
+    try:
+        target.load_state_dict(weights, strict=is_strict)
+    except RuntimeError as error:
+        # torch writes a line for each parameter, which may be hundreds.
+        differences = shorten(" ".join(str(error).split()), 400, placeholder=" ...")
+        raise OtherModelError(
+            f"{differences} '{run.checkpoint_path}' is of another model. Build the model with the"
+            " arguments that it was trained with."
+        ) from error
 
 
 def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
@@ -300,11 +322,6 @@ def restore_position(run: RunState) -> None:
 
 
 def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
-    if "optimizer_states" not in checkpoint:
-        raise KeyError(
-            "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
-            " due to `ModelCheckpoint.save_weights_only` being set to `True`."
-        )
     states = checkpoint["optimizer_states"]
     if len(states) != len(run.optimizers):
         raise CheckpointError(

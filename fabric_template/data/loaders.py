@@ -28,8 +28,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ..checkpoint.dataloader_state import ResumableLoader, has_state
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
-from ..errors import CheckpointError, ConfigurationError, ConfigurationTypeError
-from ..training.checks import loader_argument
+from ..errors import CheckpointError, ConfigurationError
+from ..training.checks import check_loader, loader_argument
 from ..training.hooks import is_instance_of, overridden
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class DataConnector:
             source = self.run.hooks.inside(name, getattr(self.source, name))()
             where = f"returned from `{type(self.source).__name__}.{name}()`"
         for loader in flatten_loaders(source):
-            check_iterable(loader, where)
+            check_loader(loader, where)
         return source
 
     def _should_reload(self, stage: str) -> bool:
@@ -575,23 +575,6 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
             f" `limit_{stage}_batches={1.0 / length}`"
         )
     return batches
-
-
-def check_iterable(loader: Any, where: str) -> None:
-    """Refuse what is no loader.
-
-    Raises:
-        ConfigurationTypeError: The object cannot be iterated.
-    """
-    items = loader if isinstance(loader, list | tuple) else ()
-    numbers = [isinstance(item, int | float) for item in items]
-    is_mixed = any(item is None for item in items) or (any(numbers) and not all(numbers))
-    is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-    if is_mixed or isinstance(loader, str | bytes) or not is_iterable:
-        raise ConfigurationTypeError(
-            f"An invalid dataloader was {where}. Found {loader}. Expected a DataLoader, a TensorLoader"
-            " or any iterable of batches."
-        )
 
 
 def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:

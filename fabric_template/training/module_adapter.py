@@ -11,7 +11,7 @@ from lightning.fabric import is_wrapped
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from ..errors import ConfigurationTypeError
+from ..errors import ConfigurationTypeError, check_object, describe
 from .hooks import is_instance_of
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -88,8 +88,8 @@ def find_network(model: Any) -> nn.Module:
             network.add_module(name, module)
     if not list(network.children()) and not list(network.parameters()):
         raise ConfigurationTypeError(
-            f"model: got a {type(model).__name__} without a torch.nn.Module, expected a module, or an"
-            " object with modules among its attributes. Write self.net = ... in its __init__."
+            f"model: got {describe(model)}, expected a torch.nn.Module, or an object with modules among"
+            " its attributes. Write self.net = ... in its __init__."
         )
     return network
 
@@ -117,11 +117,12 @@ def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[A
     The module is a LightningModule: the model itself or an adapter. The source is the object whose
     methods are called.
     """
+    check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
     for name, function in given.items():
         if not callable(function):
             raise ConfigurationTypeError(
-                f"{name}: got {function!r}, expected a function fn(model, batch[, batch_idx])."
+                f"{name}: got {describe(function)}, expected a function fn(model, batch[, batch_idx])."
             )
     if is_instance_of(model, "LightningModule") and not given:
         return model, model, model

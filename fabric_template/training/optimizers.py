@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from ..errors import ConfigurationError, ConfigurationTypeError
+from ..errors import ConfigurationError, ConfigurationTypeError, describe
 
 _SHAPES = (
     "an optimizer, a list of them, ([optimizers], [schedulers]),"
@@ -65,9 +66,14 @@ def parse_optimizers(
     """
     found = _split(returned)
     if found is None:
-        raise ConfigurationTypeError(
+        lightnings = (
             "Unknown configuration for model optimizers. Output from `model.configure_optimizers()`"
-            f" should be one of: {_SHAPES}. {where}: got {_describe(returned)}."
+            f" should be one of: {_SHAPES}. "
+        )
+        raise ConfigurationTypeError(
+            f"{lightnings if where == 'configure_optimizers' else ''}{where}: got"
+            f" {describe(returned)}, expected an optimizer. Write"
+            " torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     optimizers, schedulers, monitor = found
     configs = [_parse_scheduler(item, monitor, is_automatic) for item in schedulers]
@@ -138,7 +144,7 @@ def _split_sequence(returned: Any) -> tuple[list[Any], list[Any], str | None] | 
 def _check_keys(returned: Mapping) -> None:
     if "optimizer" not in returned:
         raise ConfigurationError(
-            f"configure_optimizers: got a dict with the keys {sorted(map(str, returned))}, expected"
+            f"optimizer: got a dict with the keys {sorted(map(str, returned))}, expected"
             ' "optimizer" among them.'
         )
     unknown = sorted(set(returned) - {"optimizer", "lr_scheduler", "monitor", "frequency"})
@@ -222,8 +228,17 @@ def _check_interface(scheduler: Any) -> None:
         )
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        kinds = ", ".join(type(item).__name__ for item in value)
-        return f"a {type(value).__name__} of ({kinds})"
-    return f"a {type(value).__name__}"
+def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:
+    """Refuse optimizers that have no parameter of the model: nothing would be trained.
+
+    Plain tensors among the parameters are allowed.
+    """
+    own = {id(parameter) for parameter in network.parameters()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    theirs = [parameter for group in groups for parameter in group.get("params", ())]
+    has_modules = any(isinstance(parameter, nn.Parameter) for parameter in theirs)
+    if has_modules and not any(id(parameter) in own for parameter in theirs):
+        raise ConfigurationError(
+            f"optimizer: got {len(theirs)} parameters of another model, expected those of the model"
+            " that is trained. Write torch.optim.SGD(model.parameters(), lr=0.1)."
+        )

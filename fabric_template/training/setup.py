@@ -15,10 +15,10 @@ from ..loggers.console import Console
 from ..loggers.history import History
 from ..loggers.logger_connector import LoggerConnector
 from ..loggers.result_collection import ResultCollection
-from .checks import LOADER_OF_STAGE, check_call
+from .checks import LOADER_OF_STAGE, check_call, check_sources, missing_model
 from .hooks import Hooks, is_instance_of, overridden
 from .module_adapter import adapt_model, unwrap
-from .optimizers import parse_optimizers
+from .optimizers import check_parameters, parse_optimizers
 from .progress import Progress, StopCondition
 from .run_state import RunState
 from .step_runner import StepRunner
@@ -52,11 +52,10 @@ def make_run(
     if is_datamodule(loaders.get(first)):
         datamodule, loaders[first] = loaders[first], None
     last = loop.run if stage != "fit" else None
+    check_sources(stage, loaders, datamodule)
     if model is None:
         if last is None:
-            raise TypeError(
-                f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run"
-            )
+            raise missing_model(stage)
         model = last.model
         given = {name: function for name, function in functions.items() if function}
         functions = {**getattr(last.module, "functions", {}), **given}
@@ -133,6 +132,7 @@ def configure_optimizers(run: RunState) -> None:
     run.optimizers, run.lr_schedulers = parse_optimizers(
         returned, is_automatic, has_own_step, where
     )
+    check_parameters(run.optimizers, run.network)
     for optimizer in run.optimizers:
         # torch keeps the state on the device of its parameters. Move what was made before.
         for state in optimizer.state.values():

@@ -325,7 +325,8 @@ class Data(pl.LightningDataModule):
 def test_state_of_callbacks_and_datamodules(tmp_path):
     for max_epochs, resume in ((1, None), (3, "last")):
         counts, data = Counts(), Data()
-        fit(tmp_path, lambda: data, max_epochs=max_epochs, callbacks=[counts], resume=resume)  # noqa: B023
+        loop = FabricLoop(**quiet(tmp_path), max_epochs=max_epochs, callbacks=[counts])
+        loop.fit(Net(), data, resume=resume)
     assert (counts.count, data.count) == (18, 2)
 
 
