@@ -169,7 +169,7 @@ def bar_values(run: RunState) -> dict[str, float]:
     values = {} if logs_itself else run.history.latest()
     values.update(run.results.progress_bar_metrics)
     if run.progress.stage == "train" and run.results.active:
-        for name, value in run.results.views()[2].items():
+        for name, value in run.results.views().progress_bar.items():
             values[name] = value.item()
     return values
 

@@ -116,12 +116,12 @@ class History:
         self._train.add(values, self._batch_size())
 
     def _batch_size(self) -> int:
-        active = self.run.results.active
-        default = getattr(active, "logged_batch_size", None)
+        results = self.run.results.active
+        if results.batch_size is None and results.logged_batch_size is not None:
+            # The step knows better what a batch with differing tensors holds.
+            return extract_batch_size(results.batch, results.logged_batch_size)
         try:
-            if active.batch_size is None:
-                return extract_batch_size(active.batch, default or 1)
-            return active.batch_size
+            return results.find_batch_size()
         except ConfigurationError:
             return 1
 

@@ -35,7 +35,7 @@ class LoggerConnector:
     def log_step(self, run: RunState) -> None:
         """Log the values of an optimizer step every log_every_n_steps, and at the last step."""
         if run.results.train.has_step_values and self.is_step_due():
-            metrics = run.results.views()[1]
+            metrics = run.results.views().logged
             self.log_metrics(metrics, row=metrics)
 
     def is_step_due(self) -> bool:
@@ -54,7 +54,7 @@ class LoggerConnector:
         count = self._evaluated_batches.get(dataloader_idx, 0)
         self._evaluated_batches[dataloader_idx] = count + 1
         if run.results.active.has_step_values:
-            metrics = run.results.views()[1]
+            metrics = run.results.views().logged
             self.log_metrics(metrics, step=count, row=metrics)
 
     def log_evaluation(self, run: RunState) -> None:
