@@ -13,20 +13,39 @@ from torch import Tensor
 from ..errors import ConfigurationError
 
 # Where self.log may be called.
-_TRAIN_STEP_HOOKS = (
-    "training_step on_train_batch_start on_before_zero_grad optimizer_zero_grad on_before_backward"
-    " backward on_after_backward on_before_optimizer_step optimizer_step configure_gradient_clipping"
-    " clip_gradients on_train_batch_end"
-).split()
-_EVAL_STEP_HOOKS = (
-    "validation_step on_validation_batch_start on_validation_batch_end"
-    " test_step on_test_batch_start on_test_batch_end"
-).split()
-_EPOCH_HOOKS = (
-    "on_train_start on_train_epoch_start on_train_epoch_end"
-    " on_validation_start on_validation_epoch_start on_validation_epoch_end"
-    " on_test_start on_test_epoch_start on_test_epoch_end"
-).split()
+_TRAIN_STEP_HOOKS = [
+    "training_step",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "configure_gradient_clipping",
+    "clip_gradients",
+    "on_train_batch_end",
+]
+_EVAL_STEP_HOOKS = [
+    "validation_step",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "test_step",
+    "on_test_batch_start",
+    "on_test_batch_end",
+]
+_EPOCH_HOOKS = [
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_test_start",
+    "on_test_epoch_start",
+    "on_test_epoch_end",
+]
 _REDUCTIONS = {
     "mean": ("mean", "avg", torch.mean),
     "sum": ("sum", torch.sum, sum),
