@@ -34,6 +34,8 @@ from .custom_loop import (
     setup_parts,
     to_scalars,
 )
+from .distributed.environment import launched_devices
+from .distributed.strategies import convert_plugins, convert_strategy
 from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .lightning_compat.callbacks import parse_callbacks
 from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
@@ -360,6 +362,14 @@ def make_fabric(fabric: Any, arguments: dict[str, Any]) -> Fabric:
     if fabric is None:
         if isinstance(arguments["plugins"], str):
             arguments = {**arguments, "plugins": [arguments["plugins"]]}
+        devices, num_nodes = launched_devices(arguments["devices"], arguments["num_nodes"])
+        arguments = {
+            **arguments,
+            "devices": devices,
+            "num_nodes": num_nodes,
+            "strategy": convert_strategy(arguments["strategy"]),
+            "plugins": convert_plugins(arguments["plugins"]),
+        }
         try:
             return Fabric(**arguments)
         except TypeError as error:

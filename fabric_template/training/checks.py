@@ -10,6 +10,8 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..distributed.environment import check_launched
+from ..distributed.strategies import check_strategy
 from ..errors import (
     ConfigurationError,
     ConfigurationTypeError,
@@ -38,6 +40,8 @@ _MINIMUM = (
 
 def check_call(run: RunState) -> None:
     """Refuse a model, functions or loaders that the call cannot work with."""
+    check_launched(run.fabric, run.stage == "fit")
+    check_strategy(run)
     if run.stage == "predict":
         check_prediction(run)
     else:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from ..distributed.model_parallel import clip_grad_norm
 from ..errors import ConfigurationError, ConfigurationTypeError
 from .module_adapter import takes_batch_idx, takes_iterator
 
@@ -329,6 +330,8 @@ def clip_gradients(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if str(algorithm or "norm").lower() == "value":
         torch.nn.utils.clip_grad_value_(parameters, clip_value=value)
+    elif run.steps.is_model_parallel:
+        clip_grad_norm(parameters, value)
     else:
         torch.nn.utils.clip_grad_norm_(parameters, value)
 

@@ -16,7 +16,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..checkpoint.run_folders import open_folders
 from ..checkpoint.state import restore_model, restore_training
-from ..distributed.launch import is_joined, launch_processes, starts_processes
+from ..distributed.environment import end_processes, join_processes
+from ..distributed.launch import launch_processes, starts_processes
 from ..distributed.signals import SignalHandler
 from ..lightning_compat.callbacks import add_model_callbacks, as_list
 from ..loggers.run_config import write_run_config
@@ -42,8 +43,10 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
         if starts_processes(fabric):
             result = launch_processes(run)
         else:
-            if fabric.strategy.launcher is not None and not is_joined():
-                fabric.launch()
+            join_processes(fabric)
+            if not fabric.is_global_zero:
+                # Scripts that Fabric has started know their rank only now.
+                run.console.is_enabled = run.warn_once.is_enabled = False
             with ExitStack() as stack:
                 stack.enter_context(torch.set_grad_enabled(True))
                 stack.enter_context(torch.autograd.set_detect_anomaly(run.config.detect_anomaly))
@@ -51,6 +54,8 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
                 result = run_in_process(run, function, stack)
     except BaseException as error:
         handle_exception(run, error)
+        if run.stop.signal is None:
+            end_processes(fabric)
         raise
     loop.status = TrainerStatus.FINISHED
     return result
@@ -74,10 +79,15 @@ def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: Ex
     run.hooks.call_with_stage("setup", run.stage, run.datamodule)
     run.hooks.call_module("configure_model")
     run.steps.convert_network()
+    is_sharded = run.steps.is_model_parallel
+    if is_sharded:
+        # The shards of a checkpoint are read into those of the network.
+        run.steps.setup(run.stage == "fit")
     if run.checkpoint is not None:
         restore_model(run, run.checkpoint)
         run.checkpoint = run.checkpoint if run.resumes else None
-    run.steps.setup(run.stage == "fit")
+    if not is_sharded:
+        run.steps.setup(run.stage == "fit")
     result = function(run)
     if run.stage == "fit":
         run.hooks.call("on_fit_end")

@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
-from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..distributed.model_parallel import no_gradient_sync, shard_network, wrap_step
+
 
 class _CallStep(nn.Module):
-    """The module that ``fabric.setup`` wraps: its forward calls any step of the network.
-
-    Fabric's wrapper converts the tensors that it sees. It sees none here, because the arguments
-    travel inside the call.
-    """
+    """The module that the strategy wraps: its forward calls any step of the network."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -52,14 +50,14 @@ class StepRunner:
         self.is_plain = (
             type(fabric.strategy) is SingleDeviceStrategy and type(self.precision) is Precision
         )
+        self.is_model_parallel = isinstance(fabric.strategy, ModelParallelStrategy)
         self.wrapped: Any = None
         self._compile_options = _compile_options(compile)
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
         """The wrapper that reduces gradients over the processes, if there is one."""
-        inner = getattr(self.wrapped, "_forward_module", None)
-        return inner if isinstance(inner, DistributedDataParallel) else None
+        return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     @property
     def converts_dtype(self) -> bool:
@@ -73,17 +71,16 @@ class StepRunner:
             self.precision.convert_module(self.network)
 
     def setup(self, is_training: bool) -> None:
-        """Move the network to its device, and wrap it for the strategy if it is trained."""
+        """Move the network to its device, and shard or wrap it for the strategy if it is trained."""
         self.convert_network()
+        if self.is_model_parallel:
+            shard_network(self.fabric, self.network, type(self.source).__name__)
+            return
         has_parameters = any(parameter.requires_grad for parameter in self.network.parameters())
-        if (
-            is_training
-            and has_parameters
-            and not isinstance(self.fabric.strategy, SingleDeviceStrategy)
-        ):
-            self.wrapped = self.fabric.setup(_CallStep(self.network))
-        else:
-            self.fabric.to_device(self.network)
+        self.fabric.to_device(self.network)
+        is_alone = isinstance(self.fabric.strategy, SingleDeviceStrategy)
+        if is_training and has_parameters and not is_alone:
+            self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
             # Metrics and LightningModules keep their device and dtype in attributes of their own.
             if type(module).to is not nn.Module.to:
@@ -95,6 +92,8 @@ class StepRunner:
         """Return a step with everything around it that this run needs."""
         if self._compile_options is not None:
             method = torch.compile(method, **self._compile_options)
+        if self.is_model_parallel:
+            method = wrap_step(self.network, method)
         if self.wrapped is not None:
             is_manual = not getattr(self.source, "automatic_optimization", True)
             if name == "training_step" and is_manual and self.ddp is not None:
@@ -115,9 +114,9 @@ class StepRunner:
 
     def no_backward_sync(self, is_enabled: bool = True) -> AbstractContextManager:
         """Return a context in which gradients are not reduced over the processes."""
-        if self.wrapped is None or not is_enabled:
-            return nullcontext()
-        return self.fabric.no_backward_sync(self.wrapped)
+        if self.is_model_parallel and is_enabled:
+            return no_gradient_sync(self.network)
+        return self.ddp.no_sync() if self.ddp is not None and is_enabled else nullcontext()
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients, scaled where the precision scales."""
