@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         names = "|".join([*FIELDS, *FABRIC_OPTIONS, "resume", "load"])
         text = re.sub(rf"(?<![\w.'`-])({names})(?==|: got )", r"--\1", " ".join(str(error).split()))
-        hint = "; or give --data package.module:Class" if re.search("has no .*loader", text) else ""
+        hint = "; or give --data package.module:Class" if "train_dataloader" in text else ""
         print(f"{program()}: {text}{hint}", file=sys.stderr)
         return 2
 

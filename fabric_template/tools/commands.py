@@ -56,7 +56,8 @@ def fit_command(
 def summarize(loop: FabricLoop) -> dict[str, list[str]]:
     """Return the end of a training: results, files and the commands that use them."""
     summary = loop.ending()
-    summary.pop("go on", None)
+    # The command line resumes with a command, not with a call.
+    summary.pop("resume", None)
     folder = run_folder(loop)
     if folder is None:
         return summary

@@ -61,7 +61,7 @@ def test_language_model_beats_byte_frequencies_and_continues_a_text():
     data.setup()
     frequency = torch.bincount(data.splits["train"].flatten(), minlength=256).double() + 1e-3
     bits = -(frequency / frequency.sum()).log2()[data.splits["val"]].mean()
-    assert read_logs("logs")["val_bits"].iloc[-1] < bits - 0.8
+    assert read_logs("logs")["val_bits"].iloc[-1] < bits - 0.7
     run("predict", "language_model", f"{SMALL_GPT} --load best --out t.pt")
     start, texts = bytes(data.splits["test"][0].tolist()).decode(), torch.load("t.pt")[0]
     assert [texts[0][:33], *map(len, texts)] == [start, 33 + 20, 33 + 20, 33 + 20]

@@ -236,7 +236,7 @@ def test_odd_numbers_are_no_trouble(values):
         (HISTORY[["epoch", "lr"]], {}, ValueError, "metrics: got nothing to draw, .* Write metrics=.'lr'."),
         ([], {}, ValueError, r"expected one of the columns \(none\)"),
         (3, {}, TypeError, "plot_logs: got int, expected a path or a DataFrame"),
-        ("nowhere", {}, ValueError, "'nowhere' does not exist"),
+        ("nowhere", {}, ValueError, "nowhere', which does not exist"),
     ],
 )
 def test_what_cannot_be_drawn_is_named(logs, options, error, message):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fabric_template.files.locks import one_writer
+from fabric_template.checkpoint.run_lock import lock_folders
 
 from fabric_template import CSVLogger, list_runs
 from fabric_template.tools.cli import main
@@ -96,7 +96,7 @@ def test_list_runs_without_pandas_and_without_runs(monkeypatch):
 def test_state_is_the_last_line_of_the_lock(lock, state):
     folder = make_run(rows=2, lock=lock)
     assert list_runs()["state"].tolist() == [state]
-    with one_writer([folder]):
+    with lock_folders([folder]):
         assert list_runs()["state"].tolist() == ["running"]
 
 
