@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
+from .history import to_number
 from .run_summary import count_of, end_reason, format_value
 
 if TYPE_CHECKING:
@@ -177,10 +176,8 @@ def bar_values(run: RunState) -> dict[str, float]:
 def validation_row(run: RunState) -> dict[str, Any]:
     """Return what is shown of a validation inside of an epoch."""
     progress, history = run.progress, run.history
-    values = {**history.latest(), **history.evaluation_means, **history.evaluated}
-    plain = {
-        name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()
-    }
+    values = {**history.latest(), **history.evaluated}
+    plain = {name: to_number(value) for name, value in values.items()}
     return {
         "epoch": progress.epochs_done,
         "step": progress.global_step,

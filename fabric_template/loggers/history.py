@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from ..training.evaluation_loop import as_numbers
 from ..training.lr_schedulers import learning_rates
 from .result_collection import extract_batch_size
 
@@ -71,23 +70,28 @@ class History:
     Attributes:
         rows: The rows so far.
         returned: The newest means of what the steps returned, by name.
-        outputs: What the steps of the current evaluation returned, by loader and batch.
-        evaluated: What the newest evaluation measured, for the loggers.
-        evaluation_means: The means of what its steps returned.
         learning_rates: Those of the epoch's last optimizer step, noted before a scheduler changed them.
+        outputs: What the steps of the current evaluation returned, by loader and batch.
+        evaluated: What the newest evaluation measured.
+        evaluated_metrics: The part of it that loggers get. Of a LightningModule that is what it logged.
     """
 
     def __init__(self) -> None:
         self.run: RunState = None  # type: ignore[assignment]
         self.rows: list[dict[str, Any]] = []
         self.returned: dict[str, float] = {}
-        self._last_returned: dict[str, float] = {}
         self.learning_rates: list[float] = []
-        self._train, self._evaluation = WeightedMeans(), WeightedMeans()
-        self.evaluated: dict[str, Any] = {}
-        self._results: list[dict[str, Any]] = []
-        self._loader_of: dict[str, int] = {}
         self.outputs: list[list[Any]] = []
+        self.evaluated: dict[str, Any] = {}
+        self.evaluated_metrics: dict[str, Any] = {}
+        self._train = WeightedMeans()
+        # What was returned since the last row.
+        self._row: dict[str, float] = {}
+        # Of the current evaluation, by loader: sums of what its steps returned, their means, what was logged.
+        self._sums: list[WeightedMeans] = []
+        self._means: list[dict[str, float]] = []
+        self._logged: list[dict[str, Any]] = []
+        self._prefix = "val"
         self._epoch_started = time.monotonic()
         self._seconds_before_resume = 0.0
         self._is_nan_reported = False
@@ -96,10 +100,9 @@ class History:
         """Start the time of the first epoch, so that it does not cover the set-up."""
         self._epoch_started = time.monotonic()
 
-    @property
-    def _all_reduce(self) -> Callable[..., Any] | None:
-        fabric = self.run.fabric
-        return fabric.all_reduce if fabric.world_size > 1 else None
+    def elapsed(self) -> float:
+        """Return the seconds of this epoch, those before a resume included."""
+        return self._seconds_before_resume + time.monotonic() - self._epoch_started
 
     # Training
 
@@ -117,8 +120,9 @@ class History:
 
     def _batch_size(self) -> int:
         results = self.run.results.active
+        assert results is not None
         if results.batch_size is None and results.logged_batch_size is not None:
-            # The step knows better what a batch with differing tensors holds.
+            # The step knows how many samples a batch has whose tensors differ in their first dimension.
             return extract_batch_size(results.batch, results.logged_batch_size)
         try:
             return results.find_batch_size()
@@ -126,35 +130,35 @@ class History:
             return 1
 
     def end_train_batches(self) -> None:
-        means = self._train.compute(self._all_reduce)
-        self.returned.update(means)
-        self._warn_of_nan(means.get("train_loss"))
+        """Compute the means of the training epoch."""
+        means = self._compute(self._train)
         self._train = WeightedMeans()
-
-    def _warn_of_nan(self, loss: float | None) -> None:
-        run = self.run
-        if (
-            loss is None
-            or math.isfinite(loss)
-            or self._is_nan_reported
-            or run.config.on_nan == "off"
-        ):
+        loss = means.get("train_loss", 0.0)
+        if math.isfinite(loss) or self._is_nan_reported or self.run.config.on_nan == "off":
             return
         self._is_nan_reported = True
-        if run.fabric.is_global_zero:
+        if self.run.fabric.is_global_zero:
             warnings.warn(
-                f"The training loss is not finite (NaN or inf) in epoch {run.progress.epochs_done}. To find"
-                " the operation: FabricLoop(detect_anomaly=True). A smaller learning rate or"
+                f"The training loss is not finite (NaN or inf) in epoch {self.run.progress.epochs_done}."
+                " To find the operation: FabricLoop(detect_anomaly=True). A smaller learning rate or"
                 " gradient_clip_val=1.0 often helps.",
                 stacklevel=2,
             )
 
+    def _compute(self, sums: WeightedMeans) -> dict[str, float]:
+        fabric = self.run.fabric
+        means = sums.compute(fabric.all_reduce if fabric.world_size > 1 else None)
+        self.returned.update(means)
+        self._row.update(means)
+        return means
+
     # Evaluation
 
     def start_evaluation(self, run: RunState, stage: str) -> None:
-        self._evaluation = WeightedMeans()
-        self._results, self._loader_of = [], {}
-        self.outputs = [[] for _ in run.data.eval_loaders.loaders]
+        num_loaders = len(run.data.eval_loaders.loaders)
+        self._sums = [WeightedMeans() for _ in range(num_loaders)]
+        self.outputs = [[] for _ in range(num_loaders)]
+        self._logged = []
         self._prefix = "test" if stage == "test" else "val"
 
     def add_evaluation_output(
@@ -163,37 +167,35 @@ class History:
         """Add what an evaluation step returned, but for what it logged under the same name."""
         self.outputs[dataloader_idx].append(output)
         values = name_outputs(output, self._prefix)
-        active = run.results.active
-        if active:
-            logged = {key[1] for key, metric in active.items() if metric.has_value}
-            allowed = {f"{self._prefix}_loss"} if run.is_lightning_module else set(values)
-            values = {n: v for n, v in values.items() if n in allowed and n not in logged}
-        if not values:
-            return
+        if run.results.active:
+            logged = {metric.arguments.name for metric in run.results.active.current()}
+            values = {name: value for name, value in values.items() if name not in logged}
+            if run.is_lightning_module:
+                # It has logged what it measures. Only its loss is taken from what it returns.
+                values = {name: v for name, v in values.items() if name == f"{self._prefix}_loss"}
+        if values:
+            named = {self._full_name(run, name, dataloader_idx): v for name, v in values.items()}
+            self._sums[dataloader_idx].add(named, self._batch_size())
+
+    def _full_name(self, run: RunState, name: str, dataloader_idx: int) -> str:
+        """Return the name of a returned value, which differs for each of several loaders."""
         loaders = run.data.eval_loaders
-        named = {}
-        for name, value in values.items():
-            if loaders.names and not run.is_lightning_module:
-                name = f"{loaders.names[dataloader_idx]}{name.removeprefix(self._prefix)}"
-            elif loaders.has_several:
-                name = f"{name}/dataloader_idx_{dataloader_idx}"
-            self._loader_of[name] = dataloader_idx
-            named[name] = value
-        self._evaluation.add(named, self._batch_size())
+        if loaders.names and not run.is_lightning_module:
+            return loaders.names[dataloader_idx] + name.removeprefix(self._prefix)
+        return f"{name}/dataloader_idx_{dataloader_idx}" if loaders.has_several else name
 
     def end_loader(self, run: RunState) -> None:
         """Collect what was logged for the loader whose batches are over."""
         run.results.end_batches()
-        self._results.append(dict(run.results.update_metrics()))
+        self._logged.append(run.results.update_metrics())
 
     def end_evaluation_batches(self, run: RunState) -> None:
+        """Compute the means of the evaluation, before its last hooks."""
         self.end_loader(run)
-        run.results.active.dataloader_idx = None
-        means = self._evaluation.compute(self._all_reduce)
-        self.evaluation_means = means
-        self.returned.update(means)
-        if not run.is_lightning_module:
-            # What a plain model returned are its metrics.
+        run.results.end_loaders()
+        self._means = [self._compute(sums) for sums in self._sums]
+        for means in self._means if not run.is_lightning_module else ():
+            # What a plain model returns are its metrics.
             tensors = {name: torch.tensor(value) for name, value in means.items()}
             run.results.callback_metrics.update(tensors)
         epoch_end = getattr(run.module, "functions", {}).get("epoch_end")
@@ -201,61 +203,63 @@ class History:
             self._call_epoch_end(run, epoch_end)
 
     def _call_epoch_end(self, run: RunState, epoch_end: Callable) -> None:
+        """Call the function epoch_end with all outputs, and log what it returns."""
         outputs = self.outputs if run.data.eval_loaders.has_several else self.outputs[0]
         values = epoch_end(run.network, outputs) or {}
         previous, run.hooks.current = run.hooks.current, "on_validation_epoch_end"
         for name, value in values.items():
-            prefix = f"{self._prefix}_"
-            run.results.log(
-                name if name.startswith(prefix) else prefix + name, value, sync_dist=True
-            )
+            is_named = name.startswith(f"{self._prefix}_")
+            full_name = name if is_named else f"{self._prefix}_{name}"
+            run.results.log(full_name, value, sync_dist=True)
         run.hooks.current = previous
 
     def end_evaluation(self, run: RunState) -> list[dict[str, Any]]:
         """Return what was measured, a dict for each loader."""
         at_end = run.results.update_metrics()
-        self.outputs = []
-        for result in self._results:
-            result.update(at_end)
-        self.evaluated = {n: v for result in reversed(self._results) for n, v in result.items()}
-        if self.evaluation_means and not (run.is_lightning_module and any(self._results)):
-            self._add_returned()
-        return as_numbers(self._results)
+        logged, returned = {}, {}
+        for values in reversed(self._logged):
+            logged.update(values)
+        for means in self._means:
+            returned.update(means)
+        logged.update(at_end)
+        self.evaluated = {**returned, **logged}
+        self.evaluated_metrics = logged if run.is_lightning_module else self.evaluated
+        # Trainer returns what a LightningModule logged. One that logs nothing has what it returned.
+        uses_returned = not (run.is_lightning_module and logged)
+        results = []
+        for values, means in zip(self._logged, self._means, strict=False):
+            result = {**values, **at_end}
+            if uses_returned:
+                result = {**means, **result}
+            results.append({name: to_number(value) for name, value in result.items()})
+        self.outputs, self._logged = [], []
+        return results
 
-    def _add_returned(self) -> None:
-        for index, result in enumerate(self._results):
-            for name, value in self.evaluation_means.items():
-                if self._loader_of.get(name, 0) == index:
-                    result.setdefault(name, value)
-        if not self.run.is_lightning_module:
-            self.evaluated = {**self.evaluation_means, **self.evaluated}
+    def forget_evaluation(self) -> None:
+        """Forget what the sanity check has measured."""
+        for values in (self.returned, self._row, self.evaluated, self.evaluated_metrics):
+            values.clear()
 
     # Rows
 
     def add_row(self) -> dict[str, Any]:
         """Add the row of the epoch that ends."""
         run = self.run
-        values = {**self.returned, **run.results.take_row()}
+        values = {**self._row, **run.results.take_row()}
         row: dict[str, Any] = {"epoch": run.progress.epochs_done, "step": run.progress.global_step}
         for name in sorted(values, key=_is_not_of_training):
-            value = values[name]
-            row[name] = value.item() if isinstance(value, Tensor) else value
-        rates = self.learning_rates or learning_rates(run)
-        for index, rate in enumerate(rates):
+            row[name] = to_number(values[name])
+        for index, rate in enumerate(self.learning_rates or learning_rates(run)):
             row.setdefault("lr" if index == 0 else f"lr_{index}", rate)
         row["time"] = self.elapsed()
         self.rows.append(row)
-        self._last_returned, self.returned, self.learning_rates = self.returned, {}, []
+        self._row, self.learning_rates = {}, []
         self._epoch_started, self._seconds_before_resume = time.monotonic(), 0.0
         return row
 
-    def elapsed(self) -> float:
-        """Return the seconds of this epoch, those before a resume included."""
-        return self._seconds_before_resume + time.monotonic() - self._epoch_started
-
     def latest(self) -> dict[str, float]:
         """Return the means of this epoch so far, and of the newest validation. Reads the device."""
-        found = {**self._last_returned, **self.returned, **self._train.compute()}
+        found = {**self.returned, **self._train.compute()}
         return {name: found[name] for name in sorted(found, key=_is_not_of_training)}
 
     def frame(self) -> Any:
@@ -270,19 +274,26 @@ class History:
         return {
             "rows": [dict(row) for row in self.rows],
             "returned": dict(self.returned),
+            "row": dict(self._row),
             "learning_rates": list(self.learning_rates),
-            "evaluated": [name for name in self.evaluated],
+            "evaluated": list(self.evaluated),
             "train": self._train.state_dict(),
             "seconds": self.elapsed(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rows = [dict(row) for row in state["rows"]]
-        self.returned, self.learning_rates = dict(state["returned"]), list(state["learning_rates"])
+        self.returned, self._row = dict(state["returned"]), dict(state["row"])
+        self.learning_rates = list(state["learning_rates"])
         self.evaluated = dict.fromkeys(state["evaluated"])
         self._train.load_state_dict(state["train"])
         self._seconds_before_resume = state["seconds"]
         self._epoch_started = time.monotonic()
+
+
+def to_number(value: Any) -> Any:
+    """Return the number that a tensor holds, and any other value as it is."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _is_not_of_training(name: str) -> bool:

@@ -62,9 +62,8 @@ class LoggerConnector:
         if run.progress.stage == "sanity_check":
             return
         is_inside_epoch = run.stage != "fit" or not run.progress.is_epoch_complete
-        evaluated = run.history.evaluated
-        row = {**run.history.evaluation_means, **evaluated} if is_inside_epoch else None
-        self.log_metrics(evaluated, row=row)
+        row = run.history.evaluated if is_inside_epoch else None
+        self.log_metrics(run.history.evaluated_metrics, row=row)
 
     def log_train_epoch(self, run: RunState) -> None:
         """Log the values of an epoch, and write its row."""

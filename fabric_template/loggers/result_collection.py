@@ -234,8 +234,15 @@ class ResultCollection:
             self._refuse(hook)
             return
         index = results.dataloader_idx
-        given = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist)
-        given += (sync_dist_group, add_dataloader_idx, metric_attribute, rank_zero_only, index)
+        of_name = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist)
+        given = (
+            *of_name,
+            sync_dist_group,
+            add_dataloader_idx,
+            metric_attribute,
+            rank_zero_only,
+            index,
+        )
         metric = results.get((hook, name, index if add_dataloader_idx else None))
         if metric is None or metric.given != given:
             metric = self._register(results, hook, name, value, given)
@@ -344,6 +351,10 @@ class ResultCollection:
         if self._are_views_old:
             self.update_metrics()
         self._is_first_batch = None
+
+    def end_loaders(self) -> None:
+        """The batches of all evaluation loaders are over."""
+        self.evaluation.dataloader_idx = None
 
     def pause_training(self) -> None:
         """Keep the position in the training epoch while a validation runs."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .iterator_steps import evaluate_with_iterator
 from .module_adapter import takes_argument, takes_batch_idx, takes_iterator
@@ -149,14 +149,3 @@ def check_dataloader_idx(run: RunState, name: str, has_several: bool) -> None:
                 f" `{type(run.model).__name__}.{hook}()`. Either remove the argument or give it a default"
                 " value i.e. `dataloader_idx=0`."
             )
-
-
-def as_numbers(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return results with plain numbers in place of tensors."""
-    return [
-        {
-            name: value.item() if isinstance(value, Tensor) else value
-            for name, value in result.items()
-        }
-        for result in results
-    ]

@@ -191,7 +191,7 @@ def run_sanity_check(run: RunState) -> None:
     evaluate(run, "sanity_check", None if most == -1 else most)
     run.hooks.call("on_sanity_check_end")
     run.results.forget_evaluation()
-    run.history.returned.clear()
+    run.history.forget_evaluation()
     run.progress.stage, run.progress.eval_batches_done = "train", 0
     restore_rng_state(rng_state)
 

@@ -101,7 +101,7 @@ def test_validations_inside_an_epoch(tmp_path, make):
     notes = Notes()
     fit(tmp_path, make, **words)
     steps = read_logs(tmp_path / "logs/run", steps=True)
-    assert steps["step"].tolist() == [1, 3]
+    assert steps["step"].tolist() == [2, 4]
     assert steps["epoch"].tolist() == [0, 0]
     assert steps["val_loss"].notna().all()
     assert read_logs(tmp_path / "logs/run")["val_loss"].tolist() == steps["val_loss"].tolist()[-1:]  # no newer one
