@@ -7,14 +7,18 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
-
-if TYPE_CHECKING:
-    from lightning.fabric import Fabric
+from typing import (
+    Any,
+    Concatenate,
+    ParamSpec,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
@@ -143,26 +147,36 @@ class LoopConfig:
     """torch.compile the steps: True, a mode such as "max-autotune", or the keywords as a dict."""
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in _CHECKS}
-        wrong_types = [name for name in given if not _CHECKS[name].has_type(given[name])]
-        wrong = [name for name in given if not _CHECKS[name].is_valid_value(given[name])]
+        values = vars(self)
+        wrong_types = [name for name in values if not _has_type(name, values[name])]
+        wrong = [
+            name for name in values if name in wrong_types or not _is_valid(name, values[name])
+        ]
         problems = [] if wrong else list(self._contradictions())
         if wrong or problems:
             # Importing Lightning takes seconds, which --help must not wait for.
             from .errors import ConfigurationError, ConfigurationTypeError, describe
 
-            problems += [_CHECKS[name].message(name, describe(given[name])) for name in wrong]
+            for name in wrong:
+                expected = _RANGES[name][0] if name in _RANGES else "True or False"
+                problems.append(f"{name}: got {describe(values[name])}, expected {expected}.")
             kind = ConfigurationTypeError if wrong_types else ConfigurationError
             raise kind(" ".join(problems))
 
     def _contradictions(self) -> Iterable[str]:
         """Yield what no option can check alone."""
-        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
+        interval = self.val_check_interval
+        if self.check_val_every_n_epoch is None and isinstance(interval, float | None):
             yield (
                 "`val_check_interval` should be an integer or a time-based duration"
                 " (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs for timedelta) when"
-                f" `check_val_every_n_epoch=None`. val_check_interval: got"
-                f" {self.val_check_interval!r}, expected a number of batches or a duration."
+                f" `check_val_every_n_epoch=None`. val_check_interval: got {interval!r}, expected a"
+                " number of batches or a duration."
+            )
+        algorithm = self.gradient_clip_algorithm
+        if algorithm is not None and algorithm.lower() not in ("norm", "value"):
+            yield (
+                f"`gradient_clip_algorithm` {algorithm} is invalid. Allowed algorithms: ['value', 'norm']."
             )
         if self.validate_every_n_steps and self.val_check_interval is not None:
             yield (
@@ -231,32 +245,22 @@ class LoopConfig:
         return changed
 
 
-@dataclass(frozen=True)
-class _Check:
-    """The types and the range of one option."""
+def _has_type(name: str, value: Any) -> bool:
+    """Return whether a value has a type of the option's annotation. A bool is no number."""
+    hint = _HINTS[name]
+    kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
+    if Any in kinds:
+        return True
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, tuple(kinds)) or (float in kinds and isinstance(value, int))
 
-    types: tuple[type, ...]
-    expected: str
-    is_valid: Callable[[Any], bool] = lambda value: True
-    may_be_none: bool = False
-    lightning_message: str = ""
 
-    def has_type(self, value: Any) -> bool:
-        """Return whether the type fits. A bool is no number; an int is a float."""
-        if value is None:
-            return self.may_be_none
-        if isinstance(value, bool):
-            return bool in self.types
-        return isinstance(value, self.types) or (float in self.types and isinstance(value, int))
-
-    def is_valid_value(self, value: Any) -> bool:
-        if value is None or not self.has_type(value):
-            return self.has_type(value)
-        return isinstance(value, bool) or self.is_valid(value)
-
-    def message(self, name: str, value: str) -> str:
-        quoted = self.lightning_message.format(value=value.strip("'"))
-        return f"{quoted}{name}: got {value}, expected {self.expected}."
+def _is_valid(name: str, value: Any) -> bool:
+    """Return whether a value of the right type is in the option's range."""
+    return (
+        value is None or isinstance(value, bool) or name not in _RANGES or _RANGES[name][1](value)
+    )
 
 
 def parse_duration(value: Duration) -> timedelta:
@@ -301,10 +305,6 @@ def _is_logger(value: Any) -> bool:
     return has_method or isinstance(value, bool)
 
 
-def _is_local_path(value: str | os.PathLike) -> bool:
-    return "://" not in os.fspath(value)
-
-
 def is_folder_name(value: str) -> bool:
     """Return whether a text can name a folder on every system.
 
@@ -317,101 +317,68 @@ def is_folder_name(value: str) -> bool:
     )
 
 
-def _count(least: int, expected: str, may_be_none: bool = True, **more: Any) -> _Check:
-    return _Check((int,), expected, lambda value: value >= least, may_be_none, **more)
+def _at_least(least: int) -> Callable[[Any], bool]:
+    return lambda value: value >= least
 
 
 _DURATION = '"DD:HH:MM:SS", a timedelta, or its keywords as a dict'
-_LIMIT = _Check(
-    (int, float),
-    "a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)",
-    _is_limit,
-    may_be_none=True,
-)
-_SWITCH = _Check((bool,), "True or False", may_be_none=True)
-_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_CHECKS: dict[str, _Check] = {
-    "max_epochs": _count(-1, "a number of epochs, or -1 for no limit"),
-    "min_epochs": _count(0, "a number of epochs"),
-    "max_steps": _count(-1, "a number of optimizer steps, or -1 for no limit", False),
-    "min_steps": _count(0, "a number of optimizer steps"),
-    "max_time": _Check((str, timedelta, dict), _DURATION, _is_duration, may_be_none=True),
-    **dict.fromkeys(_LIMITS, _LIMIT),
-    "overfit_batches": replace(_LIMIT, may_be_none=False),
-    "fast_dev_run": _Check((bool, int), "True, False or a number of batches", lambda v: v >= 0),
-    "val_check_interval": _Check(
-        (int, float, str, timedelta, dict),
+_LIMIT = ("a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)", _is_limit)
+_COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+# What an option may be, for messages, and whether a value is. Options without entry are switches.
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "max_epochs": ("a number of epochs, or -1 for no limit", _at_least(-1)),
+    "min_epochs": ("a number of epochs", _at_least(0)),
+    "max_steps": ("a number of optimizer steps, or -1 for no limit", _at_least(-1)),
+    "min_steps": ("a number of optimizer steps", _at_least(0)),
+    "max_time": (_DURATION, _is_duration),
+    **dict.fromkeys((*_LIMITS, "overfit_batches"), _LIMIT),
+    "fast_dev_run": ("True, False or a number of batches", _at_least(0)),
+    "val_check_interval": (
         f"a number of batches, a fraction of an epoch, or a duration: {_DURATION}",
         _is_interval,
-        may_be_none=True,
     ),
-    "check_val_every_n_epoch": _count(1, "a number of epochs >= 1, or None"),
-    "validate_every_n_steps": _count(1, "a number of optimizer steps >= 1"),
-    "num_sanity_val_steps": _count(-1, "a number of batches, or -1 for all"),
-    "log_every_n_steps": _count(0, "a number of optimizer steps, or 0 for never"),
-    "accumulate_grad_batches": _count(1, "a number of batches >= 1", False),
-    "gradient_clip_val": _Check((int, float), "a number >= 0", lambda v: v >= 0, may_be_none=True),
-    "gradient_clip_algorithm": _Check(
-        (str,),
-        '"norm" or "value"',
-        lambda value: value.lower() in ("norm", "value"),
-        may_be_none=True,
-        lightning_message="`gradient_clip_algorithm` {value} is invalid. ",
-    ),
-    "deterministic": _Check(
-        (bool, str), 'True, False or "warn"', lambda v: v == "warn", may_be_none=True
-    ),
-    "benchmark": _SWITCH,
-    "inference_mode": replace(_SWITCH, may_be_none=False),
-    "reload_dataloaders_every_n_epochs": _count(0, "a number of epochs >= 0", False),
-    "detect_anomaly": replace(_SWITCH, may_be_none=False),
-    "on_nan": _Check(
-        (int, str),
+    "check_val_every_n_epoch": ("a number of epochs >= 1, or None", _at_least(1)),
+    "validate_every_n_steps": ("a number of optimizer steps >= 1", _at_least(1)),
+    "num_sanity_val_steps": ("a number of batches, or -1 for all", _at_least(-1)),
+    "log_every_n_steps": ("a number of optimizer steps, or 0 for never", _at_least(0)),
+    "accumulate_grad_batches": ("a number of batches >= 1", _at_least(1)),
+    "gradient_clip_val": ("a number >= 0", _at_least(0)),
+    "gradient_clip_algorithm": ('"norm" or "value"', bool),
+    "deterministic": ('True, False or "warn"', lambda value: value == "warn"),
+    "reload_dataloaders_every_n_epochs": ("a number of epochs >= 0", _at_least(0)),
+    "on_nan": (
         '"warn", "off" or a number of batches >= 1',
-        lambda v: v in ("warn", "off") or (isinstance(v, int) and v >= 1),
+        lambda value: value in ("warn", "off") or (isinstance(value, int) and value >= 1),
     ),
-    "barebones": replace(_SWITCH, may_be_none=False),
-    "enable_checkpointing": _SWITCH,
-    "enable_progress_bar": _SWITCH,
-    "enable_model_summary": _SWITCH,
-    "logger": _Check(
-        (bool, object),
+    "logger": (
         "True (the CSV logger), False, or an object with log_metrics, such as CSVLogger('logs'); or a"
         " list of them",
         _is_logger,
-        may_be_none=True,
     ),
-    "default_root_dir": _Check(
-        (str, os.PathLike), "a local folder", _is_local_path, may_be_none=True
-    ),
-    "name": _Check((str,), 'a name without / \\ : * ? " < > |', is_folder_name),
-    "version": _Check(
-        (int, str),
+    "default_root_dir": ("a local folder", lambda value: "://" not in os.fspath(value)),
+    "name": ('a name without / \\ : * ? " < > |', is_folder_name),
+    "version": (
         "a number >= 0 or a name",
-        lambda v: v >= 0 if isinstance(v, int) else is_folder_name(v),
-        may_be_none=True,
+        lambda value: value >= 0 if isinstance(value, int) else is_folder_name(value),
     ),
-    "monitor": _Check((str,), "the name of a metric", bool, may_be_none=True),
-    "mode": _Check((str,), '"min" or "max"', lambda value: value in ("min", "max")),
-    "save_top_k": _count(-1, "a number of checkpoints, or -1 for all", False),
-    "save_last": replace(_SWITCH, may_be_none=False),
-    "save_every_n_steps": _count(1, "a number of optimizer steps >= 1"),
-    "seed": _Check(
-        (int,), "a number from 0 to 4294967295", lambda v: 0 <= v < 2**32, may_be_none=True
-    ),
-    "compile": _Check(
-        (bool, str, dict),
-        f"True, False, one of {', '.join(_MODES)}, or torch.compile's keywords as a dict",
-        lambda value: isinstance(value, dict) or value in _MODES,
+    "monitor": ("the name of a metric", bool),
+    "mode": ('"min" or "max"', lambda value: value in ("min", "max")),
+    "save_top_k": ("a number of checkpoints, or -1 for all", _at_least(-1)),
+    "save_every_n_steps": ("a number of optimizer steps >= 1", _at_least(1)),
+    "seed": ("a number from 0 to 4294967295", lambda value: 0 <= value < 2**32),
+    "compile": (
+        f"True, False, one of {', '.join(_COMPILE_MODES)}, or torch.compile's keywords as a dict",
+        lambda value: isinstance(value, dict) or value in _COMPILE_MODES,
     ),
 }
+_HINTS = get_type_hints(LoopConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopArguments(LoopConfig):
     """Every argument of FabricLoop: the options, and what belongs to Fabric."""
 
-    fabric: Fabric | None = field(default=None, kw_only=False)
+    fabric: Any = field(default=None, kw_only=False)
     """A ready lightning.Fabric, in place of Fabric's own arguments."""
     accelerator: Any = "auto"
     """Fabric's: "cpu", "gpu", "mps", "tpu" or "auto"."""
@@ -431,14 +398,6 @@ class LoopArguments(LoopConfig):
     """Fabric's name for logger."""
 
 
-FABRIC_DEFAULTS = {
-    "accelerator": "auto",
-    "strategy": "auto",
-    "devices": "auto",
-    "num_nodes": 1,
-    "precision": None,
-    "plugins": None,
-}
 # Options of Trainer that FabricLoop does not have. Their defaults are accepted and change nothing.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
@@ -494,17 +453,16 @@ def document_fields() -> dict[str, str]:
         'Ignore requests to stop before this many optimizer steps.'
     """
     try:
-        tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+        lines = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     except OSError:
         # The package was installed without its source.
         return {}
     texts = {}
-    for node in tree.body:
+    for node in lines:
         body = node.body if isinstance(node, ast.ClassDef) else []
         for line, following in pairwise(body):
-            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            if isinstance(line, ast.AnnAssign) and is_text:
-                texts[line.target.id] = inspect.cleandoc(str(following.value.value)).replace(
-                    "\n", " "
+            if isinstance(line, ast.AnnAssign) and isinstance(following, ast.Expr):
+                texts[ast.unparse(line.target)] = " ".join(
+                    ast.literal_eval(following.value).split()
                 )
     return texts

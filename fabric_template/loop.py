@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,6 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from .checkpoint.checkpoint_io import AtomicCheckpointIO
 from .checkpoint.run_folders import read_start_checkpoint
 from .config import (
-    FABRIC_DEFAULTS,
     LoopArguments,
     LoopConfig,
     parse_options,
@@ -381,7 +381,8 @@ def make_fabric(fabric: Any, arguments: dict[str, Any]) -> Fabric:
             f"fabric: got {describe(fabric)}, expected a ready lightning.Fabric. Give every other"
             " argument by name, as in FabricLoop(max_epochs=10, accelerator='cpu')."
         )
-    both = [name for name, value in arguments.items() if value != FABRIC_DEFAULTS[name]]
+    defaults = inspect.signature(Fabric).parameters
+    both = [name for name, value in arguments.items() if value != defaults[name].default]
     if both:
         raise ConfigurationError(
             f"fabric: got a ready Fabric together with {', '.join(both)}, expected one of them. Write"
