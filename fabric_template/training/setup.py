@@ -18,7 +18,7 @@ from ..loggers.result_collection import ResultCollection
 from .checks import LOADER_OF_STAGE, check_call, check_sources, missing_model
 from .hooks import Hooks, is_instance_of, overridden
 from .module_adapter import adapt_model, unwrap
-from .optimizers import check_parameters, is_optimizer, parse_optimizers
+from .optimizers import check_parameters, parse_optimizers
 from .progress import Progress, StopCondition
 from .run_state import RunState
 from .step_runner import StepRunner
@@ -127,7 +127,7 @@ def configure_optimizers(run: RunState) -> None:
     if returned is None:
         where = "configure_optimizers"
         returned = run.hooks.call_module("configure_optimizers")
-    elif callable(returned) and not is_optimizer(returned):
+    elif inspect.isroutine(returned):
         returned = returned(run.model)
     has_own_step = run.hooks.is_overridden("lr_scheduler_step")
     is_automatic = run.module.automatic_optimization
