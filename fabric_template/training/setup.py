@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
