@@ -15,6 +15,7 @@ import torch
 from lightning.fabric import __version__ as lightning_version
 
 from ..errors import CheckpointError, OtherModelError, WeightsOnlyError
+from ..lightning_compat.private import hyperparameters_name
 from ..training.optimization import is_step_due
 from .rng import capture_rng_state, restore_rng_state
 
@@ -137,9 +138,9 @@ def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
     hparams = getattr(part, "hparams", None)
     if not hparams:
         return
-    if hasattr(part, "_hparams_name"):
+    if (name := hyperparameters_name(part)) is not None:
         name_key = getattr(part, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name")
-        checkpoint[name_key] = part._hparams_name
+        checkpoint[name_key] = name
     key = getattr(part, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")
     is_omegaconf = type(hparams).__module__.startswith("omegaconf.")
     checkpoint[key] = hparams if is_omegaconf else dict(hparams)
@@ -212,7 +213,7 @@ def restore_model(run: RunState, checkpoint: dict[str, Any]) -> None:
             run.datamodule.load_state_dict(state)
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     load_weights(run, checkpoint)
-    if run.resumes:
+    if not is_weights_only:
         restore_callbacks(run, checkpoint)
 
 
@@ -255,9 +256,11 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
     if states is None:
         return
     keys = {getattr(c, "state_key", type(c).__qualname__) for c in run.hooks.callbacks}
-    # A resumed run need not save in the way of the first one.
-    missing = [key for key in states if key not in keys and not key.startswith("ModelCheckpoint")]
-    if missing:
+    missing = [key for key in states if key not in keys]
+    if not run.loop.checkpoint_callbacks:
+        # The resumed run has FabricLoop's own checkpoints in place of ModelCheckpoint's.
+        missing = [key for key in missing if not key.startswith("ModelCheckpoint")]
+    if missing and run.resumes:
         run.warn_once(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be"
             f" provided during `Trainer` instantiation. Please add the following callbacks: {missing}."
@@ -323,12 +326,13 @@ def restore_position(run: RunState) -> None:
 
 def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["optimizer_states"]
-    if len(states) != len(run.optimizers):
+    # on_load_checkpoint may have emptied the list, where the parameters have changed.
+    if states and len(states) != len(run.optimizers):
         raise CheckpointError(
             f"{run.checkpoint_path}: got the states of {len(states)} optimizers, expected"
             f" {len(run.optimizers)}. Give the optimizers that the run was started with, or use load=."
         )
-    for optimizer, state in zip(run.optimizers, states, strict=True):
+    for optimizer, state in zip(run.optimizers, states, strict=False):
         optimizer.load_state_dict(state)
         restore_dtypes(optimizer, state)
     for config, state in zip(run.lr_schedulers, checkpoint.get("lr_schedulers", ()), strict=False):

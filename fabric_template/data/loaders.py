@@ -29,6 +29,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from ..checkpoint.dataloader_state import ResumableLoader, has_state
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..errors import CheckpointError, ConfigurationError
+from ..lightning_compat.private import combined_mode
 from ..training.checks import check_loader, loader_argument
 from ..training.hooks import is_instance_of, overridden
 
@@ -136,6 +137,8 @@ class DataConnector:
         # A sanity check before an epoch that does not validate does not count as a load.
         is_counted = not run.loop.sanity_checking or run.config.check_val_every_n_epoch in (None, 1)
         self._loaded_in_epoch[stage] = run.progress.epochs_done if is_counted else -math.inf
+        if self.eval_loaders is not None:
+            run.loggers.restart_evaluation_count()
         self._eval_stage = stage
         self.eval_loaders = EvalLoaders(self.run, stage, self.request(stage))
         if self._restored_eval is not None:
@@ -248,7 +251,7 @@ class TrainLoaders:
         ):
             return None
         combined = self.source if is_combined else CombinedLoader(self.source, "max_size_cycle")
-        if getattr(combined, "_mode", None) == "sequential":
+        if combined_mode(combined) == "sequential":
             raise ConfigurationError(
                 '`_FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. The available'
                 " modes are: ['min_size', 'max_size_cycle', 'max_size']"
@@ -363,7 +366,7 @@ class EvalLoaders:
         self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
         self.names = [str(name) for name in source] if _is_flat_dict(source) else []
         is_combined = is_instance_of(source, "CombinedLoader")
-        self.combined = source if is_combined and source._mode != "sequential" else None
+        self.combined = source if is_combined and combined_mode(source) != "sequential" else None
         if self.combined is not None:
             if stage == "predict":
                 raise ConfigurationError(
@@ -474,7 +477,7 @@ class TrackingBatchSampler(BatchSampler):
 
 def combined_length(combined: CombinedLoader, limits: list[int | float]) -> int | float:
     """Return the number of batches of a CombinedLoader, which limits its length and not its iteration."""
-    return (min if combined._mode == "min_size" else max)(limits)
+    return (min if combined_mode(combined) == "min_size" else max)(limits)
 
 
 def flatten_loaders(source: Any) -> list[Any]:

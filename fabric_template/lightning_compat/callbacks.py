@@ -118,6 +118,7 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     """Return the callbacks with those of ``configure_callbacks`` in place of those of their classes."""
     replaced = {base for callback in own for base in type(callback).__mro__} - {Callback, object}
     kept = [callback for callback in callbacks if type(callback) not in replaced]
+    check_callbacks([*kept, *own])
     return sort_callbacks([*kept, *own])
 
 

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..training.hooks import is_instance_of
-from .private import find_last_checkpoints
+from .private import last_checkpoints
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -63,9 +63,20 @@ def checkpoint_of_callbacks(loop: Any, keyword: str, run: RunState) -> str | Non
     return max(found, key=os.path.getmtime, default=None)
 
 
+def find_last_checkpoints(loop: Any) -> list[str]:
+    """Return the candidates for "last"."""
+    found: set[str] = set()
+    for callback in loop.callbacks:
+        if is_instance_of(callback, "OnExceptionCheckpoint"):
+            found.add(callback.ckpt_path)
+        elif is_instance_of(callback, "ModelCheckpoint"):
+            found |= last_checkpoints(callback, loop)
+    return sorted(path for path in found if path)
+
+
 def no_best_checkpoint(loop: Any, name: str) -> ValueError:
     """Return the error for "best" where nothing keeps a best checkpoint."""
-    if loop.config.fast_dev_run and loop.checkpoint_callbacks:
+    if loop.config.fast_dev_run:
         return ValueError(
             f'You cannot execute `.{name}(ckpt_path="best")` with `fast_dev_run=True`. Please pass an exact'
             f" checkpoint path to `.{name}(ckpt_path=...)`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,17 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
+from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.state import build_checkpoint
+from ..config import LoopConfig
 from ..errors import ConfigurationError
 from ..training.hooks import is_instance_of
 from ..training.optimization import clip_gradients
-from .private import PrivateAPI
+from ..training.progress import Progress, StopCondition
+from .loops_api import LoopsAPI
+from .private import wrap_optimizer
 
 if TYPE_CHECKING:
-    from ..config import LoopConfig
     from ..training.run_state import RunState
 
 _FUNCTIONS = {"fit": TrainerFn.FITTING, "validate": TrainerFn.VALIDATING}
@@ -36,7 +40,7 @@ _SETTERS = ("accumulate_grad_batches", "profiler", "logger", "max_epochs", "max_
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
 
 
-class TrainerAPI(PrivateAPI):
+class TrainerAPI(LoopsAPI):
     """The part of FabricLoop that code written for Trainer knows."""
 
     config: LoopConfig
@@ -76,16 +80,24 @@ class TrainerAPI(PrivateAPI):
         return bool(self.run and self.run.progress.is_last_batch)
 
     @property
+    def limits(self) -> StopCondition:
+        """The limits of the current or the next run, with Trainer's defaults filled in."""
+        if self.run is not None:
+            return self.run.stop
+        has_timer = any(is_instance_of(callback, "Timer") for callback in self.callbacks)
+        return StopCondition(self.config, Progress(), has_timer)
+
+    @property
     def max_epochs(self) -> int | None:
-        return self.run.stop.max_epochs if self.run else self.config.max_epochs
+        return self.limits.max_epochs
 
     @property
     def min_epochs(self) -> int | None:
-        return self.run.stop.min_epochs if self.run else self.config.min_epochs
+        return self.limits.min_epochs
 
     @property
     def max_steps(self) -> int:
-        return self.run.stop.max_steps if self.run else self.config.max_steps
+        return self.limits.max_steps
 
     @property
     def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
@@ -187,7 +199,12 @@ class TrainerAPI(PrivateAPI):
 
     @property
     def optimizers(self) -> list[Any]:
-        return self.runs["fit"].optimizers if "fit" in self.runs else []
+        """The optimizers of the last fit. A plain object that steps them itself gets those that count steps."""
+        run = self.runs.get("fit")
+        if run is None:
+            return []
+        is_plain = not run.is_lightning_module and not run.module.automatic_optimization
+        return self.strategy.lightning_optimizers if is_plain else run.optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
@@ -268,8 +285,11 @@ class TrainerAPI(PrivateAPI):
     @property
     def checkpoint_callback(self) -> Any:
         """The first callback that saves checkpoints, or the loop's own manager."""
-        own = self.run.checkpoints if self.run and self.run.checkpoints.is_enabled else None
-        return next(iter(self.checkpoint_callbacks), own)
+        if self.checkpoint_callbacks:
+            return self.checkpoint_callbacks[0]
+        if not self.config.enable_checkpointing:
+            return None
+        return self.run.checkpoints if self.run else CheckpointManager(None, self.config)
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
@@ -369,7 +389,9 @@ class TrainerAPI(PrivateAPI):
 
     @property
     def received_sigterm(self) -> bool:
-        return bool(self.run and self.run.stop.signal)
+        if self.run is None or self.run.signals is None:
+            return False
+        return signal.SIGTERM in (self.run.signals.received, self.run.stop.signal)
 
     # Actions
 
@@ -382,7 +404,9 @@ class TrainerAPI(PrivateAPI):
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
-        run = self.runs.get("fit", self.run)
+        fit = self.runs.get("fit")
+        # After a test of the trained model the checkpoint is that of its training.
+        run = fit if fit is not None and fit.model is self.run.model else self.run
         with run.hooks.profiled("save_checkpoint"):
             checkpoint = build_checkpoint(run, bool(weights_only))
             if self.fabric.is_global_zero:
@@ -412,6 +436,7 @@ class TrainerAPI(PrivateAPI):
         if config is None or name not in vars(config) or name in ("default_root_dir", *_SETTERS):
             super().__setattr__(name, value)
             return
+        LoopConfig(**{name: value})  # Refuses what the constructor refuses.
         self.config = config.changed(**{name: value})
         if self.run is not None:
             self.run.config = self.config
@@ -443,13 +468,9 @@ class StrategyAPI:
     def lightning_optimizers(self) -> list[Any]:
         """The optimizers as modules see them: ``step`` goes through precision, hooks and counters."""
         if self._wrapped is None:
-            from lightning.pytorch.core.optimizer import LightningOptimizer
-
-            self._wrapped = []
-            for optimizer in self._loop.optimizers:
-                wrapped = LightningOptimizer(optimizer)
-                wrapped._strategy = self
-                self._wrapped.append(wrapped)
+            fit = self._loop.runs.get("fit")
+            optimizers = fit.optimizers if fit else []
+            self._wrapped = [wrap_optimizer(optimizer, self) for optimizer in optimizers]
         return self._wrapped
 
     # LightningModule.optimizers() asks for this name.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
+from ..lightning_compat.private import logs_hyperparameters
 from .csv_logger import CSVLogger
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ class LoggerConnector:
 
     def __init__(self, run: RunState) -> None:
         self.run = run
-        self.every_n_steps = run.config.log_every_n_steps
         self._evaluated_batches: dict[int, int] = {}
 
     @property
@@ -40,7 +40,7 @@ class LoggerConnector:
 
     def is_step_due(self) -> bool:
         """Return whether the values of the current training or evaluation batch are logged."""
-        progress, every = self.run.progress, self.every_n_steps
+        progress, every = self.run.progress, self.run.config.log_every_n_steps
         if not every:
             return False
         is_training = progress.stage in ("train", None)
@@ -56,6 +56,10 @@ class LoggerConnector:
         if run.results.active.has_step_values:
             metrics = run.results.views().logged
             self.log_metrics(metrics, step=count, row=metrics)
+
+    def restart_evaluation_count(self) -> None:
+        """Count evaluation batches from 0 again, because the loaders are new ones."""
+        self._evaluated_batches.clear()
 
     def log_evaluation(self, run: RunState) -> None:
         """Log what an evaluation measured. Inside an epoch the values are a row of steps.csv, too."""
@@ -116,7 +120,9 @@ class LoggerConnector:
         """Log the hyperparameters of the module and the datamodule."""
         hparams = {}
         for part in (run.datamodule, run.model):
-            if getattr(part, "_log_hyperparams", False) and getattr(part, "hparams_initial", None):
+            if logs_hyperparameters(part) and getattr(part, "hparams_initial", None):
+                if self.loggers:
+                    check_hyperparameters(hparams, part.hparams_initial)
                 hparams.update(part.hparams_initial)
         for logger in self.loggers:
             if isinstance(logger, CSVLogger):
@@ -152,6 +158,16 @@ class LoggerConnector:
         for logger, position in zip_longest(self.csv_loggers, state["positions"]):
             if logger is not None:
                 logger.rewind(position or {}, self.run.history.rows)
+
+
+def check_hyperparameters(hparams: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Refuse a hyperparameter that module and datamodule give different values."""
+    different = [n for n in sorted(hparams) if n in others and str(hparams[n]) != str(others[n])]
+    if different:
+        raise RuntimeError(
+            f"Error while merging hparams: the keys {different} are present in both the LightningModule's"
+            " and LightningDataModule's hparams but have different values."
+        )
 
 
 def call_if_defined(logger: Any, name: str, *args: Any) -> None:

@@ -76,6 +76,11 @@ def is_instance_of(part: Any, *class_names: str) -> bool:
     return any(base.__name__ in class_names for base in type(part).__mro__)
 
 
+def is_monitor(callback: Any) -> bool:
+    """Return whether a callback is called after the others at the end of an epoch."""
+    return is_instance_of(callback, "EarlyStopping", "Checkpoint")
+
+
 class Hooks:
     """Calls each hook of the callbacks first, then of the module, as Trainer does.
 
@@ -116,8 +121,11 @@ class Hooks:
             return None
         of_callbacks, of_module = self._cache.get(name) or self._find(name)
         previous, self.current = self.current, name
+        num_callbacks = len(self.callbacks)
         for method in of_callbacks:
             method(*args)
+        if len(self.callbacks) > num_callbacks:
+            self._call_each(self.callbacks[num_callbacks:], name, *args)
         result = of_module(*args) if of_module is not None else None
         self.current = previous
         return result
@@ -129,13 +137,20 @@ class Hooks:
             only_monitors: True: of early stopping and checkpoint callbacks; False: of the others.
         """
         previous, self.current = self.current, name
-        for callback in list(self.callbacks):
-            is_monitor = is_instance_of(callback, "EarlyStopping", "Checkpoint")
-            is_called = only_monitors is None or only_monitors == is_monitor
-            method = self._callback_method(callback, name) if is_called else None
+        called = list(self.callbacks)
+        if only_monitors is not None:
+            called = [c for c in called if is_monitor(c) == only_monitors]
+        num_callbacks = len(self.callbacks)
+        self._call_each(called, name, *args)
+        self._call_each(self.callbacks[num_callbacks:], name, *args)
+        self.current = previous
+
+    def _call_each(self, callbacks: list[Any], name: str, *args: Any) -> None:
+        """Call a hook of these callbacks. A hook may append others, which hear of the same hook."""
+        for callback in callbacks:
+            method = self._callback_method(callback, name)
             if method is not None:
                 method(*args)
-        self.current = previous
 
     def call_module(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of the module only."""
@@ -236,7 +251,7 @@ def bind_callback_hook(
     names = None if is_lightning_callback else _named_arguments(method, name)
 
     def call_by_position(*args: Any) -> Any:
-        if name in ("setup", "teardown"):
+        if is_lightning_callback and name in ("setup", "teardown"):
             return method(loop, module, stage=args[0])
         return method(loop, module, *args)
 
@@ -291,6 +306,22 @@ class CallbackList(list):
         callback = super().pop(index)
         self._on_change()
         return callback
+
+    def clear(self) -> None:
+        super().clear()
+        self._on_change()
+
+    def reverse(self) -> None:
+        super().reverse()
+        self._on_change()
+
+    def sort(self, *, key: Any = None, reverse: bool = False) -> None:
+        super().sort(key=key, reverse=reverse)
+        self._on_change()
+
+    def __iadd__(self, callbacks: Iterable[Any]) -> CallbackList:  # type: ignore[misc]
+        self.extend(callbacks)
+        return self
 
     def __setitem__(self, index: Any, callback: Any) -> None:
         super().__setitem__(index, callback)

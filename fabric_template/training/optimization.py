@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ..distributed.model_parallel import clip_grad_norm
 from ..errors import ConfigurationError, ConfigurationTypeError
+from ..lightning_compat.private import set_step_callback
 from .module_adapter import takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
@@ -250,11 +250,12 @@ class ManualOptimization(AutomaticOptimization):
         self._has_backward_hooks = any(map(hooks.is_used, _BACKWARD_HOOKS))
         self._own_backward = self._own_method("backward")
         self._before_step = [partial(hooks.call, "on_before_optimizer_step")]
-        for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
-            count_steps(optimizer, run, partial(self.stepped.add, index))
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Run the step. Returns what ``on_train_batch_end`` gets as its outputs."""
+        # A module may have set its own callbacks in the batch before.
+        for index, optimizer in enumerate(self.run.loop.strategy.lightning_optimizers):
+            set_step_callback(optimizer, partial(self._count_step, index))
         output = self._step(batch, batch_idx) if self._takes_batch_idx else self._step(batch)
         if not isinstance(output, Tensor | Mapping | None):
             raise ConfigurationTypeError(
@@ -269,6 +270,12 @@ class ManualOptimization(AutomaticOptimization):
             outputs["loss"] = loss.detach()
             self.run.history.add_train_output(output, outputs["loss"])
         return outputs
+
+    def _count_step(self, index: int) -> None:
+        """Count a step that ``training_step`` takes. Steps of other hooks do not count."""
+        self.stepped.add(index)
+        if self.run.hooks.current == "training_step":
+            self.run.progress.global_step += 1
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward with its hooks, for ``manual_backward``."""
@@ -288,19 +295,6 @@ class ManualOptimization(AutomaticOptimization):
         names = {name for name, p in self.run.network.named_parameters() if id(p) in parameters}
         gradients = {n: g for n, g in self._waiting_gradients().items() if n in names}
         return {"is_accumulating": False, "gradients": gradients}
-
-
-def count_steps(
-    optimizer: LightningOptimizer, run: RunState, note_step: Callable[[], None]
-) -> None:
-    """Count the steps that ``training_step`` takes with this optimizer; other hooks' do not count."""
-
-    def count() -> None:
-        note_step()
-        if run.hooks.current == "training_step":
-            run.progress.global_step += 1
-
-    optimizer._on_after_step = count
 
 
 def prepare_step_functions(run: RunState) -> list[Callable[[Optimizer], Any]]:

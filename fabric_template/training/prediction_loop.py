@@ -81,6 +81,8 @@ def predict_batches(run: RunState, keep: bool) -> None:
         predictions.current_indices = loaders.batch_indices(dataloader_idx, batch_idx)
         hooks.call("on_predict_batch_start", batch, *place)
         output = step(batch, *arguments(batch_idx, dataloader_idx))
+        if output is None:
+            run.warn_once("predict returned None if it was on purpose, ignore this warning...")
         if predictions.current_indices:
             predictions.batch_indices[dataloader_idx].append(predictions.current_indices)
         hooks.call("on_predict_batch_end", output, batch, *place)

@@ -116,8 +116,8 @@ class StopCondition:
         self.min_steps = config.min_steps
         if self.max_epochs is None:
             self.max_epochs = -1 if has_other_limit or self.max_steps != -1 else 1000
-        if self.min_epochs is None and self.min_steps is not None:
-            self.min_epochs = 1
+        if self.min_epochs is None:
+            self.min_epochs = 0 if self.min_steps is None else 1
         self.should_stop = False
         self.signal: int | None = None
 
@@ -135,7 +135,7 @@ class StopCondition:
     def can_stop_early(self) -> bool:
         """Return whether min_epochs and min_steps are reached."""
         progress = self.progress
-        enough_epochs = progress.epochs_done >= (self.min_epochs or 0)
+        enough_epochs = progress.epochs_done >= self.min_epochs
         return enough_epochs and progress.global_step >= (self.min_steps or 0)
 
     @property

@@ -12,6 +12,7 @@ import torch
 from ..checkpoint.manager import CheckpointManager
 from ..data.loaders import DataConnector
 from ..errors import WarnOnce
+from ..lightning_compat.private import set_current_hook
 from ..loggers.console import Console
 from ..loggers.history import History
 from ..loggers.logger_connector import LoggerConnector
@@ -54,16 +55,16 @@ def make_run(
         datamodule, loaders[first] = loaders[first], None
     last = loop.run if stage != "fit" else None
     check_sources(stage, loaders, datamodule)
-    if model is None:
-        if last is None:
-            raise missing_model(stage)
+    if model is None and last is None:
+        raise missing_model(stage)
+    if last is not None and (model is None or model is last.model):
         model = last.model
         given = {name: function for name, function in functions.items() if function}
         functions = {**getattr(last.module, "functions", {}), **given}
     module, source, network = adapt_model(model, functions)
 
     def module_for(callback: Any) -> Any:
-        is_lightnings = type(callback).__module__.startswith(("lightning.", "pytorch_lightning."))
+        is_lightnings = any(is_lightning_callback(base) for base in type(callback).__mro__)
         return module if is_lightnings else model
 
     data = DataConnector(loaders, datamodule if datamodule is not None else source)
@@ -116,9 +117,26 @@ def make_run(
     return run
 
 
+def is_lightning_callback(kind: type) -> bool:
+    """Return whether a class is one of Lightning's callbacks, which expect a LightningModule."""
+    packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
+    return kind.__module__.startswith(packages) and kind.__name__ != "Callback"
+
+
 def is_datamodule(given: Any) -> bool:
     names = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
     return any(callable(getattr(given, name, None)) for name in names)
+
+
+def configure_model(run: RunState) -> None:
+    """Let the module create its layers, on the device and in the dtype of the precision."""
+    # The older name of the hook counts only where the class defines it.
+    older = overridden(type(run.hooks.source), "configure_sharded_model")
+    for hook in (
+        ("configure_model",) if older is None else ("configure_sharded_model", "configure_model")
+    ):
+        with run.fabric.strategy.module_init_context():
+            run.hooks.call_module(hook)
 
 
 def configure_optimizers(run: RunState) -> None:
@@ -199,6 +217,5 @@ def _is_lightnings(method: Any) -> bool:
 
 
 def _call_own_log(part: Any, run: RunState, *args: Any, **kwargs: Any) -> None:
-    # Lightning's log looks for the current hook under this private name only.
-    part._current_fx_name = run.hooks.current
+    set_current_hook(part, run.hooks.current)
     type(part).log(part, *args, **kwargs)

@@ -26,7 +26,13 @@ from .evaluation_loop import evaluate
 from .fit_loop import fit
 from .optimization import AutomaticOptimization, ManualOptimization
 from .prediction_loop import predict
-from .setup import attach_logs, attach_run, configure_optimizers, prepare_data
+from .setup import (
+    attach_logs,
+    attach_run,
+    configure_model,
+    configure_optimizers,
+    prepare_data,
+)
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -77,7 +83,7 @@ def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: Ex
     if run.stage == "fit":
         open_folders(run, stack)
     run.hooks.call_with_stage("setup", run.stage, run.datamodule)
-    run.hooks.call_module("configure_model")
+    configure_model(run)
     run.steps.convert_network()
     is_sharded = run.steps.is_model_parallel
     if is_sharded:
@@ -175,6 +181,7 @@ def evaluate_stage(run: RunState) -> list[dict[str, Any]]:
 
 
 def predict_stage(run: RunState, keep: bool) -> list[Any] | None:
+    run.loggers.log_hyperparameters(run)
     run.data.setup_eval_loaders("predict")
     return predict(run, keep)
 

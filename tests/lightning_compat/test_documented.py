@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from both import LOOPS, Notes
-from fabric_template.core.overrides import HOOKS
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,6 +14,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from modules import quiet
+
+from fabric_template.training.hooks import HOOK_ARGUMENTS, OTHER_HOOKS
 
 WORDS = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2, "limit_test_batches": 2}
 
@@ -31,7 +32,7 @@ def _heard():
     def init(self, name, heard):
         self.name, self.heard = name, heard
 
-    names = set(HOOKS) & set(dir(Callback))
+    names = {*HOOK_ARGUMENTS, *OTHER_HOOKS} & set(dir(Callback))
     return type("Heard", (Callback,), {"__init__": init, **{name: hook(name) for name in names}})
 
 
