@@ -1,906 +1,945 @@
 # SPDX-License-Identifier: MIT
-# Copyright (c) 2026 the fabric_template authors. The licence's text goes with each copy: LICENSE, or the end of this file.
-"""MiniLoop: the training loop in one file, to read, to copy and to change. Trainer's numbers, bit for bit.
+"""MiniLoop: a PyTorch training loop in one file, to read, to copy and to change.
 
-It needs torch, NumPy and Lightning Fabric, and runs under any name, in a notebook cell, too. Read `_fit`, `_train_epoch` and
-`_update`. What becomes of gradients is in `_before_step`, a row of metrics.csv in `_end_epoch`, a checkpoint in `_state`. Its
-runs go on in fabric_template's FabricLoop, and back; what it refuses, that one takes. Version 0.1.0; what a newer version has
-changed: fabric-template diff THIS_FILE
+Version 0.1.0 of fabric_template, under the MIT License (file LICENSE). It needs torch, NumPy and
+Lightning Fabric. Read `fit`, `_train_epoch` and `_train_batch` first. To change
+
+- the loss and its scaling, edit `_train_batch`,
+- the gradients before a step (clipping, norms), `_step_optimizer`,
+- when the optimizer steps, `_is_window_end`; when training stops, `_is_done`,
+- a row of metrics.csv, `_end_row`; a row of steps.csv, `_log_step`,
+- what a checkpoint holds, `_build_checkpoint` and `_restore`.
+
+What it refuses, FabricLoop does, with the same options and files. Each continues the other's runs.
 """
 
 from __future__ import annotations
 
 import csv
 import inspect
-import io
 import math
 import os
 import random
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import partial
-from itertools import chain, islice, pairwise, repeat
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 import yaml
 from lightning.fabric import Fabric
 from lightning.fabric import __version__ as lightning_version
+from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-PLAIN = bool | int | float | str | Tensor | None  # what a checkpoint holds of hyperparameters
-YAML_TYPES = (bool, int, float, str, type(None))
-LEFT_OUT = {"configure_callbacks", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "transfer_batch_to_device",
-            "on_before_batch_transfer", "on_after_batch_transfer", "on_validation_model_train",
-            "on_validation_model_zero_grad"}  # fmt: skip
+HOOKS = {
+    *("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_train_batch_start", "on_train_batch_end", "on_save_checkpoint", "on_load_checkpoint"),
+    *("on_validation_epoch_start", "on_validation_epoch_end"),
+}
+UNSUPPORTED = {
+    *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+    *("configure_gradient_clipping", "configure_callbacks", "configure_model", "setup", "teardown"),
+    *("on_fit_start", "on_fit_end", "on_before_zero_grad", "on_before_backward", "prepare_data"),
+    *("on_after_backward", "on_before_optimizer_step", "on_validation_start", "on_validation_end"),
+    *("on_validation_batch_start", "on_validation_batch_end", "on_validation_model_eval"),
+    *("on_validation_model_train", "on_validation_model_zero_grad", "on_before_batch_transfer"),
+    *("transfer_batch_to_device", "on_after_batch_transfer"),
+}
 
 
 @dataclass(kw_only=True, eq=False)
 class MiniLoop:
-    """Trains any module or object that has ``training_step(batch)`` or ``training_step(batch, batch_idx)``.
-
-    Its runs lie in logs/<name>/version_<n> and checkpoints/<name>/version_<n>, the next free version unless one is given.
-    best.ckpt is of the epoch with the best ``monitor``, the least for ``mode`` "min". The norm of all gradients together is at
-    most ``gradient_clip_val``. What follows ``accelerator`` is Fabric's; or give a ready ``fabric``.
+    """Train a model with step functions, or any object that has a method ``training_step``.
 
     Example:
-        >>> net, batches = nn.Linear(2, 1), [torch.ones(4, 2)] * 2
-        >>> optimizer, loop = torch.optim.SGD(net.parameters(), lr=0.1), MiniLoop(max_epochs=1, accelerator="cpu")
-        >>> rows = loop.fit(net, batches, optimizer=optimizer, training_step=lambda net, x: net(x).square().mean())
-        epoch 1/1: train_loss ...
+        >>> net, batches = nn.Linear(2, 1), [torch.ones(4, 2)] * 3
+        >>> optimizer, loop = torch.optim.SGD(net.parameters()), MiniLoop(max_epochs=1)
+        >>> def training_step(net, batch): return net(batch).square().mean()
+        >>> rows = loop.fit(net, batches, optimizer=optimizer, training_step=training_step)
+        epoch 0  step 3  train_loss ...
     """
 
-    max_epochs: int = 1000
-    name: str = "run"
-    version: int | str | None = None
-    monitor: str | None = None
-    mode: str = "min"
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: float | None = None
-    seed: int | None = None
-    default_root_dir: Any = None
-    accelerator: Any = "auto"
+    max_epochs: int | None = None  # -1: no limit. None: 1000, or no limit with max_steps.
+    max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
+    name: str = "run"  # The run is in logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
+    version: int | str | None = None  # None: the next free number, or that of the resumed run.
+    monitor: str | None = None  # The metric that decides which checkpoint is best.ckpt.
+    mode: str = "min"  # Whether the best value of monitor is the smallest or the largest ("max").
+    accumulate_grad_batches: int = 1  # Batches of one optimizer step.
+    gradient_clip_val: float | None = None  # Clip the common norm of the gradients at this value.
+    validate_every_n_steps: int | None = None  # None: validate at the end of each epoch.
+    log_every_n_steps: int = 50  # Write a row of steps.csv every N optimizer steps. 0: never.
+    seed: int | None = None  # Seed everything when the loop is made and when a run starts.
+    default_root_dir: str | os.PathLike = "."  # The folder of logs/ and checkpoints/.
+    accelerator: Any = "auto"  # This and the following are Fabric's arguments.
     strategy: Any = "auto"
     devices: Any = "auto"
     precision: Any = None
-    fabric: Any = None
+    fabric: Any = None  # A ready Fabric.
+    sanity_checking = False  # Modules ask their trainer. There is no sanity check here.
+
+    def __new__(cls, **options: Any) -> MiniLoop:
+        """Name the nearest option where one does not exist."""
+        known = [field.name for field in fields(cls)]
+        for name in set(options) - set(known):
+            near = get_close_matches(name, known, n=1) or ["an option of FabricLoop"]
+            raise TypeError(f"MiniLoop: got the unknown option {name}. Did you mean {near[0]}?")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        is_name = self.name == Path(self.name or ".").name
-        if self.mode not in ("min", "max") or self.accumulate_grad_batches < 1 or not is_name:
-            raise ValueError(f"{self!r}: expected mode 'min' or 'max', accumulate_grad_batches >= 1, a folder as name")
-        self.max_epochs = 1000 if self.max_epochs is None else self.max_epochs
-        self._most_epochs = math.inf if self.max_epochs == -1 else self.max_epochs
-        self._given = self.version if isinstance(self.version, str | None) else f"version_{self.version}"
-        fabrics = {"accelerator": self.accelerator, "strategy": self.strategy, "devices": self.devices}
-        self.fabric = self.fabric or Fabric(**fabrics, precision=self.precision)
-        self.strategy, self.default_root_dir = self.fabric.strategy, os.fspath(self.default_root_dir or os.getcwd())
-        if not isinstance(self.strategy, SingleDeviceStrategy | DDPStrategy):
-            raise ValueError(f"MiniLoop got {type(self.strategy).__name__}: expected one device, or strategy='ddp'")
-        if self.seed is not None:  # for a model that is made after the loop; fit seeds once more
-            Fabric.seed_everything(self.seed, workers=True, verbose=False)
-        self._init_state()
+        if self.mode not in ("min", "max"):
+            raise ValueError(f'mode: got {self.mode!r}, expected "min" or "max".')
+        if self.name in ("", ".", "..") or set(self.name) & set('/\\:*?"<>|'):
+            raise ValueError(f"name: got {self.name!r}, expected the name of a folder.")
+        if self.accumulate_grad_batches < 1:
+            raise ValueError(
+                f"accumulate_grad_batches: got {self.accumulate_grad_batches}, expected >= 1."
+            )
+        if self.max_epochs is None:
+            self.max_epochs = 1000 if self.max_steps == -1 else -1
+        self._reset()
+        names = ("accelerator", "strategy", "devices", "precision")
+        self.fabric = self.fabric or Fabric(**{name: getattr(self, name) for name in names})
+        if not isinstance(self.fabric.strategy, SingleDeviceStrategy | DDPStrategy):
+            kind = type(self.fabric.strategy).__name__
+            raise ValueError(f"strategy: got {kind}, expected one device or DDP. Use FabricLoop.")
 
-    def _init_state(self) -> None:
-        """Where every run begins; the words that modules read of Trainer are among these."""
-        nothing: Any = None
-        self.train_dataloader = self.val_dataloaders = self.logger = self._folder = self._scaler = nothing
-        self._batch = self._batch_size = nothing  # the one at hand
-        self.current_epoch = self.global_step = self.batch_idx = self._num_rows = 0
-        self.validating = self.sanity_checking = self.testing = self.predicting = self.interrupted = False
-        self.should_stop = self.is_last_batch = self._in_batch = False
-        self.training, self.max_steps, self.gradient_clip_algorithm, self.callbacks = True, -1, "norm", ()
-        self.val_check_interval, self.check_val_every_n_epoch, self.limit_train_batches = 1.0, 1, 1.0
-        self.optimizers, self.lr_scheduler_configs, self._rates = list[Any](), list[Any](), list[float]()
-        self.history, self.best, self._metrics = list[dict[str, Any]](), dict[str, float](), dict[str, Any]()
-        self._logged: dict[str, dict[str, Logged]] = {"train": {}, "val": {}}
-
-    def fit(
-        self, model: Any, train: Any = None, val: Any = None, resume: str | Path | None = None,
-        load: str | Path | None = None, optimizer: Any = None, training_step: Callable | None = None,
-        validation_step: Callable | None = None,
-    ) -> Any:  # fmt: skip
-        """Train; returns the history: one row per epoch in a pandas DataFrame, without pandas a list of dicts.
-
-        Ctrl-C ends it behind the step at hand; resume="last" goes on from the last whole epoch.
-
-        Args:
-            model: a LightningModule, an nn.Module or object with step methods, or an nn.Module with step functions.
-            train: an iterable of batches, or a datamodule for both; None: the module's own.
-            val: an iterable of batches.
-            resume: a checkpoint to go on from, exactly: a path, "last", "best", or "auto" (the last one, if there is any).
-            load: a checkpoint to take the weights from, where no run goes on.
-            optimizer: whatever configure_optimizers may return, for modules that have none.
-            training_step: ``fn(model, batch)`` or ``fn(model, batch, batch_idx)``, returns the loss.
-            validation_step: the same; returns a loss, a pair (loss, acc) or a dict.
-        """
-        given = {"configure_optimizers": optimizer, "train_dataloader": train, "val_dataloader": val}
-        self._begin(model, {**given, "training_step": training_step, "validation_step": validation_step})
-        for need in ("training_step", "configure_optimizers", "train_dataloader"):
-            if need not in self._hooks:
-                raise TypeError(f"fit got no {need}: expected one of {type(model).__name__}, or as an argument of fit")
-        self._launch(self._fit, self._find(resume, "resume"), self._find(load, "load"))
-        with suppress(ImportError):
-            import pandas
-
-            return pandas.DataFrame(self.history)
-        return self.history
-
-    def validate(self, model: Any, val: Any = None, load: Any = None, validation_step: Any = None) -> list[dict]:
-        """Run validation_step over the batches; returns what was measured, in a list of one dict as Trainer does."""
-        self._begin(model, {"val_dataloader": val, "validation_step": validation_step})
-        if not self._validates:
-            raise TypeError(f"validate got no batches, or {type(model).__name__} has no validation_step: give both")
-        return self._launch(self._validate, self._find(load, "load"))
-
-    # ---- the page to read
-
-    def _fit(self, resume: Path | None, load: Path | None) -> None:
-        checkpoint = self._read(resume, goes_on=True)
-        self._set_up("fit", checkpoint or self._read(load))
-        self._set_up_training()
-        self._call("on_fit_start")
-        if checkpoint:
-            self._load_training(checkpoint)
-        elif self._validates:  # a few batches, to see that it runs; no trace of them is left
-            states, self.sanity_checking = random_states(), True
-            self._evaluate(most=2)
-            set_random_states(states)
-            self.sanity_checking, self._metrics = False, {}
-        self._open_files()
-        if self.current_epoch < self._most_epochs and not self.should_stop:
-            batches = None if checkpoint else self._begin_pass(is_first=True)  # here already, as Trainer's
-            self._call("on_train_start")
-            if checkpoint:
-                self._load_random_numbers(checkpoint)
-            with self._heeding_interrupts(), self._locked():
-                while self.current_epoch < self._most_epochs and not (self.should_stop or self.interrupted):
-                    self._train_epoch(batches)
-                    batches = None
-            self._call("on_train_end")
-        self._call("on_fit_end")
-        self._call_both("teardown", "fit")
-
-    def _train_epoch(self, batches: Any) -> None:
-        began = time.monotonic()
-        self._call("on_train_epoch_start")
-        batches, self.batch_idx, self.is_last_batch = batches or self._begin_pass(), -1, False
-        for self.batch_idx, (batch, self.is_last_batch) in enumerate(batches):
-            self._batch = batch = self._to_device(batch)
-            self._batch_size, self._in_batch = None, True
-            ends_window = self.is_last_batch or (self.batch_idx + 1) % self.accumulate_grad_batches == 0
-            if self._call("on_train_batch_start", batch, self.batch_idx) == -1:
-                raise TypeError("on_train_batch_start returned -1, to leave out an epoch's rest: use FabricLoop")
-            outputs, _loss = self._update(batch, ends_window)  # which stays until the next one is there: see closure
-            if self.is_last_batch:
-                self._rates = [group["lr"] for group in self.optimizers[0].param_groups]
-            if ends_window and self.lr_scheduler_configs:
-                self._step_schedulers("step")
-                if self.is_last_batch:
-                    self._step_schedulers("epoch")
-            self._call("on_train_batch_end", outputs, batch, self.batch_idx)
-            if ends_window and self.lr_scheduler_configs:
-                self._step_schedulers("step", plateau=True)
-            if self.interrupted:
-                return
-        if not self.is_last_batch:
-            length, given = self.num_training_batches, f"{self.batch_idx + 1} batches in epoch {self.current_epoch}"
-            words = "one or more" if length in (0, math.inf) else f"{length}, its len()"
-            raise ValueError(f"the train loader gave {given}: expected {words}")
-        self._merge("train", at_end=False)
-        self._in_batch = False
-        self._end_epoch(began)
-
-    def _update(self, batch: Any, ends_window: bool) -> tuple[dict[str, Any], Tensor | None]:
-        """Model, loss, backward; at the end of a window clip and step. All in a closure, which some optimizers need."""
-        optimizer, window, outputs = self.optimizers[0], self.accumulate_grad_batches, dict[str, Any]()
-        loss: Tensor | None = None
-
-        def closure() -> Tensor | None:
-            nonlocal loss  # its graph keeps what autograd and the optimizer's step would set up anew, as in a loop by hand
-            output = self._steps["training_step"](batch, self.batch_idx)
-            loss = loss_in(output)
-            if self.batch_idx % window == 0:
-                self._call("on_before_zero_grad", optimizer)
-                optimizer.zero_grad()
-            if loss is None:  # nothing is learned from this batch
-                return None
-            self._log_returned(output, "train")
-            loss = loss / window if window > 1 else loss
-            outputs.update(output if isinstance(output, dict) else {}, loss=loss.detach())
-            self._call("on_before_backward", loss)
-            self._backward(loss)
-            self._call("on_after_backward")
-            if ends_window:
-                self._before_step(optimizer)
-            return outputs["loss"]
-
-        if not ends_window:
-            with self._no_sync():
-                closure()
-            return outputs, loss
-        if "optimizer_step" in self._hooks:
-            self._hooks["optimizer_step"](self.current_epoch, self.batch_idx, optimizer, closure)
-        elif self._closes:
-            optimizer.step(closure=closure)
-        elif closure() is not None:  # a scaler's step takes no closure, nor do those of a few optimizers
-            self.strategy.optimizer_step(optimizer)
-        self.global_step += 1
-        return outputs, loss
-
-    def _before_step(self, optimizer: Any) -> None:
-        """What is done with the gradients before the optimizer steps: the place for your own."""
-        self._call("on_before_optimizer_step", optimizer)
-        if self.gradient_clip_val:
-            self.fabric.clip_gradients(self._net, optimizer, max_norm=self.gradient_clip_val, error_if_nonfinite=False)
-
-    def _step_schedulers(self, interval: str, plateau: bool = False) -> None:
-        number = 1 + (self.batch_idx if interval == "step" else self.current_epoch)
-        for config in self.lr_scheduler_configs:
-            if (config.interval, config.reduce_on_plateau) != (interval, plateau) or number % config.frequency:
-                continue
-            if plateau and config.monitor not in self.callback_metrics:
-                raise ValueError(f"ReduceLROnPlateau follows {config.monitor!r}: expected one of the logged "
-                                 f"{sorted(self.callback_metrics)}")  # fmt: skip
-            values = [self.callback_metrics[config.monitor]] if plateau else []
-            if "lr_scheduler_step" in self._hooks:
-                self._call("lr_scheduler_step", config.scheduler, *(values or [None]))
-            else:
-                config.scheduler.step(*values)
-
-    def _end_epoch(self, began: float) -> None:
-        """Validate; one row of metrics.csv; last.ckpt, and best.ckpt if it is the best."""
-        measured = self._evaluate() if self._validates else {}
-        self._merge("train")
-        self._call("on_train_epoch_end")
-        logged, of_train = self._logged["train"], self._merge("train")
-        measured |= {n: value for n, value in of_train.items() if n not in measured or logged[n].on_epoch}
-        self._step_schedulers("epoch", plateau=True)
-        row: dict[str, Any] = {"epoch": self.current_epoch, "step": self.global_step}
-        row |= {name: measured[name].item() for name in sorted(measured, key=lambda name: not name.startswith("train"))}
-        row |= {n: float(rate) for i, rate in enumerate(self._rates) if (n := f"lr_{i}" if i else "lr") not in row}
-        self._forget("train")
-        self.current_epoch += 1
-        self.history.append(row | {"time": time.monotonic() - began})
-        known, sign = {**row, **self._metrics}, 1 if self.mode == "min" else -1
-        score: Any = known.get(self.monitor or "")
-        is_best = score is not None and bool(sign * score < sign * self.best.get("best.ckpt", sign * math.inf))
-        self.best = {"best.ckpt": float(score)} if is_best else self.best
-        self._save(is_best)
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in list(row.items())[2:])
-        self.fabric.print(f"epoch {self.current_epoch}/{self.max_epochs}: {numbers}")
-        if self.monitor is not None and score is None:
-            raise ValueError(f"monitor={self.monitor!r} was not logged: expected one of {[*known]}; last.ckpt is saved")
-
-    def _evaluate(self, most: int = sys.maxsize) -> dict[str, Any]:
-        """A pass over the validation batches; the module is handed back in the modes in which it came."""
-        modes = [(module, module.training) for module in self._net.modules()]
-        self.val_dataloaders = self._loader("val") if self.val_dataloaders is None else self.val_dataloaders
-        announce_pass(self.val_dataloaders, self.current_epoch, is_first=self.sanity_checking)
-        most = min(most, length_of(self.val_dataloaders))
-        self.training, self.validating = False, True
-        try:
-            with torch.no_grad():
-                self._hooks.get("on_validation_model_eval", self._net.eval)()
-                self._call("on_validation_start")
-                self._call("on_validation_epoch_start")
-                for batch_idx, batch in enumerate(islice(self.val_dataloaders, most)):
-                    self._batch = batch = self._to_device(batch)
-                    self._batch_size = None
-                    self._call("on_validation_batch_start", batch, batch_idx)
-                    output = self._steps["validation_step"](batch, batch_idx)
-                    self._log_returned(output, "val")
-                    self._call("on_validation_batch_end", output, batch, batch_idx)
-                self._merge("val")
-                self._call("on_validation_epoch_end")
-                found = self._merge("val")
-                self._call("on_validation_end")
-        finally:
-            self.training, self.validating = True, False
-            for module, training in modes:
-                module.training = training
-            self._forget("val")
-        return found
-
-    def _validate(self, load: Path | None) -> list[dict]:
-        self._set_up("validate", self._read(load))
-        found = self._evaluate()
-        self._call_both("teardown", "validate")
-        return [{name: value.item() for name, value in found.items()}]
-
-    # ---- what is logged
-
-    def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool = True, on_step: bool | None = None,
-            on_epoch: bool | None = None, reduce_fx: Any = "mean", batch_size: int | None = None, sync_dist: bool = False,
-            **others: Any) -> None:  # fmt: skip
-        """The module's ``self.log``, with Trainer's words: a number, a tensor of one element or a torchmetrics object."""
-        log, in_step = self._logged["val" if self.validating else "train"], self._in_batch and not self.validating
-        if (entry := log.get(name)) is None:
-            on_step, on_epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
-            everywhere = self.fabric if sync_dist and self.world_size > 1 else None
-            entry = log[name] = Logged(on_step, on_epoch, reduce_fx, everywhere)
-        if not isinstance(value, Tensor) and hasattr(value, "compute"):  # keeps its sums itself
-            entry.metric, entry.last = value, getattr(value, "_forward_cache", None)
-            return
-        self._batch_size = self._batch_size or size_of(self._batch) or 1
-        value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=wide())
-        value = value if value.dtype in (torch.float32, torch.float64) else value.to(wide())
-        entry.last = value = (value.squeeze() if value.dim() else value).clone()
-        if entry.on_epoch:
-            entry.waiting.append((value, batch_size or self._batch_size))
-            if len(entry.waiting) == 32:  # in a row: behind a backward each operation takes three times as long
-                entry.sum_up()
-
-    def log_dict(self, dictionary: Mapping[str, Any], **words: Any) -> None:
-        """The same for a dict, or for a torchmetrics MetricCollection."""
-        for name, value in dictionary.items(**({"copy_state": False} if hasattr(dictionary, "add_metrics") else {})):
-            self.log(name, value, **words)
-
-    def _log_returned(self, output: Any, stage: str) -> None:
-        """What a step returned and did not log: the history of a module that logs nothing; of one that logs, its loss."""
-        logged, loss = self._logged[stage], f"{stage}_loss"
-        if loss in logged and not logged[loss].is_returned and (self._parts or isinstance(output, Tensor)):
-            return
-        own = [name for name, entry in logged.items() if not entry.is_returned]
-        output = dict(zip(("loss", "acc"), output, strict=False)) if isinstance(output, tuple) else output
-        for name, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
-            name = name if name.startswith(f"{stage}_") else f"{stage}_{name}"
-            is_left = name not in own and (name == loss or not (self._parts and own))
-            if is_left and isinstance(value, Tensor) and value.numel() == 1:
-                self.log(name, value, on_step=False, on_epoch=True, sync_dist=True)
-                logged[name].is_returned = True
-
-    @property
-    def callback_metrics(self) -> dict[str, Any]:
-        """The last value of whatever was logged; of the step at hand only where somebody asks."""
-        if self._in_batch:
-            self._merge("train", at_end=False)
-        return self._metrics
-
-    def _merge(self, stage: str, at_end: bool = True) -> dict[str, Any]:
-        """Bring the metrics up to date, with the values of the step at hand or of the epoch; returns the row's."""
-        row = {}
-        for name, entry in self._logged[stage].items():
-            row[name] = value = entry.result() if at_end and entry.on_epoch else entry.last
-            if entry.on_epoch if at_end else entry.on_step:
-                fork = f"{name}_{'epoch' if at_end else 'step'}" if entry.on_step and entry.on_epoch else name
-                self._metrics |= {name: value, fork: value}
-        return row
-
-    def _forget(self, stage: str) -> None:
-        for entry in self._logged[stage].values():
-            if entry.metric is not None:
-                entry.metric.reset()
-        self._logged[stage] = {}
-
-    # ---- before and around a run
-
-    def _begin(self, model: Any, given: dict[str, Any]) -> None:
-        """What a run knows before it begins. What is given takes the place of the module's own: optimizer, loaders, steps."""
-        self.model = self.lightning_module = model
-        self.datamodule: Any = None
-        self._net, self._hooks = net_of(model), hooks_of(model)
-        for name, part in given.items():
-            if hasattr(part, "prepare_data"):
-                self.datamodule = part
-                own = hooks_of(part).items()
-                self._hooks |= {k if k.endswith("_dataloader") else f"datamodule.{k}": hook for k, hook in own}
-            elif part is not None:  # as functions that can be sent to a spawned process
-                self._hooks[name] = partial(part, model) if name.endswith("_step") else partial(alone, [part])
-        left = [f"has {name}" for name in sorted(LEFT_OUT & self._hooks.keys())]
-        left += [] if getattr(model, "automatic_optimization", True) else ["optimizes by hand"]
-        if left:
-            raise TypeError(f"{type(model).__name__} {', '.join(left)}, which MiniLoop leaves to FabricLoop: use that")
-        self._validates = "validation_step" in self._hooks and "val_dataloader" in self._hooks
-        self._parts = [part for part in self._net.modules() if hasattr(type(part), "automatic_optimization")]
-        self._init_state()
-
-    def _set_up(self, stage: str, checkpoint: dict | None) -> None:
-        """Data and module are told; weights come, to their device and in their precision; the steps get their one door."""
-        if self.local_rank == 0:
-            self._call_both("prepare_data")
-        self.fabric.barrier()
-        self._call_both("setup", stage)
-        self._call("configure_model")
-        self.strategy.precision.convert_module(self._net)
-        if checkpoint is not None:
-            self._call("on_load_checkpoint", checkpoint)
-            self._net.load_state_dict(checkpoint.get("state_dict", checkpoint))
-        self.fabric.to_device(self._net)
-        trains = stage == "fit" and any(parameter.requires_grad for parameter in self._net.parameters())
-        is_shared = trains and isinstance(self.strategy, DDPStrategy)
-        self._wrapped = self.fabric.setup(Door(self._net)) if is_shared else None
-        self._no_sync = partial(self.fabric.no_backward_sync, self._wrapped) if is_shared else nullcontext
-        self.precision = str(self.strategy.precision.precision)
-        self._moves = self.device.type != "cpu" or self.precision in ("bf16-true", "16-true", "64-true")
-        self._steps = {name: self._step(name) for name in ("training_step", "validation_step") if name in self._hooks}
-
-    def _set_up_training(self) -> None:
-        if sleeping := sum(not module.training for module in self._net.modules()):
-            rank_zero_warn(f"{sleeping} modules are in eval mode, and stay so: model.train() before fit changes that")
-        self.train_dataloader = self._loader("train")
-        self.num_training_batches = length_of(self.train_dataloader)
-        most, updates = self._most_epochs, self.num_training_batches / self.accumulate_grad_batches
-        self.estimated_stepping_batches = math.inf if math.inf in (most, updates) else math.ceil(updates) * most
-        optimizer, self.lr_scheduler_configs = parse_optimizers(self._hooks["configure_optimizers"]())
-        self.optimizers, self._scaler = [optimizer], getattr(self.strategy.precision, "scaler", None)
-        self._backward = Tensor.backward if self._scaler is None else self.fabric.backward
-        self._closes = not self._scaler and {"closure", "kwargs"} & {*inspect.signature(optimizer.step).parameters}
-        self._net.zero_grad()
-
-    def _step(self, name: str) -> Callable:
-        """A step through one door for precision and DDP: plain Fabric runs it around its own precision."""
-        method, wrapped, context = self._hooks[name], self._wrapped, self.strategy.precision.forward_context
-        words, is_method = inspect.signature(method).parameters.values(), not isinstance(method, partial)
-        given = [w for w in words if is_method or w.default is w.empty or w.name == "batch_idx"]  # not a function's own
-        takes = 2 if any(word.kind is word.VAR_POSITIONAL for word in given) else len(given)
-        if self.precision.endswith("-mixed"):  # Trainer's own setting: weights used twice are cast twice
-            dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
-            context = partial(torch.autocast, self.device.type, dtype=dtype, cache_enabled=False)
-        elif self.precision == "32-true" and wrapped is None:
-            return method if takes > 1 else lambda batch, batch_idx: method(batch)
-
-        def step(*args: Any) -> Any:
-            with context():
-                return method(*args[:takes]) if wrapped is None else wrapped(partial(method, *args[:takes]))
-
-        return step
-
-    def _launch(self, function: Callable, *args: Any) -> Any:
-        """Run it in the strategy's processes; what they learned is back here afterwards."""
+    def _reset(self) -> None:
+        """Seed, and forget an earlier run."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
-        job = partial(self._in_process, function, args, os.getpid())
-        are_there = os.environ.get("LT_CLI_USED") == "1" or getattr(self.strategy.launcher, "procs", None)
-        outcome = job(self.fabric, self._net) if are_there else self.fabric.launch(job, self._net)
-        if isinstance(outcome, BaseException):
-            raise outcome
-        result, news, weights = outcome
-        if weights:
-            self._net.load_state_dict(torch.load(io.BytesIO(weights)))
-        vars(self).update(news)
-        return result
+        self.current_epoch = self.global_step = self.batches_done = self._batches_in_window = 0
+        self.should_stop = self._is_training_batch = False
+        self.history: list[dict[str, Any]] = []
+        self.callback_metrics: dict[str, Tensor] = {}
+        self.best_score: float | None = None
+        self.optimizer: Any = None
+        self.schedulers: list[dict[str, Any]] = []
+        self._batch: Any = None
+        self._learning_rate = 0.0
+        self._row_values: dict[str, Any] = {}  # Means and torchmetrics objects of the next row.
+        self._step_values: dict[str, Tensor] = {}  # What the newest step has logged.
+        self._validated: dict[str, Tensor] = {}  # What was validated since the last row.
+        self._row_started = time.monotonic()
 
-    def _in_process(self, function: Callable, args: tuple, caller: int, fabric: Fabric, net: nn.Module) -> Any:
-        """What a process does; Fabric gives a spawned one memory of its own for the net."""
-        self.fabric, self.strategy, elsewhere = fabric, fabric.strategy, os.getpid() != caller
-        if isinstance(self.strategy, DDPStrategy):
-            reset_seed()  # as Trainer's DDP
-        given, home = self._attach(), next((p.device for p in self._net.parameters() if not p.is_meta), "cpu")
+    # Training
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any,
+        val_dataloaders: Any = None,
+        resume: str | Path | None = None,
+        load: str | Path | None = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        training_step: Callable | None = None,
+        validation_step: Callable | None = None,
+    ) -> Any:
+        """Train a model. Return the rows of metrics.csv as a DataFrame, or as a list without pandas.
+
+        Args:
+            model: An nn.Module, a LightningModule or an object with step methods.
+            train_dataloaders: An iterable of batches.
+            val_dataloaders: An iterable of batches to validate on.
+            resume: Continue a run: a path, "last", "best", or "auto" ("last" if there is one).
+            load: Start with the weights of a checkpoint: a path, "last" or "best".
+            optimizer: An optimizer, or what ``configure_optimizers`` may return.
+            scheduler: A learning rate scheduler, or its dict.
+            training_step: ``fn(model, batch[, batch_idx])`` that returns the loss or a dict with it.
+            validation_step: ``fn(model, batch[, batch_idx])`` that returns a loss, a pair
+                (loss, acc) or a dict.
+        """
+        self._reset()
+        self._set_up_model(model, training_step, validation_step)
+        if "training_step" not in self._steps:
+            raise TypeError("fit: got no training_step. Pass training_step= or write the method.")
+        if (val_dataloaders is None) < ("validation_step" not in self._steps):
+            raise TypeError("fit: got val_dataloaders without validation_step. Pass both or none.")
+        if val_dataloaders is None and validation_step is not None:
+            raise TypeError("fit: got validation_step without val_dataloaders. Pass both or none.")
+        resume_path, load_path = self._find(resume, "resume"), self._find(load, "load")
+        self._set_up_loaders(train_dataloaders, val_dataloaders)
+        with self._attached():
+            self._set_up_optimizer(optimizer, scheduler)
+            self._open_folders(resume_path)
+            self._restore(resume_path or load_path, is_resumed=resume_path is not None)
+            with self._recorded_state():
+                self._call("on_train_start")
+                while not self._is_done():
+                    self._train_epoch()
+                self._call("on_train_end")
         try:
-            result = function(*args)
-        except BaseException as error:
-            if elsewhere:
-                raise
-            return error  # Fabric's launch leaves DataLoader patched where one passes through
-        finally:
-            for part, name in given:
-                vars(part).pop(name, None)
-        self._net.to(home)
-        if not elsewhere:
-            return result, {}, b""
-        self.fabric.barrier()
-        torch.distributed.destroy_process_group()
-        torch.save({name: value.cpu() for name, value in net.state_dict().items()}, weights := io.BytesIO())
-        names = ("history", "current_epoch", "global_step", "best", "name", "log_dir", "checkpoint_dir")
-        return result, {name: vars(self).get(name) for name in names}, weights.getvalue()
+            import pandas
+        except ImportError:
+            return self.history
+        return pandas.DataFrame(self.history)
 
-    def _attach(self) -> list[tuple[Any, str]]:
-        """While it runs the module has its log, and Lightning's parts their other words; the trainer stays."""
-        words: dict[str, Any] = {"log": self.log, "log_dict": self.log_dict}
-        if self._parts:  # whose own words know Lightning's Trainer only
-            words["optimizers"] = lambda use_pl_optimizer=True: self.optimizers[0]
-            words["lr_schedulers"] = lambda: alone([config.scheduler for config in self.lr_scheduler_configs]) or None
-        for part in (self.model, self.datamodule):
-            if hasattr(type(part), "trainer"):
-                part.trainer = self
-        given = []
-        for part in self._parts or [self.model]:
-            own = hooks_of(part)
-            takes = {name: word for name, word in words.items() if name not in own}
-            if self._parts and "log" in own:  # Lightning's log_dict calls it
-                takes["log"] = partial(self._own_log, part)
-                takes.pop("log_dict", None)
-            vars(part).update(takes)
-            given += [(part, name) for name in takes]
-        return given
+    def _is_done(self) -> bool:
+        """Return whether training ends. It is asked after each batch and each epoch."""
+        if self.should_stop or self.global_step >= self.max_steps != -1:
+            return True
+        return self.current_epoch >= self.max_epochs != -1  # type: ignore[operator]
 
-    def _own_log(self, part: Any, *args: Any, **words: Any) -> None:
-        """A module's own log, which may end in super().log: Lightning's, which knows Trainer only, is ours meanwhile."""
-        base: Any = next(base for base in type(part).__mro__ if "automatic_optimization" in vars(base))
-        before, base.log = base.log, lambda part, *args, **words: self.log(*args, **words)
+    def _train_epoch(self) -> None:
+        is_last = True
+        if self.batches_done == 0:
+            self._call("on_train_epoch_start")
+        for batch, is_last in self._train_batches():
+            # While the loss lives, its graph lives. Freeing it before the next forward makes
+            # autograd create its nodes of the parameters again, which slows a step.
+            loss = self._train_batch(batch, is_last)  # noqa: F841
+            every = self.validate_every_n_steps
+            if every and self._batches_in_window == 0 and self.global_step % every == 0:
+                self._validate()
+                self._end_row(self.current_epoch)
+            if self._is_done():
+                break
+        self._end_epoch(is_complete=is_last)
+
+    def _end_epoch(self, is_complete: bool) -> None:
+        """Validate, call the hook, step the schedulers, and write the row of the epoch."""
+        is_by_steps = self.validate_every_n_steps is not None
+        if not is_by_steps:
+            self._validate()
+        self.callback_metrics.update(self._compute_row_values())
+        self._call("on_train_epoch_end")
+        self.callback_metrics.update(self._compute_row_values())
+        epoch = self.current_epoch
+        if is_complete:
+            self._step_schedulers("plateau")
+            self.current_epoch, self.batches_done = epoch + 1, 0
+        has_row = bool(self.history) and self.history[-1]["step"] == self.global_step
+        if not is_by_steps or (self._is_done() and not has_row):
+            self._end_row(epoch)
+
+    def _train_batch(self, batch: Any, is_last: bool) -> Tensor:
+        """Compute the loss and the gradients. At the end of a window, step the optimizer."""
+        batch_idx, self._batch, self._is_training_batch = self.batches_done, batch, True
+        self._call("on_train_batch_start", batch, batch_idx)
+        is_window_end = self._is_window_end(is_last)
+        with nullcontext() if is_window_end else self._no_backward_sync():
+            output = self._run_step("training_step", batch, batch_idx)
+            loss = find_loss(output, batch_idx)
+            self._add_returned(output, "train")
+            if self._batches_in_window == 0:
+                self.optimizer.zero_grad()
+            self._backward(loss / self.accumulate_grad_batches)
+        self.batches_done += 1
+        self._batches_in_window += 1
+        if is_window_end:
+            self._step_optimizer()
+            self._step_schedulers("step")
+            if is_last:
+                self._step_schedulers("epoch")
+        self._call("on_train_batch_end", {"loss": loss.detach()}, batch, batch_idx)
+        self._is_training_batch = False
+        every = self.log_every_n_steps
+        if every and is_window_end and self.global_step % every == 0:
+            self._log_step(loss, batch_idx)
+        return loss
+
+    def _is_window_end(self, is_last: bool) -> bool:
+        """Return whether the optimizer steps after this batch: the same answer on all processes."""
+        if self.accumulate_grad_batches == 1:
+            return True
+        is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
+        if self.fabric.world_size == 1:
+            return is_end
+        # A rule of your own may depend on the batch, which differs between the processes.
+        flag = torch.tensor(int(is_end), device=self.fabric.device)
+        return bool(self.fabric.all_reduce(flag, reduce_op="max"))
+
+    def _step_optimizer(self) -> None:
+        if self.gradient_clip_val:
+            norm = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
+            self.fabric.clip_gradients(self.network, self.optimizer, **norm)
+        self.optimizer.step()
+        self.global_step += 1
+        self._batches_in_window = 0
+        self._learning_rate = self.optimizer.param_groups[0]["lr"]
+
+    def _step_schedulers(self, interval: str) -> None:
+        """Step the schedulers of an interval: "step", "epoch", or "plateau" after the validation."""
+        count = self.batches_done if interval == "step" else self.current_epoch + 1
+        for config in self.schedulers:
+            if config["interval"] != interval or count % config["frequency"]:
+                continue
+            if interval != "plateau":
+                config["scheduler"].step()
+            elif config["monitor"] in self.callback_metrics:
+                config["scheduler"].step(self.callback_metrics[config["monitor"]])
+            else:
+                known = ", ".join(self.callback_metrics)
+                raise ValueError(f"scheduler: got monitor={config['monitor']!r}, expected {known}.")
+
+    # Validation
+
+    def validate(
+        self,
+        model: Any,
+        dataloaders: Any,
+        load: str | Path | None = None,
+        validation_step: Callable | None = None,
+    ) -> list[dict[str, float]]:
+        """Validate a model. Return the measured values as a list of one dict, as Trainer does."""
+        self._reset()
+        self._set_up_model(model, None, validation_step)
+        if dataloaders is None or "validation_step" not in self._steps:
+            raise TypeError("validate: got no batches or no validation_step, expected both.")
+        path = self._find(load, "load")
+        self._set_up_loaders(None, dataloaders)
+        with self._attached():
+            self._wrap()
+            self._restore(path, is_resumed=False)
+            self._validate()
+        return [{name: value.item() for name, value in self._validated.items()}]
+
+    def _validate(self) -> None:
+        """Run the validation in eval mode without gradients, and keep its metrics for the row."""
+        if self.val_loader is None:
+            return
+        of_training, self._row_values = self._row_values, {}
+        modes = [(module, module.training) for module in self.network.modules()]
+        self.network.eval()
         try:
-            type(part).log(part, *args, **words)
+            with torch.no_grad():
+                self._call("on_validation_epoch_start")
+                for batch_idx, batch in enumerate(self.val_loader):
+                    self._batch = batch = self.fabric.to_device(batch)
+                    self._add_returned(self._run_step("validation_step", batch, batch_idx), "val")
+                self._batch = None
+                self.callback_metrics.update(self._compute_row_values())
+                self._call("on_validation_epoch_end")
+                self._validated = self._compute_row_values()
         finally:
-            base.log = before
+            for module, is_training in modes:
+                module.training = is_training
+        for value in self._row_values.values():
+            value.reset()
+        self._row_values = of_training
+        self.callback_metrics.update(self._validated)
 
-    def _call(self, name: str, *args: Any) -> Any:
-        return self._hooks[name](*args) if name in self._hooks else None
+    # Logging
 
-    def _call_both(self, name: str, *args: Any) -> None:
-        self._call(f"datamodule.{name}", *args)
-        self._call(name, *args)
+    def log(self, name: str, value: Any, on_step: Any = None, on_epoch: Any = None, **options: Any):
+        """Log a number, a tensor of one element or a torchmetrics object, as ``self.log`` does.
 
-    def _loader(self, stage: str) -> Any:
-        """The loader of a stage; of several processes each gets its share."""
-        loader = self._hooks[f"{stage}_dataloader"]()
-        if isinstance(loader, DataLoader):
-            shared = self.fabric.setup_dataloaders(loader, move_to_device=False)  # seeds its workers, too
-            for sampler in samplers_of(shared)[::2]:  # to train, Trainer's shuffle, whatever the loader did
-                if hasattr(sampler, "shuffle") and sampler not in samplers_of(loader):
-                    sampler.shuffle |= stage == "train"
-            return shared if self.world_size > 1 else loader
-        several = isinstance(loader, list | tuple) and any(isinstance(part, DataLoader) for part in loader)
-        if self.world_size > 1 or several or isinstance(loader, Mapping | Tensor) or not hasattr(loader, "__iter__"):
-            raise TypeError(f"MiniLoop got a {type(loader).__name__} as its {stage} loader: expected one iterable of batches,"
-                            " in several processes a torch DataLoader; FabricLoop takes others")  # fmt: skip
-        return loader
+        A value of a step goes into steps.csv, its mean over the row into metrics.csv. The options
+        sync_dist and batch_size have Lightning's meaning, others do nothing.
+        """
+        if options.get("reduce_fx", "mean") != "mean":
+            raise TypeError(f"log({name!r}): got a reduce_fx, expected the mean. Use FabricLoop.")
+        if hasattr(value, "compute"):
+            self._row_values[name] = value
+            return
+        value = torch.as_tensor(value, device=self.fabric.device).detach().squeeze()
+        if self._is_training_batch and on_step is not False:
+            self._step_values[name] = self.callback_metrics[name] = value.clone()
+        if on_epoch or (on_epoch is None and not self._is_training_batch):
+            if not getattr(self._row_values.get(name), "is_logged", False):
+                self._row_values[name] = Mean(self.fabric, options.get("sync_dist", False))
+            batch_size = options.get("batch_size") or find_batch_size(self._batch)
+            self._row_values[name].add(value, batch_size)
 
-    def _begin_pass(self, is_first: bool = False) -> Iterator[tuple[Any, bool]]:
-        """Begin a pass now; its batches come one by one, each with whether it is the last."""
-        announce_pass(self.train_dataloader, self.current_epoch, is_first)
-        batches, length = iter(self.train_dataloader), self.num_training_batches
-        batches = map(next, repeat(batches)) if batches is self.train_dataloader else batches  # iter() begins anew
-        if length != math.inf:  # nothing is fetched beyond it: a sampler's end may draw random numbers
-            return ((batch, number == length) for number, batch in enumerate(islice(batches, length), 1))
-        # without a length one is looked ahead, and the first one is fetched now, as Trainer's
-        ahead = pairwise(chain(list(islice(batches, 1)), batches, [batches]))
-        return ((batch, following is batches) for batch, following in ahead)
+    def log_dict(self, metrics: Mapping[str, Any], **options: Any) -> None:
+        """Log several values."""
+        for name, value in metrics.items():
+            self.log(name, value, **options)
 
-    def _to_device(self, batch: Any) -> Any:
-        return self.strategy.precision.convert_input(self.fabric.to_device(batch)) if self._moves else batch
+    def _add_returned(self, output: Any, prefix: str) -> None:
+        """Add what a step returned to the row: a loss, a pair (loss, acc) or a dict."""
+        if isinstance(output, tuple) and len(output) == 2:
+            output = {"loss": output[0], "acc": output[1]}
+        for key, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
+            name = key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"
+            is_number = isinstance(value, Tensor | int | float) and math.prod(np.shape(value)) == 1
+            if not is_number or (self._logs_itself and key != "loss"):
+                continue
+            if name not in self._row_values:
+                self._row_values[name] = Mean(self.fabric, is_synced=True, is_logged=False)
+            mean = self._row_values[name]
+            if isinstance(mean, Mean) and not mean.is_logged:
+                value = torch.as_tensor(value, device=self.fabric.device).detach().squeeze()
+                mean.add(value, find_batch_size(self._batch))
 
-    @contextmanager
-    def _heeding_interrupts(self) -> Iterator[None]:
-        """Ctrl-C ends the run behind the step at hand, a second one at once; several processes it ends at once."""
-        before = signal.getsignal(signal.SIGINT)
-        heeds = callable(before) and self.world_size == 1 and threading.current_thread() is threading.main_thread()
+    def _compute_row_values(self) -> dict[str, Tensor]:
+        return {name: value.compute() for name, value in self._row_values.items()}
 
-        def interrupt(*_: Any) -> None:
-            signal.signal(signal.SIGINT, before)
-            self.interrupted = True
-            print("MiniLoop stops behind this step: resume='last' goes on from the last whole epoch", file=sys.stderr)
+    def _log_step(self, loss: Tensor, batch_idx: int) -> None:
+        """Write a row of steps.csv. Only here a value of a step is read from the device."""
+        row = {"step": self.global_step, "epoch": self.current_epoch, "train_loss": loss.item()}
+        row["lr"] = self._learning_rate
+        row |= {name: value.item() for name, value in self._step_values.items()}
+        warn_of_nan(row["train_loss"], f"epoch {self.current_epoch}, batch {batch_idx}")
+        if self.fabric.is_global_zero:
+            append_row(self.log_dir / "steps.csv", row)
 
-        if heeds:
-            signal.signal(signal.SIGINT, interrupt)
-        try:
-            yield
-        finally:
-            if heeds:
-                signal.signal(signal.SIGINT, before)
+    def _end_row(self, epoch: int) -> None:
+        """Write a row of metrics.csv, save the checkpoints, and start the means of the next row."""
+        values = {**self._validated, **self._compute_row_values()}
+        row: dict[str, Any] = {"epoch": epoch, "step": self.global_step}
+        for name in sorted(values, key=lambda name: not name.startswith("train")):
+            row[name] = values[name].item()
+        row |= {"lr": self._learning_rate, "time": time.monotonic() - self._row_started}
+        warn_of_nan(row.get("train_loss", 0.0), f"epoch {epoch}")
+        for value in self._row_values.values():
+            value.reset()
+        self._row_values, self._step_values, self._validated = {}, {}, {}
+        self.history.append(row)
+        if self.fabric.is_global_zero:
+            write_rows(self.log_dir / "metrics.csv", self.history)
+            cells = [f"{n} {v:.4f}" if isinstance(v, float) else f"{n} {v}" for n, v in row.items()]
+            print("  ".join(cells), flush=True)
+        self._save(row)
+        self._row_started = time.monotonic()
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Lock .lock during the training and end it with a state, which `fabric-template runs` shows."""
-        with open(Path(self.log_dir, ".lock") if self.is_global_zero else os.devnull, "a") as file:
-            with suppress(ImportError, OSError):  # Windows has no fcntl, some network drives have no locks.
-                import fcntl
+    # Checkpoints
 
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            print(os.getpid(), file=file, flush=True)
-            end_state = "failed"
-            try:
-                yield
-                end_state = "finished"
-            finally:
-                print("interrupted" if self.interrupted else end_state, file=file)
+    def _build_checkpoint(self) -> dict[str, Any]:
+        """Return the state in Lightning's layout. What only we keep has a key of its own."""
+        progress = {"epochs_done": self.current_epoch, "global_step": self.global_step}
+        progress |= {"batches_done": self.batches_done, "is_in_epoch": self.batches_done > 0}
+        of_rank = {"rng": self._rng_state(), "epoch_start": self._epoch_start}
+        ranks = [of_rank] * self.fabric.world_size
+        if self.fabric.world_size > 1:
+            torch.distributed.all_gather_object(ranks, of_rank)
+        checkpoint = {
+            "epoch": self.current_epoch - (0 if self.batches_done else 1),
+            "global_step": self.global_step,
+            "pytorch-lightning_version": lightning_version,
+            "state_dict": self.network.state_dict(),
+            "optimizer_states": [self.optimizer.state_dict()],
+            "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
+            "hyper_parameters": self._hyper_parameters,
+            "precision": self.fabric.strategy.precision.state_dict(),
+            "fabric_template": {
+                "progress": progress,
+                "history": {"rows": self.history},
+                "checkpoints": {"score": self.best_score},
+                "ranks": ranks,
+            },
+        }
+        self._call("on_save_checkpoint", checkpoint)
+        return checkpoint
+
+    def _restore(self, path: Path | None, is_resumed: bool) -> None:
+        """Load the weights of a checkpoint. If the run is resumed, load everything else, too."""
+        if path is None:
+            return
+        checkpoint = read_checkpoint(path)
+        self._call("on_load_checkpoint", checkpoint)
+        self.network.load_state_dict(checkpoint["state_dict"])
+        if not is_resumed:
+            return
+        own = checkpoint.get("fabric_template", {"progress": {"is_in_epoch": True}, "ranks": [{}]})
+        progress, of_rank = own["progress"], own["ranks"][self.fabric.global_rank]
+        if progress["is_in_epoch"] and "epoch_start" not in of_rank:
+            raise ValueError(f"resume: got {path} of another loop. Use FabricLoop, or load=.")
+        self.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+        for config, state in zip(self.schedulers, checkpoint["lr_schedulers"], strict=True):
+            config["scheduler"].load_state_dict(state)
+        self.fabric.strategy.precision.load_state_dict(checkpoint.get("precision", {}))
+        self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
+        self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
+        self.history, self.best_score = list(own["history"]["rows"]), own["checkpoints"]["score"]
+        self._epoch_start = of_rank.get("epoch_start")
+        self._set_rng_state(of_rank["rng"])
+        if self.fabric.is_global_zero:
+            write_rows(self.log_dir / "metrics.csv", self.history)
+            steps = read_rows(self.log_dir / "steps.csv")
+            steps = [row for row in steps if int(row["step"]) <= self.global_step]
+            write_rows(self.log_dir / "steps.csv", steps)
+
+    def _save(self, row: dict[str, Any]) -> None:
+        """Save last.ckpt, and best.ckpt if the monitored value is the best one so far."""
+        value, best = row.get(self.monitor or "", math.nan), self.best_score
+        is_better = best is None or (value < best if self.mode == "min" else value > best)
+        is_best = is_better and not math.isnan(value)
+        if is_best:
+            self.best_score = value
+        checkpoint = self._build_checkpoint()
+        if self.fabric.is_global_zero:
+            for name in ("last.ckpt", "best.ckpt") if is_best else ("last.ckpt",):
+                with replaced(self.checkpoint_dir / name) as file:
+                    torch.save(checkpoint, file)
+        if self.monitor is not None and self.monitor not in self.callback_metrics:
+            known = ", ".join(self.callback_metrics)
+            raise ValueError(f"monitor: got {self.monitor!r}, expected one of {known}.")
+
+    def _find(self, given: str | Path | None, argument: str) -> Path | None:
+        """Return the file that "last", "best", "auto" or a path means."""
+        if given is None:
+            return None
+        if given not in ("last", "best", "auto"):
+            if not Path(given).is_file():
+                raise FileNotFoundError(f"{argument}: got {str(given)!r}, expected a checkpoint.")
+            return Path(given)
+        name = "best.ckpt" if given == "best" else "last.ckpt"
+        folders = Path(self.default_root_dir, "checkpoints", self.name).absolute()
+        version = "*" if self.version is None else version_name(self.version)
+        found = sorted(
+            folders.glob(f"{version}/{name}"), key=lambda path: version_number(path.parent)
+        )
+        if not found and given != "auto":
+            raise FileNotFoundError(f"{argument}: got {given!r}, but {folders} has no {name}.")
+        return found[-1] if found else None
+
+    # Set-up
 
     @property
-    def state(self) -> SimpleNamespace:
-        """What runs, in Trainer's words."""
-        stage = "sanity_check" if self.sanity_checking else "validate" if self.validating else "train"
-        return SimpleNamespace(fn="fit", stage=stage, status="running")
+    def num_training_batches(self) -> float:
+        """The batches of an epoch; infinite if they are not known."""
+        return find_length(self.train_loader)
 
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and hasattr(vars(self).get("fabric"), name):
-            return getattr(self.fabric, name)
-        raise AttributeError(f"MiniLoop has no {name!r}: as self.trainer it has the common words, FabricLoop all")
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """The optimizer steps of the whole training."""
+        steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
+        in_all = math.inf if self.max_epochs == -1 else steps * self.max_epochs
+        return in_all if self.max_steps == -1 else min(in_all, self.max_steps)
 
-    def __deepcopy__(self, memo: dict) -> MiniLoop:
-        return self  # copies that are made of a module while it runs log into the same run
+    def _set_up_model(self, model: Any, training_step: Any, validation_step: Any) -> None:
+        """Find the steps, the hooks and the network of a model. Refuse what is not supported."""
+        found = sorted(name for name in UNSUPPORTED if find_method(model, name) is not None)
+        if not getattr(model, "automatic_optimization", True):
+            found.append("manual optimization")
+        if found:
+            kind = type(model).__name__
+            raise TypeError(f"model: got {kind} with {', '.join(found)}. Use FabricLoop.")
+        self.model, self.network = model, find_network(model)
+        self._hyper_parameters = to_plain(dict(getattr(model, "hparams", None) or {}))
+        # A LightningModule logs what it measures. Of what its steps return only the loss counts.
+        self._logs_itself = hasattr(type(model), "log")
+        self._hooks = {name: m for name in HOOKS if (m := find_method(model, name)) is not None}
+        self._steps = {}
+        for name, function in (
+            ("training_step", training_step),
+            ("validation_step", validation_step),
+        ):
+            step = find_method(model, name) if function is None else partial(function, model)
+            if step is not None:
+                self._steps[name] = with_batch_idx(step, name)
 
-    # ---- files
+    def _set_up_loaders(self, train: Any, val: Any) -> None:
+        """Check the loaders, join the other processes, and share the samples among them."""
+        for argument, loader in (("train_dataloaders", train), ("val_dataloaders", val)):
+            check_loader(loader, argument)
+        is_launched = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.fabric.world_size > 1 and not is_launched:
+            self.fabric.launch()
+            # As Trainer: without it the processes would draw on from the random state of their set-up.
+            reset_seed()
+        self.train_loader, self.val_loader = self._share(train), self._share(val)
 
-    def _find(self, word: Any, name: str) -> Path | None:
-        """The file that resume= or load= means; one that is not there is refused before anything begins."""
-        if word is None:
-            return None
-        path, root = Path(word), Path(self.default_root_dir, "checkpoints", self.name)
-        if word in ("last", "best", "auto"):
-            place = Path(self._given or "version_*", "best.ckpt" if word == "best" else "last.ckpt")
-            found = sorted(root.glob(str(place)), key=lambda path: (len(path.parent.name), path.parent.name))
-            path = found[-1] if found else root / place
-        if word != "auto" and not path.is_file():
-            raise ValueError(f"{name}={word!r}: there is no '{path}': leave {name}= out to begin anew, or give a path")
-        return path if path.is_file() else None
+    def _share(self, loader: Any) -> Any:
+        """Return a loader of this process's share of the samples."""
+        if hasattr(loader, "for_rank"):
+            return loader.for_rank(self.fabric.global_rank, self.fabric.world_size)
+        is_map_style = isinstance(loader, DataLoader) and not isinstance(
+            loader.dataset, IterableDataset
+        )
+        if self.fabric.world_size == 1 or not is_map_style:
+            return loader
+        if isinstance(loader.sampler, DistributedSampler):
+            return loader
+        is_shuffled = not isinstance(loader.sampler, torch.utils.data.SequentialSampler)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        sampler = DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
+        names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "generator")
+        options = {name: getattr(loader, name) for name in (*names, "worker_init_fn")}
+        return DataLoader(loader.dataset, sampler=sampler, **options)
 
-    def _read(self, path: Path | None, goes_on: bool = False) -> dict | None:
-        """What a file holds; a run that goes on from it does so in its place."""
-        if path is None:
-            return None
-        file, folder = torch.load(path, map_location="cpu", weights_only=True), path.resolve().parent
-        ours = file.get("fabric_template") or {}
-        if goes_on and ("optimizer_states" not in file or ours.get("batch_idx") or ours.get("saved_in")):
-            raise ValueError(f"resume=: '{path}' is not of an epoch's end: FabricLoop goes on from the middle of one, load="
-                             " takes the weights of any")  # fmt: skip
-        if goes_on and folder.parent.parent == Path(self.default_root_dir, "checkpoints").resolve():
-            self.name, self._folder = folder.parent.name, folder.name
-        return file
+    def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
+        """Make the optimizer and the schedulers, and bring the network to its device."""
+        configure = find_method(self.model, "configure_optimizers")
+        if optimizer is None and configure is None:
+            raise TypeError(
+                "fit: got no optimizer. Pass optimizer=, such as torch.optim.Adam(...)."
+            )
+        self.optimizer, self.schedulers = parse_optimizers(optimizer or configure())
+        if scheduler is not None:
+            self.schedulers = [parse_scheduler(scheduler)]
+        own = {id(parameter) for parameter in self.network.parameters()}
+        groups = self.optimizer.param_groups
+        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+            raise ValueError("optimizer: got parameters of another model. Pass model.parameters().")
+        self._wrap()
+        self.network.zero_grad()
 
-    def _open_files(self) -> None:
-        """Take the folders of the run: a new version's, or those of the run that goes on, with its rows."""
-        homes = [Path(self.default_root_dir, kind, self.name) for kind in ("logs", "checkpoints")]
-        if self._folder is None:
-            found = [path.name[8:] for home in homes for path in home.glob("version_*")]
-            next_one = max((int(number) for number in found if number.isdigit()), default=-1) + 1
-            self._folder = self.fabric.broadcast(self._given or f"version_{next_one}")
-            if (there := homes[1] / self._folder / "last.ckpt").exists():
-                raise ValueError(f"'{there}' is of another run: go on with resume='last', or leave version= out")
-        self.log_dir, self.checkpoint_dir = (str(home / self._folder) for home in homes)
-        with suppress(FileNotFoundError), open(Path(self.log_dir, "metrics.csv"), newline="") as file:
-            for line in islice(csv.DictReader(file), self._num_rows):
-                cells = {name: cell for name, cell in line.items() if cell}
-                self.history.append({name: int(c) if c.isdigit() else float(c) for name, c in cells.items()})
-        if self.is_global_zero:
-            for folder in (self.log_dir, self.checkpoint_dir):
-                os.makedirs(folder, exist_ok=True)
-            options = {name: getattr(self, name) for name in self.__dataclass_fields__}
-            sections = {"hparams": getattr(self.model, "hparams", {}), "config": options}
-            plain = {key: {k: v for k, v in part.items() if type(v) in YAML_TYPES} for key, part in sections.items()}
-            write(Path(self.log_dir, "hparams.yaml"), yaml.safe_dump(plain, sort_keys=False).encode())
-
-    def _save(self, is_best: bool) -> None:
-        """The rows, then best.ckpt, then last.ckpt: a run that is killed in between goes on from the last whole epoch."""
-        state = self._state()
-        if not self.is_global_zero:
+    def _wrap(self) -> None:
+        """Bring the network to its device, its precision and DDP, with the whole steps inside."""
+        module = StepModule(self.network, self._steps)
+        is_single = isinstance(self.fabric.strategy, SingleDeviceStrategy)
+        if is_single and type(self.fabric.strategy.precision) is Precision:
+            # In 32 bits on one device a step needs nothing around it.
+            self.network.to(self.fabric.device)
+            self._run_step, self._backward = module.forward, Tensor.backward
+            self._no_backward_sync = nullcontext
             return
-        table = csv.DictWriter(text := io.StringIO(), dict.fromkeys(chain(*self.history)), lineterminator="\n")
-        table.writeheader()
-        table.writerows(self.history)
-        write(Path(self.log_dir, "metrics.csv"), text.getvalue().encode())
-        torch.save(state, data := io.BytesIO())
-        for name in ("best.ckpt", "last.ckpt")[not is_best :]:
-            write(Path(self.checkpoint_dir, name), data.getbuffer())
+        wrapped = self.fabric.setup(module, *[self.optimizer] if self.optimizer else [])
+        if self.optimizer is not None:
+            wrapped, self.optimizer = wrapped
+        self._run_step, self._backward = wrapped, self.fabric.backward
+        self._no_backward_sync = partial(self.fabric.no_backward_sync, wrapped)
 
-    def _state(self) -> dict[str, Any]:
-        """What is needed to go on, in Lightning's layout; under our own name what Trainer does not keep."""
-        part: dict[str, Any] = {"rng": random_states(), "returned": {"sums": {}, "weights": {}, "bad_step": None}}
-        part["metrics"] = {"train": [], "callback": self._metrics, "row": {}, "objects": {}}
-        part["metrics"] |= {"in_batches": None, "last_fx": None}
-        for stage, loader in {"train": self.train_dataloader, "val": self.val_dataloaders}.items():
-            states = [generator.get_state() for generator in generators_of(loader)]
-            part[stage] = {"sources": [None], "ahead": None, "generators": states} if loader is not None else None
-        ranks: list[Any] = [part] * self.world_size
-        if self.world_size > 1:
-            torch.distributed.all_gather_object(ranks, part)
-        epochs, steps, batches = self.current_epoch, self.global_step, self.current_epoch * (self.batch_idx + 1)
-        rows, names = len(self.history), list(self.history[-1])
+    def _open_folders(self, resume_path: Path | None) -> None:
+        """Choose the version of the run and make its folders. A new run starts without rows."""
+        root = Path(self.default_root_dir).expanduser().absolute()
+        logs, checkpoints = (root / kind / self.name for kind in ("logs", "checkpoints"))
+        version = None if self.version is None else version_name(self.version)
+        if version is None and resume_path and resume_path.absolute().parents[1] == checkpoints:
+            version = resume_path.absolute().parent.name
+        if version is None:
+            taken = [*logs.glob("version_*"), *checkpoints.glob("version_*")]
+            version = version_name(max(map(version_number, taken), default=-1) + 1)
+        version = self.fabric.broadcast(version)
+        self.log_dir, self.checkpoint_dir = logs / version, checkpoints / version
+        if self.fabric.is_global_zero:
+            for folder in (self.log_dir, self.checkpoint_dir):
+                folder.mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.csv", "steps.csv") if resume_path is None else ():
+                (self.log_dir / name).unlink(missing_ok=True)
+            options = {field.name: getattr(self, field.name) for field in fields(self)}
+            hparams = {"hparams": self._hyper_parameters, "config": to_plain(options)}
+            (self.log_dir / "hparams.yaml").write_text(yaml.safe_dump(hparams))
+
+    @contextmanager
+    def _recorded_state(self) -> Iterator[None]:
+        """Record how the run ends, for the list of runs. Ctrl-C ends it without an error."""
+        state = "failed"
+        try:
+            yield
+            state = "finished"
+        except KeyboardInterrupt:
+            state = "interrupted"
+            print(f"Ctrl-C in epoch {self.current_epoch}. To continue: resume='last'.")
+        finally:
+            if self.fabric.is_global_zero:
+                (self.log_dir / ".lock").write_text(f"{os.getpid()}\n{state}\n")
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        """Give the model its ``trainer``, ``log`` and ``log_dict``."""
+        if isinstance(getattr(type(self.model), "trainer", None), property):
+            self.model.trainer = self
+        names = [name for name in ("log", "log_dict") if find_method(self.model, name) is None]
+        for name in names:
+            setattr(self.model, name, getattr(self, name))
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for name in names:
+                delattr(self.model, name)
+
+    def _call(self, hook: str, *args: Any) -> None:
+        if hook in self._hooks:
+            self._hooks[hook](*args)
+
+    # Batches and random numbers
+
+    def _train_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield the batches of the epoch that are not done, and whether each is the last one."""
+        sampler = getattr(self.train_loader, "sampler", self.train_loader)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.current_epoch)
+        if self.batches_done == 0:
+            self._epoch_start = self._rng_state()
+        # After a resume the epoch starts again with its random numbers, and what is done is dropped.
+        rng_state = self._rng_state()
+        self._set_rng_state(self._epoch_start)
+        batches = mark_last(self.train_loader)
+        for _ in islice(batches, self.batches_done):
+            pass
+        if self.batches_done:
+            self._set_rng_state(rng_state)
+        for batch, is_last in show_progress(batches, f"epoch {self.current_epoch}"):
+            yield self.fabric.to_device(batch), is_last
+
+    def _rng_state(self) -> dict[str, Any]:
+        name, keys, *position = np.random.get_state(legacy=True)
         state = {
-            "epoch": epochs - 1, "global_step": steps, "pytorch-lightning_version": lightning_version, "callbacks": {},
-            "state_dict": self._net.state_dict(), "optimizer_states": [self.strategy.get_optimizer_state(self.optimizers[0])],
-            "lr_schedulers": [config.scheduler.state_dict() for config in self.lr_scheduler_configs],
-            "loops": {"fit_loop": {
-                "epoch_progress": counted(epochs), "epoch_loop.state_dict": {"_batches_that_stepped": steps},
-                "epoch_loop.batch_progress": {**counted(batches), "is_last_batch": True},
-                "epoch_loop.automatic_optimization.optim_progress": {
-                    "optimizer": {"step": counted(steps), "zero_grad": {"total": {}, "current": {}}}},
-            }},
-            "hyper_parameters": {k: v for k, v in getattr(self.model, "hparams", {}).items() if isinstance(v, PLAIN)},
-            type(self.strategy.precision).__qualname__: self.strategy.precision.state_dict(),
-            "fabric_template": {
-                "format": 1, "epoch": epochs, "batch_idx": 0, "saved_in": None, "is_last_batch": True, "total_batches": batches,
-                "batches_that_stepped": steps, "steps_in_epoch": 0, "ranks": ranks, "loaders_epoch": {}, "returned": {},
-                "rates": [], "kept": {"best": self.best}, "logs": [{"metrics.csv": {"rows": rows, "columns": names}}],
-                "history": {"rows": rows, "names": names, "last": self.history[-1], "home": [self.name, self._folder]},
-            },
-        }  # fmt: skip
-        self._call("on_save_checkpoint", state)
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
+            "generators": [generator.get_state() for generator in self._generators()],
+        }
+        if torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
         return state
 
-    def _load_training(self, file: dict) -> None:
-        self.optimizers[0].load_state_dict(file["optimizer_states"][0])
-        for config, state in zip(self.lr_scheduler_configs, file["lr_schedulers"], strict=True):
-            config.scheduler.load_state_dict(state)
-        if scaler := file.get(type(self.strategy.precision).__qualname__):
-            self.strategy.precision.load_state_dict(scaler)
-        self.current_epoch = file["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-        self.global_step = file["global_step"]
-        if ours := file.get("fabric_template"):
-            self._num_rows, self.best = ours["history"]["rows"], ours["kept"]["best"]
+    def _set_rng_state(self, state: Any) -> None:
+        torch.set_rng_state(state["torch"])
+        version, python_state, gauss = state["python"]
+        random.setstate((version, tuple(python_state), gauss))
+        name, keys, *position = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
+        for generator, saved in zip(self._generators(), state.get("generators", []), strict=False):
+            generator.set_state(saved)
+        if "cuda" in state and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state_all(state["cuda"])
 
-    def _load_random_numbers(self, file: dict) -> None:
-        """Where the epoch ended, now that nothing draws before the next one."""
-        if ours := file.get("fabric_template"):
-            part = ours["ranks"][self.global_rank % len(ours["ranks"])]
-            for stage, loader in {"train": self.train_dataloader, "val": self.val_dataloaders}.items():
-                states = part[stage]["generators"] if part[stage] else []
-                for generator, state in zip(generators_of(loader), states, strict=False):
-                    generator.set_state(state)
-            set_random_states(part["rng"])
+    def _generators(self) -> list[torch.Generator]:
+        found = [
+            getattr(loader, "generator", None) for loader in (self.train_loader, self.val_loader)
+        ]
+        return [generator for generator in found if generator is not None]
 
 
-class Logged:
-    """One name: its last value, and the sum of the epoch, on its device; nothing is read back in a step."""
+class StepModule(nn.Module):
+    """Runs a step as its forward, so that precision and DDP apply to everything in the step."""
 
-    def __init__(self, on_step: bool, on_epoch: bool, reduce: Any, fabric: Any) -> None:
-        self.on_step, self.on_epoch, self.fabric = on_step, on_epoch, fabric
-        self.reduce = reduce if isinstance(reduce, str) else reduce.__name__
-        self.waiting, self.weight, self.is_returned, self.wide = list[tuple[Tensor, int]](), 0, False, wide()
-        self.combine = {"max": torch.maximum, "min": torch.minimum}.get(self.reduce, torch.add)
-        nothing: Any = None
-        self.total = self.last = self.metric = nothing
-
-    def sum_up(self) -> None:
-        """A mean is the sum of value x batch size over the sum of batch sizes, in this order, as in Trainer."""
-        for value, size in self.waiting:
-            self.weight += size
-            value = value * size if self.reduce == "mean" else value
-            dtype = torch.promote_types(value.dtype, self.wide)  # that of the step, in which it was logged
-            self.total = value.to(dtype) if self.total is None else self.combine(self.total, value)
-        self.waiting.clear()
-
-    def result(self) -> Any:
-        """The epoch's value, over all ranks if that was asked for."""
-        if self.metric is not None:
-            return self.metric.compute()
-        self.sum_up()
-        total, weight = self.total, torch.tensor(self.weight, dtype=self.total.dtype, device=self.total.device)
-        if self.fabric is not None:
-            total, weight = (self.fabric.all_reduce(part.clone(), reduce_op=self.reduce) for part in (total, weight))
-        return total / weight if self.reduce == "mean" else total
-
-
-class Door(nn.Module):
-    """What is set up in the module's place, so that every step goes through the strategy."""
-
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, network: nn.Module, steps: dict[str, Callable]) -> None:
         super().__init__()
-        self.net = net
+        self.network, self.steps = network, steps
 
-    def forward(self, call: Callable[[], Any]) -> Any:
-        """Run a step with its arguments filled in, which the wrappers do not see."""
-        return call()
-
-
-def parse_optimizers(returned: Any) -> tuple[Any, list[SimpleNamespace]]:
-    """The optimizer, and its schedulers with when they step, from any documented shape of configure_optimizers."""
-    optimizer, schedulers, monitor = alone(returned), list[Any](), None
-    if isinstance(optimizer, Mapping):
-        schedulers, monitor = optimizer.get("lr_scheduler") or [], optimizer.get("monitor")
-        optimizer = optimizer.get("optimizer")
-    elif isinstance(optimizer, list | tuple) and len(optimizer) == 2 and not hasattr(optimizer[1], "zero_grad"):
-        optimizer, schedulers = alone(optimizer[0]), optimizer[1]
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"configure_optimizers gave {returned!r}: expected one optimizer, [optimizer], [scheduler], or a dict"
-                        ' {"optimizer": ..., "lr_scheduler": ..., "monitor": ...}; FabricLoop takes several')  # fmt: skip
-    configs = []
-    for item in schedulers if isinstance(schedulers, list | tuple) else [schedulers]:
-        words = dict(item) if isinstance(item, Mapping) else {"scheduler": item}
-        follows = isinstance(words["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau)
-        words = {"interval": "epoch", "frequency": 1, "reduce_on_plateau": follows, "name": None, **words}
-        configs.append(SimpleNamespace(**words | {"monitor": words.get("monitor") or monitor}))
-    return optimizer, configs
+    def forward(self, name: str, batch: Any, batch_idx: int) -> Any:
+        return self.steps[name](batch, batch_idx)
 
 
-def alone(items: Any) -> Any:
-    """What stands alone in a list."""
-    return items[0] if isinstance(items, list | tuple) and len(items) == 1 else items
+class Mean:
+    """A mean weighted by batch size. Its sum stays on the device of the values."""
+
+    def __init__(self, fabric: Fabric, is_synced: bool, is_logged: bool = True) -> None:
+        self.fabric, self.is_synced, self.is_logged = fabric, is_synced, is_logged
+        self.reset()
+
+    def reset(self) -> None:
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        zero = torch.zeros((), dtype=dtype, device=self.fabric.device)
+        self.total, self.weight = zero, 0
+
+    def add(self, value: Tensor, batch_size: int) -> None:
+        self.total = self.total + value * batch_size
+        self.weight += batch_size
+
+    def compute(self) -> Tensor:
+        """Return the mean, over all processes if it is synced."""
+        pair = torch.stack([self.total, torch.tensor(self.weight).to(self.total)])
+        if self.is_synced and self.fabric.world_size > 1:
+            pair = self.fabric.all_reduce(pair, reduce_op="mean")
+        return pair[0] / pair[1]
 
 
-def loss_in(output: Any) -> Tensor | None:
-    """The loss in what training_step returned; None to learn nothing from this batch."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
-    if loss is not None and not (isinstance(loss, Tensor) and loss.requires_grad):
-        raise TypeError(f"training_step returned {output!r}: expected a loss with a gradient, or a dict with it")
-    return loss
+def find_method(model: Any, name: str) -> Callable | None:
+    """Return a method of a model; None for the empty ones that a LightningModule inherits."""
+    method = getattr(model, name, None)
+    module = getattr(method, "__module__", None) or ""
+    is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
+    return method if callable(method) and not is_empty else None
 
 
-def hooks_of(part: Any) -> dict[str, Callable]:
-    """The methods that a part has itself, by name; Lightning's empty ones are nobody's."""
-    lightnings = ("lightning.pytorch.core.", "pytorch_lightning.core.")
-    methods = {name: getattr(type(part), name, None) for name in dir(type(part)) if not name.startswith("__")}
-    return {name: getattr(part, name) for name, method in methods.items()
-            if callable(method) and not str(getattr(method, "__module__", "")).startswith(lightnings)}  # fmt: skip
+def find_network(model: Any) -> nn.Module:
+    """Return the module that holds the parameters: the model, or all modules in its attributes."""
+    if isinstance(model, nn.Module):
+        return model
+    attributes = getattr(model, "__dict__", {})
+    network = nn.Module()
+    for name, value in attributes.items():
+        if isinstance(value, nn.Module):
+            network.add_module(name, value)
+    if not list(network.parameters()):
+        kind = type(model).__name__
+        raise TypeError(f"model: got a {kind}, expected an nn.Module or an object that has one.")
+    return network
 
 
-def net_of(owner: Any) -> nn.Module:
-    """The module that holds the parameters: the owner, or all modules among its attributes."""
-    if isinstance(owner, nn.Module):
-        return owner
-    parts = {name: part for name, part in vars(owner).items() if isinstance(part, nn.Module)}
-    if not parts:
-        raise TypeError(f"{type(owner).__name__} holds no nn.Module: expected one, or an object with self.net = ...")
-    return nn.ModuleDict(parts)
+def with_batch_idx(step: Callable, name: str) -> Callable:
+    """Return a step that takes (batch, batch_idx), also if the given one takes the batch only."""
+    signature = inspect.signature(step)
+    for arguments in ((None, 0), (None,)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return step if len(arguments) == 2 else lambda batch, batch_idx: step(batch)
+    raise TypeError(
+        f"{name}: got the arguments {signature}, expected (batch) or (batch, batch_idx)."
+    )
 
 
-def size_of(batch: Any) -> int | None:
-    """The number of samples in a batch: the first dimension of the first tensor in it, however deep."""
+def find_loss(output: Any, batch_idx: int) -> Tensor:
+    """Return the loss in what training_step returned."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        return loss
+    kind = "a detached loss" if isinstance(loss, Tensor) else type(loss).__name__
+    raise TypeError(
+        f"training_step: got {kind} at batch {batch_idx}, expected the loss, a tensor that is"
+        " computed from the model's parameters. Return it without detach() and item()."
+    )
+
+
+def find_batch_size(batch: Any) -> int:
+    """Return the length of the first tensor in a batch, 1 if there is none."""
     if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    parts: Any = () if isinstance(batch, str | bytes) else batch.values() if isinstance(batch, Mapping) else batch
-    if not isinstance(parts, Iterable):
-        parts = [getattr(batch, name) for name in getattr(batch, "__dataclass_fields__", ())]
-    return next((size for part in parts if (size := size_of(part)) is not None), None)
+        return len(batch) if batch.dim() else 1
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    for part in parts if isinstance(batch, Mapping | list | tuple) else ():
+        if isinstance(part, Tensor | Mapping | list | tuple):
+            return find_batch_size(part)
+    return 1
 
 
-def length_of(loader: Any) -> Any:
-    """How many batches a pass has; infinity where nobody knows."""
-    with suppress(TypeError, NotImplementedError):
+def check_loader(loader: Any, argument: str) -> None:
+    """Refuse what does not give batches."""
+    kind = type(loader).__name__
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        text = f"{argument}: got a {kind}, which gives single samples, expected batches."
+        raise TypeError(f"{text} Write DataLoader(dataset, batch_size=32).")
+    is_several = isinstance(loader, list | tuple) and any(isinstance(x, DataLoader) for x in loader)
+    is_batches = hasattr(loader, "__iter__") and not isinstance(loader, str | Tensor | dict)
+    if loader is not None and (is_several or not is_batches):
+        raise TypeError(f"{argument}: got a {kind}, expected one iterable of batches.")
+    if find_length(loader) == 0:
+        raise ValueError(f"{argument}: got an empty {kind}, expected at least one batch.")
+
+
+def find_length(loader: Any) -> float:
+    """Return the number of batches; infinite if it is not known."""
+    try:
         return len(loader)
-    return math.inf
+    except TypeError:
+        return math.inf
 
 
-def announce_pass(loader: Any, epoch: int, is_first: bool) -> None:
-    """Tell the samplers that shuffle by epoch; Fabric's own loader counts its passes, which a resumed run has not made."""
-    if is_first and hasattr(loader, "__next__"):
-        iter(loader)  # to see whether one can, as Trainer: its own iterator, which shuffles then, shuffles once more
-    if hasattr(loader, "_num_iter_calls"):
-        loader._num_iter_calls = epoch
-    for sampler in (one for one in samplers_of(loader)[::2] if hasattr(one, "set_epoch")):
-        sampler.set_epoch(epoch)
+def mark_last(loader: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch and whether it is the last one. Without a length, read one batch ahead."""
+    length, count, end = find_length(loader), 0, object()
+    batches = iter(loader)
+    batch = next(batches, end)
+    while batch is not end and count < length:
+        count += 1
+        if length == math.inf:
+            following = next(batches, end)
+            yield batch, following is end
+        else:
+            yield batch, count == length
+            following = next(batches, end) if count < length else end
+        batch = following
+    if count == 0 or count < length != math.inf:
+        raise ValueError(f"train_dataloaders: got {count} batches, expected {length}, its length.")
 
 
-def samplers_of(loader: Any) -> list[Any]:
-    """Its sampler, its batch sampler and the sampler of that."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+def show_progress(batches: Iterator, description: str) -> Any:
+    """Return the batches with a bar in a terminal, if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return batches
+    return tqdm(batches, desc=description, leave=False, disable=None)
 
 
-def generators_of(loader: Any) -> Iterable[torch.Generator]:
-    """The generators from which a loader and its samplers draw, each once."""
-    found = [getattr(part, "generator", None) for part in (loader, *samplers_of(loader))]
-    return {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values()
+def parse_optimizers(returned: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Return the optimizer and the schedulers in what configure_optimizers returned."""
+    optimizer, schedulers, monitor = returned, [], None
+    if isinstance(returned, Mapping):
+        optimizer, monitor = returned.get("optimizer"), returned.get("monitor")
+        schedulers = [returned["lr_scheduler"]] if returned.get("lr_scheduler") else []
+    elif isinstance(returned, tuple) and len(returned) == 2:
+        optimizer, schedulers = returned
+    if isinstance(optimizer, list | tuple) and len(optimizer) == 1:
+        optimizer = optimizer[0]
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            f"optimizer: got {type(returned).__name__}, expected an optimizer, [optimizer],"
+            ' ([optimizer], [scheduler]) or {"optimizer": ..., "lr_scheduler": ...}. LBFGS and'
+            " several optimizers need FabricLoop."
+        )
+    schedulers = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
+    return optimizer, [parse_scheduler(scheduler, monitor) for scheduler in schedulers]
 
 
-def random_states() -> dict[str, Any]:
-    """The states of all libraries' random numbers, as tensors and plain values."""
-    legacy: Any = numpy.random.get_state()
-    (version, words, gauss), (name, keys, *rest) = random.getstate(), legacy
-    states = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), gauss]}
-    states["numpy"] = [name, torch.tensor(keys.astype("int64")), *rest]
-    return states | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_initialized() else {})
+def parse_scheduler(given: Any, monitor: str | None = None) -> dict[str, Any]:
+    """Return a scheduler, or its dict, with every default."""
+    config = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    if not hasattr(config.get("scheduler"), "step"):
+        raise TypeError(f"scheduler: got {given!r}, expected a scheduler or a dict that has one.")
+    config = {"interval": "epoch", "frequency": 1, "monitor": monitor or "val_loss", **config}
+    if isinstance(config["scheduler"], ReduceLROnPlateau):
+        config["interval"] = "plateau"
+    return config
 
 
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Put them back."""
-    (version, words, gauss), (name, keys, *rest) = states["python"], states["numpy"]
-    torch.set_rng_state(states["torch"])
-    random.setstate((version, tuple(words.tolist()), gauss))
-    numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
-    if "cuda" in states and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
+def warn_of_nan(loss: float, place: str) -> None:
+    if not math.isfinite(loss):
+        text = f"train_loss: got {loss} in {place}, expected a finite number."
+        warnings.warn(f"{text} Try a smaller learning rate or gradient_clip_val=1.0.", stacklevel=3)
 
 
-def write(path: Path, data: Any) -> None:
-    """Write a file whole: beside its place, onto the disk, and only then under its name."""
-    with open(beside := path.with_name(f"{path.name}.tmp"), "wb") as file:
-        file.write(data)
+def version_name(version: int | str) -> str:
+    return f"version_{version}" if isinstance(version, int) else version
+
+
+def version_number(folder: Path) -> int:
+    digits = folder.name.removeprefix("version_")
+    return int(digits) if digits.isdigit() else -1
+
+
+@contextmanager
+def replaced(path: Path, mode: str = "wb") -> Iterator[Any]:
+    """Open a file beside its target, and rename it at the end, so that it is never half written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open(mode) as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
-    if os.name == "posix":  # so that a power cut takes no new name back
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+    os.replace(temporary, path)
 
 
-def wide() -> torch.dtype:
-    """The default dtype, but no narrower than float32, so that long sums stay exact enough."""
-    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint. Refuse a damaged file, which torch.load would read as other weights."""
+    if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip() is not None:
+        raise ValueError(f"{path}: the file is damaged. Use another checkpoint.")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def counted(number: int) -> dict[str, Any]:
-    """Trainer's counters of what began and ended, all of them here."""
-    return dict.fromkeys(("total", "current"), dict.fromkeys(("ready", "started", "processed", "completed"), number))
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Append a row to a CSV file. A new column rewrites the file."""
+    path.touch()
+    with path.open("r+") as file:
+        columns = next(csv.reader(file), [])
+        if set(row) <= set(columns):
+            file.seek(0, os.SEEK_END)
+            csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
+            return
+    write_rows(path, [*read_rows(path), row])
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a CSV file, without a last line that was not finished."""
+    text = path.read_text() if path.exists() else ""
+    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a CSV file. Missing cells are empty."""
+    with replaced(path, "w") as file:
+        columns = dict.fromkeys(name for row in rows for name in row)
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value as YAML and checkpoints of plain values can hold it."""
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    return value if is_plain else str(value)
