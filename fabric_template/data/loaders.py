@@ -96,7 +96,9 @@ class DataConnector:
         self.train = TrainLoaders(run, self.request("train"))
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps
-        if self.train.num_batches < every and run.loop.loggers and not run.config.fast_dev_run:
+        # Our own logger has the rows of the epochs in any case.
+        has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
+        if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
                 f"The number of training batches ({self.train.num_batches}) is smaller than the logging"
                 f" interval Trainer(log_every_n_steps={every}). Set a lower value for log_every_n_steps if"

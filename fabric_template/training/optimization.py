@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -253,9 +254,10 @@ class ManualOptimization(AutomaticOptimization):
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Run the step. Returns what ``on_train_batch_end`` gets as its outputs."""
-        # A module may have set its own callbacks in the batch before.
-        for index, optimizer in enumerate(self.run.loop.strategy.lightning_optimizers):
-            set_step_callback(optimizer, partial(self._count_step, index))
+        if self.run.is_lightning_module:
+            # A module may have set its own callbacks in the batch before.
+            for index, optimizer in enumerate(self.run.loop.strategy.lightning_optimizers):
+                set_step_callback(optimizer, partial(self._count_step, index))
         output = self._step(batch, batch_idx) if self._takes_batch_idx else self._step(batch)
         if not isinstance(output, Tensor | Mapping | None):
             raise ConfigurationTypeError(
@@ -271,7 +273,7 @@ class ManualOptimization(AutomaticOptimization):
             self.run.history.add_train_output(output, outputs["loss"])
         return outputs
 
-    def _count_step(self, index: int) -> None:
+    def _count_step(self, index: int, *args: Any) -> None:
         """Count a step that ``training_step`` takes. Steps of other hooks do not count."""
         self.stepped.add(index)
         if self.run.hooks.current == "training_step":

@@ -46,6 +46,19 @@ def is_optimizer(item: Any) -> bool:
     return all(hasattr(item, name) for name in _OPTIMIZER_METHODS)
 
 
+def has_several_optimizers(given: Any) -> bool:
+    """Return whether a list of optimizers was given, alone or before schedulers.
+
+    Example:
+        >>> optimizer = NoOptimizer()
+        >>> [has_several_optimizers(given) for given in (optimizer, [optimizer] * 2, ([optimizer], []))]
+        [False, True, False]
+    """
+    while isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple):
+        given = given[0]
+    return isinstance(given, list | tuple) and sum(map(is_optimizer, given)) > 1
+
+
 def parse_optimizers(
     returned: Any,
     is_automatic: bool,

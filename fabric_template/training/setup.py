@@ -20,7 +20,7 @@ from ..loggers.result_collection import ResultCollection
 from .checks import LOADER_OF_STAGE, check_call, check_sources, missing_model
 from .hooks import Hooks, is_instance_of, overridden
 from .module_adapter import adapt_model, unwrap
-from .optimizers import check_parameters, parse_optimizers
+from .optimizers import check_parameters, has_several_optimizers, parse_optimizers
 from .progress import Progress, StopCondition
 from .run_state import RunState
 from .step_runner import StepRunner
@@ -62,6 +62,10 @@ def make_run(
         given = {name: function for name, function in functions.items() if function}
         functions = {**getattr(last.module, "functions", {}), **given}
     module, source, network = adapt_model(model, functions)
+    optimizer = unwrap(optimizer)
+    if functions.get("training_step") is not None and has_several_optimizers(optimizer):
+        # A step function that gets several optimizers steps them itself.
+        module.automatic_optimization = source.automatic_optimization = False
 
     def module_for(callback: Any) -> Any:
         is_lightnings = any(is_lightning_callback(base) for base in type(callback).__mro__)
@@ -108,7 +112,7 @@ def make_run(
         checkpoints=CheckpointManager(None, config) if last is None else last.checkpoints,
         warn_once=WarnOnce(fabric.is_global_zero),
         is_last_model=is_last_model,
-        given_optimizer=unwrap(optimizer),
+        given_optimizer=optimizer,
         accumulate_grad_batches=config.accumulate_grad_batches,
     )
     run.loggers = LoggerConnector(run)

@@ -121,7 +121,9 @@ def fit_stage(run: RunState) -> None:
     if run.checkpoint is not None:
         restore_training(run, run.checkpoint)
         print_if_finished(run)
-    with SignalHandler() as signals:
+    with SignalHandler() as signals, ExitStack() as stack:
+        if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
+            stack.enter_context(run.optimization.counting_plain_steps())
         run.signals = signals
         run.results.start_training()
         if not run.is_lightning_module:
