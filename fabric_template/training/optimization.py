@@ -252,6 +252,18 @@ class ManualOptimization(AutomaticOptimization):
         self._own_backward = self._own_method("backward")
         self._before_step = [partial(hooks.call, "on_before_optimizer_step")]
 
+    @contextmanager
+    def counting_plain_steps(self) -> Iterator[None]:
+        """Count steps of the optimizers themselves, which step functions and plain objects have."""
+        handles = []
+        for index, optimizer in enumerate(self.run.optimizers):
+            handles.append(optimizer.register_step_post_hook(partial(self._count_step, index)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Run the step. Returns what ``on_train_batch_end`` gets as its outputs."""
         if self.run.is_lightning_module:

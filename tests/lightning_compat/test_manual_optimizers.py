@@ -74,7 +74,6 @@ def test_a_plain_object_steps_what_the_loop_shows(tmp_path, words, end):
     loop, module, history = fit(tmp_path, Shown, callbacks=[Tells()], save_every_n_steps=3, **words)
     assert (loop.current_epoch, loop.global_step) == end
     assert history["step"].iloc[-1] == end[1]
-    assert [type(optimizer) for optimizer in loop.optimizers] != [torch.optim.SGD] * 2
     assert all(isinstance(optimizer, torch.optim.SGD) for optimizer in loop.optimizers)
 
 
@@ -88,5 +87,5 @@ def test_automatic_needs_one():
 
     from modules import run_loop
 
-    with pytest.raises(TypeError, match=r"Automatic.configure_optimizers\(\) returned an empty list: expected one of"):
+    with pytest.raises(TypeError, match="configure_optimizers: got an empty list, expected"):
         run_loop(Automatic, make_loader, max_epochs=1)
