@@ -124,6 +124,7 @@ class DataConnector:
         """Continue the epoch that a checkpoint was saved in."""
         self.set_epoch("train", self.run.progress.epochs_done)
         self.train.start()
+        self.train.note_batches_done(self.run.progress.batches_done)
 
     def train_batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield (batch on the device, whether it is the last one)."""
@@ -279,10 +280,13 @@ class TrainLoaders:
         self._iterator = iter(self.combined)
         self.combined.flattened = self.loaders
 
+    def note_batches_done(self, batches_done: int) -> None:
+        """Note that batches were given, also by an earlier process. A resume may find none left to give."""
+        self.is_used, self._num_given = True, batches_done
+
     def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
-        self.is_used = True
-        self._num_given = batches_done
+        self.note_batches_done(batches_done)
         # Trainer's name of the action.
         self._fetch = self.run.hooks.with_profiler(
             "[_TrainingEpochLoop].train_dataloader_next", next
