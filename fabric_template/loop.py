@@ -16,7 +16,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from .checkpoint.checkpoint_io import AtomicCheckpointIO
+from .checkpoint.checkpoint_io import find_checkpoint_io
 from .checkpoint.run_folders import read_start_checkpoint
 from .config import (
     LoopArguments,
@@ -114,7 +114,7 @@ class FabricLoop(TrainerAPI):
         self.fabric = make_fabric(fabric, of_fabric)
         self._callbacks = parse_callbacks(callbacks, self.config)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
-        self.checkpoint_io = AtomicCheckpointIO()
+        self.checkpoint_io = find_checkpoint_io(self.fabric)
         self.own_logger: CSVLogger | None = None
         self.has_fitted = False
         self.loggers = self._make_loggers()

@@ -6,15 +6,20 @@ import os
 import pickle
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins.io import CheckpointIO
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 
 from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 # Classes of hyperparameters that weights_only may read: they hold values and run nothing.
 _OMEGACONF = {
@@ -66,19 +71,8 @@ class AtomicCheckpointIO(CheckpointIO):
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not"
                 f" supported for `{type(self).__name__}`."
             )
-        path = Path(local_path(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        with replaced_file(Path(local_path(path))) as file:
+            torch.save(checkpoint, file)
 
     def load_checkpoint(
         self,
@@ -95,6 +89,37 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
+def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
+    """Return the CheckpointIO among Fabric's plugins, or an AtomicCheckpointIO."""
+    try:
+        given = fabric.strategy.checkpoint_io
+    except NotImplementedError:
+        # Strategies that shard a model have none.
+        return AtomicCheckpointIO()
+    return AtomicCheckpointIO() if type(given) is TorchCheckpointIO else given
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file beside its target. At the end of the block it is synced and takes the target's place.
+
+    After an error, a kill or a power cut the target is the old file or the new one, never a part of it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
 def local_path(path: str | Path) -> str:
     """Return the path as text. A URL is refused: only local files can be renamed."""
     text = os.fspath(path)
@@ -106,14 +131,15 @@ def local_path(path: str | Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename in a folder survive a power cut, where the system can."""
+    """Make new names in a folder survive a power cut, where the system can."""
     if os.name != "posix":
         return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read_checkpoint(
@@ -130,34 +156,39 @@ def read_checkpoint(
         CheckpointError: The file holds objects that weights_only refuses.
     """
     path = Path(local_path(path))
-    if not path.exists():
-        raise MissingCheckpointError(
-            f"Checkpoint file not found: {path}. Check the path, or write 'last' or 'best'."
-        )
     if path.is_dir():
         raise CheckpointError(f"{path}: got a folder, expected a checkpoint file.")
-    verify_checkpoint(path)
     try:
-        with torch.serialization.safe_globals(find_safe_classes(path) if weights_only else []):
+        is_archive = verify_checkpoint(path)
+        classes = find_safe_classes(path) if weights_only else []
+        with torch.serialization.safe_globals(classes):
             checkpoint = torch.load(
                 path, map_location=map_location or "cpu", weights_only=weights_only
             )
-    except (OSError, MemoryError):
+    except FileNotFoundError as error:
+        raise MissingCheckpointError(f"Checkpoint file not found: {path}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: the file could not be read: {error.strerror or error}. Nothing shows that it is"
+            " damaged. Try again."
+        ) from error
+    except pickle.UnpicklingError as error:
+        if not weights_only:
+            raise DamagedCheckpointError(f"{path}: the file cannot be read. {error}") from error
+        raise CheckpointError(
+            f"{path}: the file holds objects that could run code"
+            f" ({', '.join(refused_classes(path)) or 'an old format'}). If you trust its source, pass"
+            " weights_only=False."
+        ) from error
+    except (MemoryError, CheckpointError):
         raise
     except Exception as error:
-        if weights_only and isinstance(error, pickle.UnpicklingError):
-            raise CheckpointError(
-                f"{path}: the file holds objects that could run code"
-                f" ({', '.join(refused_classes(path)) or 'an old format'}). If you trust its source, pass"
-                " weights_only=False."
-            ) from error
         first_line = str(error).strip().split("\n")[0]
-        raise DamagedCheckpointError(f"{path}: the file cannot be read. {first_line}") from error
+        # The checksums of an archive are right, so it is what was written.
+        kind = CheckpointError if is_archive else DamagedCheckpointError
+        raise kind(f"{path}: the file cannot be read. {first_line}") from error
     if not isinstance(checkpoint, dict):
-        raise CheckpointError(
-            f"{path}: got a {type(checkpoint).__name__}, expected a dict. Save"
-            " {'state_dict': model.state_dict()}."
-        )
+        raise CheckpointError(f"{path}: got a {type(checkpoint).__name__}, expected a checkpoint.")
     return checkpoint
 
 
@@ -180,26 +211,36 @@ def _unusual_classes(path: str | Path) -> list[str]:
         return []
 
 
-def verify_checkpoint(path: str | Path) -> None:
-    """Check the CRC of every part of a checkpoint file. Old files that are no archive pass.
+def verify_checkpoint(path: str | Path) -> bool:
+    """Check the CRC of every part of a checkpoint file.
+
+    Returns:
+        Whether the file is an archive with checksums. Files of old versions of torch are none.
 
     Raises:
         DamagedCheckpointError: A part is not what was written.
     """
     with open(path, "rb") as file:
         start = file.read(4)
-    if not start:
-        raise DamagedCheckpointError(f"{path}: got an empty file, expected a checkpoint.")
+        size = os.fstat(file.fileno()).st_size
+    if size == 0:
+        raise DamagedCheckpointError(f"{path}: the file is empty.")
     if start != b"PK\x03\x04":
         if start[:1] != b"\x80":
-            raise DamagedCheckpointError(
-                f"{path}: got a file that starts with {start!r}, expected one of torch.save."
-            )
-        return
+            raise DamagedCheckpointError(f"{path}: the file is no checkpoint.")
+        return False
+    damage = find_damage(path)
+    # zipfile takes a disk that fails once for a damaged file. A second look tells them apart.
+    if damage is not None and (damage := find_damage(path)) is not None:
+        raise DamagedCheckpointError(f"{path}: the file is damaged{damage}")
+    return True
+
+
+def find_damage(path: str | Path) -> str | None:
+    """Return what is wrong with an archive, None if every part has its CRC."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-        raise DamagedCheckpointError(f"{path}: the file is damaged. {error}") from error
-    if damaged is not None:
-        raise DamagedCheckpointError(f"{path}: the file is damaged, in {damaged}.")
+        return f". {error}"
+    return None if damaged is None else f", in {damaged}."

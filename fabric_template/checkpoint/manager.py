@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +55,9 @@ class CheckpointManager:
         """Save last.ckpt in the middle of an epoch, every save_every_n_steps."""
         every = self.config.save_every_n_steps
         if self.is_enabled and every:
-            step, previous, self._last_step = (
-                run.progress.global_step,
-                self._last_step,
-                run.progress.global_step,
-            )
+            previous, self._last_step = self._last_step, run.progress.global_step
             # Manual optimization may take several steps in a batch.
-            if step // every > previous // every:
+            if run.progress.global_step // every > previous // every:
                 self.save_last(run)
 
     def save_validation(self, run: RunState) -> None:
@@ -90,7 +88,7 @@ class CheckpointManager:
             if self.config.monitor is None:
                 self.best_model_path = str(path)
             if run.fabric.is_global_zero:
-                (self.folder / "exception.ckpt").unlink(missing_ok=True)
+                remove_file(self.folder / "exception.ckpt")
 
     def save_best(self, run: RunState) -> None:
         """Save the run if its monitored value is new and among the best k."""
@@ -101,8 +99,12 @@ class CheckpointManager:
         if config.monitor in run.history.evaluated and not is_validated:
             return
         value = run.loggers.monitored_metrics().get(config.monitor)
-        if value is None or math.isnan(value := float(value)):
+        if run.fabric.world_size > 1:
+            # A value that is not reduced differs between processes, but all of them have to save.
+            value = run.fabric.broadcast(value)
+        if value is None or math.isnan(float(value)):
             return
+        value = float(value)
         previous = self.state_dict()
         path, removed = self._add_best(run, value)
         if path is None:
@@ -111,7 +113,7 @@ class CheckpointManager:
             self.load_state_dict(previous)
         elif run.fabric.is_global_zero:
             for old in removed:
-                Path(old).unlink(missing_ok=True)
+                remove_file(Path(old))
 
     def _add_best(self, run: RunState, value: float) -> tuple[Path | None, list[str]]:
         """Return where a value is to be saved, None if it is not good enough, and what it replaces."""
@@ -125,8 +127,10 @@ class CheckpointManager:
         is_full = k != -1 and len(self._kept) >= k
         if is_full and not self._is_better(value, self._kept[self._worst()]):
             return None, []
-        name = f"epoch={run.progress.epochs_done}-step={run.progress.global_step}"
-        path = self.folder / f"{name}-{config.monitor.replace('/', '_')}={value:.4g}.ckpt"
+        name = (
+            f"epoch={self._epoch(run)}-step={run.progress.global_step}-{config.monitor}={value:.4g}"
+        )
+        path = self.folder / (re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
         self._kept[str(path)] = value
         removed = []
         while k != -1 and len(self._kept) > k:
@@ -136,6 +140,11 @@ class CheckpointManager:
         self.best_model_path = choose(self._kept, key=self._kept.__getitem__)
         self.best_model_score = self._kept[self.best_model_path]
         return path, removed
+
+    def _epoch(self, run: RunState) -> int:
+        """Return the epoch that a file names. Trainer saves an epoch before it counts it."""
+        progress = run.progress
+        return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
     def _worst(self) -> str:
         choose = max if self.config.mode == "min" else min
@@ -188,10 +197,11 @@ class CheckpointManager:
 
     def write(self, run: RunState, path: Path) -> bool:
         """Write the state of a run to a file. Returns whether it was written."""
-        progress = run.progress
-        # Trainer saves an epoch before it counts it.
-        epoch = progress.epochs_done - (not progress.is_in_epoch)
-        checkpoint = build_checkpoint(run, epoch=max(0, epoch))
+        for logger in run.loggers.csv_loggers:
+            # A checkpoint counts the rows of the logs, so they have to survive a power cut before it does.
+            with suppress(OSError):
+                logger.sync()
+        checkpoint = build_checkpoint(run, epoch=self._epoch(run))
         is_written = self._write_file(run, checkpoint, path) if run.fabric.is_global_zero else True
         return is_written if run.fabric.world_size == 1 else run.fabric.broadcast(is_written)
 
@@ -246,3 +256,9 @@ class CheckpointManager:
         self._last_step = state["last_step"]
         best = os.path.basename(state["best"])
         self.best_model_path = str(self.folder / best) if best else ""
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file that is no longer needed. Training continues where that fails."""
+    with suppress(OSError):
+        path.unlink()

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, describe
-from ..lightning_compat.checkpoints import (
-    checkpoint_of_callbacks,
-    default_keyword,
-    no_best_checkpoint,
-)
 from ..loggers.csv_logger import claim_version
 from ..training.hooks import is_instance_of
 from .manager import CheckpointManager
 from .resolve import (
     KEYWORDS,
     check_checkpoint_argument,
+    checkpoint_of_callbacks,
+    default_keyword,
+    no_best_checkpoint,
     resolve_checkpoint,
     version_folder,
     version_of_checkpoint,

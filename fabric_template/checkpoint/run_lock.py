@@ -12,6 +12,7 @@ from typing import IO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..errors import CheckpointError
+from .checkpoint_io import sync_folder
 
 _open_files: set[IO[str]] = set()
 
@@ -70,6 +71,8 @@ def open_lock(folder: Path) -> IO[str] | None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for parent in folder.parents[:3]:
+            sync_folder(parent)
         file = Path(folder, ".lock").open("a+", errors="replace")  # noqa: SIM115
     except OSError as error:
         warnings.warn(

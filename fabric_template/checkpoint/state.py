@@ -230,10 +230,8 @@ def check_resumable(checkpoint: dict[str, Any], path: Any) -> None:
 
 
 def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint, or of a file that is a state_dict itself."""
-    weights = checkpoint.get("state_dict")
-    if weights is None and all(isinstance(v, torch.Tensor) for v in checkpoint.values()):
-        weights = checkpoint
+    """Load the weights of a checkpoint, or of a file of weights."""
+    weights = find_weights(checkpoint)
     if weights is None:
         keys = sorted(map(str, checkpoint))[:5]
         raise CheckpointError(
@@ -250,6 +248,23 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
             f"{differences} '{run.checkpoint_path}' is of another model. Build the model with the"
             " arguments that it was trained with."
         ) from error
+
+
+def find_weights(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the weights in a checkpoint of ours, of Lightning or ``fabric.save``, or in a plain state_dict."""
+    for name in ("state_dict", "model"):
+        if isinstance(checkpoint.get(name), dict):
+            weights = checkpoint[name]
+            break
+    else:
+        if not all(isinstance(value, torch.Tensor) for value in checkpoint.values()):
+            return None
+        weights = checkpoint
+    # Wrappers of torch put their own name before each key.
+    for prefix in ("module.", "_orig_mod."):
+        if weights and all(key.startswith(prefix) for key in weights):
+            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    return weights
 
 
 def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:

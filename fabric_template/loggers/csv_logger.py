@@ -22,6 +22,7 @@ import yaml
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
+from ..checkpoint.checkpoint_io import replaced_file
 from ..errors import ConfigurationError
 from .read_logs import read_table
 
@@ -195,6 +196,7 @@ class Table:
         self._num_rows = 0
         self._waiting: list[dict[str, Any]] = []
         self._stamp: tuple[int, int] | None = None
+        self._synced_stamp: tuple[int, int] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -311,9 +313,10 @@ class Table:
     def sync(self) -> None:
         """Write what waits, and flush the file to the disk."""
         self.write_waiting()
-        if self.path.exists():
+        if self._stamp is not None and self._stamp != self._synced_stamp:
             with self.path.open("rb+") as file:
                 os.fsync(file.fileno())
+            self._synced_stamp = self._stamp
 
 
 def to_cell(name: str, value: Any) -> Any:
@@ -363,11 +366,9 @@ def claim_version(folder: Path, *others: Path) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file beside its target and rename it, so that it is never half written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
-    os.replace(temporary, path)
+    """Write a file so that it is never half written."""
+    with replaced_file(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def to_yaml(values: dict[str, Any]) -> str:

@@ -41,8 +41,14 @@ def fit(run: RunState) -> None:
     run.history.start_clock()
     restore_position(run)
     rng_state = capture_rng_state() if run.resumes else None
+    # GradientAccumulationScheduler refuses a run that accumulates before it has started.
+    accumulate, run.accumulate_grad_batches = (
+        run.accumulate_grad_batches,
+        run.config.accumulate_grad_batches,
+    )
     run.hooks.call("on_train_start")
     if rng_state is not None:
+        run.accumulate_grad_batches = accumulate
         restore_rng_state(rng_state)
     while run.progress.is_in_epoch or not run.stop.is_fit_done:
         with run.hooks.profiled("run_training_epoch"):

@@ -48,7 +48,7 @@ def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, damage)
         read_checkpoint(last)
     with pytest.warns(UserWarning, match=r"last\.ckpt.*The checkpoint before it is used"):
         loop, *_ = fit(tmp_path, resume="last", **{**RUN, "max_epochs": 3})
-    assert "epoch=2-step=12" in loop.ckpt_path
+    assert "epoch=1-step=12" in loop.ckpt_path
     assert (loop.current_epoch, loop.global_step) == (3, 18)
     assert read_checkpoint(last)["epoch"] == 2
 
