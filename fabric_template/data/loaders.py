@@ -75,7 +75,11 @@ class DataConnector:
             where = f"passed to `Trainer.{call}({loader_argument(call, stage)}=...)`"
         else:
             name = f"{stage}_dataloader"
-            source = self.run.hooks.inside(name, getattr(self.source, name))()
+            owner = self.source
+            is_datamodule = owner is self.run.datamodule
+            kind = "LightningDataModule" if is_datamodule else "LightningModule"
+            with self.run.hooks.profiled(f"[{kind}]{type(owner).__name__}.{name}"):
+                source = self.run.hooks.inside(name, getattr(owner, name))()
             where = f"returned from `{type(self.source).__name__}.{name}()`"
         for loader in flatten_loaders(source):
             check_loader(loader, where)
@@ -421,7 +425,8 @@ class EvalLoaders:
             num_batches = self.count_batches(max_batches)
             yield from islice(self.combined, None if num_batches == math.inf else num_batches)
             return
-        fetch = self.run.hooks.with_profiler(f"[_EvaluationLoop].{self.stage}_next", next)
+        loop = "_PredictionLoop" if self.stage == "predict" else "_EvaluationLoop"
+        fetch = self.run.hooks.with_profiler(f"[{loop}].{self.stage}_next", next)
         for dataloader_idx, limit in enumerate(self._limited(max_batches)):
             if dataloader_idx:
                 self._iterator = iter(self.resumable[dataloader_idx])

@@ -54,6 +54,11 @@ def combined_mode(combined: Any) -> str:
     return combined._mode
 
 
+def set_profiled_module(profiler: Any, module: Any) -> None:
+    """Set the module whose layers PyTorchProfiler names."""
+    profiler._lightning_module = module
+
+
 def last_checkpoints(callback: Any, trainer: Any) -> set[str]:
     """Return what ModelCheckpoint would resume for "last". It has no public way to ask."""
     return callback._find_last_checkpoints(trainer)

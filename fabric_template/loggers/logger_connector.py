@@ -118,12 +118,9 @@ class LoggerConnector:
 
     def log_hyperparameters(self, run: RunState) -> None:
         """Log the hyperparameters of the module and the datamodule."""
-        hparams = {}
-        for part in (run.datamodule, run.model):
-            if logs_hyperparameters(part) and getattr(part, "hparams_initial", None):
-                if self.loggers:
-                    check_hyperparameters(hparams, part.hparams_initial)
-                hparams.update(part.hparams_initial)
+        if not self.loggers:
+            return
+        hparams = merge_hyperparameters(run.model, run.datamodule)
         for logger in self.loggers:
             if isinstance(logger, CSVLogger):
                 if run.stage == "fit":
@@ -160,14 +157,29 @@ class LoggerConnector:
                 logger.rewind(position or {}, self.run.history.rows)
 
 
-def check_hyperparameters(hparams: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Refuse a hyperparameter that module and datamodule give different values."""
-    different = [n for n in sorted(hparams) if n in others and str(hparams[n]) != str(others[n])]
-    if different:
+def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
+    """Return what ``save_hyperparameters`` has kept of a module and a datamodule.
+
+    Raises:
+        RuntimeError: They have different values for one name.
+    """
+    merged: dict[str, Any] = {}
+    inconsistent_keys = []
+    for part in (model, datamodule):
+        has_hparams = logs_hyperparameters(part)
+        for key, value in (part.hparams_initial if has_hparams else {}).items():
+            # LightningCLI keeps the class of each part under this name.
+            if key == "_class_path":
+                continue
+            if key in merged and (type(merged[key]), merged[key]) != (type(value), value):
+                inconsistent_keys.append(key)
+            merged[key] = value
+    if inconsistent_keys:
         raise RuntimeError(
-            f"Error while merging hparams: the keys {different} are present in both the LightningModule's"
-            " and LightningDataModule's hparams but have different values."
+            f"Error while merging hparams: the keys {inconsistent_keys} are present in both the"
+            " LightningModule's and LightningDataModule's hparams but have different values."
         )
+    return merged
 
 
 def call_if_defined(logger: Any, name: str, *args: Any) -> None:

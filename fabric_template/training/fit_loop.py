@@ -37,9 +37,14 @@ def fit(run: RunState) -> None:
             PossibleUserWarning,
         )
     if run.should_validate and run.validation_schedule.is_in_this_epoch():
+        run.progress.stage = "validate"
         run.data.setup_eval_loaders("val")
+        run.progress.stage = "train"
     run.history.start_clock()
     restore_position(run)
+    if run.progress.phase == "epoch_end":
+        # The last hook of an epoch saved the checkpoint. The next epoch is current in on_train_start.
+        train_epoch(run)
     rng_state = capture_rng_state() if run.resumes else None
     # GradientAccumulationScheduler refuses a run that accumulates before it has started.
     accumulate, run.accumulate_grad_batches = (
@@ -147,6 +152,7 @@ def validate(run: RunState) -> None:
     if run.progress.phase != "validation_end":
         run.progress.phase = "validation"
         run.results.pause_training()
+        run.progress.stage = "validate"
         run.data.setup_eval_loaders("val")
         evaluate(run, "validate")
         run.results.resume_training()

@@ -175,7 +175,8 @@ def prepare_data(run: RunState) -> None:
         is_per_node = getattr(part, "prepare_data_per_node", True)
         rank = run.fabric.local_rank if is_per_node else run.fabric.global_rank
         if rank == 0:
-            with run.hooks.profiled(f"[{type(part).__name__}]prepare_data"):
+            kind = "LightningDataModule" if part is run.datamodule else "LightningModule"
+            with run.hooks.profiled(f"[{kind}]{type(part).__name__}.prepare_data"):
                 method()
     run.fabric.barrier()
 

@@ -20,6 +20,7 @@ from ..distributed.environment import end_processes, join_processes
 from ..distributed.launch import launch_processes, starts_processes
 from ..distributed.signals import SignalHandler
 from ..lightning_compat.callbacks import add_model_callbacks, as_list
+from ..lightning_compat.private import set_profiled_module
 from ..loggers.run_config import write_run_config
 from ..loggers.run_summary import end_reason, short_path
 from .evaluation_loop import evaluate
@@ -79,6 +80,12 @@ def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: Ex
     if own_callbacks is not None:
         run.loop.callbacks = add_model_callbacks(run.loop.callbacks, as_list(own_callbacks()))
         attach_logs(run, stack)
+    profiler = run.loop.given_profiler
+    if profiler is not None:
+        set_profiled_module(profiler, run.module)
+        # The rank becomes a part of the file's name.
+        local_rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
+        profiler.setup(stage=run.stage, local_rank=local_rank, log_dir=run.loop.log_dir)
     prepare_data(run)
     if run.stage == "fit":
         open_folders(run, stack)
@@ -103,8 +110,8 @@ def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: Ex
     run.data.teardown()
     run.loggers.finalize("success")
     run.progress.stage = None
-    if run.loop.given_profiler is not None:
-        run.loop.given_profiler.describe()
+    if profiler is not None:
+        profiler.describe()
     return result
 
 

@@ -57,10 +57,10 @@ def test_exact_files(tmp_path):
     )
     assert (folder(tmp_path) / "steps.csv").read_bytes() == (
         b"step,epoch,loss_of_batch_step\n"  #
-        b"1,0,1.0\n"
-        b"3,0,3.0\n"
-        b"5,1,1.0\n"
-        b"7,1,3.0\n"
+        b"2,0,1.0\n"
+        b"4,0,3.0\n"
+        b"6,1,1.0\n"
+        b"8,1,3.0\n"
     )
     assert tree(tmp_path) == [
         "checkpoints/run/version_0/last.ckpt",
@@ -169,17 +169,19 @@ def test_validation_inside_an_epoch(tmp_path):
     _, _, history = fit(tmp_path, Counts, four, four, max_epochs=2, val_check_interval=0.5, log_every_n_steps=0)
     assert history["val_loss"].tolist() == [1.0, 3.0]
     steps = read_logs(tmp_path / "logs", steps=True).drop(columns=["name", "version"])
-    assert steps[["step", "epoch", "val_loss"]].values.tolist() == [[1, 0, 0.0], [5, 1, 2.0]]
+    assert steps[["step", "epoch", "val_loss"]].values.tolist() == [[2, 0, 0.0], [6, 1, 2.0]]
 
 
-@pytest.mark.parametrize(("every", "steps"), [(1, range(12)), (3, [2, 5, 8, 11]), (5, [4, 9]), (50, None), (0, None)])
+@pytest.mark.parametrize(
+    ("every", "steps"), [(1, range(1, 13)), (3, [3, 6, 9, 12]), (5, [5, 10]), (50, None), (0, None)]
+)
 def test_log_every_n_steps(tmp_path, every, steps):
     fit(tmp_path, Known, four, max_epochs=3, log_every_n_steps=every)
     found = logs_of(tmp_path)[1]
     if steps is None:
         assert found is None
     else:
-        assert found.splitlines()[1:] == [f"{step},{step // 4},{step % 4:.1f}" for step in steps]
+        assert found.splitlines()[1:] == [f"{n},{(n - 1) // 4},{(n - 1) % 4:.1f}" for n in steps]
 
 
 def test_log_every_n_steps_with_accumulation(tmp_path):
@@ -187,10 +189,10 @@ def test_log_every_n_steps_with_accumulation(tmp_path):
     fit(tmp_path, Known, four, max_epochs=2, log_every_n_steps=1, accumulate_grad_batches=2)
     assert logs_of(tmp_path)[1].splitlines() == [
         "step,epoch,loss_of_batch_step",
-        "0,0,1.0",
-        "1,0,3.0",
-        "2,1,1.0",
-        "3,1,3.0",
+        "1,0,1.0",
+        "2,0,3.0",
+        "3,1,1.0",
+        "4,1,3.0",
     ]
 
 
@@ -363,8 +365,8 @@ def test_true_among_the_loggers_is_the_csv_of_the_run():
         words = quiet(max_epochs=epochs, logger=loggers, name=name, log_every_n_steps=0, enable_checkpointing=True)
         loop = FabricLoop(**words)
         loop.fit(Known(), four(), four(), resume=resume)
-    assert [type(logger).__name__ for logger in loop.loggers] == ["CSVLogger", "Lines"]
-    assert loop.loggers[1].steps == [11, 11]
+    assert [type(logger).__name__ for logger in loop.loggers] == ["Lines", "CSVLogger"]
+    assert loop.loggers[0].steps == [11, 11]
     assert [path.name for path in Path("logs/among").iterdir()] == ["version_0"]
     alone, among = (without_time(Path("logs", name, "version_0", "metrics.csv")) for name in ("alone", "among"))
     assert alone == among
