@@ -171,7 +171,8 @@ def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
             # LightningCLI keeps the class of each part under this name.
             if key == "_class_path":
                 continue
-            if key in merged and (type(merged[key]), merged[key]) != (type(value), value):
+            # As texts, because an array has no single answer to whether it is equal.
+            if key in merged and repr(merged[key]) != repr(value):
                 inconsistent_keys.append(key)
             merged[key] = value
     if inconsistent_keys:
