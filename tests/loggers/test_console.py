@@ -1,10 +1,13 @@
 """Test the console in a terminal, a log file and a notebook, and the block at the end of a run."""
 
 import io
+import os
 import re
+import struct
+import subprocess
 import sys
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,6 +221,89 @@ def test_the_device_is_read_only_when_the_bar_is_drawn(tmp_path, terminal, monke
     monkeypatch.setattr(console, "bar_values", lambda run: reads.append(run.progress.batches_done) or {})
     fit(terminal, tmp_path, train=lambda: make_loader(40), max_epochs=2)
     assert reads == [0, 10]
+
+
+# A real terminal and a log file
+
+SCRIPT = f"""
+import sys
+sys.path[:0] = [{str(TESTS.parent)!r}, {str(TESTS)!r}]
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from modules import make_data
+from torch import nn
+from fabric_template import FabricLoop, TensorLoader
+
+def fit(name, fails=False, **options):
+    print(f"=== {{name}}", flush=True)
+    torch.manual_seed(0)
+    net = nn.Linear(8, 3)
+    data = TensorLoader(*make_data(40).tensors, batch_size=10)
+
+    def step(net, batch, batch_idx):
+        if fails and loop.current_epoch == 1 and batch_idx == 2 and net.training:
+            raise RuntimeError("mine")
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    options = {{"max_epochs": 2, "monitor": "val_loss", "name": name, "log_every_n_steps": 1, **options}}
+    loop = FabricLoop(accelerator="cpu", enable_model_summary=False, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    try:
+        loop.fit(net, data, data, optimizer=optimizer, training_step=step, validation_step=step)
+    except RuntimeError as error:
+        print(f"RuntimeError: {{error}}", file=sys.stderr, flush=True)
+
+fit("limit")
+fit("stopping", max_epochs=9, callbacks=[EarlyStopping("val_loss", patience=1, min_delta=1.0)])
+fit("error", fails=True)
+"""
+TABLE = """\
+epoch   step  train_loss  val_loss        lr   time   left
+    0      4      1.1708   1.0459*       0.1    # s    # s
+"""
+LINES = {
+    "limit": TABLE + "    1      8      1.0088   0.9169*       0.1    # s\n",
+    "stopping": TABLE
+    + "    1      8      1.0088   0.9169*       0.1    # s\n"
+    + "ended in epoch 1, after step 8: should_stop was set by EarlyStopping on 'val_loss'\n",
+    "error": TABLE,
+}
+BARS = {
+    "limit": "2 epochs: 100%|=| 4/4 [#, train_loss=1.009, val_loss=0.9169]\n",
+    "stopping": "2 epochs: 100%|=| 4/4 [#, train_loss=1.009, val_loss=0.9169]\n",
+    "error": "epoch 1/2:  50%|=| 2/4 [#, train_loss=1.066, val_loss=1.046]\n",
+}
+
+
+def run_in_terminal(command, folder):
+    """Return the output of a program in a terminal of 100 columns."""
+    fcntl, pty, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "termios"))
+    own_end, other_end = pty.openpty()
+    fcntl.ioctl(other_end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), other_end)
+    found = b""
+    with subprocess.Popen(command, cwd=folder, **streams):
+        os.close(other_end)
+        # Reading raises an error when the program has closed its end.
+        with suppress(OSError):
+            while part := os.read(own_end, 65536):
+                found += part
+    os.close(own_end)
+    return visible(found.decode())
+
+
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["log_file", "terminal"])
+def test_the_output_of_a_program(tmp_path, is_terminal):
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    if is_terminal:
+        text = run_in_terminal(command, tmp_path)
+    else:
+        done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        text = done.stdout
+    found = dict(part.split("\n", 1) for part in without_times(text).split("=== ")[1:])
+    ends = {"error": "RuntimeError: mine\n"}
+    bars = BARS if is_terminal else {}
+    assert found == {name: lines + bars.get(name, "") + ends.get(name, "") for name, lines in LINES.items()}
 
 
 # The table
