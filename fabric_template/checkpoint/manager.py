@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from .checkpoint_io import refused_classes
+from .distributed import remove_checkpoint, save_checkpoint
 from .state import build_checkpoint
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ class CheckpointManager:
 
     Attributes:
         last_model_path, best_model_path, best_model_score: As those of Lightning's ModelCheckpoint.
-        saved_step: The step of the newest checkpoint of this run; -1 before the first one.
     """
 
     def __init__(self, folder: Path | None, config: Any) -> None:
@@ -40,7 +40,7 @@ class CheckpointManager:
         self.best_model_score: float | None = None
         self._kept: dict[str, float] = {}
         self._is_validated = False
-        self.saved_step, self._last_step = -1, 0
+        self._saved_step, self._last_step = -1, 0
         self._unsaved: dict[str, str] = {}
         self._is_first_file = True
 
@@ -85,11 +85,11 @@ class CheckpointManager:
     def save_last(self, run: RunState) -> None:
         path = self.folder / "last.ckpt"
         if self.write(run, path):
-            self.last_model_path, self.saved_step = str(path), run.progress.global_step
+            self.last_model_path, self._saved_step = str(path), run.progress.global_step
             if self.config.monitor is None:
                 self.best_model_path = str(path)
             if run.fabric.is_global_zero:
-                remove_file(self.folder / "exception.ckpt")
+                remove_checkpoint(self.folder / "exception.ckpt")
 
     def save_best(self, run: RunState) -> None:
         """Save the run if its monitored value is new and among the best k."""
@@ -114,7 +114,7 @@ class CheckpointManager:
             self.load_state_dict(previous)
         elif run.fabric.is_global_zero:
             for old in removed:
-                remove_file(Path(old))
+                remove_checkpoint(Path(old))
 
     def _add_best(self, run: RunState, value: float) -> tuple[Path | None, list[str]]:
         """Return where a value is to be saved, None if it is not good enough, and what it replaces."""
@@ -162,7 +162,7 @@ class CheckpointManager:
         Random numbers and logged sums of the failed step count twice, so it is exact only where the step
         drew and logged nothing. With several processes the others cannot take part, and nothing is saved.
         """
-        is_new = run.progress.global_step > max(self.saved_step, 0)
+        is_new = run.progress.global_step > max(self._saved_step, 0)
         if (
             not self.is_enabled
             or not is_new
@@ -170,8 +170,12 @@ class CheckpointManager:
             or run.fabric.world_size > 1
         ):
             return
-        if self.write(run, self.folder / "exception.ckpt"):
-            self.saved_step = run.progress.global_step
+        try:
+            self.write(run, self.folder / "exception.ckpt")
+        except Exception as error:
+            warnings.warn(
+                f"exception.ckpt could not be saved. {type(error).__name__}: {error}", stacklevel=2
+            )
 
     def finish(self, run: RunState) -> None:
         """Try again what could not be written.
@@ -199,27 +203,32 @@ class CheckpointManager:
             with suppress(OSError):
                 logger.sync()
         checkpoint = build_checkpoint(run, epoch=self._epoch(run))
-        is_written = self._write_file(run, checkpoint, path) if run.fabric.is_global_zero else True
-        return is_written if run.fabric.world_size == 1 else run.fabric.broadcast(is_written)
-
-    def _write_file(self, run: RunState, checkpoint: dict[str, Any], path: Path) -> bool:
-        try:
-            with run.hooks.profiled("save_checkpoint"):
-                run.loop.checkpoint_io.save_checkpoint(checkpoint, path)
-        except Exception as error:
-            reason = (
-                error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            )
-            self._unsaved[path.name] = f"{path}: {reason}."
+        reason = self._write_file(run, checkpoint, path)
+        if run.fabric.world_size > 1:
+            reason = run.fabric.broadcast(reason)
+        if reason is None:
+            self._unsaved.pop(path.name, None)
+            return True
+        self._unsaved[path.name] = f"{path}: {reason}."
+        if run.fabric.is_global_zero:
             warnings.warn(
                 f"{path}: the checkpoint could not be saved: {reason}. The old file is unchanged, and"
                 " training continues.",
                 stacklevel=2,
             )
-            return False
-        self._unsaved.pop(path.name, None)
-        self._warn_of_refused_classes(path)
-        return True
+        return False
+
+    def _write_file(self, run: RunState, checkpoint: dict[str, Any], path: Path) -> str | None:
+        """Write a checkpoint. Returns the reason if that failed."""
+        try:
+            with run.hooks.profiled("save_checkpoint"):
+                save_checkpoint(run, checkpoint, path)
+        except Exception as error:
+            is_named = isinstance(error, OSError) and error.strerror
+            return error.strerror if is_named else f"{type(error).__name__}: {error}"
+        if run.fabric.is_global_zero:
+            self._warn_of_refused_classes(path)
+        return None
 
     def _warn_of_refused_classes(self, path: Path) -> None:
         """Warn at the first file, while it can be changed, of what a resume will not read."""
@@ -253,9 +262,3 @@ class CheckpointManager:
         self._last_step = state["last_step"]
         best = os.path.basename(state["best"])
         self.best_model_path = str(self.folder / best) if best else ""
-
-
-def remove_file(path: Path) -> None:
-    """Remove a file that is no longer needed. Training continues where that fails."""
-    with suppress(OSError):
-        path.unlink()

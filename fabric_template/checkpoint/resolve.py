@@ -18,6 +18,7 @@ from ..errors import (
 from ..lightning_compat.private import last_checkpoints
 from ..training.hooks import is_instance_of
 from .checkpoint_io import read_checkpoint, verify_checkpoint
+from .distributed import SHARDS_KEY, is_sharded_file, verify_shards
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -93,6 +94,8 @@ def find_newest(folder: Path, keyword: str = "last") -> Path | None:
     for path in sorted(candidates_for(keyword, folder), key=age, reverse=True):
         try:
             verify_checkpoint(path)
+            if is_sharded_file(path):
+                verify_shards(path, read_checkpoint(path)[SHARDS_KEY])
         except DamagedCheckpointError as error:
             warnings.warn(f"{error} The checkpoint before it is used.", stacklevel=2)
             continue

@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric import __version__ as lightning_version
 
+from ..data.distributed_samplers import shares_of
+from ..distributed.environment import gather_objects
 from ..errors import CheckpointError, OtherModelError, WeightsOnlyError
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.read_logs import read_table
 from ..training.optimization import is_step_due
+from .distributed import load_shards
 from .rng import capture_rng_state, restore_rng_state
+from .world_size import change_world_size, seed_new_process
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -46,9 +50,11 @@ def build_checkpoint(
     }
     if not weights_only:
         checkpoint["callbacks"] = callbacks_state(run)
-        checkpoint["optimizer_states"] = [
-            run.fabric.strategy.get_optimizer_state(optimizer) for optimizer in run.optimizers
-        ]
+        # Fabric's method returns the state on the first process only.
+        get_state = run.fabric.strategy.get_optimizer_state
+        if run.steps.is_model_parallel:
+            get_state = torch.optim.Optimizer.state_dict
+        checkpoint["optimizer_states"] = [get_state(optimizer) for optimizer in run.optimizers]
         checkpoint["lr_schedulers"] = [c.scheduler.state_dict() for c in run.lr_schedulers]
         precision = run.fabric.strategy.precision
         if scaler_state := precision.state_dict():
@@ -89,6 +95,7 @@ def own_state(run: RunState) -> dict[str, Any]:
         ],
         "frozen_parameters": [n for n, p in run.network.named_parameters() if not p.requires_grad],
         "settings": run_settings(run),
+        "sampler_seed": run.data.saved_sampler_seed,
         "ranks": gather_objects(run, of_rank),
     }
 
@@ -98,6 +105,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
     loaders = run.data.train.loaders if run.data.train is not None else []
     return {
         "processes": run.fabric.world_size,
+        "shares": shares_of(run)[0],
         "batch size": [getattr(loader, "batch_size", None) for loader in loaders],
         "num_workers": [getattr(loader, "num_workers", None) for loader in loaders],
         "optimizers": [type(optimizer).__name__ for optimizer in run.optimizers],
@@ -107,6 +115,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
 def warn_of_other_settings(run: RunState, saved: dict[str, Any]) -> None:
     """Warn once of settings that make a resumed run differ from the one that was saved."""
     current = run_settings(run)
+    saved = {name: value for name, value in saved.items() if name != "shares"}
     differences = [
         f"{n} {saved[n]} was saved, now {current[n]}" for n in saved if saved[n] != current[n]
     ]
@@ -114,15 +123,6 @@ def warn_of_other_settings(run: RunState, saved: dict[str, Any]) -> None:
         run.warn_once(
             f"resume: {'; '.join(differences)}. The run continues, but not as if it had never stopped."
         )
-
-
-def gather_objects(run: RunState, item: Any) -> list[Any]:
-    """Return an object of every process, in the order of their ranks."""
-    if run.fabric.world_size == 1:
-        return [item]
-    gathered: list[Any] = [None] * run.fabric.world_size
-    torch.distributed.all_gather_object(gathered, item)
-    return gathered
 
 
 def callbacks_state(run: RunState) -> dict[str, Any]:
@@ -213,6 +213,7 @@ def restore_model(run: RunState, checkpoint: dict[str, Any]) -> None:
         state = checkpoint.get(type(run.datamodule).__qualname__)
         if state is not None and callable(getattr(run.datamodule, "load_state_dict", None)):
             run.datamodule.load_state_dict(state)
+    load_shards(run, checkpoint, "state_dict")
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     load_weights(run, checkpoint)
     if not is_weights_only:
@@ -274,8 +275,6 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
         return
     keys = {getattr(c, "state_key", type(c).__qualname__) for c in run.hooks.callbacks}
     missing = [key for key in states if key not in keys]
-    # max_time= adds a Timer.
-    missing = [key for key in missing if not key.startswith("Timer")]
     if not run.loop.checkpoint_callbacks:
         # The resumed run has FabricLoop's own checkpoints in place of ModelCheckpoint's.
         missing = [key for key in missing if not key.startswith("ModelCheckpoint")]
@@ -353,6 +352,7 @@ def restore_position(run: RunState) -> None:
         # MiniLoop keeps the random numbers only.
         restore_rng_state(own["ranks"][run.fabric.global_rank % len(own["ranks"])]["rng"])
         return
+    change_world_size(run, own, run_settings(run))
     warn_of_other_settings(run, own["settings"])
     option, current = own["accumulate_grad_batches"]
     if option == run.config.accumulate_grad_batches:
@@ -368,9 +368,12 @@ def restore_position(run: RunState) -> None:
     if own["validation_schedule"] is not None:
         run.validation_schedule.load_state_dict(own["validation_schedule"])
     restore_rng_state(of_rank["rng"])
+    if run.fabric.global_rank >= len(ranks):
+        seed_new_process(run.fabric.global_rank)
 
 
 def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
+    load_shards(run, checkpoint, "optimizer_states")
     states = checkpoint["optimizer_states"]
     # on_load_checkpoint may have emptied the list, where the parameters have changed.
     if states and len(states) != len(run.optimizers):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
+
+from .distributed_samplers import count_even_batches, even_cuts, remove_padding
 
 
 class TensorLoader:
@@ -54,16 +56,29 @@ class TensorLoader:
         other.tensors = tuple(tensor.to(device) for tensor in self.tensors)
         return other
 
-    def for_rank(self, rank: int, world_size: int) -> TensorLoader:
-        """Return a loader of one process's share of the samples; the loader itself for a single process."""
-        if world_size == 1:
-            return self
+    def for_rank(
+        self,
+        rank: int,
+        world_size: int,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        repeats_samples: bool = True,
+    ) -> TensorLoader:
+        """Return a loader of one process's share of the samples.
+
+        Args:
+            shuffle: None: as this loader.
+            seed: By which all processes draw one order.
+            repeats_samples: Fill the shares up to the same length, as DistributedSampler does.
+        """
         other = copy.copy(self)
         samples: Any = range(len(self.tensors[0]))
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        is_shuffled = self.shuffle if shuffle is None else shuffle
         other._sampler = DistributedSampler(
-            samples, world_size, rank, shuffle=self.shuffle, seed=seed
+            samples, world_size, rank, shuffle=is_shuffled, seed=seed
         )
+        if not (repeats_samples or self.drop_last):
+            remove_padding(other._sampler)
         return other
 
     def set_epoch(self, epoch: int) -> None:
@@ -76,8 +91,11 @@ class TensorLoader:
         return len(self.tensors[0]) if self._sampler is None else len(self._sampler)
 
     def __len__(self) -> int:
-        whole, rest = divmod(self._num_samples, self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        if self.drop_last:
+            return self._num_samples // self.batch_size
+        if self._sampler is not None:
+            return count_even_batches(self._sampler, self.batch_size)
+        return math.ceil(self._num_samples / self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         return self.iter_from(0)
@@ -94,9 +112,8 @@ class TensorLoader:
     def _batches(self, order: Tensor | None, first: int) -> Iterator[tuple[Tensor, ...]]:
         if order is not None:
             order = order.to(self.tensors[0].device)
-        for batch_idx in range(first, len(self)):
-            start = batch_idx * self.batch_size
-            cut = slice(start, min(start + self.batch_size, self._num_samples))
+        for start, stop in even_cuts(self._num_samples, self.batch_size, len(self), first):
+            cut = slice(start, stop)
             if order is None:
                 yield tuple([tensor[cut] for tensor in self.tensors])
             else:

@@ -21,6 +21,8 @@ from .model_parallel import has_mesh
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
+    from ..training.run_state import RunState
+
 # How long torch itself waits until all processes have come.
 _SECONDS_TO_JOIN = 1800.0
 
@@ -48,6 +50,15 @@ def join_processes(fabric: Fabric) -> None:
     if isinstance(strategy, DDPStrategy):
         # Fabric's other strategies do it themselves.
         reset_seed()
+
+
+def gather_objects(run: RunState, item: Any) -> list[Any]:
+    """Return an object of every process, in the order of their ranks."""
+    if run.fabric.world_size == 1:
+        return [item]
+    gathered: list[Any] = [None] * run.fabric.world_size
+    torch.distributed.all_gather_object(gathered, item)
+    return gathered
 
 
 def _leave_group() -> None:

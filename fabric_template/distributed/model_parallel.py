@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -77,7 +78,9 @@ def materialize(network: nn.Module, device: torch.device) -> None:
 @contextmanager
 def _own_random_numbers(fabric: Fabric) -> Iterator[None]:
     """Draw other numbers in each process: with one seed the shards would be copies of each other."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # On the CPU each process draws its own numbers anyway.
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
         torch.manual_seed(torch.initial_seed() + fabric.global_rank)
         yield
 

@@ -14,6 +14,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
+from ..checkpoint.distributed import remove_shards, save_checkpoint
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.state import build_checkpoint
 from ..config import LoopConfig
@@ -407,17 +408,9 @@ class TrainerAPI(LoopsAPI):
         fit = self.runs.get("fit")
         # After a test of the trained model the checkpoint is that of its training.
         run = fit if fit is not None and fit.model is self.run.model else self.run
-        if run.exception is not None and run.fabric.world_size > 1:
-            raise RuntimeError(
-                "save_checkpoint: an error has ended the run in this process, and a checkpoint of several"
-                " processes needs all of them. Resume from the one before: resume='last'."
-            )
         with run.hooks.profiled("save_checkpoint"):
             checkpoint = build_checkpoint(run, bool(weights_only))
-            if self.fabric.is_global_zero:
-                self.checkpoint_io.save_checkpoint(
-                    checkpoint, filepath, storage_options=storage_options
-                )
+            save_checkpoint(run, checkpoint, Path(filepath), storage_options)
         self.fabric.barrier()
 
     def init_module(self, empty_init: bool | None = None) -> Any:
@@ -539,6 +532,7 @@ class StrategyAPI:
     def remove_checkpoint(self, filepath: str | os.PathLike) -> None:
         if self._loop.fabric.is_global_zero:
             self._loop.checkpoint_io.remove_checkpoint(filepath)
+            remove_shards(Path(filepath))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_loop" not in self.__dict__:

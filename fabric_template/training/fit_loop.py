@@ -14,7 +14,7 @@ from ..config import parse_duration
 from ..errors import ConfigurationError
 from .evaluation_loop import evaluate
 from .iterator_steps import train_with_iterator
-from .lr_schedulers import after_optimizer_step, learning_rates, step_lr_schedulers
+from .lr_schedulers import after_optimizer_step, step_lr_schedulers
 from .module_adapter import takes_iterator
 from .optimization import is_step_due
 
@@ -123,18 +123,7 @@ def train_batches(run: RunState) -> None:
         if progress.is_epoch_complete or run.stop.is_reached:
             break
     else:
-        end_short_epoch(run)
-
-
-def end_short_epoch(run: RunState) -> None:
-    """End an epoch whose loader gave fewer batches than its length or the limit says."""
-    run.progress.is_last_batch = True
-    run.data.train.check_short_pass(run.progress.batches_done)
-    if run.lr_schedulers:
-        run.history.learning_rates = learning_rates(run)
-        step_lr_schedulers(run, "epoch", plateau=False)
-    if run.validation_schedule.is_due_at_short_end():
-        validate(run)
+        progress.is_last_batch = True
 
 
 def end_batch(run: RunState) -> None:
@@ -161,9 +150,6 @@ def validate(run: RunState) -> None:
         zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (zero_grad or run.network.zero_grad)()
     if run.progress.phase != "validation_end":
-        # A resumed run does not repeat a validation that only a stop has caused, nor its random numbers.
-        is_extra = run.stop.is_requested and not run.validation_schedule.is_planned()
-        rng_state = capture_rng_state() if is_extra else None
         run.progress.phase = "validation"
         run.results.pause_training()
         run.progress.stage = "validate"
@@ -171,9 +157,7 @@ def validate(run: RunState) -> None:
         evaluate(run, "validate")
         run.results.resume_training()
         run.progress.stage = "train"
-        if rng_state is not None:
-            restore_rng_state(rng_state)
-    run.validation_schedule.restart()
+    run.validation_schedule.restart_clock()
     run.checkpoints.save_validation(run)
 
 
@@ -192,9 +176,9 @@ def end_epoch(run: RunState) -> None:
         step_lr_schedulers(run, "epoch", plateau=True)
     run.loggers.log_train_epoch(run)
     run.results.reset()
-    run.data.train.end_epoch()
+    run.data.end_train_epoch()
     run.progress.end_epoch()
-    run.signals.check(run, is_due=True)
+    run.signals.check(run)
     run.checkpoints.save_epoch(run)
 
 
@@ -247,9 +231,7 @@ class ValidationSchedule:
         self._last_global_step = state["last_global_step"]
         self._restarted_at = time.monotonic() - state["seconds"]
 
-    def restart(self) -> None:
-        """Count steps and seconds from here on."""
-        self._last_global_step = self.run.progress.global_step
+    def restart_clock(self) -> None:
         self._restarted_at = time.monotonic()
 
     def is_in_this_epoch(self) -> bool:
@@ -262,24 +244,17 @@ class ValidationSchedule:
         run = self.run
         if not run.should_validate or not self.is_in_this_epoch():
             return False
-        return self.is_planned() or (run.stop.should_stop and run.stop.can_stop_early)
+        if run.stop.should_stop and run.stop.can_stop_early:
+            return True
+        return self._is_planned()
 
-    def is_due_at_short_end(self) -> bool:
-        """Return whether to validate at the end of an epoch that was shorter than its length."""
-        progress, every = self.run.progress, self.every_n_batches
-        counts_epochs = self.run.config.check_val_every_n_epoch is not None
-        if every is None or every == math.inf or not counts_epochs or not self.run.should_validate:
-            return False
-        is_planned_at_end = progress.num_train_batches % every == 0
-        return is_planned_at_end and self.is_in_this_epoch() and progress.batches_done % every != 0
-
-    def is_planned(self) -> bool:
-        """Return whether the options ask for a validation after the current batch."""
+    def _is_planned(self) -> bool:
         run, progress = self.run, self.run.progress
         if self._seconds is not None:
             return time.monotonic() - self._restarted_at >= self._seconds
         if every_n_steps := run.config.validate_every_n_steps:
-            return progress.global_step // every_n_steps > self._last_global_step // every_n_steps
+            before, self._last_global_step = self._last_global_step, progress.global_step
+            return progress.global_step // every_n_steps > before // every_n_steps
         if self.every_n_batches == math.inf:
             limit = run.config.limit_train_batches
             if isinstance(limit, int) and not progress.is_last_batch:

@@ -186,6 +186,9 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
     for part in {id(part): part for part in (run.module, run.model)}.values():
         if isinstance(getattr(type(part), "trainer", None), property):
             part.trainer = run.loop
+        if run.steps.is_model_parallel and hasattr(part, "_device_mesh"):
+            # Behind LightningModule.device_mesh, by which configure_model shards a module.
+            part._device_mesh = run.fabric.strategy.device_mesh
         attach_log(part, run, stack)
     if run.datamodule is not None:
         run.datamodule.trainer = run.loop

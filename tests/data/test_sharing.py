@@ -155,6 +155,7 @@ class Stream(IterableDataset):
         return torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_loader_empty_on_one_rank_only_is_refused(tmp_path):
     with pytest.raises(Exception, match="`DataLoader` within local rank has zero length"):
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Sees(tmp_path), DataLoader(Stream(), batch_size=None))

@@ -35,7 +35,7 @@ class Hit(Classifier):
         where, rank, number, parent = self.hit
         if (hook, int(os.environ["LOCAL_RANK"])) == (where, rank):
             os.kill(parent or os.getpid(), getattr(signal, number))
-            while parent and self.trainer.run.signals.received is None:  # passed on
+            while parent and self.trainer._run.stop.signals.received is None:  # passed on
                 time.sleep(0.01)
 
     def prepare_data(self):

@@ -1,0 +1,315 @@
+"""Checkpoints of sharded models: a small file, and a folder that torch.distributed.checkpoint writes.
+
+Each process writes its shards into a new folder beside the file, such as ``last.ckpt.step=400``. The file
+names the folder and holds everything that is not sharded. It is renamed into place last, so that a killed
+save leaves the older file and its folder as they were. Folders that no file names any more are removed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import warnings
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..distributed.model_parallel import gather_tensors
+from ..errors import CheckpointError, DamagedCheckpointError
+from .checkpoint_io import sync_folder
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+SHARDS_KEY = "fabric_template_shards"
+_PLACEHOLDER = "sharded"
+_METADATA = "torch.distributed.checkpoint.metadata"
+# What torch's .metadata file may hold, which is a plain pickle: values only, nothing that runs.
+_METADATA_CLASSES = {
+    *(f"{_METADATA}.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *(f"{_METADATA}.{name}" for name in ("TensorProperties", "TensorStorageMetadata")),
+    *(f"{_METADATA}.{name}" for name in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
+    *("torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout"),
+    *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "torch.Size"),
+}
+
+
+# Saving
+
+
+def save_checkpoint(
+    run: RunState, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
+) -> None:
+    """Write a checkpoint file, and the shards of a sharded model before it. All processes call this."""
+    content = save_shards(run, checkpoint, path)
+    if not run.fabric.is_global_zero:
+        return
+    try:
+        run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
+    except BaseException:
+        if SHARDS_KEY in content:
+            shutil.rmtree(shard_folder(content[SHARDS_KEY], path), ignore_errors=True)
+        raise
+    remove_shards(path, content)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint file and its shards. Training continues where that fails."""
+    with suppress(OSError):
+        path.unlink()
+    remove_shards(path)
+
+
+def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Write the sharded tensors of a checkpoint into a new folder. All processes call this.
+
+    Returns:
+        What the file itself holds: the checkpoint without its sharded tensors, and the folder's name.
+
+    Raises:
+        CheckpointError: A process could not write its shards. Nothing is left of them.
+    """
+    if not run.steps.is_model_parallel:
+        return checkpoint
+    if not getattr(run.fabric.strategy, "_save_distributed_checkpoint", True):
+        return gather_tensors(checkpoint)
+    tensors: dict[str, DTensor] = {}
+    places: dict[str, list[Any]] = {}
+
+    def take(tensor: DTensor, place: list[Any]) -> Any:
+        name = "/".join(map(str, place))
+        tensors[name], places[name] = tensor, place
+        return _PLACEHOLDER
+
+    plain = {
+        key: map_sharded(value, take, [key])
+        if key in ("state_dict", "optimizer_states")
+        else gather_tensors(value)
+        for key, value in checkpoint.items()
+    }
+    if not tensors:
+        return plain
+    folder = run.fabric.broadcast(new_folder(path, run.progress.global_step))
+    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    try:
+        dcp.save(tensors, storage_writer=writer)
+    except CheckpointException as error:
+        if run.fabric.is_global_zero:
+            shutil.rmtree(folder, ignore_errors=True)
+        rank, (cause, _) = next(iter(error.failures.items()))
+        reason = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
+        raise CheckpointError(f"process {rank}: {reason}") from None
+    sizes = {}
+    if run.fabric.is_global_zero:
+        sync_folder(folder)
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    return {**plain, SHARDS_KEY: {"folder": folder.name, "files": sizes, "places": places}}
+
+
+def new_folder(path: Path, step: int) -> Path:
+    """Return the name of a folder beside a file that does not exist yet."""
+    folder, number = path.with_name(f"{path.name}.step={step}"), 1
+    while folder.exists():
+        folder = path.with_name(f"{path.name}.step={step}-{number}")
+        number += 1
+    return folder
+
+
+def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
+    """Remove the folders of a file, but for the one that its new content names.
+
+    What cannot be removed is left for the next save.
+    """
+    kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
+    for folder in path.parent.glob(f"{path.name}.step=*"):
+        if folder.name != kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def map_sharded(item: Any, change: Callable[[DTensor, list[Any]], Any], place: list[Any]) -> Any:
+    """Return nested containers with other values in place of sharded tensors.
+
+    Args:
+        change: Gets the tensor and the keys that lead to it.
+    """
+    if isinstance(item, DTensor):
+        return change(item, place)
+    if isinstance(item, dict):
+        return {key: map_sharded(value, change, [*place, key]) for key, value in item.items()}
+    if type(item) in (list, tuple):
+        values = [map_sharded(value, change, [*place, i]) for i, value in enumerate(item)]
+        return type(item)(values)
+    return item
+
+
+# Verifying
+
+
+def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
+    """Return the folder that a checkpoint file names, which is beside it.
+
+    Raises:
+        CheckpointError: The file names something else.
+    """
+    name = index["folder"]
+    names = [name, *index["files"]]
+    if any(os.path.basename(part) != part or part in ("", ".", "..") for part in names):
+        raise CheckpointError(f"{path}: it names files outside of its folder. Use another file.")
+    return Path(path).with_name(name)
+
+
+def verify_shards(path: str | Path, index: dict[str, Any], reads_all: bool = False) -> None:
+    """Check that the files of a folder are there with their sizes.
+
+    Args:
+        index: What the checkpoint file holds under SHARDS_KEY.
+        reads_all: Also check the CRC of every tensor.
+
+    Raises:
+        DamagedCheckpointError: A file is missing or damaged.
+    """
+    folder = shard_folder(index, path)
+    for name, size in index["files"].items():
+        file = folder / name
+        if not file.is_file():
+            raise DamagedCheckpointError(f"{path}: its file {folder.name}/{name} is missing.")
+        if file.stat().st_size != size:
+            raise DamagedCheckpointError(
+                f"{path}: its file {folder.name}/{name} has {file.stat().st_size} bytes, not {size}."
+            )
+    if reads_all:
+        reader = ShardReader(folder)
+        for place in reader.read_metadata().storage_data.values():
+            reader.verify(place)
+
+
+def is_sharded_file(path: str | Path) -> bool:
+    """Return whether a checkpoint file names a folder of shards. Reads a small part of it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            return any(SHARDS_KEY.encode() in archive.read(name) for name in names)
+    except (zipfile.BadZipFile, OSError):
+        return False
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads torch's .metadata without running what somebody else may have put into it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and f"{module}.{name}" not in _METADATA_CLASSES:
+            raise CheckpointError(f".metadata holds {module}.{name}, expected values only.")
+        return super().find_class(module, name)
+
+
+class ShardReader(dcp.FileSystemReader):
+    """torch's reader, which also checks the CRC of each tensor that it reads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with Path(self.path, ".metadata").open("rb") as file:
+            try:
+                return _MetadataUnpickler(file).load()
+            except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+                raise DamagedCheckpointError(f"{file.name}: it is damaged. {error}") from error
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        for item in plan.items:
+            self.verify(self.storage_data[item.storage_index])
+        return super().read_data(plan, planner)
+
+    def verify(self, place: Any) -> None:
+        """Check one tensor, which torch has written as an archive of its own."""
+        name = place.relative_path
+        if os.path.basename(name) != name:
+            raise CheckpointError(f"{self.path}: it names a file outside of the folder, {name!r}.")
+        path = Path(self.path, name)
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            data = file.read(place.length)
+        try:
+            with zipfile.ZipFile(BytesIO(data)) as archive:
+                damaged = archive.testzip()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+            damaged = str(error)
+        if damaged is not None:
+            raise DamagedCheckpointError(f"{path}: the file is damaged, in {damaged}.")
+
+
+# Loading
+
+
+def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
+    """Put the tensors of the shards into a checkpoint, in place. All processes call this.
+
+    A sharded model reads into shards of its own, also from those of another number of processes.
+    Otherwise each process reads whole tensors.
+
+    Args:
+        key: "state_dict" or "optimizer_states".
+    """
+    index = checkpoint.get(SHARDS_KEY)
+    if index is not None:
+        folder = shard_folder(index, str(run.checkpoint_path))
+        reader = ShardReader(folder)
+        saved = reader.read_metadata().state_dict_metadata
+        places = {name: place for name, place in index["places"].items() if place[0] == key}
+        tensors = {n: _empty(run, place, saved[n]) for n, place in places.items()}
+        try:
+            with warnings.catch_warnings():
+                # One process reads by itself, as it should.
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.load(tensors, storage_reader=reader)
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise cause from None
+        for name, place in places.items():
+            container = checkpoint
+            for part in place[:-1]:
+                container = container[part]
+            container[place[-1]] = tensors[name]
+    if run.steps.is_model_parallel and key in checkpoint:
+        checkpoint[key] = distribute(run, checkpoint[key], [key])
+
+
+def distribute(run: RunState, item: Any, place: list[Any]) -> Any:
+    """Return nested containers with whole tensors sharded as those of the run."""
+    if isinstance(item, dict):
+        return type(item)((key, distribute(run, v, [*place, key])) for key, v in item.items())
+    if isinstance(item, list):
+        return [distribute(run, value, [*place, index]) for index, value in enumerate(item)]
+    reference = _counterpart(run, place) if type(item) is torch.Tensor else None
+    if not isinstance(reference, DTensor) or reference.shape != item.shape:
+        return item
+    value = item.to(reference.device)
+    return distribute_tensor(value, reference.device_mesh, reference.placements)
+
+
+def _empty(run: RunState, place: list[Any], saved: TensorStorageMetadata) -> torch.Tensor:
+    """Return a tensor to read into: a shard like the run's own, or a whole one."""
+    reference, dtype = _counterpart(run, place), saved.properties.dtype
+    if isinstance(reference, DTensor) and reference.shape == saved.size:
+        return torch.empty_like(reference, dtype=dtype, requires_grad=False)
+    return torch.empty(saved.size, dtype=dtype)
+
+
+def _counterpart(run: RunState, place: list[Any]) -> Any:
+    """Return the parameter or buffer of the run that a tensor of a checkpoint belongs to."""
+    if place[0] == "state_dict":
+        source = run.module if run.is_lightning_module else run.network
+        return source.state_dict().get(place[1])
+    if len(place) != 5 or place[2] != "state":
+        return None
+    groups = run.optimizers[place[1]].param_groups if place[1] < len(run.optimizers) else []
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return parameters[place[3]].detach() if place[3] < len(parameters) else None
