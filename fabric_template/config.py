@@ -6,7 +6,7 @@ import ast
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from itertools import pairwise
@@ -299,7 +299,7 @@ def _is_interval(value: Any) -> bool:
 
 def _is_logger(value: Any) -> bool:
     """Return whether this is a logger of any kind, or a list of loggers."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return all(_is_logger(item) for item in value)
     has_method = hasattr(value, "log_metrics") and not isinstance(value, type)
     return has_method or isinstance(value, bool)

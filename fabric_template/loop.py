@@ -37,7 +37,7 @@ from .custom_loop import (
 from .distributed.environment import launched_devices
 from .distributed.strategies import convert_plugins, convert_strategy
 from .errors import ConfigurationError, ConfigurationTypeError, describe
-from .lightning_compat.callbacks import parse_callbacks
+from .lightning_compat.callbacks import as_list, parse_callbacks
 from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .loggers.csv_logger import CSVLogger
 from .loggers.run_summary import (
@@ -48,7 +48,7 @@ from .loggers.run_summary import (
 from .training.hooks import is_instance_of
 from .training.optimization import ManualOptimization
 from .training.run_state import RunState
-from .training.setup import make_run
+from .training.setup import make_run, set_torch_flags
 from .training.stages import evaluate_stage, fit_stage, predict_stage, run_stage
 
 
@@ -103,6 +103,7 @@ class FabricLoop(TrainerAPI):
             options["logger"] = loggers
         given = parse_options(options)
         self.config: LoopConfig = given.resolve()
+        set_torch_flags(self.config)
         of_fabric = {
             "accelerator": accelerator,
             "strategy": strategy,
@@ -134,13 +135,17 @@ class FabricLoop(TrainerAPI):
 
     def _make_loggers(self) -> list[Any]:
         config = self.config
-        if config.logger is False or config.logger is None:
+        if not as_list(config.logger):
             return []
         if config.fast_dev_run:
             return [DummyLogger()]
         # A ready Fabric may have loggers of its own.
         asked = self.fabric.loggers or True if config.logger is True else config.logger
-        given = asked if isinstance(asked, list | tuple) else [asked]
+        given = as_list(asked)
+        for logger in given:
+            # Fabric's loggers lack a name by which ModelCheckpoint finds its folder.
+            if hasattr(logger, "root_dir") and not hasattr(logger, "save_dir"):
+                logger.save_dir = logger.root_dir
         root = Path(self.default_root_dir, "logs")
         checkpoints = Path(self.default_root_dir, "checkpoints", config.name)
         if any(logger is True for logger in given):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins import precision
@@ -154,7 +155,8 @@ def convert_plugins(plugins: Any) -> Any:
     """
     if plugins is None:
         return None
-    given = plugins if isinstance(plugins, list | tuple) else [plugins]
+    is_many = isinstance(plugins, Sequence) and not isinstance(plugins, str)
+    given = plugins if is_many else [plugins]
     return [_convert_precision(plugin) for plugin in given]
 
 

@@ -6,7 +6,7 @@ writes them into checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 class LoopsAPI:
     """Trainer's loops, and the private attributes that Lightning's own code reads."""
+
+    run: RunState | None
+    world_size: int
+    require_run: Callable[[str], RunState]
 
     @property
     def _logger_connector(self) -> LoggerConnectorAPI:
@@ -231,10 +235,9 @@ class EvaluationLoopAPI(LoopAPI):
         progress, hook = self._run.progress, self._run.hooks.current or ""
         is_in_batch = hook.endswith(("_step", "_batch_start", "_batch_end"))
         counts = {}
-        for name, count in (
-            ("current", progress.eval_batches_done),
-            ("total", progress.total_eval_batches),
-        ):
+        current = progress.eval_batches_done
+        total = current if self.trainer.sanity_checking else progress.total_eval_batches
+        for name, count in (("current", current), ("total", total)):
             completed = count - is_in_batch
             processed = count if hook.endswith("_end") else completed
             counts[name] = {

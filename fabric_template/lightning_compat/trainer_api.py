@@ -135,7 +135,7 @@ class TrainerAPI(LoopsAPI):
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        most = self.config.num_sanity_val_steps
+        most = self.config.num_sanity_val_steps or 0
         return [limit if most == -1 else min(most, limit) for limit in self._limits_of("fit")]
 
     def _limits_of(self, stage: str) -> list[int | float]:
@@ -238,8 +238,9 @@ class TrainerAPI(LoopsAPI):
 
     def _loaders_of(self, *stages: str) -> Any:
         run = self.run
-        has_loaders = run and run.stage in stages and run.data.eval_loaders
-        return run.data.eval_loaders.as_given if has_loaders else None
+        if run is None or run.stage not in stages or run.data.eval_loaders is None:
+            return None
+        return run.data.eval_loaders.as_given
 
     @property
     def callbacks(self) -> list[Any]:
@@ -370,7 +371,7 @@ class TrainerAPI(LoopsAPI):
     def state(self) -> TrainerState:
         """The function and the stage that run."""
         run = self.run
-        stage = _STAGES.get(run.progress.stage) if run else None
+        stage = _STAGES.get(run.progress.stage or "") if run else None
         return TrainerState(self.status, _FUNCTIONS[run.stage] if run else None, stage)
 
     @property

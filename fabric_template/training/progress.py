@@ -110,14 +110,16 @@ class StopCondition:
 
     def __init__(self, config: LoopConfig, progress: Progress, has_other_limit: bool) -> None:
         self.progress = progress
-        self.max_epochs = config.max_epochs
         self.max_steps = config.max_steps
-        self.min_epochs = config.min_epochs
         self.min_steps = config.min_steps
-        if self.max_epochs is None:
-            self.max_epochs = -1 if has_other_limit or self.max_steps != -1 else 1000
-        if self.min_epochs is None:
-            self.min_epochs = 0 if self.min_steps is None else 1
+        max_epochs = config.max_epochs
+        if max_epochs is None:
+            max_epochs = -1 if has_other_limit or self.max_steps != -1 else 1000
+        self.max_epochs: int = max_epochs
+        min_epochs = config.min_epochs
+        if min_epochs is None:
+            min_epochs = 0 if config.min_steps is None else 1
+        self.min_epochs: int = min_epochs
         self.should_stop = False
         self.signal: int | None = None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import warnings
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ from .run_state import RunState
 from .step_runner import StepRunner
 
 if TYPE_CHECKING:
+    from ..config import LoopConfig
     from ..loop import FabricLoop
 
 _LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
@@ -130,6 +133,27 @@ def is_lightning_callback(kind: type) -> bool:
 def is_datamodule(given: Any) -> bool:
     names = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
     return any(callable(getattr(given, name, None)) for name in names)
+
+
+def set_torch_flags(config: LoopConfig) -> None:
+    """Apply the options deterministic and benchmark to this process."""
+    deterministic, benchmark = config.deterministic, config.benchmark
+    if deterministic and benchmark:
+        warnings.warn(
+            "You passed `deterministic=True` and `benchmark=True`. Note that PyTorch ignores"
+            " torch.backends.cudnn.deterministic=True when torch.backends.cudnn.benchmark=True.",
+            stacklevel=2,
+        )
+    if deterministic and benchmark is None:
+        benchmark = False
+    if benchmark is not None:
+        torch.backends.cudnn.benchmark = benchmark
+    if deterministic is not None:
+        is_enabled = bool(deterministic)
+        torch.use_deterministic_algorithms(is_enabled, warn_only=deterministic == "warn")
+    if deterministic:
+        # cuBLAS is deterministic only with a workspace of fixed size.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
 def configure_model(run: RunState) -> None:

@@ -33,6 +33,7 @@ from .setup import (
     configure_model,
     configure_optimizers,
     prepare_data,
+    set_torch_flags,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: Ex
         function: ``fit_stage``, ``evaluate_stage`` or ``predict_stage``.
         stack: Undoes at the end what the set-up changes.
     """
+    set_torch_flags(run.config)
     attach_run(run, stack)
     own_callbacks = run.hooks.module_method("configure_callbacks")
     if own_callbacks is not None:
@@ -108,6 +110,7 @@ def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: Ex
     if run.stage == "fit":
         run.checkpoints.finish(run)
     run.data.teardown()
+    run.loop.checkpoint_io.teardown()
     run.loggers.finalize("success")
     run.progress.stage = None
     if profiler is not None:
@@ -222,4 +225,5 @@ def handle_exception(run: RunState, error: BaseException) -> None:
         run.checkpoints.save_exception(run)
     run.loggers.finalize("failed")
     run.data.teardown()
+    run.loop.checkpoint_io.teardown()
     run.progress.stage = None
