@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigurationError
 from .checkpoint_io import refused_classes
 from .distributed import remove_checkpoint, save_checkpoint
 from .state import build_checkpoint
@@ -81,8 +81,23 @@ class CheckpointManager:
         self.save_best(run)
         if self.config.save_last and run.progress.is_epoch_complete:
             self.save_last(run)
+        self._check_monitor(run)
+
+    def _check_monitor(self, run: RunState) -> None:
+        """Refuse a monitor that was not logged by the end of the first epoch that validated."""
+        monitor, metrics = self.config.monitor, run.loggers.monitored_metrics()
+        is_early = run.should_validate and not run.history.evaluated
+        is_off = self.config.limit_val_batches == 0
+        is_known = monitor is None or monitor in metrics or self.best_model_score is not None
+        if not (is_known or self._kept or is_early or is_off):
+            raise ConfigurationError(
+                f"monitor: got {monitor!r}, expected a logged metric: {sorted(metrics)}. Write monitor="
+                " with one of these, and resume='last' to continue."
+            )
 
     def save_last(self, run: RunState) -> None:
+        if run.stop.is_diverging:
+            return
         path = self.folder / "last.ckpt"
         if self.write(run, path):
             self.last_model_path, self._saved_step = str(path), run.progress.global_step
@@ -94,7 +109,7 @@ class CheckpointManager:
     def save_best(self, run: RunState) -> None:
         """Save the run if its monitored value is new and among the best k."""
         config = self.config
-        if config.monitor is None or config.save_top_k == 0:
+        if config.monitor is None or config.save_top_k == 0 or run.stop.is_diverging:
             return
         is_validated, self._is_validated = self._is_validated, False
         if config.monitor in run.history.evaluated and not is_validated:

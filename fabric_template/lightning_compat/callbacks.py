@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelSummary, Timer
 
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..training.hooks import HOOK_ARGUMENTS, OTHER_HOOKS, is_instance_of, overridden
+from ..training.nonfinite_loss import StopOnNonFiniteLoss
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
@@ -43,6 +44,8 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
         callbacks.append(Timer(duration=config.max_time, interval="step"))
     if config.enable_model_summary and not _has(callbacks, "ModelSummary"):
         callbacks.append(ModelSummary())
+    if isinstance(config.on_nan, int):
+        callbacks.append(StopOnNonFiniteLoss(config.on_nan))
     callbacks += callbacks_of_packages()
     check_callbacks(callbacks)
     return sort_callbacks(callbacks)

@@ -134,7 +134,7 @@ class History:
         means = self._compute(self._train)
         self._train = WeightedMeans()
         loss = means.get("train_loss", 0.0)
-        if math.isfinite(loss) or self._is_nan_reported or self.run.config.on_nan == "off":
+        if math.isfinite(loss) or self._is_nan_reported or self.run.config.on_nan != "warn":
             return
         self._is_nan_reported = True
         if self.run.fabric.is_global_zero:

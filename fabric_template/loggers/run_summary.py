@@ -66,6 +66,8 @@ def end_reason(run: RunState) -> str:
         return signal.Signals(stop.signal).name
     if run.exception is not None:
         return f"{type(run.exception).__name__}: {run.exception}"
+    if stop.divergence:
+        return stop.divergence
     if stop.has_max_steps:
         return f"max_steps={stop.max_steps} is reached"
     if stop.has_max_epochs:

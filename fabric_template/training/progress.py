@@ -122,6 +122,10 @@ class StopCondition:
         self.min_epochs: int = min_epochs
         self.should_stop = False
         self.signal: int | None = None
+        # Set by StopOnNonFiniteLoss. Nothing is saved while the loss is not finite, and no minimum of
+        # epochs or steps continues a training that has diverged.
+        self.is_diverging = False
+        self.divergence = ""
 
     @property
     def has_max_steps(self) -> bool:
@@ -143,7 +147,8 @@ class StopCondition:
     @property
     def is_requested(self) -> bool:
         """Return whether something asked to stop and may be heeded."""
-        return (self.should_stop and self.can_stop_early) or self.signal is not None
+        is_heeded = self.should_stop and self.can_stop_early
+        return is_heeded or self.signal is not None or bool(self.divergence)
 
     @property
     def is_reached(self) -> bool:
