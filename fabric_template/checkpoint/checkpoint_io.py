@@ -166,7 +166,9 @@ def read_checkpoint(
                 path, map_location=map_location or "cpu", weights_only=weights_only
             )
     except FileNotFoundError as error:
-        raise MissingCheckpointError(f"Checkpoint file not found: {path}") from error
+        raise MissingCheckpointError(
+            f"Checkpoint file not found: {path}. Check the path, or write 'last' or 'best'."
+        ) from error
     except OSError as error:
         raise CheckpointError(
             f"{path}: the file could not be read: {error.strerror or error}. Nothing shows that it is"
@@ -188,7 +190,10 @@ def read_checkpoint(
         kind = CheckpointError if is_archive else DamagedCheckpointError
         raise kind(f"{path}: the file cannot be read. {first_line}") from error
     if not isinstance(checkpoint, dict):
-        raise CheckpointError(f"{path}: got a {type(checkpoint).__name__}, expected a checkpoint.")
+        raise CheckpointError(
+            f"{path}: got a {type(checkpoint).__name__}, expected a dict. Save"
+            " {'state_dict': model.state_dict()}."
+        )
     return checkpoint
 
 
@@ -224,10 +229,12 @@ def verify_checkpoint(path: str | Path) -> bool:
         start = file.read(4)
         size = os.fstat(file.fileno()).st_size
     if size == 0:
-        raise DamagedCheckpointError(f"{path}: the file is empty.")
+        raise DamagedCheckpointError(f"{path}: got an empty file, expected a checkpoint.")
     if start != b"PK\x03\x04":
         if start[:1] != b"\x80":
-            raise DamagedCheckpointError(f"{path}: the file is no checkpoint.")
+            raise DamagedCheckpointError(
+                f"{path}: got a file that starts with {start!r}, expected one of torch.save."
+            )
         return False
     damage = find_damage(path)
     # zipfile takes a disk that fails once for a damaged file. A second look tells them apart.

@@ -171,7 +171,7 @@ class StopCondition:
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"should_stop": self.should_stop}
+        return {"should_stop": self.should_stop, "divergence": self.divergence}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.should_stop = state["should_stop"]
+        self.should_stop, self.divergence = state["should_stop"], state["divergence"]
