@@ -7,13 +7,15 @@ How a loader is brought to its position, and what that costs:
   most ``num_workers - 1`` batches are read again, so that each batch is made by the worker that made it before.
 - TensorLoader: the order is drawn, no batch is cut.
 - Anything else, such as an IterableDataset: the batches that are done are read again and dropped.
+
+Samplers with ``state_dict`` are restored, too. A sampler that draws each index from the global random numbers while
+workers load ahead cannot be: its draws mix with those of the training steps.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import islice
@@ -29,17 +31,17 @@ from .rng import capture_rng_state, pack_rng_state, restore_rng_state, unpack_rn
 class ResumableLoader:
     """Iterates over a loader, and can start an iterator in the middle of a pass over it.
 
-    The order of a pass depends on the random numbers at its start. They are noted there, and restored before
+    The order of a pass depends on the random numbers at its start. They are captured there, and restored before
     the iterator of a resumed pass is made. Afterwards the random numbers are as they were before.
 
     Args:
         loader: A DataLoader, a TensorLoader or any iterable of batches.
-        is_training: Note the random states of workers after each batch, too. For an evaluation this is
+        is_training: Record the random states of workers after each batch, too. For an evaluation this is
             needed only where workers live on from one pass to the next.
 
     Attributes:
         passes: Passes of this epoch. CombinedLoader starts a short loader several times.
-        batches: Batches of this pass; of all passes for a loader that is its own iterator.
+        batches: Batches of this pass; of all passes for an iterator that does not start over.
     """
 
     def __init__(self, loader: Any, is_training: bool = True) -> None:
@@ -49,22 +51,18 @@ class ResumableLoader:
         self._at_start: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
         self._samplers_at_start: list[Any] = []
-        # Persistent workers are started in one pass and used in later ones.
-        self._at_worker_start: dict[str, Any] | None = None
-        self._has_new_workers = self._needs_workers = False
+        # A plain DataLoader can be given other samplers and functions while its iterator is made.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-        self._is_persistent = is_plain and loader.persistent_workers
-        self._num_workers = (
-            loader.num_workers if is_plain and (is_training or self._is_persistent) else 0
-        )
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
+        self._is_persistent = is_plain and loader.persistent_workers
+        is_recorded = is_plain and (is_training or self._is_persistent)
+        self._num_workers = loader.num_workers if is_recorded else 0
         self._workers: list[Any] = [None] * self._num_workers
-        self._workers_at_round = list(self._workers)
+        self._workers_at_round = self._workers
+        # Persistent workers start in one pass and live on in the later ones.
+        self._had_workers = self._needs_workers = False
         self._restored: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def end_pass(self) -> None:
         """End a pass, also an early one. Workers shut down here, but for persistent ones."""
@@ -97,27 +95,30 @@ class ResumableLoader:
             with self._unchanged_random_numbers():
                 self._start_persistent_workers(IndexSkipper(self._index_sampler))
         self.passes += 1
-        if not isinstance(self.loader, Iterator):
-            self.batches = 0
-        self._at_start, self._at_first_batch = self._capture(), None
-        self._samplers_at_start = self._sampler_states()
         self._is_finished = False
-        self._note_worker_start()
-        self._reader = self._read(self._iterate())
-        return self._reader
-
-    def _note_worker_start(self) -> None:
-        if not self._is_persistent:
+        self._samplers_at_start = self._sampler_states()
+        self._at_start, self._at_first_batch = self._capture(), None
+        if self._is_persistent:
+            self._had_workers = self.loader._iterator is not None
+        else:
             self._workers = [None] * self._num_workers
-        self._has_new_workers = self._is_persistent and self._at_worker_start is None
-        if self._has_new_workers:
-            self._at_worker_start = self._at_start
         self._workers_at_round = list(self._workers)
+        attributes = dict(getattr(self.loader, "__dict__", {}))
+        iterator = self._iterate()
+        if not isinstance(self.loader, Iterator) or has_changed(self.loader, attributes):
+            self.batches = 0
+        self._reader = self._read(iterator)
+        return self._reader
 
     def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
         if self._at_first_batch is None:
             self._at_first_batch = self._capture()
-        for batch in iterator:
+        # Not a for loop: it would call iter() again, which starts some iterators over.
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
             self.batches += 1
             if isinstance(batch, WorkerBatch):
                 batch = self._unpack(batch)
@@ -125,7 +126,7 @@ class ResumableLoader:
         self._is_finished = True
 
     def _unpack(self, item: WorkerBatch) -> Any:
-        """Note the random state of the batch's worker. Workers take turns, a round is one batch of each."""
+        """Keep the random state of the batch's worker. Workers take turns, a round is one batch of each."""
         if item.rng_state is not None:
             self._workers[item.worker] = item.rng_state
         # Where batches are read again, workers start as they did at the start of the pass.
@@ -153,23 +154,50 @@ class ResumableLoader:
             self._restored = {**state, "passes": 1}
             return iter(())
         self._restored = None
+        if state["is_finished"]:
+            self._restore_between_passes(state)
+            return iter(())
         with self._unchanged_random_numbers():
-            self._reader = iterator = self._start_at(state)
+            self._reader = self._start_at(state)
         self._restore_generators(state["generators"])
-        return iter(()) if state["is_finished"] else iterator
+        self._restore_dataset(state)
+        return self._reader
 
     def _start_at(self, state: dict[str, Any]) -> Generator[Any]:
         done = state["batches"]
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
             return self._read(iter(self.loader))
-        for sampler, sampler_state in zip(self._samplers, state["samplers_at_start"], strict=False):
-            sampler.load_state_dict(deepcopy(sampler_state))
+        self._restore_samplers(state["samplers_at_start"])
         if self._is_indexed:
             return self._start_at_index(state, done)
-        if type(self.loader).__iter__ is TensorLoader.__iter__:
+        if getattr(type(self.loader), "__iter__", None) is TensorLoader.__iter__:
             self._restore(self._at_start)
             return self._read(self.loader.iter_from(done))
+        return self._read_again(done)
+
+    def _start_at_index(self, state: dict[str, Any], done: int) -> Generator[Any]:
+        if not getattr(self.loader, "in_order", True):
+            warnings.warn(
+                "resume: DataLoader(in_order=False) gives batches in the order in which its workers finish, so the"
+                " continued epoch may repeat or miss samples. Leave in_order out for an exact resume.",
+                stacklevel=2,
+            )
+        skipper = IndexSkipper(self._index_sampler)
+        if self._needs_workers:
+            self._start_persistent_workers(skipper)
+        self._restore(self._at_start)
+        again = done % self._num_workers if self._num_workers else 0
+        skipper.skip = done - again
+        # Without workers the order is drawn at the first batch, with workers as they are started.
+        if not state["num_workers"]:
+            skipper.start(lambda: self._restore(self._at_first_batch))
+        iterator = self._iterate(skipper)
+        self.batches = done - again
+        return self._drop(iterator, again)
+
+    def _read_again(self, done: int) -> Generator[Any]:
+        """Start a pass and drop the batches that are done."""
         if done and not isinstance(self.loader, Sequence):
             warnings.warn(
                 f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped, because it"
@@ -182,29 +210,10 @@ class ResumableLoader:
         self._restore(self._at_start)
         iterator = self._iterate()
         self._restore(self._at_first_batch)
+        self.batches = 0
         return self._drop(iterator, done)
 
-    def _start_at_index(self, state: dict[str, Any], done: int) -> Generator[Any]:
-        # Without workers the order is drawn at the first batch, with workers as they are started.
-        was_drawn_at_start = state["num_workers"] > 0
-        skipped = done - done % self._num_workers if self._num_workers else done
-        skipper = IndexSkipper(self._index_sampler)
-        if self._needs_workers:
-            self._start_persistent_workers(skipper)
-        self._restore(self._at_start)
-        skipper.skip = skipped
-        if not was_drawn_at_start and self._at_first_batch is not None:
-            skipper.start()
-            self._restore(self._at_first_batch)
-            skipper.skip_batches()
-        iterator = self._iterate(skipper)
-        if done and not self._num_workers:
-            skipper.skip_batches()
-        self.batches = skipped
-        return self._drop(iterator, done - skipped)
-
     def _drop(self, iterator: Iterator[Any], count: int) -> Generator[Any]:
-        self.batches = self.batches if self._is_indexed else 0
         reader = self._read(iterator)
         for _ in islice(reader, count):
             pass
@@ -213,8 +222,7 @@ class ResumableLoader:
     def _start_persistent_workers(self, skipper: IndexSkipper) -> None:
         """Start the workers of an earlier pass, with a pass that has no batch."""
         self._needs_workers = False
-        self._restore(self._at_worker_start)
-        skipper.skip = math.inf
+        skipper.is_empty = True
         self._iterate(skipper)
 
     # State
@@ -237,8 +245,7 @@ class ResumableLoader:
             "is_finished": self._is_finished and not dropped,
             "at_start": self._at_start,
             "at_first_batch": self._at_first_batch,
-            "at_worker_start": self._at_worker_start,
-            "has_new_workers": self._has_new_workers,
+            "had_workers": self._had_workers,
             "num_workers": self._num_workers,
             "workers": [plain_rng_state(state) for state in self._workers],
             "workers_at_round": [plain_rng_state(state) for state in self._workers_at_round],
@@ -248,6 +255,8 @@ class ResumableLoader:
         }
         if self._stateful_part is not None:
             position["state"] = self.part_state()
+        elif self._stateful_dataset is not None:
+            position["dataset"] = deepcopy(self._stateful_dataset.state_dict())
         return position
 
     def load_state_dict(self, state: dict[str, Any], is_in_pass: bool) -> None:
@@ -256,43 +265,54 @@ class ResumableLoader:
         Args:
             is_in_pass: Whether a pass is continued. Otherwise the next iterator starts a new pass.
         """
-        is_own_iterator = isinstance(self.loader, Iterator) and "state" not in state
         self.passes, self.batches = state["passes"], state["batches"]
+        self._is_finished = state["is_finished"]
         self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
-        self._at_worker_start, self._has_new_workers = (
-            state["at_worker_start"],
-            state["has_new_workers"],
-        )
         self._samplers_at_start = state["samplers_at_start"]
-        workers = state["workers_at_round" if is_in_pass else "workers"]
+        self._had_workers = state["had_workers"]
+        is_in_pass = is_in_pass and self._at_start is not None
+        is_continued = is_in_pass and not self._is_finished
+        workers = state["workers_at_round" if is_continued else "workers"]
         if len(workers) == self._num_workers:
             self._workers, self._workers_at_round = list(workers), list(workers)
-        self._needs_workers = (
-            self._is_persistent
-            and self._at_worker_start is not None
-            and not (is_in_pass and self._has_new_workers)
-        )
-        if (is_in_pass or is_own_iterator) and self._at_start is not None:
+        had_workers = self._had_workers if is_continued else self._at_start is not None
+        self._needs_workers = self._is_persistent and had_workers
+        if is_in_pass:
             self._restored = state
-            return
-        self._restore_generators(state["generators"])
-        for sampler, sampler_state in zip(self._samplers, state["samplers"], strict=False):
-            sampler.load_state_dict(deepcopy(sampler_state))
+        else:
+            self._restore_between_passes(state)
+
+    def _restore_between_passes(self, state: dict[str, Any]) -> None:
+        """Restore the state after a pass. The next iterator starts a new one."""
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
             # It continues the pass that has ended. The next iterator starts a new one.
             iter(self.loader)
+        elif isinstance(self.loader, Iterator) and self._at_start is not None:
+            with self._unchanged_random_numbers():
+                self._reader = self._read_again(state["batches"])
+        self._restore_samplers(state["samplers"])
+        self._restore_generators(state["generators"])
+        self._restore_dataset(state)
+
+    @property
+    def _stateful_dataset(self) -> Any:
+        """The dataset, if it is used in this process and saves its state."""
+        dataset = getattr(self.loader, "dataset", None)
+        is_here = not getattr(self.loader, "num_workers", 0)
+        return dataset if is_here and has_state(dataset) else None
 
     @property
     def _stateful_part(self) -> Any:
-        """The loader, or its iterable dataset in this process, if it saves its own position."""
+        """The loader, or its iterable dataset, if it saves its own position."""
         if has_state(self.loader):
             return self.loader
-        dataset = getattr(self.loader, "dataset", None)
-        is_here = isinstance(dataset, IterableDataset) and not getattr(
-            self.loader, "num_workers", 0
-        )
-        return dataset if is_here and has_state(dataset) else None
+        dataset = self._stateful_dataset
+        return dataset if isinstance(dataset, IterableDataset) else None
+
+    def _restore_dataset(self, state: dict[str, Any]) -> None:
+        if "dataset" in state and self._stateful_dataset is not None:
+            self._stateful_dataset.load_state_dict(deepcopy(state["dataset"]))
 
     @property
     def _index_name(self) -> str:
@@ -310,6 +330,10 @@ class ResumableLoader:
 
     def _sampler_states(self) -> list[Any]:
         return [deepcopy(sampler.state_dict()) for sampler in self._samplers]
+
+    def _restore_samplers(self, states: list[Any]) -> None:
+        for sampler, state in zip(self._samplers, states, strict=False):
+            sampler.load_state_dict(deepcopy(state))
 
     @property
     def _generators(self) -> list[torch.Generator]:
@@ -338,43 +362,39 @@ class ResumableLoader:
 
 
 class IndexSkipper:
-    """A sampler or batch sampler that leaves out the first items of its first pass.
+    """A sampler or batch sampler that leaves out the first items of its next pass.
 
     Args:
-        sampler: The sampler of the loader.
+        sampler: The sampler of the loader. Persistent workers keep the skipper for later passes.
 
     Attributes:
-        skip: How many items the next pass leaves out; infinite for all of them.
+        skip: How many items the next pass leaves out. They are drawn, because a sampler may draw random
+            numbers for each.
+        is_empty: Whether the next pass has no items at all.
     """
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self.skip: float = 0
-        self._iterator: Iterator[Any] = iter(())
-        self._is_ready = False
+        self.skip, self.is_empty = 0, False
+        self._started: Iterator[Any] | None = None
 
-    def start(self) -> None:
-        """Start the pass before the loader does, while the random state is set for it."""
-        self._iterator, self._is_ready = iter(self._sampler), True
-
-    def skip_batches(self) -> None:
-        """Leave out the items now. They are drawn, because a sampler may draw random numbers for each."""
-        skip, self.skip = self.skip, 0
-        for _ in islice(self._iterator, int(skip)):
+    def start(self, before_first_item: Callable[[], None]) -> None:
+        """Start the pass and skip now, while the random state is set for it."""
+        iterator = iter(self._sampler)
+        before_first_item()
+        for _ in islice(iterator, self.skip):
             pass
+        self.skip, self._started = 0, iterator
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._is_ready:
-            self._iterator = iter(self._sampler)
-        return self._rest()
+        return self._rest(iter(self._sampler) if self._started is None else self._started)
 
-    def _rest(self) -> Iterator[Any]:
-        self._is_ready = False
-        if self.skip == math.inf:
-            self.skip = 0
-            return
-        self.skip_batches()
-        yield from self._iterator
+    def _rest(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        # torch starts a pass with workers twice, and takes items from the second iterator only.
+        skip, self.skip, self._started = self.skip, 0, None
+        is_empty, self.is_empty = self.is_empty, False
+        if not is_empty:
+            yield from islice(iterator, skip, None)
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -410,7 +430,7 @@ class WorkerRecorder:
         state = self._states[worker]
         if state is not None:
             restore_rng_state(plain_rng_state(state))
-        self._worker, self._packed = worker, pack_rng_state()
+        self._worker = worker
 
     def collate(self, samples: Any) -> WorkerBatch:
         batch = self._collate_fn(samples)
@@ -428,6 +448,14 @@ def has_state(part: Any) -> bool:
     """Return whether an object implements ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(part, "state_dict", None)) and callable(
         getattr(part, "load_state_dict", None)
+    )
+
+
+def has_changed(part: Any, attributes: dict[str, Any]) -> bool:
+    """Return whether an object has other attributes than before."""
+    current = getattr(part, "__dict__", {})
+    return len(current) != len(attributes) or any(
+        current.get(name) is not value for name, value in attributes.items()
     )
 
 

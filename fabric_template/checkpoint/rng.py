@@ -10,16 +10,12 @@ import numpy as np
 import torch
 
 
-def capture_rng_state(include_cuda: bool = True) -> dict[str, Any]:
+def capture_rng_state() -> dict[str, Any]:
     """Return the states of Python's, NumPy's and PyTorch's generators, as plain values and tensors."""
-    version, python_state, gauss = random.getstate()
-    name, keys, *position = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(python_state), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
-    }
-    if include_cuda and torch.cuda.is_initialized():
+    state = _as_plain_values(
+        torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=True)
+    )
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -38,26 +34,30 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 def pack_rng_state() -> bytes:
     """Return the states of this DataLoader worker as bytes. Equal states give equal bytes."""
-    name, keys, *position = np.random.get_state()
-    parts = (
-        torch.get_rng_state().numpy().tobytes(),
-        random.getstate(),
-        name,
-        keys.tobytes(),
-        position,
-    )
-    return pickle.dumps(parts)
+    torch_state = torch.get_rng_state().numpy().tobytes()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, *position = numpy_state
+    return pickle.dumps((torch_state, random.getstate(), (name, keys.tobytes(), *position)))
 
 
 def unpack_rng_state(packed: bytes) -> dict[str, Any]:
     """Return packed states in the form of ``capture_rng_state``."""
-    torch_state, (version, python_state, gauss), name, keys, position = pickle.loads(packed)
+    torch_state, python_state, (name, keys, *position) = pickle.loads(packed)
+    return _as_plain_values(
+        torch.frombuffer(bytearray(torch_state), dtype=torch.uint8),
+        python_state,
+        (name, np.frombuffer(keys, np.uint32), *position),
+    )
+
+
+def _as_plain_values(
+    torch_state: torch.Tensor, python_state: Any, numpy_state: Any
+) -> dict[str, Any]:
+    """Return states that a checkpoint can hold and ``weights_only=True`` reads."""
+    version, numbers, gauss = python_state
+    name, keys, *position = numpy_state
     return {
-        "torch": torch.frombuffer(bytearray(torch_state), dtype=torch.uint8),
-        "python": [version, list(python_state), gauss],
-        "numpy": [
-            name,
-            torch.from_numpy(np.frombuffer(keys, np.uint32).astype(np.int64)),
-            *position,
-        ],
+        "torch": torch_state,
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
     }

@@ -8,8 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities import move_data_to_device, suggested_max_num_workers
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -24,9 +23,8 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ..checkpoint.dataloader_state import ResumableLoader, has_state
+from ..checkpoint.dataloader_state import ResumableLoader, has_state, samplers_of
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.private import combined_mode
@@ -42,6 +40,9 @@ from .distributed_samplers import (
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
+
+# CombinedLoader uses what torch has deprecated, and a user can do nothing about it.
+warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
 
 # What a loader gives after its last batch.
 _END = object()
@@ -64,7 +65,7 @@ class DataConnector:
         self.given = {stage: given for stage, given in loaders.items() if given is not None}
         self.source = source
         self.run: RunState = None  # type: ignore[assignment]
-        self.train: TrainLoaders | None = None
+        self.train: TrainLoaders = None  # type: ignore[assignment]
         self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
         self._eval_stage: str | None = None
         self._loaded_in_epoch: dict[str, int | float] = {}
@@ -90,7 +91,7 @@ class DataConnector:
             with self.run.hooks.profiled(f"[{kind}]{type(owner).__name__}.{name}"):
                 source = self.run.hooks.inside(name, getattr(owner, name))()
             where = f"returned from `{type(self.source).__name__}.{name}()`"
-        for loader in flatten_loaders(source):
+        for loader in combine_loaders(source, "sequential").flattened:
             check_loader(loader, where)
         return source
 
@@ -118,7 +119,7 @@ class DataConnector:
         self._loaded_in_epoch["train"] = run.progress.epochs_done
         self.train = TrainLoaders(run, self.request("train"))
         run.progress.num_train_batches = self.train.num_batches
-        every = run.config.log_every_n_steps
+        every = run.config.log_every_n_steps or 0
         # Our own logger has the rows of the epochs in any case.
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
@@ -147,7 +148,7 @@ class DataConnector:
         """Continue the epoch that a checkpoint was saved in."""
         self.set_epoch("train", self.run.progress.epochs_done)
         self.train.start()
-        self.train.note_batches_done(self.run.progress.batches_done)
+        self.train.set_batches_done(self.run.progress.batches_done)
 
     def train_batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield (batch on the device, whether it is the last one)."""
@@ -171,34 +172,19 @@ class DataConnector:
             self.eval_loaders.load_state_dict(self._restored_eval)
             self._restored_eval = None
 
-    def end_train_epoch(self) -> None:
-        for loader in self.train.resumable:
-            loader.end_pass()
-
     def set_epoch(self, stage: str, epoch: int) -> None:
         """Tell every sampler the epoch, so that shuffled epochs differ."""
         loaders = self.train.loaders if stage == "train" else self.eval_loaders.loaders
         for loader in loaders:
-            batch_sampler = getattr(loader, "batch_sampler", None)
-            samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
-            for part in {id(s): s for s in (loader, *samplers, batch_sampler)}.values():
+            for part in (loader, *samplers_of(loader)):
                 if callable(getattr(part, "set_epoch", None)):
                     part.set_epoch(epoch)
 
     def teardown(self) -> None:
         """End the workers of every loader."""
         for part in (self.train, self.eval_loaders):
-            if part is None:
-                continue
-            for resumable in part.resumable:
-                resumable.close()
-            if part.combined is not None:
-                part.combined.reset()
-            for loader in part.loaders:
-                iterator = getattr(loader, "_iterator", None)
-                if isinstance(iterator, _MultiProcessingDataLoaderIter):
-                    iterator._shutdown_workers()
-                    loader._iterator = None
+            if part is not None:
+                part.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of the loaders, those of the validation between two passes."""
@@ -247,76 +233,110 @@ class DataConnector:
                 iter(loader)
 
 
-class TrainLoaders:
-    """The training loader, or several that give one batch together."""
+class StageLoaders:
+    """The loaders of a stage, prepared for this run.
+
+    Attributes:
+        loaders: The loaders with the samplers that this run needs.
+        limits: How many batches of each count.
+        resumable: The loaders again, with their positions.
+        prepared: The loaders in the shape in which they were given.
+        combined: Gives batches of the resumable loaders as (batch, batch_idx, dataloader_idx).
+        mode: How it combines them, by CombinedLoader's names.
+    """
+
+    def __init__(
+        self,
+        run: RunState,
+        source: Any,
+        stage: str,
+        mode: Literal["max_size_cycle", "sequential"],
+    ) -> None:
+        self.run, self.stage = run, stage
+        combined = combine_loaders(source, mode)
+        self.mode = combined_mode(combined)
+        for loader in combined.flattened:
+            # Trainer calls iter() to check a loader, which counts where it draws random numbers.
+            if not isinstance(loader, DataLoader):
+                iter(loader)
+        self.loaders = [prepare_loader(run, loader, stage) for loader in combined.flattened]
+        limit = getattr(run.config, f"limit_{stage}_batches")
+        self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
+        check_lengths(run, self.limits, stage)
+        self.prepared = with_loaders(combined, self.loaders)
+        self.resumable = [ResumableLoader(loader, stage == "train") for loader in self.loaders]
+        self.combined = with_loaders(combined, self.resumable)
+
+    @property
+    def as_given(self) -> Any:
+        """The loaders in the shape in which they were given."""
+        return self.prepared.iterables
+
+    def count(self, limits: list[int | float]) -> int | float:
+        """Return the number of batches of all loaders together under limits."""
+        if self.mode == "sequential":
+            return sum(limits)
+        return min(limits) if self.mode == "min_size" else max(limits)
+
+    def close(self) -> None:
+        """End the workers of every loader."""
+        for loader in self.resumable:
+            loader.close()
+        self.combined.reset()
+        self.prepared.reset()
+
+
+class TrainLoaders(StageLoaders):
+    """The training loader, or several that give one batch together.
+
+    Attributes:
+        num_batches: Batches of an epoch; infinite where nobody knows.
+        extra_batches: Batches that steps with ``dataloader_iter`` took beyond one for each step.
+        is_used: Whether a batch was asked for since the iterator was started.
+    """
 
     def __init__(self, run: RunState, source: Any) -> None:
-        self.run, self.source = run, source
-        self.loaders = [prepare_loader(run, loader, "train") for loader in flatten_loaders(source)]
-        limit = run.config.limit_train_batches
-        self.limits = [count_batches(loader, limit, "train") for loader in self.loaders]
-        check_lengths(run, self.limits, "train")
-        self.combined = self._combine()
-        self.num_batches = self._count()
-        self.resumable = [ResumableLoader(loader) for loader in self.loaders]
-        self.is_started = self.is_used = False
-        self._num_given = 0
-        self._fetch: Callable = next
-        self._iterator: Iterator[Any] | None = None
-        # A loader of unknown length is read one batch ahead.
-        self._following: Any = _END
-        self._states_before_ahead: list[Any] = []
-        self._restored_ahead: Any = None
-        self._is_ahead_restored = False
-
-    def _combine(self) -> CombinedLoader | None:
-        is_combined = is_instance_of(self.source, "CombinedLoader")
-        if (
-            not is_combined
-            and len(self.loaders) == 1
-            and self.source is flatten_loaders(self.source)[0]
-        ):
-            return None
-        combined = self.source if is_combined else CombinedLoader(self.source, "max_size_cycle")
-        if combined_mode(combined) == "sequential":
+        super().__init__(run, source, "train", "max_size_cycle")
+        if self.mode == "sequential":
             raise ConfigurationError(
                 '`_FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. The available'
                 " modes are: ['min_size', 'max_size_cycle', 'max_size']"
             )
-        combined.flattened = self.loaders
-        combined.limits = self.limits
-        return combined
-
-    def _count(self) -> int | float:
-        if self.combined is None:
-            return self.limits[0]
-        return combined_length(self.combined, self.limits)
+        is_combined = is_instance_of(source, "CombinedLoader")
+        self.is_single = self.as_given is self.loaders[0] and not is_combined
+        self.num_batches = self.count(self.limits)
+        self.is_started = self.is_used = False
+        self.extra_batches = 0
+        self._num_given = 0
+        self._fetch: Callable = next
+        self._iterator: Iterator[Any] = iter(())
+        # A loader of unknown length is read one batch ahead.
+        self._following: Any = _END
+        self._states_before_ahead: list[Any] = []
+        self._rng_before_ahead: dict[str, Any] | None = None
+        self._restored_rng: dict[str, Any] | None = None
 
     def start(self) -> None:
         """Start the iterator of an epoch, or of the rest of one whose position was restored."""
         self.is_started, self.is_used = True, False
         for loader in self.resumable:
             loader.start_epoch()
-        if self.combined is None:
-            self._iterator = iter(self.resumable[0])
-            return
-        self.combined.flattened = self.resumable
-        self._iterator = iter(self.combined)
-        self.combined.flattened = self.loaders
+        # CombinedLoader would cost each batch some microseconds.
+        self._iterator = iter(self.resumable[0] if self.is_single else self.combined)
 
-    def note_batches_done(self, batches_done: int) -> None:
-        """Note that batches were given, also by an earlier process. A resume may find none left to give."""
-        self.is_used, self._num_given = True, batches_done
+    def set_batches_done(self, batches_done: int) -> None:
+        """Count the batches of this epoch, also those of an earlier process. There may be none left."""
+        self.is_used, self._num_given = True, batches_done + self.extra_batches
 
     def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
-        self.note_batches_done(batches_done)
+        self.set_batches_done(batches_done)
         # Trainer's name of the action.
         self._fetch = self.run.hooks.with_profiler(
             "[_TrainingEpochLoop].train_dataloader_next", next
         )
         if self.num_batches != math.inf:
-            for index in range(batches_done, int(self.num_batches)):
+            for index in range(self._num_given, int(self.num_batches)):
                 try:
                     batch = self._fetch(self._iterator)
                 except StopIteration:
@@ -334,36 +354,41 @@ class TrainLoaders:
     def _read_ahead(self) -> Any:
         """Read the next batch. The first one after a resume was read before the checkpoint was saved."""
         self._states_before_ahead = [loader.part_state() for loader in self.resumable]
-        if not self._is_ahead_restored:
+        restored, self._restored_rng = self._restored_rng, None
+        if restored is None:
+            self._rng_before_ahead = capture_rng_state()
             return next(self._iterator, _END)
-        saved, self._restored_ahead, self._is_ahead_restored = self._restored_ahead, None, False
-        rng_state = capture_rng_state()
+        current, self._rng_before_ahead = capture_rng_state(), restored
+        restore_rng_state(restored)
         batch = next(self._iterator, _END)
-        restore_rng_state(rng_state)
-        return batch if saved is None else saved
+        restore_rng_state(current)
+        return batch
 
     def state_dict(self, progress: dict[str, Any]) -> dict[str, Any]:
-        """Return the positions of the loaders, and the batch that was read ahead.
+        """Return the positions of the loaders, and the random state before the batch ahead was read.
 
         Args:
             progress: The saved progress. Batches whose step was not finished count as not given.
         """
-        is_in_pass = progress["is_in_epoch"] and self.is_used
-        dropped = self._num_given - progress["batches_done"] if is_in_pass else 0
         state = {
             "is_used": self.is_used,
-            "is_ahead": self._is_ahead_restored,
-            "ahead": self._restored_ahead,
+            "extra_batches": self.extra_batches,
+            "rng_before_ahead": self._restored_rng,
         }
-        if self._following is _END or not is_in_pass:
-            return {**state, "loaders": [loader.state_dict(dropped) for loader in self.resumable]}
+        dropped = 0
+        if progress["is_in_epoch"] and self.is_used:
+            dropped = self._num_given - progress["batches_done"] - self.extra_batches
+            if self._following is not _END:
+                return state | self._state_before_ahead(dropped)
+        return {**state, "loaders": [loader.state_dict(dropped) for loader in self.resumable]}
+
+    def _state_before_ahead(self, dropped: int) -> dict[str, Any]:
         positions = [loader.state_dict(dropped + 1) for loader in self.resumable]
         for position, part_state in zip(positions, self._states_before_ahead, strict=True):
             if part_state is not None:
                 position["state"] = part_state
-        # The batch depends on random numbers that nobody noted, where it was made in this process.
-        ahead = self._following if dropped == 0 and is_plain(self._following) else None
-        return {**state, "is_ahead": True, "ahead": ahead, "loaders": positions}
+        rng_state = capture_rng_state() if dropped else self._rng_before_ahead
+        return {"rng_before_ahead": rng_state, "loaders": positions}
 
     def load_state_dict(self, state: dict[str, Any], is_in_epoch: bool) -> None:
         if len(state["loaders"]) != len(self.resumable):
@@ -375,37 +400,49 @@ class TrainLoaders:
         is_in_pass = is_in_epoch or not state["is_used"]
         for loader, position in zip(self.resumable, state["loaders"], strict=True):
             loader.load_state_dict(position, is_in_pass)
-        self._is_ahead_restored, self._restored_ahead = state["is_ahead"], state["ahead"]
+        self.extra_batches = state["extra_batches"]
+        self._restored_rng = state["rng_before_ahead"]
+
+    def check_short_pass(self, batches_done: int) -> None:
+        """Refuse a pass without batches, and warn of one that was shorter than its length says.
+
+        Raises:
+            ConfigurationError: There was no batch.
+        """
+        names = ", ".join(type(loader).__name__ for loader in self.loaders)
+        if not batches_done:
+            epoch = self.run.progress.epochs_done
+            raise ConfigurationError(
+                no_batch_message(f"train loader ({names})", f"in epoch {epoch}")
+            )
+        if self.num_batches != math.inf:
+            self.run.warn_once(
+                f"The train loader ({names}) gave {batches_done} batches, expected {self.num_batches} by its"
+                " len() or limit_train_batches. The epoch ends here. Give the loader its true length, or"
+                " write a smaller limit."
+            )
+
+    def end_epoch(self) -> None:
+        self.extra_batches = 0
+        for loader in self.resumable:
+            loader.end_pass()
 
     def _unpack(self, item: Any) -> Any:
-        return item[0] if self.combined is not None else item
-
-    @property
-    def as_given(self) -> Any:
-        """The loaders in the shape in which they were given."""
-        return self.loaders[0] if self.combined is None else self.combined.iterables
+        return item if self.is_single else item[0]
 
 
-class EvalLoaders:
+class EvalLoaders(StageLoaders):
     """The loaders of an evaluation, one after the other."""
 
     def __init__(self, run: RunState, stage: str, source: Any) -> None:
-        self.run, self.stage, self.source = run, stage, source
-        self.loaders = [prepare_loader(run, loader, stage) for loader in flatten_loaders(source)]
-        limit = getattr(run.config, f"limit_{stage}_batches")
-        self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
-        check_lengths(run, self.limits, stage)
-        self.names = [str(name) for name in source] if _is_flat_dict(source) else []
-        is_combined = is_instance_of(source, "CombinedLoader")
-        self.combined = source if is_combined and combined_mode(source) != "sequential" else None
-        if self.combined is not None:
-            if stage == "predict":
-                raise ConfigurationError(
-                    '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
-                )
-            self.combined.flattened = self.loaders
-        self._iterator: Iterator[Any] | None = None
-        self.resumable = [ResumableLoader(loader, is_training=False) for loader in self.loaders]
+        super().__init__(run, source, stage, "sequential")
+        if stage == "predict" and self.mode != "sequential":
+            raise ConfigurationError(
+                '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
+            )
+        is_flat = isinstance(source, Mapping) and len(source) == len(self.loaders)
+        self.names = [str(name) for name in source] if is_flat else []
+        self._iterator: Iterator[tuple[Any, int, int]] = iter(())
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [loader.state_dict() for loader in self.resumable]
@@ -417,72 +454,53 @@ class EvalLoaders:
     @property
     def has_several(self) -> bool:
         """Return whether steps and hooks get a ``dataloader_idx``."""
-        return len(self.loaders) > 1 and self.combined is None
+        return len(self.loaders) > 1 and self.mode == "sequential"
 
     def count_batches(self, max_batches: int | float | None = None) -> int | float:
         """Return the number of batches of all loaders."""
-        limits = self._limited(max_batches)
-        return sum(limits) if self.combined is None else combined_length(self.combined, limits)
+        return self.count(self._limited(max_batches))
 
     def _limited(self, max_batches: int | float | None) -> list[int | float]:
-        return [
-            min(limit, math.inf if max_batches is None else max_batches) for limit in self.limits
-        ]
+        most = math.inf if max_batches is None else max_batches
+        return [min(limit, most) for limit in self.limits]
+
+    def start(self, max_batches: int | float | None = None) -> None:
+        """Start the iterator, which may draw random numbers, before the hooks, as Trainer."""
+        self.combined.limits = self._limited(max_batches)
+        self._iterator = iter(self.combined)
 
     def batches(self, max_batches: int | float | None = None) -> Iterator[tuple[Any, int, int]]:
         """Yield (batch on the device, batch_idx, dataloader_idx)."""
         transfer = make_transfer(self.run)
         for batch, batch_idx, dataloader_idx in self.raw_batches(max_batches):
-            yield (
-                (batch if transfer is None else transfer(batch, dataloader_idx)),
-                batch_idx,
-                dataloader_idx,
-            )
+            moved = batch if transfer is None else transfer(batch, dataloader_idx)
+            yield moved, batch_idx, dataloader_idx
 
     def raw_batches(self, max_batches: int | float | None) -> Iterator[tuple[Any, int, int]]:
         """Yield (batch, batch_idx, dataloader_idx)."""
-        if self.combined is not None:
-            self.combined.limits = self._limited(max_batches)
-            num_batches = self.count_batches(max_batches)
-            yield from islice(self.combined, None if num_batches == math.inf else num_batches)
-            return
         loop = "_PredictionLoop" if self.stage == "predict" else "_EvaluationLoop"
         fetch = self.run.hooks.with_profiler(f"[{loop}].{self.stage}_next", next)
-        for dataloader_idx, limit in enumerate(self._limited(max_batches)):
-            if dataloader_idx:
-                self._iterator = iter(self.resumable[dataloader_idx])
-            batch_idx = 0
-            while batch_idx < limit:
-                try:
-                    batch = fetch(self._iterator)
-                except StopIteration:
-                    break
-                yield batch, batch_idx, dataloader_idx
-                batch_idx += 1
-            self.resumable[dataloader_idx].end_pass()
-            if limit and not batch_idx:
-                self.run.warn_once(
-                    f"The {self.stage} loader ({type(self.loaders[dataloader_idx]).__name__}) gave no"
-                    " batch. Give an object that starts from its beginning with each iter()."
-                )
+        counts = [0] * len(self.loaders)
+        num_batches = self.count_batches(max_batches)
+        # CombinedLoader keeps the limits only where loaders come one after the other.
+        while sum(counts) < num_batches:
+            try:
+                item = fetch(self._iterator)
+            except StopIteration:
+                break
+            counts[item[2]] += 1
+            yield item
+        for index, loader in enumerate(self.resumable):
+            loader.end_pass()
+            if self.limits[index] and not counts[index] and self.mode == "sequential":
+                name = type(self.loaders[index]).__name__
+                self.run.warn_once(no_batch_message(f"{self.stage} loader ({name})"))
 
     def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
         """Return the samples of a batch that is predicted; empty for loaders that have no indices."""
         sampler = getattr(self.loaders[dataloader_idx], "batch_sampler", None)
         seen = sampler.seen if isinstance(sampler, TrackingBatchSampler) else []
         return seen[batch_idx] if batch_idx < len(seen) else []
-
-    @property
-    def as_given(self) -> Any:
-        """The loaders in the shape in which they were given."""
-        if is_instance_of(self.source, "CombinedLoader"):
-            return self.source.iterables
-        return replace_loaders(self.source, iter(self.loaders))
-
-    def start(self) -> None:
-        """Start the first loader's iterator, which may draw random numbers, before the hooks, as Trainer."""
-        if self.combined is None and self.loaders and self.limits[0]:
-            self._iterator = iter(self.resumable[0])
 
 
 class TrackingBatchSampler(BatchSampler):
@@ -507,55 +525,37 @@ class TrackingBatchSampler(BatchSampler):
         return getattr(self.batch_sampler, name)
 
 
-def combined_length(combined: CombinedLoader, limits: list[int | float]) -> int | float:
-    """Return the number of batches of a CombinedLoader, which limits its length and not its iteration."""
-    return (min if combined_mode(combined) == "min_size" else max)(limits)
+def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
+    """Return the CombinedLoader that was given, or one around the loaders that were given.
 
-
-def flatten_loaders(source: Any) -> list[Any]:
-    """Return the loaders of a source in order. A list of loaders is opened, a list of batches is a loader.
+    A list of loaders gives several loaders, a list of batches is one loader.
 
     Example:
-        >>> flatten_loaders({"a": range(3), "b": [range(2), range(1)]})
+        >>> combine_loaders({"a": range(3), "b": [range(2), range(1)]}, "sequential").flattened
         [range(0, 3), range(0, 2), range(0, 1)]
+        >>> len(combine_loaders([torch.ones(2), torch.ones(1)], "sequential").flattened)
+        1
     """
     if is_instance_of(source, "CombinedLoader"):
-        return list(source.flattened)
-    parts = _parts(source)
-    return [loader for part in parts for loader in flatten_loaders(part)] if parts else [source]
+        return source
+    combined = CombinedLoader(source, mode)
+    if any(isinstance(part, Tensor) for part in combined.flattened):
+        return with_loaders(CombinedLoader(None, mode), [source])
+    return combined
 
 
-def replace_loaders(source: Any, loaders: Iterator[Any]) -> Any:
-    """Return a source with other loaders in its places."""
-    if not _parts(source):
-        return next(loaders)
-    if isinstance(source, Mapping):
-        return {name: replace_loaders(part, loaders) for name, part in source.items()}
-    return [replace_loaders(part, loaders) for part in source]
+def with_loaders(combined: CombinedLoader, loaders: list[Any]) -> CombinedLoader:
+    """Return a copy of a CombinedLoader with other loaders in the same shape."""
+    other = copy.copy(combined)
+    other.flattened = loaders
+    return other
 
 
-def _parts(source: Any) -> list[Any]:
-    """Return what a collection of loaders holds; nothing for a single loader."""
-    if isinstance(source, Mapping):
-        parts = list(source.values())
-    else:
-        parts = list(source) if isinstance(source, list | tuple) else []
-    return parts if all(map(_is_loader, parts)) else []
-
-
-def _is_loader(item: Any) -> bool:
-    """Return whether an item of a list is a loader, and not a batch."""
-    if isinstance(item, Mapping):
-        return bool(item) and all(map(_is_loader, item.values()))
-    if isinstance(item, list | tuple):
-        is_data = bool(item) and all(isinstance(part, int | float | str) for part in item)
-        return is_data or (bool(item) and all(map(_is_loader, item)))
-    return hasattr(item, "__iter__") and not isinstance(item, Tensor | str | bytes)
-
-
-def _is_flat_dict(source: Any) -> bool:
-    return isinstance(source, Mapping) and all(
-        flatten_loaders(value)[0] is value for value in source.values()
+def no_batch_message(loader: str, when: str = "in this pass") -> str:
+    """Return what to do about a loader that gave no batch."""
+    return (
+        f"The {loader} gave no batch {when}. An iterator is used up after one pass: give an object that"
+        " starts from its beginning with each iter(), such as a DataLoader or a list."
     )
 
 
@@ -629,8 +629,9 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
         loader = with_sampler(loader, *share_samples(run, loader, stage))
     if stage == "predict" and is_map_style and loader.batch_sampler is not None:
         batch_sampler = loader.batch_sampler
-        if type(batch_sampler) is BatchSampler and batch_sampler.drop_last:
-            batch_sampler = BatchSampler(batch_sampler.sampler, batch_sampler.batch_size, False)
+        if type(batch_sampler) is BatchSampler:
+            # As Trainer: no sample is dropped, and a BatchSampler of the user's own loses its order.
+            batch_sampler = BatchSampler(loader.sampler, batch_sampler.batch_size, False)
         loader = with_batch_sampler(loader, TrackingBatchSampler(batch_sampler))
     return loader
 
@@ -672,7 +673,8 @@ def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoa
         f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
         f" {stage} dataloader shuffling for you."
     )
-    sampler = SequentialSampler(loader.dataset)
+    dataset: Any = loader.dataset
+    sampler = SequentialSampler(dataset)
     return with_sampler(loader, sampler, remake_batch_sampler(loader.batch_sampler, sampler))
 
 
@@ -693,20 +695,6 @@ def with_batch_sampler(loader: DataLoader, batch_sampler: Any) -> DataLoader:
     object.__setattr__(clone, "batch_sampler", batch_sampler)
     object.__setattr__(clone, "_iterator", None)
     return clone
-
-
-def is_plain(batch: Any) -> bool:
-    """Return whether a batch consists of tensors, numbers and texts in plain containers.
-
-    Example:
-        >>> is_plain({"x": [1.0, "cat"]}), is_plain(object())
-        (True, False)
-    """
-    if isinstance(batch, dict):
-        return type(batch) is dict and all(map(is_plain, batch.values()))
-    if isinstance(batch, list | tuple):
-        return type(batch) in (list, tuple) and all(map(is_plain, batch))
-    return batch is None or type(batch) in (Tensor, bool, int, float, str)
 
 
 def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:

@@ -42,7 +42,7 @@ def evaluate(
     run.results.start_evaluation()
     run.history.start_evaluation(run, stage)
     run.data.set_epoch(stage, run.progress.epochs_done)
-    loaders.start()
+    loaders.start(max_batches)
     with evaluation_mode(run, name):
         run.hooks.call(f"on_{name}_start")
         run.hooks.call(f"on_{name}_epoch_start")

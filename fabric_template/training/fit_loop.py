@@ -14,7 +14,7 @@ from ..config import parse_duration
 from ..errors import ConfigurationError
 from .evaluation_loop import evaluate
 from .iterator_steps import train_with_iterator
-from .lr_schedulers import after_optimizer_step, step_lr_schedulers
+from .lr_schedulers import after_optimizer_step, learning_rates, step_lr_schedulers
 from .module_adapter import takes_iterator
 from .optimization import is_step_due
 
@@ -123,7 +123,18 @@ def train_batches(run: RunState) -> None:
         if progress.is_epoch_complete or run.stop.is_reached:
             break
     else:
-        progress.is_last_batch = True
+        end_short_epoch(run)
+
+
+def end_short_epoch(run: RunState) -> None:
+    """End an epoch whose loader gave fewer batches than its length or the limit says."""
+    run.progress.is_last_batch = True
+    run.data.train.check_short_pass(run.progress.batches_done)
+    if run.lr_schedulers:
+        run.history.learning_rates = learning_rates(run)
+        step_lr_schedulers(run, "epoch", plateau=False)
+    if run.validation_schedule.is_due_at_short_end():
+        validate(run)
 
 
 def end_batch(run: RunState) -> None:
@@ -176,7 +187,7 @@ def end_epoch(run: RunState) -> None:
         step_lr_schedulers(run, "epoch", plateau=True)
     run.loggers.log_train_epoch(run)
     run.results.reset()
-    run.data.end_train_epoch()
+    run.data.train.end_epoch()
     run.progress.end_epoch()
     run.signals.check(run)
     run.checkpoints.save_epoch(run)
@@ -247,6 +258,15 @@ class ValidationSchedule:
         if run.stop.should_stop and run.stop.can_stop_early:
             return True
         return self._is_planned()
+
+    def is_due_at_short_end(self) -> bool:
+        """Return whether to validate at the end of an epoch that was shorter than its length."""
+        progress, every = self.run.progress, self.every_n_batches
+        counts_epochs = self.run.config.check_val_every_n_epoch is not None
+        if every is None or every == math.inf or not counts_epochs or not self.run.should_validate:
+            return False
+        is_planned_at_end = progress.num_train_batches % every == 0
+        return is_planned_at_end and self.is_in_this_epoch() and progress.batches_done % every != 0
 
     def _is_planned(self) -> bool:
         run, progress = self.run, self.run.progress

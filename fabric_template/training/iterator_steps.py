@@ -23,12 +23,13 @@ class StepIterator:
 
     Attributes:
         current: What was fetched last.
+        num_fetched: How many batches were fetched.
         is_done: Whether nothing is left.
     """
 
     def __init__(self, batches: Iterator[tuple[Any, int, int]], num_batches: int | float) -> None:
         self._batches, self._num_batches = batches, num_batches
-        self._num_fetched = 0
+        self.num_fetched = 0
         self.current: tuple[Any, int, int] = (None, 0, 0)
         self.is_done = num_batches == 0
 
@@ -41,8 +42,8 @@ class StepIterator:
         except StopIteration:
             self.is_done = True
             raise
-        self._num_fetched += 1
-        self.is_done = self._num_fetched >= self._num_batches
+        self.num_fetched += 1
+        self.is_done = self.num_fetched >= self._num_batches
         return self.current
 
 
@@ -51,9 +52,11 @@ def train_with_iterator(run: RunState, end_batch: Callable[[RunState], None]) ->
     progress, hooks = run.progress, run.hooks
     # The number of steps is not known, so the last batch decides when to validate.
     run.validation_schedule.every_n_batches = math.inf
-    raw = run.data.train.batches(progress.batches_done)
-    fetched = ((batch, index, 0) for index, (batch, _) in enumerate(raw, progress.batches_done))
-    iterator = StepIterator(fetched, progress.num_train_batches - progress.batches_done)
+    loaders = run.data.train
+    first = progress.batches_done + loaders.extra_batches
+    raw = loaders.batches(progress.batches_done)
+    fetched = ((batch, index, 0) for index, (batch, _) in enumerate(raw, first))
+    iterator = StepIterator(fetched, loaders.num_batches - first)
     while not iterator.is_done and not run.stop.is_reached:
         progress.start_batch(is_last=False)
         run.results.start_batch(None)
@@ -63,12 +66,15 @@ def train_with_iterator(run: RunState, end_batch: Callable[[RunState], None]) ->
             outputs = run.optimization.train_batch(iterator, iterator.current[1])
         except StopIteration:
             break
+        loaders.extra_batches = first + iterator.num_fetched - progress.batches_done
         progress.is_last_batch, progress.phase = iterator.is_done, "batch_end"
         after_optimizer_step(run)
         hooks.call("on_train_batch_end", outputs, *iterator.current[:2])
         run.results.end_batch()
         end_batch(run)
     progress.is_last_batch, progress.phase = True, None
+    if not first + iterator.num_fetched:
+        loaders.check_short_pass(0)
 
 
 def evaluate_with_iterator(

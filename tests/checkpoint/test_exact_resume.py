@@ -285,7 +285,7 @@ def test_sigkill(tmp_path, name):
     """The file of before the kill continues; the kill leaves neither a lock nor a temporary file."""
     options = {"save_every_n_steps": 2, "val_check_interval": 3}
     whole = fit(tmp_path / "whole", LOADERS[name], **options)
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    folders = [str(folder) for folder in (Path(__file__).parent, *Path(__file__).parents[1:3])]
     for batch in (9, 5):
         code = (
             f"import sys; sys.path[:0] = {folders}; from test_exact_resume import LOADERS, Kills, fit;"
