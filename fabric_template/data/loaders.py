@@ -37,6 +37,7 @@ from .distributed_samplers import (
     share_samples,
     share_tensors,
 )
+from .tensor_loader import TensorLoader
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -257,7 +258,7 @@ class StageLoaders:
         self.mode = combined_mode(combined)
         for loader in combined.flattened:
             # Trainer calls iter() to check a loader, which counts where it draws random numbers.
-            if not isinstance(loader, DataLoader):
+            if not isinstance(loader, DataLoader | TensorLoader):
                 iter(loader)
         self.loaders = [prepare_loader(run, loader, stage) for loader in combined.flattened]
         limit = getattr(run.config, f"limit_{stage}_batches")

@@ -1,4 +1,4 @@
-"""What the tests on a CUDA device share: its words, loaders whose tensors lie there, a module that draws there."""
+"""Options, loaders and modules for the tests on a CUDA device."""
 
 import torch
 from modules import Classifier, by_step, make_data
@@ -25,7 +25,7 @@ def shuffled_on_device():
 
 
 def fused_adam(module):
-    """Adam in one kernel: its step count lies on the device, too."""
+    """Adam in one kernel, with its step count on the device."""
     return torch.optim.Adam(module.parameters(), lr=0.01, fused=True)
 
 
@@ -34,15 +34,8 @@ class Drawing(Classifier):
 
     def __init__(self, optimizers=by_step):
         super().__init__(optimizers)
-        self.net = nn.Sequential(
-            nn.Linear(8, 16),
-            nn.BatchNorm1d(16),
-            nn.ReLU(),
-            nn.Dropout(0.3),
-            nn.Linear(16, 16),
-            nn.Dropout(0.1),
-            nn.Linear(16, 3),
-        )
+        first = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3)]
+        self.net = nn.Sequential(*first, nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 3))
 
     def forward(self, x):
         return self.net(x + 0.1 * torch.randn_like(x) if self.training else x)

@@ -1,4 +1,4 @@
-"""profile on a GPU: each part waits for its own work, a value read in a step is found, nothing changes."""
+"""profile() on a CUDA device measures each part of a step and changes nothing."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ class Reading(Classifier):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_where_a_step_goes(precision):
+def test_profile(precision):
     module = Reading()
     before, drawn = {name: one.clone() for name, one in module.state_dict().items()}, torch.cuda.get_rng_state()
     found = profile(FabricLoop(accelerator="gpu", devices=1, precision=precision), module, make_loader(), steps=6)

@@ -1,4 +1,4 @@
-"""What a CUDA device changes around a run: where the net is before and after, verbs, compile, on_nan, errors of the device."""
+"""Runs on a CUDA device: where the module is afterwards, validate, test and predict, compile, on_nan, errors of the device."""
 
 import subprocess
 import warnings
@@ -8,7 +8,7 @@ import pytest
 import torch
 from device import DEVICE, ON, PRECISIONS, Drawing, Still, fused_adam, on_device, val_on_device
 from modules import Classifier, assert_same_weights, by_epoch, make_loader, quiet, run_loop
-from runs import Plain, fit, loud, same, source_of, val_loader
+from runs import fit, same, source_of, val_loader
 from torch import nn
 
 from fabric_template import FabricLoop, MiniLoop
@@ -16,34 +16,22 @@ from fabric_template import FabricLoop, MiniLoop
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def compiler_as_found():
-    yield
-    torch._dynamo.reset()  # it compiles one function no more than eight times in a process
-
-
-def devices_of(module, optimizer=None):
-    tensors = [*module.parameters(), *module.buffers()]
-    for state in optimizer.state.values() if optimizer is not None else ():
-        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return {tensor.device.type for tensor in tensors}
+def devices_of(module):
+    return {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
 
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("optimizers", [by_epoch, fused_adam])
-def test_the_net_is_where_it_was_given(tmp_path, kind, optimizers):
-    """On the CPU, as under Trainer; on the device where it was given there. FabricLoop brings what the optimizer holds, too."""
+def test_the_module_stays_where_it_was_given(tmp_path, kind, optimizers):
     words = {**ON, "max_epochs": 1, "default_root_dir": str(tmp_path)}
     module = Drawing(optimizers)
     loop = kind(**words)
     loop.fit(module, make_loader(), val_loader())
-    assert devices_of(module, loop.optimizers[0] if kind is FabricLoop else None) == {"cpu"}
-    assert module.device == torch.device("cpu")
-    module.eval()(torch.zeros(1, 8))
+    assert devices_of(module) == {"cpu"}
     module.zero_grad()
     module.train()(torch.zeros(2, 8)).sum().backward()
     if kind is FabricLoop:
-        loop.optimizers[0].step()  # by hand, where all of it lies
+        loop.optimizers[0].step()
     assert loop.validate(module, val_loader())[0].keys() == {"val_loss", "val_acc"}
     assert devices_of(module) == {"cpu"}
     module = Drawing(optimizers).to(DEVICE)
@@ -58,7 +46,7 @@ def test_the_net_is_where_it_was_given(tmp_path, kind, optimizers):
     lambda net: torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3),
 ], ids=["Adam", "fused", "LBFGS"])  # fmt: skip
 def test_an_optimizer_that_has_stepped_on_the_cpu(make):
-    """Its state comes along, and goes back: fit, by hand, fit again."""
+    """Its state moves to the device and back: a loop by hand, fit, by hand, fit."""
     net = nn.Linear(8, 3)
     optimizer = make(net)
 
@@ -84,7 +72,7 @@ def test_an_optimizer_that_has_stepped_on_the_cpu(make):
     assert devices_of(net) == {"cpu"}
 
 
-def test_after_an_error_it_is_back_too():
+def test_the_module_is_back_after_an_error():
     class Fails(Drawing):
         def training_step(self, batch, batch_idx):
             if batch_idx == 3:
@@ -97,8 +85,8 @@ def test_after_an_error_it_is_back_too():
     assert devices_of(module) == {"cpu"}
 
 
-def test_an_error_of_the_device_is_told_as_it_is(tmp_path):
-    """After it nothing can be read from there: neither that, nor what could not be saved, takes its place."""
+def test_an_error_of_the_device_is_shown(tmp_path):
+    """After it nothing can be read from the device. A failed save does not take the place of the error."""
     code = f"""
 import torch
 from device import *
@@ -108,7 +96,7 @@ class Fails(Drawing):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 5:
-            torch.zeros(3, device=DEVICE)[torch.tensor([7], device=DEVICE)]  # out of bounds
+            torch.zeros(3, device=DEVICE)[torch.tensor([7], device=DEVICE)]
             torch.cuda.synchronize()
         return loss
 
@@ -118,16 +106,15 @@ fit({str(tmp_path)!r}, Fails, on_device, max_epochs=1, save_every_n_steps=2, **O
     assert done.returncode == 1
     last = [line for line in done.stderr.splitlines() if "CUDA error" in line and "Error:" in line]
     assert "device-side assert triggered" in last[-1], done.stderr
-    assert "fabric_template: in epoch 0, at batch 5, after step 5; resume='last' goes on after step 4" in done.stderr
     again, *_ = fit(tmp_path, Drawing, on_device, max_epochs=1, resume="last", **ON)
     assert again.global_step == 10
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_other_verbs(precision):
-    """validate, test and predict: Trainer's values to the bit; predictions are on the CPU."""
+def test_evaluation(precision):
+    """validate, test and predict give Trainer's bits. Predictions are on the CPU."""
 
-    class Verbs(Drawing):
+    class Evaluated(Drawing):
         def test_step(self, batch, batch_idx):
             self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
@@ -137,7 +124,7 @@ def test_the_other_verbs(precision):
     results = []
     for kind in (pl.Trainer, FabricLoop):
         pl.seed_everything(1, verbose=False)
-        module = Verbs()
+        module = Evaluated()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loop = kind(**{**quiet(), **ON, "precision": precision})
@@ -148,35 +135,10 @@ def test_the_other_verbs(precision):
     assert {tensor.device.type for one in predictions for tensor in one.values()} == {"cpu"}
 
 
-def test_nan_ends_a_run(tmp_path):
-    net = nn.Linear(8, 3)
-
-    def step(net, batch, batch_idx):
-        loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
-        return loss * (float("nan") if batch_idx == 7 else 1.0)
-
-    loop = FabricLoop(**loud(tmp_path, **ON, max_epochs=2, on_nan=1))
-    with pytest.warns(UserWarning, match="the loss is not finite .* since batch 7 .*training ends after step 8"):
-        loop.fit(net, on_device(), optimizer=torch.optim.SGD(net.parameters(), 0.1), training_step=step)
-    assert loop.global_step == 8
-
-
-def test_nan_is_warned_of(tmp_path):
-    class Bad(Plain):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch) * (float("nan") if batch_idx == 7 else 1.0)
-
-    with pytest.warns(UserWarning, match=r"not finite \(NaN or inf\) since batch 0 to 9 of this fit"):
-        FabricLoop(**loud(tmp_path, **ON, max_epochs=1)).fit(Bad(), on_device(), val_on_device())
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, of its compiler
-@pytest.mark.usefixtures("compiler_as_found")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("compile", [True, "reduce-overhead", {"fullgraph": True}], ids=str)
 def test_compiled(tmp_path, compile, precision):
-    """With validation, checkpoints without a prefix, a second fit: the same up to the kernels' rounding."""
-
     class Returning(nn.Module):
         def __init__(self):
             super().__init__()
@@ -199,18 +161,10 @@ def test_compiled(tmp_path, compile, precision):
         modules.append(module)
     close = {"rtol": 1e-4, "atol": 1e-5} if precision == "32-true" else {"rtol": 2e-2, "atol": 1e-2}
     torch.testing.assert_close(*rows, **close)
+    torch._dynamo.reset()
     assert list(modules[0].state_dict()) == list(modules[1].state_dict())
     file = torch.load(loop.checkpoint_path("last"), weights_only=True)
     assert list(file["state_dict"]) == list(modules[0].state_dict())
-
-
-@pytest.mark.parametrize("compile", ["reduce-overhead", {"mode": "max-autotune"}], ids=str)
-def test_graphs_of_the_compiler_and_accumulation(compile):
-    words = {**quiet(), **ON, "max_epochs": 1, "accumulate_grad_batches": 2, "compile": compile}
-    with pytest.raises(
-        ValueError, match=r"accumulate_grad_batches=2: the CUDA graphs of torch.compile overwrite gradients"
-    ):
-        FabricLoop(**words).fit(Classifier(), make_loader())
 
 
 def test_auto_takes_the_device():
@@ -219,7 +173,7 @@ def test_auto_takes_the_device():
 
 
 def test_ddp_of_one_process_over_nccl(tmp_path):
-    """Behind it: the weights of a single device."""
+    """DDP gives the weights of a single device."""
     code = f"""
 from device import *
 from runs import *
@@ -229,3 +183,19 @@ fit({str(tmp_path / "ddp")!r}, Still, on_device, max_epochs=1, strategy="ddp", *
     assert done.returncode == 0, done.stderr
     _, module, _ = fit(tmp_path / "one", Still, on_device, max_epochs=1, **ON)
     assert_same_weights(module, Still.load_from_checkpoint(next((tmp_path / "ddp").rglob("last.ckpt"))))
+
+
+def test_nan(tmp_path):
+    """on_nan=1 stops after the step, "warn" warns at the end of the epoch."""
+    net = nn.Linear(8, 3)
+
+    def step(net, batch, batch_idx):
+        loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
+        return loss * (float("nan") if batch_idx == 7 else 1.0)
+
+    given = {"optimizer": torch.optim.SGD(net.parameters(), 0.1), "training_step": step}
+    for on_nan, steps in ((1, 8), ("warn", 10)):
+        loop = FabricLoop(**{**quiet(), **ON, "max_epochs": 1, "on_nan": on_nan})
+        with pytest.warns(UserWarning, match="loss is not finite"):
+            loop.fit(net, on_device(), **given)
+        assert loop.global_step == steps

@@ -1,13 +1,12 @@
-"""On a CUDA device a run has the bits of lightning.Trainer there: weights, callback_metrics, counters, what is drawn next."""
+"""A run on a CUDA device has Trainer's bits: weights, callback_metrics, counters and random numbers."""
 
 import pytest
 import torch
-from device import DEVICE, ON, PRECISIONS, Drawing, fused_adam, on_device, shuffled_on_device, val_on_device
+from device import DEVICE, ON, PRECISIONS, Drawing, fused_adam, on_device, val_on_device
 from modules import (
     Classifier,
     Gan,
     assert_parity,
-    assert_same_weights,
     by_epoch,
     by_step,
     make_loader,
@@ -21,7 +20,7 @@ from torchmetrics import Accuracy, MeanMetric
 
 pytestmark = pytest.mark.gpu
 
-WAYS = {
+OPTIONS = {
     "plain": {},
     "accumulated": {"accumulate_grad_batches": 3},
     "clipped": {"gradient_clip_val": 0.05},
@@ -30,14 +29,14 @@ WAYS = {
 }
 
 
-def pair(make_module, train, val=val_loader, **words):
-    return assert_parity(make_module, train, val, **{**ON, "max_epochs": 2, **words})
+def pair(make_module, train, val=val_loader, **options):
+    return assert_parity(make_module, train, val, **{**ON, "max_epochs": 2, **options})
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_way_in_every_precision(precision, way):
-    pair(Drawing, make_loader, precision=precision, **WAYS[way])
+def test_options(precision, name):
+    pair(Drawing, make_loader, precision=precision, **OPTIONS[name])
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
@@ -52,16 +51,8 @@ def test_optimizers(optimizers, precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_tensors_on_the_device(precision):
-    """In the order in which they lie: Trainer draws one order more than it trains on, of a loader that is no DataLoader."""
+def test_tensor_loader(precision):
     pair(Drawing, on_device, val_on_device, precision=precision)
-
-
-def test_a_shuffled_order_is_the_same_wherever_the_tensors_lie():
-    words = {**ON, "max_epochs": 2}
-    _, there = run_loop(Drawing, shuffled_on_device, val_on_device, **words)
-    _, here = run_loop(Drawing, lambda: shuffled_on_device().to("cpu"), val_on_device, **words)
-    assert_same_weights(there, here)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -69,21 +60,22 @@ def test_pinned_memory(workers):
     pair(Drawing, lambda: make_loader(num_workers=workers, pin_memory=True), max_epochs=1)
 
 
-class GanThere(Gan):
-    """The same, with its noise drawn on the device."""
+class GanOnDevice(Gan):
+    """Draws its noise on the device."""
 
     def training_step(self, batch, batch_idx):
-        here, torch.randn = torch.randn, lambda *size: here(*size, device=self.device)
+        on_cpu, torch.randn = torch.randn, lambda *size: on_cpu(*size, device=self.device)
         try:
             return super().training_step(batch, batch_idx)
         finally:
-            torch.randn = here
+            torch.randn = on_cpu
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first steps overflow, and are skipped
+# The first steps of 16-mixed overflow, and are skipped.
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_manual_optimization(precision):
-    pair(GanThere, make_loader, None, precision=precision)
+    pair(GanOnDevice, make_loader, None, precision=precision)
 
 
 class Numbers(Classifier):
@@ -99,7 +91,7 @@ class Numbers(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:You called `self.log.'whole'")
-def test_whatever_is_logged():
+def test_logged_values():
     pair(Numbers, lambda: make_loader(39, batch_size=7), max_epochs=3)
 
 
@@ -122,8 +114,7 @@ def test_torchmetrics():
     pair(Measured, make_loader)
 
 
-def test_what_is_drawn_next():
-    """The device's random numbers stand where Trainer leaves them."""
+def test_random_numbers_after_a_run():
     drawn = []
     for run in (run_trainer, run_loop):
         run(Drawing, make_loader, val_loader, **ON, max_epochs=2)

@@ -1,0 +1,114 @@
+"""A training step does not wait for the device, except where a value is due: rows, the bar, checkpoints, ends."""
+
+import pytest
+import torch
+from device import ON, Drawing, fused_adam, on_device, shuffled_on_device
+from lightning.pytorch.callbacks import Callback
+from modules import Classifier, make_loader, quiet, sgd
+from runs import Plain, val_loader
+
+from fabric_template import FabricLoop, MiniLoop
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
+
+
+class Refusing(Callback):
+    """From the start of the first batch to the end of an epoch's last one, a synchronization is an error."""
+
+    def __init__(self, first=0, last=10**9):
+        self.first, self.last, self.batches = first, last, 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        is_watched = self.first <= trainer.global_step < self.last
+        torch.cuda.set_sync_debug_mode("error" if is_watched else "default")
+        self.batches += is_watched
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.is_last_batch:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
+def default_debug_mode():
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def fit(module=None, train=make_loader, val=None, first=0, last=10**9, **options):
+    """Train under watch; returns how many batches were watched."""
+    refusing = Refusing(first, last)
+    loop = FabricLoop(**{**quiet(), **ON, "max_epochs": 2, "callbacks": [refusing], **options})
+    loop.fit(module or Drawing(), train(), val() if val else None)
+    return refusing.batches
+
+
+class Waits(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() < 1e9 else None
+
+
+def test_a_synchronization_is_an_error_here():
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+        fit(Waits())
+
+
+LOADERS = {
+    "DataLoader": make_loader,
+    "pinned": lambda: make_loader(pin_memory=True, num_workers=1, persistent_workers=True),
+    "TensorLoader": shuffled_on_device,
+    "last batch shorter": lambda: make_loader(39, batch_size=7),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_loaders(precision, name):
+    assert fit(train=LOADERS[name], precision=precision) in (12, 20)
+
+
+def test_16_mixed_with_a_fused_optimizer():
+    """With another optimizer GradScaler itself reads in each step whether the gradients are finite."""
+    assert fit(Drawing(fused_adam), on_device, precision="16-mixed") == 20
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+        fit(Drawing(sgd), on_device, precision="16-mixed")
+
+
+CLIPPED_BY_VALUE = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}, CLIPPED_BY_VALUE], ids=str
+)
+def test_options(options):
+    assert fit(train=on_device, **options) == 20
+
+
+def test_barebones():
+    refusing = Refusing()
+    FabricLoop(**ON, max_epochs=2, barebones=True, callbacks=[refusing]).fit(Plain(), on_device())
+    assert refusing.batches == 20
+
+
+def test_with_everything_on(tmp_path):
+    """Logs per step and per epoch, the bar, the CSV, checkpoints: nothing is read between two log points."""
+    options = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": True, "enable_model_summary": True}
+    options |= {"default_root_dir": str(tmp_path), "monitor": "val_loss", "log_every_n_steps": 10}
+    assert fit(train=on_device, val=val_loader, first=1, last=9, max_epochs=1, **options) == 8
+    assert len(list(tmp_path.rglob("steps.csv"))) == len(list(tmp_path.rglob("best.ckpt"))) == 1
+
+
+def test_returned_values(tmp_path):
+    """The sums of the history stay on the device, and so does the check for NaN, every 32 steps."""
+    options = {"max_epochs": 1, "default_root_dir": str(tmp_path)}
+    assert fit(Plain(), lambda: on_device(1), first=0, last=38, **options) == 38
+
+
+def test_mini_loop():
+    """From the second batch to the one before the last."""
+
+    class Watched(Drawing):
+        def on_train_batch_start(self, batch, batch_idx):
+            torch.cuda.set_sync_debug_mode("error" if 0 < batch_idx < 9 else "default")
+
+    MiniLoop(**ON, max_epochs=1).fit(Watched(), on_device())
