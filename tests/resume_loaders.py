@@ -39,6 +39,42 @@ class Samples(Dataset):
         return x + 0.1 * (random.random() + np.random.rand()) + 0.1 * torch.rand(4), y
 
 
+class FullBatches(Samples):
+    """A dataset whose items are batches."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        items = [super(FullBatches, self).__getitem__(4 * index + i) for i in range(4)]
+        return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+
+
+class AllAtOnce(Samples):
+    """A dataset that loads the samples of a batch together."""
+
+    def __getitems__(self, indices):
+        assert indices
+        return [self[index] for index in indices]
+
+
+class Aging(Samples):
+    """A dataset with a state: its samples fade as it is read."""
+
+    age = 0
+
+    def __getitem__(self, index):
+        self.age += 1
+        x, y = super().__getitem__(index)
+        return x / (1 + self.age / 10), y
+
+    def state_dict(self):
+        return {"age": self.age}
+
+    def load_state_dict(self, state):
+        self.age = state["age"]
+
+
 class Stream(IterableDataset):
     """A stream without state; each worker gives its own share."""
 
@@ -123,6 +159,40 @@ class Lazy(StatefulSampler):
             yield random.randrange(24)
 
 
+class Endless(Lazy):
+    """Draws indices without end, and has no length."""
+
+    __len__ = None
+
+    def __iter__(self):
+        while True:
+            yield int(torch.randint(24, (), generator=self.generator))
+
+    def __init__(self):
+        super().__init__()
+        self.generator = seeded()
+
+
+class OrderAtOnce(StatefulSampler):
+    """Draws the whole order from the global random numbers in iter()."""
+
+    def __iter__(self):
+        return iter(torch.randperm(24).tolist())
+
+
+class StartsOver:
+    """A loader that is its own iterator, and draws a new order in iter()."""
+
+    def __iter__(self):
+        self.order = iter(torch.randperm(24).split(4))
+        return self
+
+    def __next__(self):
+        x, y = tensors()
+        rows = next(self.order)
+        return x[rows], y[rows]
+
+
 class OwnIterator:
     """An endless loader that is its own iterator."""
 
@@ -159,6 +229,19 @@ def combined(mode, **options):
     return lambda: CombinedLoader([loader(**options), loader(Samples(10), generator=seeded())], mode)
 
 
+def seed_worker(worker):
+    random.seed(torch.initial_seed() + 7)
+
+
+def torchdata_loader(dataset=Samples, **options):
+    return lambda: StatefulDataLoader(dataset(), **{"batch_size": 4, "shuffle": True, **options})
+
+
+def stream_and_short_loader():
+    """The short loader starts again before the batch that is trained, because the stream is read ahead."""
+    return CombinedLoader([streams()(), loader(Samples(8), **WORKERS)], "max_size_cycle")
+
+
 WORKERS = {"num_workers": 2}
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 LOADERS = {
@@ -181,7 +264,18 @@ LOADERS = {
     "stream, persistent": streams(lambda: Stream(noisy=True), **PERSISTENT),
     "stateful stream": streams(StatefulStream),
     "stateful loader": StatefulLoader,
-    "torchdata": lambda: StatefulDataLoader(Samples(), batch_size=4, shuffle=True),
+    "torchdata": torchdata_loader(),
+    "torchdata, workers": torchdata_loader(lambda: TensorDataset(*tensors()), **WORKERS),
+    "torchdata, persistent": torchdata_loader(lambda: TensorDataset(*tensors()), **PERSISTENT),
+    "torchdata, stream": torchdata_loader(StatefulStream, shuffle=None),
+    "order at once": with_sampler(lambda data: OrderAtOnce()),
+    "order at once, workers": with_sampler(lambda data: OrderAtOnce(), **WORKERS),
+    "items are batches": lambda: loader(FullBatches(), batch_size=None, **WORKERS),
+    "batches at once": lambda: loader(AllAtOnce(), **WORKERS),
+    "worker_init_fn": lambda: loader(worker_init_fn=seed_worker, **WORKERS),
+    "dataset with state": lambda: loader(Aging()),
+    "starts over": StartsOver,
+    "stream and short loader": stream_and_short_loader,
     "max_size_cycle": combined("max_size_cycle"),
     "min_size": combined("min_size"),
     "max_size": combined("max_size"),

@@ -58,7 +58,8 @@ class ResumableLoader:
         is_recorded = is_plain and (is_training or self._is_persistent)
         self._num_workers = loader.num_workers if is_recorded else 0
         self._workers: list[Any] = [None] * self._num_workers
-        self._workers_at_round = self._workers
+        # Workers take turns, a round is one batch of each. A pass is resumed at the start of a round.
+        self._rounds: list[tuple[int, list[Any]]] = [(0, self._workers)]
         # Persistent workers start in one pass and live on in the later ones.
         self._had_workers = self._needs_workers = False
         self._restored: dict[str, Any] | None = None
@@ -102,7 +103,7 @@ class ResumableLoader:
             self._had_workers = self.loader._iterator is not None
         else:
             self._workers = [None] * self._num_workers
-        self._workers_at_round = list(self._workers)
+        self._rounds = [(0, list(self._workers))]
         attributes = dict(getattr(self.loader, "__dict__", {}))
         iterator = self._iterate()
         if not isinstance(self.loader, Iterator) or has_changed(self.loader, attributes):
@@ -126,12 +127,13 @@ class ResumableLoader:
         self._is_finished = True
 
     def _unpack(self, item: WorkerBatch) -> Any:
-        """Keep the random state of the batch's worker. Workers take turns, a round is one batch of each."""
+        """Keep the random state of the batch's worker, and of all workers at the start of a round."""
         if item.rng_state is not None:
             self._workers[item.worker] = item.rng_state
         # Where batches are read again, workers start as they did at the start of the pass.
         if self._is_indexed and self.batches % self._num_workers == 0:
-            self._workers_at_round = list(self._workers)
+            # The one before is needed where batches were read ahead of the training.
+            self._rounds = [self._rounds[-1], (self.batches, list(self._workers))]
         return item.batch
 
     def _iterate(self, index_sampler: Any = None) -> Iterator[Any]:
@@ -187,14 +189,15 @@ class ResumableLoader:
         if self._needs_workers:
             self._start_persistent_workers(skipper)
         self._restore(self._at_start)
-        again = done % self._num_workers if self._num_workers else 0
-        skipper.skip = done - again
+        count, states = state["round"]
+        is_same = self._num_workers and len(states) == self._num_workers
+        skipper.skip = start = min(count, done) if is_same else done
         # Without workers the order is drawn at the first batch, with workers as they are started.
         if not state["num_workers"]:
             skipper.start(lambda: self._restore(self._at_first_batch))
         iterator = self._iterate(skipper)
-        self.batches = done - again
-        return self._drop(iterator, again)
+        self.batches = start
+        return self._drop(iterator, done - start)
 
     def _read_again(self, done: int) -> Generator[Any]:
         """Start a pass and drop the batches that are done."""
@@ -239,16 +242,20 @@ class ResumableLoader:
         """
         if self._restored is not None:
             return self._restored
+        batches = max(0, self.batches - dropped)
+        count, states = next(
+            (r for r in reversed(self._rounds) if r[0] <= batches), self._rounds[0]
+        )
         position = {
             "passes": self.passes,
-            "batches": max(0, self.batches - dropped),
+            "batches": batches,
             "is_finished": self._is_finished and not dropped,
             "at_start": self._at_start,
             "at_first_batch": self._at_first_batch,
             "had_workers": self._had_workers,
             "num_workers": self._num_workers,
             "workers": [plain_rng_state(state) for state in self._workers],
-            "workers_at_round": [plain_rng_state(state) for state in self._workers_at_round],
+            "round": [count, [plain_rng_state(state) for state in states]],
             "generators": [generator.get_state() for generator in self._generators],
             "samplers": self._sampler_states(),
             "samplers_at_start": self._samplers_at_start,
@@ -272,9 +279,11 @@ class ResumableLoader:
         self._had_workers = state["had_workers"]
         is_in_pass = is_in_pass and self._at_start is not None
         is_continued = is_in_pass and not self._is_finished
-        workers = state["workers_at_round" if is_continued else "workers"]
+        count, states = state["round"]
+        workers = states if is_continued else state["workers"]
         if len(workers) == self._num_workers:
-            self._workers, self._workers_at_round = list(workers), list(workers)
+            self._workers = list(workers)
+        self._rounds = [(count, list(self._workers))]
         had_workers = self._had_workers if is_continued else self._at_start is not None
         self._needs_workers = self._is_persistent and had_workers
         if is_in_pass:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from resume_loaders import LOADERS, PERSISTENT, OwnIterator, loader, seeded, tensors
+from resume_loaders import LOADERS, PERSISTENT, Endless, OwnIterator, StartsOver, loader, seeded, tensors, with_sampler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -75,6 +75,14 @@ class Net(pl.LightningModule):
         }
 
 
+class TakesTwo(Net):
+    """A step that takes two batches itself; the last one takes what is left."""
+
+    def training_step(self, dataloader_iter):
+        batches = [next(dataloader_iter)[0], *(batch for batch, *_ in itertools.islice(dataloader_iter, 1))]
+        return super().training_step([torch.cat(parts) for parts in zip(*batches, strict=True)], 0)
+
+
 class Plain:
     """An object with step methods and no base class."""
 
@@ -94,6 +102,11 @@ class Plain:
 # What a run is, by name. The batches before which it is killed are the same for most.
 CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "own iterator": {"make_train": OwnIterator, "limit_train_batches": 6},
+    "starts over, limit": {"make_train": StartsOver, "limit_train_batches": 5},
+    "endless sampler": {"make_train": with_sampler(lambda data: Endless()), "limit_train_batches": 6},
+    "dataloader_iter": {"make_module": TakesTwo, "limit_train_batches": 5},
+    "dataloader_iter, workers": {"make_module": TakesTwo, "make_train": LOADERS["workers"]},
+    "dataloader_iter, stream": {"make_module": TakesTwo, "make_train": LOADERS["noisy stream"]},
     "manual": {"make_module": lambda: Net(manual=True)},
     "torchmetrics": {"make_module": lambda: Net(metric=True)},
     "plain": {"make_module": Plain},
@@ -114,7 +127,12 @@ CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "top-k": {"monitor": "val_loss", "save_top_k": 2, "val_check_interval": 1},
     "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
 }
-KILLS = {"min_size": (1, 5, 8), "accumulate": range(2, 12), "inside a window": range(4, 10)}
+DATALOADER_ITER = {
+    "dataloader_iter": (1, 4, 7),
+    "dataloader_iter, workers": (1, 4, 7),
+    "dataloader_iter, stream": (1, 5, 9),
+}
+KILLS = {**DATALOADER_ITER, "min_size": (1, 5, 8), "accumulate": range(2, 12), "inside a window": range(4, 10)}
 
 
 class Snapshots(Callback):
