@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import __version__ as lightning_version
+from lightning.fabric.utilities import move_data_to_device
 
 from ..data.distributed_samplers import shares_of
 from ..distributed.environment import gather_objects
@@ -78,6 +79,7 @@ def own_state(run: RunState) -> dict[str, Any]:
         "rng": capture_rng_state(),
         "data": run.data.state_dict(),
         "results": run.results.state_dict(),
+        "train_sums": run.history.train_sums.state_dict(),
     }
     return {
         "progress": run.progress.state_dict(),
@@ -363,7 +365,9 @@ def restore_position(run: RunState) -> None:
     ranks = own["ranks"]
     of_rank = ranks[run.fabric.global_rank % len(ranks)]
     run.data.load_state_dict(of_rank["data"])
-    run.results.load_state_dict(of_rank["results"])
+    sums = move_data_to_device((of_rank["results"], of_rank["train_sums"]), run.fabric.device)
+    run.results.load_state_dict(sums[0])
+    run.history.train_sums.load_state_dict(sums[1])
     run.optimization.load_state_dict(own["optimization"])
     if own["validation_schedule"] is not None:
         run.validation_schedule.load_state_dict(own["validation_schedule"])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from .history import to_number
+from .history import to_numbers
 from .run_summary import count_of, end_reason, format_value
 
 if TYPE_CHECKING:
@@ -168,22 +168,16 @@ def bar_values(run: RunState) -> dict[str, float]:
     values = {} if logs_itself else run.history.latest()
     values.update(run.results.progress_bar_metrics)
     if run.progress.stage == "train" and run.results.active:
-        for name, value in run.results.views().progress_bar.items():
-            values[name] = value.item()
+        values.update(to_numbers(run.results.views().progress_bar))
     return values
 
 
 def validation_row(run: RunState) -> dict[str, Any]:
     """Return what is shown of a validation inside of an epoch."""
     progress, history = run.progress, run.history
-    values = {**history.latest(), **history.evaluated}
-    plain = {name: to_number(value) for name, value in values.items()}
-    return {
-        "epoch": progress.epochs_done,
-        "step": progress.global_step,
-        **plain,
-        "time": history.elapsed(),
-    }
+    place = {"epoch": progress.epochs_done, "step": progress.global_step}
+    values = to_numbers({**history.latest(), **history.evaluated})
+    return {**place, **values, "time": history.elapsed()}
 
 
 def seconds_left(run: RunState) -> float | None:

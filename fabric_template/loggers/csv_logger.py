@@ -79,7 +79,7 @@ class CSVLogger(Logger):
         if self._version is None:
             folder = Path(self._root_dir, self._name)
             others = [] if self._checkpoint_dir is None else [Path(self._checkpoint_dir)]
-            claim = claim_version if rank_zero_only.rank == 0 else next_version
+            claim = claim_version if is_first_process() else next_version
             self._version = claim(folder, *others)
         return self._version
 
@@ -140,7 +140,7 @@ class CSVLogger(Logger):
 
     def position(self) -> dict[str, dict[str, Any]]:
         """Return the rows and columns of each file, for a checkpoint."""
-        if rank_zero_only.rank != 0:
+        if not is_first_process():
             return {}
         tables = {name: self._table(name) for name in FILES}
         return {name: table.position() for name, table in tables.items()}
@@ -323,6 +323,10 @@ class Table:
             with self.path.open("rb+") as file:
                 os.fsync(file.fileno())
             self._synced_stamp = self._stamp
+
+
+def is_first_process() -> bool:
+    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def to_cell(name: str, value: Any) -> Any:

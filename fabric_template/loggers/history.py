@@ -71,6 +71,7 @@ class History:
         rows: The rows so far.
         returned: The newest means of what the steps returned, by name.
         learning_rates: Those of the epoch's last optimizer step, noted before a scheduler changed them.
+        train_sums: What the training steps of this epoch returned. Each process has its own.
         outputs: What the steps of the current evaluation returned, by loader and batch.
         evaluated: What the newest evaluation measured.
         evaluated_metrics: The part of it that loggers get. Of a LightningModule that is what it logged.
@@ -84,7 +85,7 @@ class History:
         self.outputs: list[list[Any]] = []
         self.evaluated: dict[str, Any] = {}
         self.evaluated_metrics: dict[str, Any] = {}
-        self._train = WeightedMeans()
+        self.train_sums = WeightedMeans()
         # What was returned since the last row.
         self._row: dict[str, float] = {}
         # Of the current evaluation, by loader: sums of what its steps returned, their means, what was logged.
@@ -116,7 +117,7 @@ class History:
             values = {"train_loss": loss.detach()}
         else:
             values = name_outputs(output, "train")
-        self._train.add(values, self._batch_size())
+        self.train_sums.add(values, self._batch_size())
 
     def _batch_size(self) -> int:
         results = self.run.results.active
@@ -131,8 +132,8 @@ class History:
 
     def end_train_batches(self) -> None:
         """Compute the means of the training epoch."""
-        means = self._compute(self._train)
-        self._train = WeightedMeans()
+        means = self._compute(self.train_sums)
+        self.train_sums = WeightedMeans()
         loss = means.get("train_loss", 0.0)
         if math.isfinite(loss) or self._is_nan_reported or self.run.config.on_nan != "warn":
             return
@@ -147,7 +148,8 @@ class History:
 
     def _compute(self, sums: WeightedMeans) -> dict[str, float]:
         fabric = self.run.fabric
-        means = sums.compute(fabric.all_reduce if fabric.world_size > 1 else None)
+        all_reduce: Any = fabric.all_reduce
+        means = sums.compute(all_reduce if fabric.world_size > 1 else None)
         self.returned.update(means)
         self._row.update(means)
         return means
@@ -231,7 +233,7 @@ class History:
             result = {**values, **at_end}
             if uses_returned:
                 result = {**means, **result}
-            results.append({name: to_number(value) for name, value in result.items()})
+            results.append(to_numbers(result))
         self.outputs, self._logged = [], []
         return results
 
@@ -245,10 +247,10 @@ class History:
     def add_row(self) -> dict[str, Any]:
         """Add the row of the epoch that ends."""
         run = self.run
-        values = {**self._row, **run.results.take_row()}
+        values = to_numbers({**self._row, **run.results.take_row()})
         row: dict[str, Any] = {"epoch": run.progress.epochs_done, "step": run.progress.global_step}
         for name in sorted(values, key=_is_not_of_training):
-            row[name] = to_number(values[name])
+            row[name] = values[name]
         for index, rate in enumerate(self.learning_rates or learning_rates(run)):
             row.setdefault("lr" if index == 0 else f"lr_{index}", rate)
         row["time"] = self.elapsed()
@@ -259,7 +261,7 @@ class History:
 
     def latest(self) -> dict[str, float]:
         """Return the means of this epoch so far, and of the newest validation. Reads the device."""
-        found = {**self.returned, **self._train.compute()}
+        found = {**self.returned, **self.train_sums.compute()}
         return {name: found[name] for name in sorted(found, key=_is_not_of_training)}
 
     def frame(self) -> Any:
@@ -277,7 +279,6 @@ class History:
             "row": dict(self._row),
             "learning_rates": list(self.learning_rates),
             "evaluated": list(self.evaluated),
-            "train": self._train.state_dict(),
             "seconds": self.elapsed(),
         }
 
@@ -286,14 +287,13 @@ class History:
         self.returned, self._row = dict(state["returned"]), dict(state["row"])
         self.learning_rates = list(state["learning_rates"])
         self.evaluated = dict.fromkeys(state["evaluated"])
-        self._train.load_state_dict(state["train"])
         self._seconds_before_resume = state["seconds"]
         self._epoch_started = time.monotonic()
 
 
-def to_number(value: Any) -> Any:
-    """Return the number that a tensor holds, and any other value as it is."""
-    return value.item() if isinstance(value, Tensor) else value
+def to_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with plain numbers in place of tensors."""
+    return {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
 
 
 def _is_not_of_training(name: str) -> bool:

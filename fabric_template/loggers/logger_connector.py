@@ -7,10 +7,10 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
-from torch import Tensor
 
 from ..lightning_compat.private import logs_hyperparameters
 from .csv_logger import CSVLogger
+from .history import to_numbers
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -53,7 +53,7 @@ class LoggerConnector:
             return
         count = self._evaluated_batches.get(dataloader_idx, 0)
         self._evaluated_batches[dataloader_idx] = count + 1
-        if run.results.active.has_step_values:
+        if run.results.evaluation.has_step_values:
             metrics = run.results.views().logged
             self.log_metrics(metrics, step=count, row=metrics)
 
@@ -73,7 +73,9 @@ class LoggerConnector:
         """Log the values of an epoch, and write its row."""
         metrics = dict(run.results.update_metrics())
         if not run.is_lightning_module:
-            returned = {n: v for n, v in run.history.returned.items() if n.startswith("train_")}
+            returned: dict[str, Any] = {
+                n: v for n, v in run.history.returned.items() if n.startswith("train_")
+            }
             metrics = {**returned, **metrics}
         # Loggers expect the values of an epoch at its last step.
         self.log_metrics(metrics, step_offset=-1)
@@ -98,23 +100,20 @@ class LoggerConnector:
         """
         self.run.results.logged_metrics.update(metrics)
         progress = self.run.progress
+        values = to_numbers(metrics)
+        if step is None and "step" in values:
+            step = int(values.pop("step"))
+        elif step is None and values:
+            values.setdefault("epoch", progress.epochs_done)
+            step = progress.logging_step + step_offset
         for logger in self.loggers:
-            is_csv = isinstance(logger, CSVLogger)
-            values = (row or {}) if is_csv else metrics
-            if not values:
-                continue
-            scalars = {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
-            at = step
-            if is_csv:
-                scalars.setdefault("epoch", progress.epochs_done)
-                at = progress.global_step
-            elif at is None and "step" in scalars:
-                at = int(scalars.pop("step"))
-            elif at is None:
-                scalars.setdefault("epoch", progress.epochs_done)
-                at = progress.logging_step + step_offset
-            logger.log_metrics(metrics=scalars, step=at)
-            call_if_defined(logger, "save")
+            if not isinstance(logger, CSVLogger):
+                if metrics:
+                    logger.log_metrics(metrics=values, step=step)
+                    logger.save()
+            elif row:
+                in_row = {"epoch": progress.epochs_done, **to_numbers(row)}
+                logger.log_metrics(in_row, step=progress.global_step)
 
     def log_hyperparameters(self, run: RunState) -> None:
         """Log the hyperparameters of the module and the datamodule."""
@@ -122,17 +121,13 @@ class LoggerConnector:
             return
         hparams = merge_hyperparameters(run.model, run.datamodule)
         for logger in self.loggers:
-            if isinstance(logger, CSVLogger):
-                if run.stage == "fit":
-                    logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
-                continue
-            if hparams:
-                call_if_defined(logger, "log_hyperparams", hparams)
-            # A logger of Fabric fails at a module without example_input_array.
-            is_lightnings = isinstance(logger, Logger)
-            if is_lightnings or getattr(run.module, "example_input_array", None) is not None:
-                call_if_defined(logger, "log_graph", run.module)
-            call_if_defined(logger, "save")
+            if not isinstance(logger, CSVLogger):
+                if hparams:
+                    logger.log_hyperparams(hparams)
+                logger.log_graph(run.module)
+                logger.save()
+            elif run.stage == "fit":
+                logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
 
     def monitored_metrics(self) -> dict[str, Any]:
         """Return everything that can be monitored: what was logged, and what steps returned."""
@@ -143,7 +138,7 @@ class LoggerConnector:
 
     def finalize(self, status: str) -> None:
         for logger in self.loggers:
-            call_if_defined(logger, "finalize", status)
+            logger.finalize(status)
 
     def state_dict(self) -> dict[str, Any]:
         positions = [logger.position() for logger in self.csv_loggers]

@@ -39,7 +39,7 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
     """Restore the metrics of a module. The arguments of their constructors stay as they are now."""
     metrics = find_torchmetrics(module)
     for name, attributes in state.items():
-        tracker = metrics.get(name.rpartition(".")[0])
+        tracker: Any = metrics.get(name.rpartition(".")[0])
         if name not in metrics and hasattr(tracker, "increment"):
             # A MetricTracker has a metric for each call of increment().
             tracker.increment()

@@ -365,7 +365,6 @@ def test_true_among_the_loggers_is_the_csv_of_the_run():
         words = quiet(max_epochs=epochs, logger=loggers, name=name, log_every_n_steps=0, enable_checkpointing=True)
         loop = FabricLoop(**words)
         loop.fit(Known(), four(), four(), resume=resume)
-    assert [type(logger).__name__ for logger in loop.loggers] == ["Lines", "CSVLogger"]
     assert loop.loggers[0].steps == [11, 11]
     assert [path.name for path in Path("logs/among").iterdir()] == ["version_0"]
     alone, among = (without_time(Path("logs", name, "version_0", "metrics.csv")) for name in ("alone", "among"))
