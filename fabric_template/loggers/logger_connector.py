@@ -110,7 +110,7 @@ class LoggerConnector:
             if not isinstance(logger, CSVLogger):
                 if metrics:
                     logger.log_metrics(metrics=values, step=step)
-                    logger.save()
+                    call_if_defined(logger, "save")
             elif row:
                 in_row = {"epoch": progress.epochs_done, **to_numbers(row)}
                 logger.log_metrics(in_row, step=progress.global_step)
@@ -123,9 +123,12 @@ class LoggerConnector:
         for logger in self.loggers:
             if not isinstance(logger, CSVLogger):
                 if hparams:
-                    logger.log_hyperparams(hparams)
-                logger.log_graph(run.module)
-                logger.save()
+                    call_if_defined(logger, "log_hyperparams", hparams)
+                # A logger of Fabric fails at a module without example_input_array.
+                has_example = getattr(run.module, "example_input_array", None) is not None
+                if isinstance(logger, Logger) or has_example:
+                    call_if_defined(logger, "log_graph", run.module)
+                call_if_defined(logger, "save")
             elif run.stage == "fit":
                 logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
 
@@ -138,7 +141,7 @@ class LoggerConnector:
 
     def finalize(self, status: str) -> None:
         for logger in self.loggers:
-            logger.finalize(status)
+            call_if_defined(logger, "finalize", status)
 
     def state_dict(self) -> dict[str, Any]:
         positions = [logger.position() for logger in self.csv_loggers]
