@@ -1,4 +1,4 @@
-"""README.md and docs/ are run and checked: Python blocks, commands, links, figures, tables of words, the map of the rooms.
+"""README.md and docs/ are run and checked: Python blocks, commands, links, figures, tables of options.
 
 Each page's Python blocks are one program, run in a folder and a process of its own: forked, so that nothing is imported again.
 """
@@ -12,7 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
-import lightning.pytorch  # noqa: F401 - and the rest, before the fork
+import lightning.pytorch  # and the rest, before the fork
 import matplotlib.pyplot  # noqa: F401
 import pandas  # noqa: F401
 import pytest
@@ -20,9 +20,9 @@ import sklearn.datasets  # noqa: F401
 import torch
 import torchmetrics  # noqa: F401
 from externally import externally
-from fabric_template.core.elsewhere import FABRIC_WORDS, TRAINER_ONLY
 from interpreter import ready
 
+from fabric_template import FabricLoop
 from fabric_template.config import LoopConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -127,7 +127,7 @@ def test_there_are_pages_with_python_blocks_and_no_block_is_of_an_unknown_kind()
 
 
 def test_the_front_door_is_short():
-    assert len(README.splitlines()) <= 180
+    assert len(README.splitlines()) <= 190
 
 
 def test_first_block_comes_before_the_picture_and_the_picture_is_small():
@@ -177,27 +177,6 @@ def test_no_figure_that_the_results_do_not_have(title):
     } == set()
 
 
-# ---- the rooms ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_map_names_files_that_exist():
-    named = re.findall(r"`([\w/]+\.py)`", PAGES["docs/rooms.md"])
-    assert len(named) > 8
-    assert [name for name in named if not (REPOSITORY / "fabric_template" / name).is_file()] == []
-
-
-def test_the_front_door_has_every_room():
-    package = REPOSITORY / "fabric_template"
-    # The engine that is built beside the old one is not described before it takes its place.
-    new_engine = {"training", "loggers", "checkpoint", "distributed", "lightning_compat"}
-    rooms = {path.parent.name for path in package.glob("*/*.py")} - new_engine
-    tree = next(source for _, source in blocks(README, "text") if source.startswith("fabric_template/"))
-    assert {line.split()[0].rstrip("/") for line in tree.splitlines() if line.split()[0].endswith("/")} == {
-        *rooms,
-        "fabric_template",
-    }
-
-
 def test_the_places_to_change_in_the_single_file_are_there():
     row = next(
         row for row in PAGES["docs/one-file-or-folder.md"].splitlines() if row.startswith("| an edit of your own")
@@ -235,42 +214,36 @@ def test_torch_is_asked_for_first_and_by_the_version_of_the_constraints():
     assert torch_line == f"pip install {version}"
 
 
-# ---- Trainer's words ---------------------------------------------------------------------------------------------------
+# ---- Trainer's options -------------------------------------------------------------------------------------------------
+
+OWN = {field.name for field in dataclasses.fields(LoopConfig)}
+OF_FABRIC = {name for name, p in inspect.signature(FabricLoop).parameters.items() if name not in OWN} - {"options"}
+OF_TRAINER = set(inspect.signature(lightning.pytorch.Trainer.__init__).parameters) - {"self"}
 
 
-def test_the_table_of_words_is_the_configuration():
-    rows = re.findall(r"^\| [^|]+ \| `([a-z_ ]+)`(?:, or .*)? \|$", section(TRAINERS_WORDS, "## Trainer's words"), re.M)
-    words = {word for row in rows for word in row.split()}
-    assert words == {field.name for field in dataclasses.fields(LoopConfig)} | set(FABRIC_WORDS) - {"fabric"}
+def test_the_table_of_options_is_the_configuration():
+    section_rows = section(TRAINERS_WORDS, "## Trainer's options")
+    rows = re.findall(r"^\| [^|]+ \| `([a-z_ ]+)`(?:, or .*)? \|$", section_rows, re.M)
+    assert {name for row in rows for name in row.split()} == OWN | OF_FABRIC - {"fabric"}
 
 
-def test_the_words_left_out_are_those_that_are_refused():
-    rows = set(re.findall(r"^\| `(?:fit\()?([a-z_]+)=?\)?` \|", TRAINERS_WORDS, re.M))
-    assert set(TRAINER_ONLY) <= rows
-
-
-def test_no_word_of_trainer_is_forgotten():
-    import lightning.pytorch as pl
-
-    words = set(inspect.signature(pl.Trainer.__init__).parameters) - {"self"}
-    assert {word for word in words if not re.search(rf"\b{word}\b", TRAINERS_WORDS)} == set()
+def test_no_option_of_trainer_is_forgotten():
+    assert {name for name in OF_TRAINER if not re.search(rf"\b{name}\b", TRAINERS_WORDS)} == set()
+    refused = set(re.findall(r"^\| `(?:fit\()?([a-z_]+)=?\)?` \|", TRAINERS_WORDS, re.M))
+    assert OF_TRAINER - OWN - OF_FABRIC <= refused
 
 
 def test_the_road_back():
-    """What Trainer and its verbs do not take has its row, with Trainer's word for it."""
-    import lightning.pytorch as pl
-
-    from fabric_template import FabricLoop
-
+    """Each argument that Trainer lacks has a row with Trainer's way to write it."""
     rows = section(TRAINERS_WORDS, "## The road back").splitlines()
     left = " ".join(row.split(" | ")[0] for row in rows if row.startswith("| "))
-    ours = {field.name for field in dataclasses.fields(LoopConfig)} | set(FABRIC_WORDS)
-    words = ours - set(inspect.signature(pl.Trainer.__init__).parameters)
-    for verb in ("fit", "validate", "test", "predict"):
-        mine, theirs = (set(inspect.signature(getattr(kind, verb)).parameters) for kind in (FabricLoop, pl.Trainer))
-        words |= mine - theirs
-        assert theirs <= mine
-    assert {word for word in words if not re.search(rf"\b{word}\b", left)} == set()
+    names = (OWN | OF_FABRIC) - OF_TRAINER
+    for method in ("fit", "validate", "test", "predict"):
+        kinds = (FabricLoop, lightning.pytorch.Trainer)
+        ours, theirs = (set(inspect.signature(getattr(kind, method)).parameters) for kind in kinds)
+        names |= ours - theirs
+        assert theirs <= ours
+    assert {name for name in names if not re.search(rf"\b{name}\b", left)} == set()
 
 
 # ---- links -------------------------------------------------------------------------------------------------------------

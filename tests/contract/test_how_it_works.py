@@ -1,0 +1,190 @@
+"""docs/how-it-works.md: it names the files that a batch, a log call and a resume enter, and its diffs do what they are for."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from interpreter import ready
+
+from fabric_template import FabricLoop
+from fabric_template.demos.digits import DigitsClassifier, DigitsData
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "fabric_template"
+FOLDER = f"{PACKAGE}{os.sep}"
+PAGE = (REPOSITORY / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+
+
+class Tracer:
+    """Collects the package's files whose functions are called."""
+
+    def __init__(self):
+        self.files = set()
+
+    def __call__(self, frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(FOLDER):
+            self.files.add(frame.f_code.co_filename.removeprefix(FOLDER))
+
+    def start(self):
+        self.files = set()
+        sys.setprofile(self)
+
+    def stop(self):
+        sys.setprofile(None)
+        return self.files
+
+
+class Logs(DigitsClassifier):
+    """Traces from the middle of the sixth batch to the middle of the seventh, and a call of log in the eighth."""
+
+    def __init__(self):
+        super().__init__(hidden=8)
+        self.tracer = Tracer()
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 6:
+            self.batch = self.tracer.stop()
+        loss, _ = self.compute_loss_and_acc(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        if batch_idx == 7:
+            self.tracer.start()
+            self.log("loss", loss, on_step=False, on_epoch=True)
+            self.log_call = self.tracer.stop()
+        if batch_idx == 5:
+            self.tracer.start()
+        return loss
+
+
+def make_loop(epochs):
+    options = {"gradient_clip_val": 1.0, "log_every_n_steps": 50, "name": "journey"}
+    return FabricLoop(accelerator="cpu", max_epochs=epochs, enable_progress_bar=False, **options)
+
+
+def named(title):
+    section = re.search(rf"^## {title}\n(.*?)^## ", PAGE, re.M | re.S)[1]
+    return set(re.findall(r"`([\w/]+\.py)`", section))
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """The files that a batch and a log call enter, and those that only a resumed run enters before its first batch."""
+    os.chdir(tmp_path_factory.mktemp("traced"))
+    torch.manual_seed(0)
+    module = Logs()
+    make_loop(1).fit(module, datamodule=DigitsData())
+
+    class Resumed(DigitsClassifier):
+        def training_step(self, batch, batch_idx):
+            self.files = self.files or sys.setprofile(None) or tracer.files
+            return super().training_step(batch, batch_idx)
+
+    found = []
+    for epochs, resume in ((1, None), (2, "last")):
+        tracer, resumed = Tracer(), Resumed(hidden=8)
+        resumed.files = None
+        tracer.start()
+        make_loop(epochs).fit(resumed, datamodule=DigitsData(), resume=resume)
+        tracer.stop()
+        found.append(resumed.files)
+    return module.batch - {"demos/digits.py"}, module.log_call, found[1] - found[0]
+
+
+def test_the_files_of_a_batch_are_named(traced):
+    batch, log_call, resume = traced
+    # The adapter of an nn.Module, and properties of the run.
+    assert batch - {"training/module_adapter.py", "training/run_state.py"} == named("A batch")
+    assert log_call <= named("A call of self.log")
+    assert len(log_call) <= 2
+    assert resume - {"loggers/log_arguments.py", "loggers/read_logs.py", "loggers/torchmetrics_state.py"} <= named("A resume")
+
+
+def test_the_files_that_are_named_exist():
+    files = set(re.findall(r"`([\w/]+\.py)`", PAGE))
+    tree = re.search(r"^```text\nfabric_template/\n(.*?)^```$", PAGE, re.M | re.S)[1]
+    entries = {line.split()[0] for line in tree.splitlines()}
+    assert [name for name in {*files, *entries} if not (PACKAGE / name).exists()] == []
+    assert {f"{path.parent.name}/" for path in PACKAGE.glob("*/*.py")} <= entries
+
+
+# ---- the three changes
+
+START = """
+import torch
+from NAME import FabricLoop, TensorLoader, read_logs
+
+def train(name, epochs=2, resume=None, **options):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 1))
+    data = TensorLoader(torch.randn(32, 4), torch.randn(32, 1), batch_size=8, shuffle=True)
+    second = TensorLoader(*data.tensors, batch_size=8)
+    net.second_val_dataloader = lambda: second
+    step = lambda net, batch: torch.nn.functional.mse_loss(net(batch[0]), batch[1])
+    options = {"accelerator": "cpu", "name": name, "enable_progress_bar": False, "enable_model_summary": False, **options}
+    loop = FabricLoop(max_epochs=epochs, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loop.fit(net, data, data, optimizer=optimizer, training_step=step, validation_step=step, resume=resume)
+    return loop, torch.cat([p.detach().flatten() for p in net.parameters()])
+"""
+CHECKS = {
+    "Accumulate gradients by tokens": """
+_, batches = train("batches", accumulate_grad_batches=2)
+loop, tokens = train("tokens", accumulate_tokens=64)  # A batch has 32 elements.
+assert torch.allclose(tokens, batches, atol=1e-6) and loop.global_step == 4
+whole = train("whole", epochs=3, accumulate_tokens=50, max_steps=5)[1]
+train("cut", epochs=3, accumulate_tokens=50, max_steps=3)
+assert torch.equal(train("cut", epochs=3, accumulate_tokens=50, max_steps=5, resume="last")[1], whole)
+""",
+    "A second validation set every N steps": """
+_, without = train("without")
+_, weights = train("second", validate_second_every_n_steps=2)
+rows = read_logs("logs/second/version_0/steps.csv")
+assert rows["step"].tolist() == [2, 4, 6, 8]
+assert torch.equal(without, weights)
+last = read_logs("logs/second/version_0/metrics.csv")["val_loss"].iloc[-1]
+assert abs(rows["second_loss"].iloc[-1] - last) < 1e-6
+""",
+    "Another checkpoint policy": """
+import os
+train("kept", epochs=4, keep_every_n_epochs=2)
+assert sorted(name for name in os.listdir("checkpoints/kept/version_0") if name[0] != ".") == [
+    "epoch_2.ckpt", "epoch_4.ckpt", "last.ckpt"]
+""",
+}
+
+
+def edits(title):
+    """Yield (file, old lines, new lines) of each part of a change's diff."""
+    section = re.search(rf"^### {title}\n(.*?)(?=^### |\Z)", PAGE, re.M | re.S)[1]
+    name, old, new = None, [], []
+    for line in [*re.search(r"^```diff\n(.*?)^```$", section, re.M | re.S)[1].splitlines(), "@@"]:
+        if line.startswith(("@@", "--- ")) and old:
+            yield name, "\n".join(old), "\n".join(new)
+            old, new = [], []
+        if line.startswith("+++ "):
+            name = line.split()[1]
+        elif not line.startswith(("@@", "--- ")):
+            old += [line[1:]] if line[:1] != "+" else []
+            new += [line[1:]] if line[:1] != "-" else []
+
+
+@pytest.mark.parametrize("title", CHECKS)
+def test_change_in_at_most_two_files(title, tmp_path):
+    copy = tmp_path / "my_loop"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    changed = set()
+    for name, old, new in edits(title):
+        text = (copy / name).read_text(encoding="utf-8")
+        assert text.count(f"{old}\n") == 1, f"{name} has not exactly one of:\n{old}"
+        (copy / name).write_text(text.replace(f"{old}\n", f"{new}\n"), encoding="utf-8")
+        changed.add(name)
+    assert 1 <= len(changed) <= 2
+    code = START.replace("NAME", copy.name) + CHECKS[title]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    command = ready([sys.executable, "-c", code])
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
