@@ -76,7 +76,11 @@ def _setup_loader(fabric: Fabric, loader: Any) -> Any:
     if isinstance(loader, DataLoader):
         return fabric.setup_dataloaders(loader)
     if isinstance(loader, TensorLoader):
-        return loader.to(fabric.device).for_rank(fabric.global_rank, fabric.world_size)
+        loader = loader.to(fabric.device)
+        if fabric.world_size > 1:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+            loader = loader.for_rank(fabric.global_rank, fabric.world_size, seed=seed)
+        return loader
     return loader
 
 

@@ -331,7 +331,8 @@ def restore_mini_run(run: RunState, own: dict[str, Any]) -> None:
     run.progress.load_state_dict({**progress, "logging_step": progress["global_step"]})
     run.history.rows = list(own["history"]["rows"])
     for logger in run.loggers.csv_loggers:
-        columns, rows, _ = read_table(Path(logger.log_dir, "steps.csv"))
+        path = Path(logger.log_dir, "steps.csv")
+        columns, rows = read_table(path)[:2] if path.exists() else ([], [])
         count = sum(int(row["step"]) <= progress["global_step"] for row in rows)
         steps = {"rows": count, "columns": columns, "waiting": []}
         logger.rewind({"steps.csv": steps}, run.history.rows)
