@@ -298,7 +298,7 @@ class FabricLoop(TrainerAPI):
         scalars = to_scalars(self.fabric, metrics, sync_dist)
         if self.run is not None and self.run.progress.stage is not None:
             log_in_run(self.run, scalars, step)
-        else:
+        elif self.fabric.is_global_zero:
             log_rows(self.loggers, scalars, step)
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
