@@ -174,17 +174,16 @@ def read_checkpoint(
             f"{path}: the file could not be read: {error.strerror or error}. Nothing shows that it is"
             " damaged. Try again."
         ) from error
-    except pickle.UnpicklingError as error:
-        if not weights_only:
-            raise DamagedCheckpointError(f"{path}: the file cannot be read. {error}") from error
-        raise CheckpointError(
-            f"{path}: the file holds objects that could run code"
-            f" ({', '.join(refused_classes(path)) or 'an old format'}). If you trust its source, pass"
-            " weights_only=False."
-        ) from error
     except (MemoryError, CheckpointError):
         raise
     except Exception as error:
+        refused = refused_classes(path) if weights_only else []
+        is_old = isinstance(error, pickle.UnpicklingError) and weights_only and not is_archive
+        if refused or is_old:
+            raise CheckpointError(
+                f"{path}: the file holds objects that could run code ({', '.join(refused) or 'an old format'})."
+                " If you trust its source, pass weights_only=False."
+            ) from error
         first_line = str(error).strip().split("\n")[0]
         # The checksums of an archive are right, so it is what was written.
         kind = CheckpointError if is_archive else DamagedCheckpointError

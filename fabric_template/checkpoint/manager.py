@@ -74,6 +74,11 @@ class CheckpointManager:
         if self.is_enabled and self.config.save_last and not run.progress.is_epoch_complete:
             self.save_last(run)
 
+    def save_signal(self, run: RunState) -> None:
+        """Save last.ckpt where a signal ends training."""
+        if self.is_enabled:
+            self.save_last(run)
+
     def save_epoch(self, run: RunState) -> None:
         """Save at the end of an epoch."""
         if not self.is_enabled:
@@ -258,7 +263,7 @@ class CheckpointManager:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "best": os.path.basename(self.best_model_path),
+            "best": os.path.basename(self.best_model_path) if self.config.monitor else "",
             "score": self.best_model_score,
             "kept": {os.path.basename(path): value for path, value in self._kept.items()},
             "is_validated": self._is_validated,

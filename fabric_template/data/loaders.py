@@ -159,19 +159,23 @@ class DataConnector:
 
     def setup_eval_loaders(self, stage: str) -> None:
         """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""
-        if self._eval_stage == stage and not self._should_reload(stage):
+        is_due, restored = self._should_reload(stage), self._restored_eval
+        if self._eval_stage == stage and not is_due:
             return
-        run = self.run
-        # A sanity check before an epoch that does not validate does not count as a load.
-        is_counted = not run.loop.sanity_checking or run.config.check_val_every_n_epoch in (None, 1)
-        self._loaded_in_epoch[stage] = run.progress.epochs_done if is_counted else -math.inf
-        if self.eval_loaders is not None:
-            run.loggers.restart_evaluation_count()
+        run, self._restored_eval = self.run, None
+        if is_due:
+            # A sanity check before an epoch that does not validate does not count as a load.
+            is_counted = not run.loop.sanity_checking or run.config.check_val_every_n_epoch in (
+                None,
+                1,
+            )
+            self._loaded_in_epoch[stage] = run.progress.epochs_done if is_counted else -math.inf
+            if self.eval_loaders is not None or restored is not None:
+                run.loggers.restart_evaluation_count()
         self._eval_stage = stage
         self.eval_loaders = EvalLoaders(self.run, stage, self.request(stage))
-        if self._restored_eval is not None:
-            self.eval_loaders.load_state_dict(self._restored_eval)
-            self._restored_eval = None
+        if restored is not None and not is_due:
+            self.eval_loaders.load_state_dict(restored)
 
     def set_epoch(self, stage: str, epoch: int) -> None:
         """Tell every sampler the epoch, so that shuffled epochs differ."""
@@ -192,7 +196,7 @@ class DataConnector:
         progress, restored = self.run.progress.state_dict(), self._restored_eval
         has_eval = self.eval_loaders is not None and self._eval_stage == "val"
         return {
-            "loaded_in_epoch": dict(self._loaded_in_epoch),
+            "loaded_in_epoch": dict(sorted(self._loaded_in_epoch.items())),
             "train": None if self.train is None else self.train.state_dict(progress),
             "val": self.eval_loaders.state_dict() if has_eval else restored,
         }
@@ -204,7 +208,6 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
         elif state["val"] is not None:
             self._restored_eval = state["val"]
-            self._loaded_in_epoch.pop("val", None)
         if self.train is not None and state["train"] is not None:
             self.train.load_state_dict(state["train"], self.run.progress.is_in_epoch)
 

@@ -7,6 +7,7 @@ and each row is in its file when it was logged.
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import os
 import re
@@ -163,7 +164,7 @@ class CSVLogger(Logger):
             if is_other_run:
                 self._table(name).set_aside()
             self._table(name).rewind(place["rows"], list(place["columns"]), place["waiting"])
-        for row in rows[metrics.num_rows :]:
+        for row in rows[metrics.count_rows() :]:
             metrics.append(row)
 
     @rank_zero_only
@@ -206,9 +207,18 @@ class Table:
 
     @property
     def num_rows(self) -> int:
-        """The rows in the file and those that wait for the disk."""
+        """The rows in the file and those that wait for the disk, as far as the disk tells."""
         with suppress(OSError):
             self._read_changes()
+        return self._num_rows + len(self._waiting)
+
+    def count_rows(self) -> int:
+        """Return the rows in the file and those that wait for the disk.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        self._read_changes()
         return self._num_rows + len(self._waiting)
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -247,20 +257,29 @@ class Table:
         return first.index(name) if name in first else len(first)
 
     def _append_lines(self, lines: str) -> None:
-        with self.path.open("a", encoding="utf-8", newline="") as file:
+        content = lines.encode("utf-8", "backslashreplace")
+        # A buffer would write again what the disk refused, when the file is closed.
+        with self.path.open("ab", buffering=0) as file:
             size = file.tell()
             try:
-                file.write(lines)
-                file.flush()
+                if file.write(content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
                 # A row that was written in part would be read as a whole one.
                 os.truncate(self.path, size)
                 raise
-        self._stamp = self._current_stamp()
+        self._note_stamp()
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
         write_text(self.path, to_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]))
-        self._columns, self._stamp = columns, self._current_stamp()
+        self._columns = columns
+        self._note_stamp()
+
+    def _note_stamp(self) -> None:
+        """Note that the file is as this object wrote it. Where the disk does not tell, it is read again."""
+        self._stamp = (-1, -1)
+        with suppress(OSError):
+            self._stamp = self._current_stamp()
 
     def _current_stamp(self) -> tuple[int, int] | None:
         try:

@@ -59,6 +59,8 @@ def fit(run: RunState) -> None:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
+            # Before on_train_end, where callbacks may exchange the weights.
+            run.checkpoints.save_signal(run)
             break
     run.hooks.call("on_train_end")
 

@@ -163,8 +163,6 @@ def finish_signal(run: RunState) -> None:
     number = run.stop.signal
     if number is None:
         return
-    if run.checkpoints.is_enabled:
-        run.checkpoints.save_last(run)
     if run.fabric.is_global_zero:
         name, path, step = (
             end_reason(run),

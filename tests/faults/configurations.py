@@ -75,12 +75,16 @@ ASIDE = (
 LEFT = "checkpoints/run/last.ckpt"  # with save_last=False what a run that was ended has written of its last steps stays
 EXCLUDED = [  # (why, which)
     (
+        "StochasticWeightAveraging exchanges schedulers in a hook that a resume in the middle of an epoch does not call",
+        lambda w: "swa" in w["callbacks"],
+    ),
+    (
         "a loader that brings its own state brings none of its workers' random numbers",
-        lambda w: "stateful" in kinds_of(w) and w["workers"] and (w["noise"] != "none" or w["collates"]),
+        lambda w: "stateful" in kinds_of(w) and w["workers"] and w["noise"],
     ),
     (
         "the random numbers of an iterable dataset in persistent_workers, of which a warning tells on resume",
-        lambda w: "iterable" in kinds_of(w) and w["persistent"] and (w["noise"] != "none" or w["collates"]),
+        lambda w: "iterable" in kinds_of(w) and w["persistent"] and w["noise"],
     ),
     (
         "a shuffled validation loader that ranks share takes the seed of the command that first makes it, here another one",
@@ -152,8 +156,8 @@ def _draw(chance, number, ranks, steady):
     if loader == "handed":
         shape = "handed"
     is_lightning = shape in ("lightning", "handed", "gan", "manual")
-    parts = some(("dropout", "batchnorm", "torch_generator", "numpy_generator", "python_generator", "libraries"), 0.25)
-    parts += some(("buffer", "reduced", "hparams"), 0.15)
+    parts = some(("dropout", "batchnorm", "libraries"), 0.3)
+    parts += some(("reduced", "hparams"), 0.15)
     if shape == "lightning":
         parts += some(("skips", "freezes", "toggles"), 0.08)
     optimizer = chance.choice(list(OPTIMIZERS))
@@ -191,8 +195,8 @@ def _draw(chance, number, ranks, steady):
         "number": number, "shape": shape, "parts": parts, "optimizer": optimizer, "scheduler": scheduler,
         "interval": chance.choice(("step", "epoch")), "frequency": chance.choice((1, 1, 2, 3)), "followed": followed,
         "logs": logs, "returns": chance.choice(("tensor", "dict")), "metric": metric, "measured": measured,
-        "loader": loader, "noise": chance.choice(("none", "none", "libraries", "own")),
-        "workers": chance.choice((0, 0, 0, 1, 2)), "persistent": chance.random() < 0.5, "collates": chance.random() < 0.15,
+        "loader": loader, "noise": chance.random() < 0.4,
+        "workers": chance.choice((0, 0, 0, 1, 2)), "persistent": chance.random() < 0.5, 
         "drops": chance.random() < 0.3, "val": val, "given": chance.choice(("loaders", "loaders", "datamodule")),
         "combined": [*chance.sample([kind for kind in LOADERS if kind not in ("list", "combined", "handed")], 2),
                      chance.choice(("dict", "list")),

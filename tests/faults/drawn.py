@@ -80,10 +80,9 @@ for _name in HOOKS:
 class Samples(Dataset):
     """Classified points, with noise of the random numbers named; or whole batches of them."""
 
-    def __init__(self, noise="none", num=26, batched=0, seed=0):
+    def __init__(self, noise=False, num=26, batched=0, seed=0):
         self.x, self.y = make_data(num, seed=seed).tensors
         self.noise, self.batched = noise, batched
-        self.own = torch.Generator().manual_seed(11) if noise == "own" else None
 
     def __len__(self):
         return len(self.x) // (self.batched or 1)
@@ -94,9 +93,7 @@ class Samples(Dataset):
         return self.x[part] + self.draw(), self.y[part]
 
     def draw(self):
-        if self.noise == "libraries":
-            return 0.1 * (torch.randn(()).item() + random.random() + np.random.rand())
-        return 0.1 * torch.randn((), generator=self.own).item() if self.noise == "own" else 0.0
+        return 0.1 * (torch.randn(()).item() + random.random() + np.random.rand()) if self.noise else 0.0
 
 
 class Stream(IterableDataset):
@@ -172,17 +169,6 @@ class AtOnce:
         return iter(torch.randperm(self.num).tolist())
 
 
-class Noise:
-    """A collate function with a generator of its own."""
-
-    def __init__(self):
-        self.own = np.random.default_rng(5)
-
-    def __call__(self, samples):
-        x, y = torch.utils.data.default_collate(samples)
-        return x + 0.01 * float(self.own.normal()), y
-
-
 def seeded():
     return torch.Generator().manual_seed(7)
 
@@ -194,8 +180,6 @@ def loader_of(words, kind=None):
     data, more = Samples(noise, num), {"num_workers": workers}
     if workers:
         more |= {"persistent_workers": words["persistent"]}
-    if words["collates"]:
-        more |= {"collate_fn": Noise()}
     sizes = {"batch_size": 4, "drop_last": words["drops"]}
     if kind == "shuffled":
         return DataLoader(data, shuffle=True, **sizes, **more)
@@ -211,7 +195,6 @@ def loader_of(words, kind=None):
         weighted = WeightedRandomSampler(torch.arange(len(data)) + 1.0, len(data))
         return DataLoader(data, sampler=AtOnce(len(data)) if words["drops"] else weighted, **sizes, **more)
     if kind == "unbatched":
-        more.pop("collate_fn", None)
         return DataLoader(Samples(noise, batched=4), batch_size=None, shuffle=True, **more)
     if kind == "iterable":
         # no worker has a last batch of one
@@ -299,34 +282,13 @@ class Nets(nn.Module):
         self.head = nn.Linear(6, 3)
         self.embedding = nn.Embedding(8, 3, sparse=True) if "sparse" in parts else None
         self.dropout = nn.Dropout(0.3 if "dropout" in parts else 0.0)
-        self.own = []
-        if "torch_generator" in parts:
-            self.own.append(torch.Generator().manual_seed(3))
-        if "numpy_generator" in parts:
-            self.own.append(np.random.default_rng(3))
-        if "python_generator" in parts:
-            self.own.append(random.Random(3))
-        if "buffer" in parts:
-            self.register_buffer("seen", torch.zeros(()), persistent=False)
-
     def forward(self, x):
         if self.embedding is not None:
             return self.embedding(x.argmax(1))
         x = self.dropout(self.backbone(x))
-        if self.training:
-            x = x * (1 + 0.1 * self.noise())
-            if "buffer" in self.parts:
-                self.seen += 0.01
-                x = x * (1 + self.seen)
+        if self.training and "libraries" in self.parts:
+            x = x * (1 + 0.1 * (random.random() + np.random.rand() + torch.rand(()).item()))
         return self.head(x)
-
-    def noise(self):
-        total = 0.0
-        for own in self.own:
-            total += torch.rand((), generator=own).item() if isinstance(own, torch.Generator) else own.random()
-        if "libraries" in self.parts:
-            total += random.random() + np.random.rand() + torch.rand(()).item()
-        return total
 
 
 class Steps:
@@ -444,7 +406,6 @@ class Steps:
     def on_train_batch_start(self, batch, batch_idx):
         if "toggles" in self.words["parts"] and self.global_step == 4:
             self.net.backbone[0].bias.requires_grad = False
-            self.net.dropout.eval()
 
     def configure_optimizers(self):
         return optimizers_of(self.words, self.net)
@@ -625,15 +586,15 @@ def optimizers_of(words, net):
 
 
 class Shaking(lc.Callback):
-    """Moves a weight by numbers of its own generator, and counts in its state."""
+    """Moves a weight by a number that its state counts."""
 
     def __init__(self):
-        self.own, self.calls = random.Random(4), 0
+        self.calls = 0
 
     def on_train_batch_end(self, trainer, module, *_):
         self.calls += 1
         with torch.no_grad():
-            module.net.head.bias += 0.001 * self.own.random() * self.calls
+            module.net.head.bias += 0.001 * self.calls
 
     def state_dict(self):
         return {"calls": self.calls}

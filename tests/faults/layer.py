@@ -1,7 +1,7 @@
-"""A layer between Python and the disk: it counts what a run does to the files under a folder, and can make it go wrong.
+"""Count the operations of a process on the files under a folder, and let some of them fail.
 
-It takes the place of ``os.open, os.write, os.fsync, os.replace, os.mkdir, ...`` and of ``open`` for writing, in the whole
-process, so that no writer can forget to go through it. What concerns other folders passes by untouched.
+`os.open, os.write, os.fsync, os.replace ...` and `open` are replaced for the time of a `with` block. Whatever writes
+below Python is not seen here, see soak/syscalls.py.
 """
 
 import builtins
@@ -11,40 +11,39 @@ import io
 import os
 import signal
 
-OPERATIONS = (
-    "open", "write", "pwrite", "fsync", "ftruncate", "replace", "rename", "unlink", "remove", "mkdir", "rmdir",
-)  # fmt: skip
+OPERATIONS = ("open", "write", "fsync", "truncate", "replace", "rename", "unlink", "remove", "mkdir", "rmdir")
 KINDS = {
     "ENOSPC": errno.ENOSPC,
     "EIO": errno.EIO,
     "EACCES": errno.EACCES,
-    "short": None,  # half of a write is written and reported; the rest of the operations end as ENOSPC does
+    "short": None,  # Half of a write is written and reported; other operations fail with ENOSPC.
     "SIGKILL": None,
 }
 
 
 class Layer:
-    """While inside, `before(operation, path, size)` is called ahead of each operation under `root`, `after` behind it.
+    """Calls `before(operation, path, size)` and `after(operation, path, fd)` around each operation under `root`.
 
-    `before` may raise, kill the process, or return how many bytes of a write are to be written (of a read: to be read).
+    `before` may raise, kill the process, or return how many bytes of a write are to be written.
     """
 
     operations = OPERATIONS
+    buffer_size = 8192  # bytes that are written or read at a time
 
     def __init__(self, root):
         self.root = os.path.realpath(root)
-        self.folders = {}  # file descriptor -> path
+        self.paths = {}  # by file descriptor
         self.count = 0
 
     def before(self, operation, path, size):
-        """Nothing goes wrong here; see `Fault`."""
+        """Do nothing."""
 
     def after(self, operation, path, fd):
-        """Nothing is noted here; see `PowerCut`."""
+        """Do nothing."""
 
     def __enter__(self):
         self._real = {name: getattr(os, name) for name in self.operations}
-        self._opens = builtins.open, io.open
+        self._open_files = builtins.open, io.open
         for name in self.operations:
             setattr(os, name, self._wrap(name))
         builtins.open = io.open = self._open
@@ -53,82 +52,84 @@ class Layer:
     def __exit__(self, *exception):
         for name, function in self._real.items():
             setattr(os, name, function)
-        builtins.open, io.open = self._opens
+        builtins.open, io.open = self._open_files
 
     def _wrap(self, name):
         real = self._real[name]
 
-        def call(*args, **words):
-            path = self._path_of(args[0])
+        def call(*args, **kwargs):
+            path = self.path_of(args[0] if args else None)
             if path is None:
-                return real(*args, **words)
+                return real(*args, **kwargs)
             self.count += 1
-            size = len(args[1]) if name in ("write", "pwrite") else 0
-            less = self.before(name, path, size)
+            less = self.before(name, path, len(args[1]) if name == "write" else 0)
             if less is not None:
-                args = (args[0], memoryview(args[1])[:less], *args[2:])
-            result = real(*args, **words)
+                args = (args[0], memoryview(args[1])[:less])
+            result = real(*args, **kwargs)
             if name == "open":
-                self.folders[result] = path
+                self.paths[result] = path
             target = args[1] if name in ("replace", "rename") else path
             self.after(name, os.path.realpath(target), result if name == "open" else args[0])
             return result
 
         return call
 
-    def _path_of(self, file):
-        """The path of a file or descriptor under the root; None for all others."""
+    def path_of(self, file):
+        """Return the path of a file or descriptor under the root; None for all others."""
         if isinstance(file, int):
-            path = self.folders.get(file)
-            # a number may have been closed and used again by somebody else
+            # The descriptor may have been closed and used again.
             with contextlib.suppress(OSError):
-                return path if path is not None and os.readlink(f"/proc/self/fd/{file}").startswith(self.root) else None
+                return self.paths.get(file) if os.readlink(f"/proc/self/fd/{file}").startswith(self.root) else None
+            return None
+        if file is None:
             return None
         path = os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(file))), os.path.basename(file))
         return path if path.startswith(self.root) else None
 
-    def _open(self, file, mode="r", buffering=-1, *args, **words):
-        """As open(), but what is written goes through os.write above."""
-        if words.get("opener") is not None:  # which calls os.open itself
-            return self._opens[0](file, mode, buffering, *args, **words)
-        if isinstance(file, int) or not set(mode) & set("wax+") or self._path_of(file) is None:
-            if not isinstance(file, int) and self._path_of(file) is not None:  # a read counts as an open
+    def _open(self, file, mode="r", buffering=-1, *args, **kwargs):
+        """Open a file. What is written goes through os.write."""
+        path = None if isinstance(file, int) else self.path_of(file)
+        writes = set(mode) & set("wax+")
+        if path is None or kwargs.get("opener") is not None or not writes:
+            if path is not None and not writes:
                 self.count += 1
-                self.before("open", self._path_of(file), 0)
-            return self._opens[0](file, mode, buffering, *args, **words)
+                self.before("open", path, 0)
+            return self._open_files[0](file, mode, buffering, *args, **kwargs)
         flags = os.O_RDWR if "+" in mode else os.O_WRONLY
-        flags |= {"w": os.O_CREAT | os.O_TRUNC, "a": os.O_CREAT | os.O_APPEND, "x": os.O_CREAT | os.O_EXCL}.get(
-            next((letter for letter in mode if letter in "wax"), ""), 0
-        )
-        raw = _Raw(os.open(file, flags, 0o666), "rb+" if "+" in mode else "wb")
-        if buffering == 0:
-            return raw
-        binary = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-        return binary if "b" in mode else io.TextIOWrapper(binary, *args, **words)
+        kinds = {"w": os.O_CREAT | os.O_TRUNC, "a": os.O_CREAT | os.O_APPEND, "x": os.O_CREAT | os.O_EXCL, "r": 0}
+        flags |= next(kinds[letter] for letter in mode if letter in kinds)
+        raw = WritingFile(os.open(file, flags, 0o666), "rb+" if "+" in mode else "wb")
+        if "a" in mode:
+            raw.seek(0, os.SEEK_END)
+        return buffered(raw, mode, buffering, self.buffer_size, *args, **kwargs)
 
 
-class _Raw(io.FileIO):
+class WritingFile(io.FileIO):
     """A file whose writes go through os.write, where the layer sees them."""
 
     def write(self, data):
         return os.write(self.fileno(), data)
 
 
+def buffered(raw, mode, buffering, size, *args, **kwargs):
+    """Return what open() makes of a raw file."""
+    if buffering == 0:
+        return raw
+    kind = io.BufferedRandom if "+" in mode else io.BufferedReader if "r" in mode else io.BufferedWriter
+    binary = kind(raw, size)
+    return binary if "b" in mode else io.TextIOWrapper(binary, *args, **kwargs)
+
+
 class Fault(Layer):
-    """The n-th operation fails, by an error, by half a write, or by SIGKILL right there; all others are as ever.
+    """Lets the n-th operation fail, by an error, by half a write, or by SIGKILL."""
 
-    With `lasting`, all operations of that kind fail from there on: a disk that is full stays full.
-    """
-
-    def __init__(self, root, n, kind, lasting=False):
+    def __init__(self, root, n, kind):
         super().__init__(root)
-        self.n, self.kind, self.lasting = n, kind, lasting
-        self.hit = None  # (operation, path) that failed
+        self.n, self.kind = n, kind
 
     def before(self, operation, path, size):
-        if self.count != self.n and not (self.lasting and self.count > self.n and operation != "open"):
+        if self.count != self.n:
             return None
-        self.hit = self.hit or (operation, path)
         if self.kind == "SIGKILL":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "short" and operation == "write":

@@ -1,9 +1,9 @@
-"""Every operation on the disk fails once, in each way; the old state stays readable and the run is finished as if nothing was.
+"""Let every operation of a run on the disk fail once, in each way. No saved state may be lost.
 
     python tests/faults/sweep.py --kinds ENOSPC short SIGKILL
 
-For n = 1, 2, ... the n-th open, write, fsync, rename, mkdir, ... of a run fails with ENOSPC, EIO or EACCES, is half a write, or
-is where SIGKILL hits, until a run passes unharmed. After it, `resume="auto"` must end with the same bytes.
+For n = 1, 2, ... the n-th open, write, fsync, rename, mkdir, ... of a run fails, until a run passes unharmed. After
+each fault last.ckpt is whole, and resume="auto" ends with the files of an undisturbed run.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from fabric_template.files import storage
 from kills import end, fork, warm_up
 from layer import KINDS, Fault, Layer
 from victim import BEST, difference, end_of, train, without_names
@@ -35,33 +34,31 @@ class Trace(Layer):
         self.noted.append((operation, path))
 
 
-def harmed(root, n, kind):
-    """The run with its n-th operation failing; a complaint in one line is as good an end as any."""
+def train_harmed(root, n, kind):
+    """Train with the n-th operation failing. The run may end with an error of one line."""
     try:
         with Fault(root, n, kind):
             train(root)
-    except ValueError as error:  # a CheckpointError, a LogsError
+    except (ValueError, OSError) as error:
         if "\n" in str(error):
             raise
 
 
 def check(home, whole, n, kind):
-    """Harm one run and finish it; returns what went wrong, in words, or None.
-
-    SIGKILL needs a process of its own, which is forked; all else happens in this one, which is three times as quick.
-    """
+    """Harm one run and finish it. Returns what went wrong, or None."""
     root = home / "run"
     try:
         if kind == "SIGKILL":
-            (code,) = end([fork(harmed, root, n, kind)])
+            (code,) = end([fork(train_harmed, root, n, kind)])
             if code != -signal.SIGKILL:
                 return f"the harmed run ended with {code}"
         else:
-            harmed(root, n, kind)
+            train_harmed(root, n, kind)
         for path in root.rglob("last.ckpt"):
-            read_checkpoint(path)  # the old state, or the new one
+            read_checkpoint(path)
         train(root)
-        without = () if kind == "SIGKILL" else BEST  # one that the disk refused was said to be missing, and is
+        # A best file that the disk refused was reported, and is missing.
+        without = () if kind == "SIGKILL" else BEST
         return difference(without_names(whole, without), end_of(root, without))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -70,10 +67,10 @@ def check(home, whole, n, kind):
 
 
 def sweep(kinds, buffer, every=1):
-    """Sweep over all operations (or every so many), in each of these ways, with saves of so many bytes at a time."""
+    """Return the figures of a sweep over all operations, or every so many."""
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
-    began = time.monotonic()
-    storage.BUFFER = buffer
+    start = time.monotonic()
+    Layer.buffer_size = buffer
     try:
         warm_up(home / "warm")
         with Trace(home / "whole") as trace:
@@ -89,21 +86,16 @@ def sweep(kinds, buffer, every=1):
                     print(figures["losses"][-1], file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    return {**figures, "seconds": time.monotonic() - began}
+    return {**figures, "seconds": time.monotonic() - start}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="in which ways to fail; all")
-    parser.add_argument(
-        "--buffer",
-        type=int,
-        default=8192,
-        help="bytes that a save writes at a time: a checkpoint of this run comes in a few pieces, with 1 in hundreds (8192)",
-    )
-    parser.add_argument("--every", type=int, default=1, help="every so many operations fail; all")
-    words = parser.parse_args()
-    figures = sweep(words.kinds, words.buffer, words.every)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="ways to fail (all)")
+    parser.add_argument("--buffer", type=int, default=8192, help="bytes that are written at a time (8192)")
+    parser.add_argument("--every", type=int, default=1, help="let every so many operations fail (1)")
+    options = parser.parse_args()
+    figures = sweep(options.kinds, options.buffer, options.every)
     print(json.dumps(figures))
     sys.exit(bool(figures["losses"]))
 
