@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -69,17 +69,13 @@ class Console:
     def end_evaluation(self, run: RunState) -> None:
         """Return to the bar of the epoch. A validation inside of an epoch has a row of its own."""
         self._num_eval_batches = None
-        is_inside = (
-            run.stage == "fit"
-            and run.progress.stage == "validate"
-            and not run.progress.is_epoch_complete
-        )
-        if is_inside and self.is_enabled:
-            self._guard(self._add_row, run, validation_row(run), None)
+        is_in_fit = run.stage == "fit" and run.progress.stage == "validate"
+        if is_in_fit and not run.progress.is_epoch_complete:
+            self._guard(self._add_row, run)
 
     def end_epoch(self, run: RunState, row: Mapping[str, Any]) -> None:
         """Add the row of an epoch to the table."""
-        self._guard(self._add_row, run, row, seconds_left(run))
+        self._guard(self._add_row, run, row)
 
     def update(self, run: RunState) -> None:
         """Draw the bar if it is time to. Called after every batch."""
@@ -120,14 +116,18 @@ class Console:
         if run.stage == "fit" and progress.phase == "step":
             # The current batch is not done yet. It may have raised an error.
             done -= 1
-        # The format of a bar in tqdm.
+        total: int | float | None = None if self._total == math.inf else self._total
+        if description is not None:
+            total = done
+        values = [f"{name}={value:.4g}" for name, value in bar_values(run).items()]
+        # The arguments of tqdm.format_meter.
         meter = {
             "n": done,
-            "total": done if description else self._total if self._total != math.inf else None,
+            "total": total,
             "elapsed": time.monotonic() - self._started,
             "initial": self._first,
             "prefix": description or self._describe(run),
-            "postfix": ", ".join(f"{name}={value:.4g}" for name, value in bar_values(run).items()),
+            "postfix": ", ".join(values),
         }
         self._screen.draw(meter)
         self._due = time.monotonic() + self._screen.seconds_between_draws
@@ -142,9 +142,12 @@ class Console:
             text += f", validating {run.progress.eval_batches_done}{total}"
         return text
 
-    def _add_row(self, run: RunState, row: Mapping[str, Any], left: float | None) -> None:
+    def _add_row(self, run: RunState, row: Mapping[str, Any] | None = None) -> None:
+        """Add the row of an epoch, or without one that of a validation inside of it."""
         if self._screen is None:
             return
+        left = None if row is None else seconds_left(run)
+        row = validation_row(run) if row is None else row
         self._table.mark_best(row)
         self._screen.add_row(row, left)
 
@@ -152,8 +155,10 @@ class Console:
         if self._screen is None:
             return
         if not self._screen.is_log_file:
-            count = count_of(run.progress.epochs_done, "epoch")
-            self._draw(run, (count if run.stage == "fit" else run.stage) if is_complete else None)
+            description = run.stage
+            if run.stage == "fit":
+                description = count_of(run.progress.epochs_done, "epoch")
+            self._draw(run, description if is_complete else None)
         self._due = math.inf
         reason = end_reason(run) if is_complete and run.stage == "fit" else ""
         if reason and not run.stop.has_max_epochs:
@@ -213,34 +218,28 @@ class EpochTable:
     def __init__(self, monitor: str | None, mode: str) -> None:
         self.monitor, self.mode = monitor, mode
         self.rows: list[dict[str, str]] = []
-        self._best_row: int | None = None
         self._best: float | None = None
+        self._best_row: int | None = None
         self._is_best = False
-        self._widths: dict[str, int] = {}
         self._columns: list[str] = []
-        self._shown: list[str] = []
+        self._widths: dict[str, int] = {}
 
     def mark_best(self, row: Mapping[str, Any]) -> None:
         """Compare a row with the best one so far."""
         value, best = row.get(self.monitor or ""), self._best
-        self._is_best = isinstance(value, int | float) and not math.isnan(value)
-        if self._is_best and best is not None:
-            self._is_best = value < best if self.mode == "min" else value > best  # type: ignore[operator]
-        if self._is_best:
-            self._best = value
+        self._is_best = False
+        if not isinstance(value, int | float) or math.isnan(value):
+            return
+        if best is None or (value < best if self.mode == "min" else value > best):
+            self._is_best, self._best = True, value
 
-    def add(
-        self, row: Mapping[str, Any], left: float | None = None, width: int | None = None
-    ) -> list[str]:
+    def add(self, row: Mapping[str, Any], left: float | None = None) -> list[str]:
         """Add a row. Returns its line, after a line of names if the columns have changed.
 
         Args:
             left: The seconds that remain.
-            width: The columns of the terminal. What does not fit is left out.
         """
-        cells = {
-            name: format_value(name, value) for name, value in row.items() if value is not None
-        }
+        cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
         if left is not None and left > 0:
             cells["left"] = format_value("left", left)
         if self.monitor in cells:
@@ -248,56 +247,45 @@ class EpochTable:
         if self._is_best:
             self._best_row = len(self.rows)
         self.rows.append(cells)
-        names = [*cells, *(name for name in self._columns if name not in cells)]
-        if set(cells) <= set(self._columns):
-            names = self._columns
-        self._columns = [name for name in names if name not in LAST_COLUMNS]
-        self._columns += [name for name in LAST_COLUMNS if name in names]
+        has_new_columns = not set(cells) <= set(self._columns)
+        if has_new_columns:
+            # A new column comes before those that stood after it in its row.
+            names = list(dict.fromkeys([*cells, *self._columns]))
+            self._columns = [name for name in names if name not in LAST_COLUMNS]
+            self._columns += [name for name in LAST_COLUMNS if name in names]
         for name, text in cells.items():
             smallest = 8 if name.startswith("lr") else 5
             self._widths[name] = max(self._widths.get(name, smallest), len(name), len(text))
-        shown = self._columns if width is None else self._fitting(width - 1)
-        lines = [] if shown == self._shown else [self._line({name: name for name in shown}, shown)]
-        self._shown = shown
-        return [*lines, self._line(cells, shown)]
+        return [*([self._head()] if has_new_columns else []), self._line(cells)]
 
     def text(self, num_rows: int | None = None) -> str:
         """Return the table, or its last rows."""
-        head = {name: name for name in self._columns}
         rows = self.rows if num_rows is None else self.rows[-num_rows:]
-        return "\n".join(self._line(row, self._columns) for row in ([head, *rows] if rows else []))
+        return "\n".join([self._head(), *map(self._line, rows)]) if rows else ""
 
     def html(self, num_rows: int | None = None) -> str:
         """Return the table for a notebook, with the best row in bold."""
         if not self.rows:
             return ""
         first = 0 if num_rows is None else max(0, len(self.rows) - num_rows)
-        lines = [
-            "<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in self._columns) + "</tr>"
-        ]
+        lines = [html_row("th", self._columns)]
         for index, row in enumerate(self.rows[first:], start=first):
-            style = ' style="font-weight: bold"' if index == self._best_row else ""
-            cells = [html.escape(row.get(name, "").rstrip("* ")) for name in self._columns]
-            lines.append(f"<tr{style}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+            cells = [row.get(name, "").rstrip("* ") for name in self._columns]
+            lines.append(html_row("td", cells, is_bold=index == self._best_row))
         return "<table>\n" + "\n".join(lines) + "\n</table>"
 
-    def _fitting(self, width: int) -> list[str]:
-        """Return the columns that fit in a line. The monitor and the losses stay longest."""
-        important = ["epoch", self.monitor, "val_loss", "train_loss", *LAST_COLUMNS]
-        unimportant = [name for name in self._columns if name == "step" or name.startswith("lr")]
-        first = [name for name in important if name in self._columns]
-        others = [name for name in self._columns if name not in first and name not in unimportant]
-        kept: list[str] = []
-        for name in dict.fromkeys([*first, *others, *unimportant]):
-            if kept and sum(self._widths[other] + 2 for other in [*kept, name]) - 2 > width:
-                break
-            kept.append(name)
-        return [name for name in self._columns if name in kept]
+    def _head(self) -> str:
+        return self._line({name: name for name in self._columns})
 
-    def _line(self, cells: Mapping[str, str], columns: list[str]) -> str:
-        return "  ".join(
-            f"{cells.get(name, ''):>{self._widths[name]}}" for name in columns
-        ).rstrip()
+    def _line(self, cells: Mapping[str, str]) -> str:
+        padded = [f"{cells.get(name, ''):>{self._widths[name]}}" for name in self._columns]
+        return "  ".join(padded).rstrip()
+
+
+def html_row(tag: str, texts: Iterable[str], is_bold: bool = False) -> str:
+    style = ' style="font-weight: bold"' if is_bold else ""
+    cells = [f"<{tag}>{html.escape(text)}</{tag}>" for text in texts]
+    return f"<tr{style}>{''.join(cells)}</tr>"
 
 
 class Screen:
@@ -319,7 +307,10 @@ class Screen:
         self.print(tqdm.format_meter(**meter, bar_format=TEXT_BAR))
 
     def add_row(self, row: Mapping[str, Any], left: float | None) -> None:
-        self.print("\n".join(self.table.add(row, left, terminal_width(sys.stdout))))
+        width = terminal_width(sys.stdout)
+        for line in self.table.add(row, left):
+            # A line as wide as the terminal would be wrapped.
+            self.print(line if width is None else line[: width - 1])
 
     def print(self, text: str) -> None:
         print(text, flush=True)
