@@ -1,11 +1,13 @@
-"""What steps return stands in the record beside what they log, in the middle of an epoch, too."""
+"""Test what steps return: their means in the history, beside what they log."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from both import Notes
 from modules import Classifier, assert_parity, make_loader
 from runs import Plain, fit, val_loader
 from torch import nn
+from torch.utils.data import DataLoader
 
 from fabric_template import read_logs
 
@@ -136,3 +138,59 @@ def test_of_several_loaders(tmp_path):
     assert everything["val_loss/dataloader_idx_1"] == 5.0
     assert everything["val_acc/dataloader_idx_0"] == everything["val_acc/dataloader_idx_1"]
     assert history[list(everything)].iloc[0].to_dict() == everything
+
+
+# Lists of images of several sizes. The number of samples is no tensor's first dimension.
+
+SIZES = [[(3, 4, 5), (3, 6, 4)], [(3, 4, 4)]]
+
+
+def make_images():
+    batches = [
+        ([torch.full(size, float(i)) for size in sizes], [{"boxes": torch.zeros(5, 4)} for _ in sizes])
+        for i, sizes in enumerate(SIZES, 1)
+    ]
+    return DataLoader(batches, batch_size=None)
+
+
+class ImageSteps:
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(1, 1, bias=False)
+
+    def training_step(self, batch, batch_idx):
+        self.log("other", 1.0, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        return 0 * self.net.weight.sum() + batch[0][0].mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_other", 1.0, batch_size=len(batch[0]))
+        return batch[0][0].mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+class ImageModule(ImageSteps, nn.Module):
+    pass
+
+
+class LitImageModule(ImageSteps, pl.LightningModule):
+    pass
+
+
+@pytest.mark.parametrize("make", [ImageModule, LitImageModule])
+def test_the_batch_size_of_self_log_weights_what_the_step_returns(tmp_path, make):
+    """Nothing is warned of: the suite makes each warning an error."""
+    _, _, history = fit(tmp_path, make, make_images, make_images, max_epochs=1)
+    assert history[["train_loss", "other", "val_loss", "val_other"]].iloc[0].tolist() == pytest.approx(
+        [4 / 3, 1, 4 / 3, 1]
+    )
+
+
+def test_an_ambiguous_batch_size_is_warned_of(tmp_path):
+    class WithoutLog(ImageModule):
+        def training_step(self, batch, batch_idx):
+            return 0 * self.net.weight.sum() + batch[0][0].mean()
+
+    with pytest.warns(UserWarning, match="The batch size we found is 3. To avoid any miscalculations, use `self.log"):
+        fit(tmp_path, WithoutLog, make_images, max_epochs=1)
