@@ -106,13 +106,13 @@ class CSVLogger(Logger):
     def experiment(self) -> CSVLogger:
         return self
 
-    @rank_zero_only
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"The CSV logger has no attribute {name!r}: it writes metrics.csv and steps.csv. For images and"
             " graphs write logger=TensorBoardLogger('logs')."
         )
 
+    @rank_zero_only
     def log_epoch(self, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.csv."""
         if row:
