@@ -262,7 +262,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
     if index is not None:
         folder = shard_folder(index, str(run.checkpoint_path))
         reader = ShardReader(folder)
-        saved = reader.read_metadata().state_dict_metadata
+        saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
         places = {name: place for name, place in index["places"].items() if place[0] == key}
         tensors = {n: _empty(run, place, saved[n]) for n, place in places.items()}
         try:

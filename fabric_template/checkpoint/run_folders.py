@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import zlib
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigurationError, describe
+from ..distributed.environment import gather_objects, is_started_externally
+from ..errors import CheckpointError, ConfigurationError, describe
 from ..loggers.csv_logger import claim_version
 from ..training.hooks import is_instance_of
 from .manager import CheckpointManager
@@ -56,9 +58,22 @@ def read_start_checkpoint(
             f" `trainer.fit(ckpt_path={keyword!r})`. The latter will be loaded."
         )
         loop.next_ckpt_path = None
-    path = None if keyword is None else find_checkpoint(run, name, os.fspath(keyword))
-    if path is None:
-        return
+    try:
+        path = None if keyword is None else find_checkpoint(run, name, os.fspath(keyword))
+        if path is not None:
+            read_checkpoint_of_run(run, path, resumes, keyword, weights_only)
+    except FileNotFoundError as error:
+        if not is_started_externally(run.fabric):
+            raise
+        # Other processes may have the file. They would wait for this one.
+        run.checkpoint_error = error
+
+
+def read_checkpoint_of_run(
+    run: RunState, path: str | Path, resumes: bool, keyword: Any, weights_only: bool | None
+) -> None:
+    """Read the file that a call starts from. A resumed run continues its version."""
+    loop = run.loop
     run.checkpoint_path = str(path)
     run.checkpoint = loop.checkpoint_io.load_checkpoint(
         path, weights_only=weights_only is not False
@@ -72,6 +87,38 @@ def read_start_checkpoint(
         version = version_of_checkpoint(Path(path), Path(loop.default_root_dir), run.config.name)
         for logger in run.loggers.csv_loggers if version is not None else ():
             logger.version = version
+
+
+def check_same_checkpoint(run: RunState) -> None:
+    """Refuse to start where processes have found different checkpoints, on machines without a common folder.
+
+    Raises:
+        CheckpointError: They differ, or none has found it.
+    """
+    found = gather_objects(run, describe_checkpoint(run))
+    different = [rank for rank, text in enumerate(found) if text != found[0]]
+    if different:
+        other = different[0]
+        raise CheckpointError(
+            f"resume: the processes have found different checkpoints. Process 0: {found[0]}. Process {other}:"
+            f" {found[other]}. Write default_root_dir= with a folder that all machines share."
+        )
+    if run.checkpoint_error is not None:
+        raise run.checkpoint_error
+
+
+def describe_checkpoint(run: RunState) -> str:
+    """Return the path, size and checksum of the checkpoint that this process has found."""
+    if run.checkpoint_error is not None:
+        return str(run.checkpoint_error)
+    if run.checkpoint_path is None or not os.path.isfile(run.checkpoint_path):
+        return "none"
+    with open(run.checkpoint_path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 65536))
+        # A checkpoint ends with the checksums of its parts.
+        checksum = zlib.crc32(file.read())
+    return f"{run.checkpoint_path} of {size:,} bytes, checksum {checksum:08x}"
 
 
 def find_checkpoint(run: RunState, argument: str, keyword: str) -> str | Path | None:

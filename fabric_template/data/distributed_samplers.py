@@ -64,15 +64,16 @@ def share_samples(run: RunState, loader: DataLoader, stage: str) -> tuple[Distri
     given = loader.sampler
     is_shuffled = stage == "train" or isinstance(given, RandomSampler)
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
-    is_plain = type(given) in (RandomSampler, SequentialSampler)
-    sampler: DistributedSampler = (DistributedSampler if is_plain else DistributedSamplerWrapper)(
+    is_plain = isinstance(given, RandomSampler | SequentialSampler)
+    kind: Any = DistributedSampler if is_plain else DistributedSamplerWrapper
+    sampler = kind(
         loader.dataset if is_plain else given,
         num_replicas=shares,
         rank=share,
         shuffle=is_shuffled and not is_overfitting,
         seed=run.data.sampler_seed,
     )
-    batch_sampler = loader.batch_sampler
+    batch_sampler: Any = loader.batch_sampler
     if stage == "train":
         return sampler, remake_batch_sampler(batch_sampler, sampler)
     is_plain_batches = type(batch_sampler) is BatchSampler

@@ -66,6 +66,12 @@ def _leave_group() -> None:
         torch.distributed.destroy_process_group()
 
 
+def is_started_externally(fabric: Fabric) -> bool:
+    """Return whether somebody else starts the processes, so that they meet only when they join."""
+    environment = getattr(fabric.strategy, "cluster_environment", None)
+    return bool(getattr(environment, "creates_processes_externally", False))
+
+
 def end_processes(fabric: Fabric) -> None:
     """Kill the scripts that this process has started, because they would wait for it."""
     for process in getattr(fabric.strategy.launcher, "procs", ()):

@@ -97,6 +97,10 @@ def _call_in_process(
     brings the text only.
     """
     loop.fabric = fabric
+    # A forked process has the handlers of its caller, which pass signals on.
+    for number in _SIGNALS:
+        is_interrupt = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     _unshare(arguments)
     ending = result = None
     try:

@@ -92,7 +92,8 @@ def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def synchronize(tensors: Iterable[Tensor]) -> None:
     """Give all processes the first one's values of each tensor, or of the part that several hold."""
     for tensor in tensors:
-        local, groups = tensor, [None]
+        local: Tensor = tensor
+        groups: list[Any] = [None]
         if isinstance(tensor, DTensor):
             mesh, local = tensor.device_mesh, tensor.to_local()
             dims = [
@@ -118,8 +119,8 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
     if mesh["data_parallel"].size() == 1:
         return
     for parameter_name, parameter in network.named_parameters():
-        is_dtensor = isinstance(parameter, DTensor)
-        names = parameter.device_mesh.mesh_dim_names if is_dtensor else (_TENSOR_PARALLEL,)
+        mesh_of: Any = getattr(parameter, "device_mesh", None)
+        names = (_TENSOR_PARALLEL,) if mesh_of is None else mesh_of.mesh_dim_names
         if parameter.requires_grad and names == (_TENSOR_PARALLEL,):
             raise ConfigurationError(
                 f"parallelize_fn: got {name} back with the parameter {parameter_name!r} whole in each of the"
@@ -137,10 +138,11 @@ def wrap_step(network: nn.Module, step: Callable) -> Callable:
     call: Any = _call
     if isinstance(network, FSDPModule):
         # FSDP gathers parameters in the hooks of the network's forward. A step may call parts of it.
-        network.run_step = _call
-        register_fsdp_forward_method(network, "run_step")
-        call = network.run_step
-        del network.run_step
+        root: Any = network
+        root.run_step = _call
+        register_fsdp_forward_method(root, "run_step")
+        call = root.run_step
+        del root.run_step
     return run_step
 
 

@@ -18,6 +18,8 @@ from ..checkpoint.distributed import remove_shards, save_checkpoint
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.state import build_checkpoint
 from ..config import LoopConfig
+from ..distributed.environment import join_processes
+from ..distributed.launch import starts_processes
 from ..errors import ConfigurationError
 from ..training.hooks import is_instance_of
 from ..training.optimization import clip_gradients
@@ -416,6 +418,8 @@ class TrainerAPI(LoopsAPI):
 
     def init_module(self, empty_init: bool | None = None) -> Any:
         """Return a context in which a module is made on the device and in the precision."""
+        if not starts_processes(self.fabric):
+            join_processes(self.fabric)
         return self.fabric.init_module(empty_init=empty_init)
 
     def require_run(self, name: str) -> RunState:

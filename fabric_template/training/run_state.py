@@ -77,6 +77,7 @@ class RunState:
     checkpoint: dict[str, Any] | None = None
     own_state: dict[str, Any] | None = None
     checkpoint_path: str | None = None
+    checkpoint_error: Exception | None = None
     resumes: bool = False
     is_last_model: bool = False
     resume_keyword: str | None = None

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
-from ..checkpoint.run_folders import open_folders
+from ..checkpoint.run_folders import check_same_checkpoint, open_folders
 from ..checkpoint.state import restore_model, restore_training
 from ..distributed.environment import end_processes, join_processes
 from ..distributed.launch import launch_processes, starts_processes
@@ -55,6 +55,8 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
             if not fabric.is_global_zero:
                 # Scripts that Fabric has started know their rank only now.
                 run.console.is_enabled = run.warn_once.is_enabled = False
+            if fabric.world_size > 1:
+                check_same_checkpoint(run)
             with ExitStack() as stack:
                 stack.enter_context(torch.set_grad_enabled(True))
                 stack.enter_context(torch.autograd.set_detect_anomaly(run.config.detect_anomaly))

@@ -1,4 +1,4 @@
-"""The names and objects of strategies that Trainer takes: Fabric's are made of them, or named in the refusal."""
+"""Trainer's strategies and precision plugins, by name or as objects, become Fabric's."""
 
 from datetime import timedelta
 
@@ -6,17 +6,17 @@ import lightning.fabric.strategies as fabrics
 import lightning.pytorch.strategies as trainers
 import pytest
 import torch
-from fabric_template.trainer.strategies import as_fabrics
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.fabric.plugins import precision as fabric_precision
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from modules import Classifier, assert_same_weights, make_loader, run_loop, run_trainer, sgd
 
 from fabric_template import FabricLoop
+from fabric_template.distributed.strategies import convert_plugins, convert_strategy
 from fabric_template.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("name", sorted(name for name in trainers.StrategyRegistry if name.startswith("ddp")))
 def test_every_name_of_ddp(name):
-    """With the words that it stands for."""
     expected = trainers.StrategyRegistry.get(name)
     found = FabricLoop(accelerator="cpu", devices=2, strategy=name).fabric.strategy
     assert type(found) is fabrics.DDPStrategy
@@ -25,14 +25,14 @@ def test_every_name_of_ddp(name):
     )  # fmt: skip
 
 
-def test_an_object_keeps_its_words():
-    words = {
+def test_an_object_keeps_its_arguments():
+    arguments = {
         "process_group_backend": "gloo",
         "timeout": timedelta(seconds=7),
         "start_method": "fork",
         "static_graph": True,
     }
-    found = as_fabrics(trainers.DDPStrategy(**words))
+    found = convert_strategy(trainers.DDPStrategy(**arguments))
     assert type(found) is fabrics.DDPStrategy
     assert (found.process_group_backend, found._timeout, found._start_method) == ("gloo", timedelta(seconds=7), "fork")
     assert found._ddp_kwargs == {"static_graph": True}
@@ -40,7 +40,7 @@ def test_an_object_keeps_its_words():
 
 
 class Unused(Classifier):
-    """Has a parameter that no loss depends on: DDP ends such a run unless it is told to look for them."""
+    """Has a parameter that no loss depends on, for which DDP needs find_unused_parameters."""
 
     def __init__(self):
         super().__init__(sgd)
@@ -55,9 +55,9 @@ def test_the_same_numbers(monkeypatch, as_object):
         if as_object
         else "ddp_fork_find_unused_parameters_true"
     )
-    words = {"devices": 2, "max_epochs": 1}
-    _, expected = run_trainer(Unused, lambda: make_loader(16), strategy=make(), **words)
-    _, found = run_loop(Unused, lambda: make_loader(16), strategy=make(), **words)
+    options = {"devices": 2, "max_epochs": 1}
+    _, expected = run_trainer(Unused, lambda: make_loader(16), strategy=make(), **options)
+    _, found = run_loop(Unused, lambda: make_loader(16), strategy=make(), **options)
     assert_same_weights(expected, found)
 
 
@@ -72,23 +72,32 @@ class Mine(trainers.DDPStrategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "words"),
+    ("strategy", "message"),
     [
-        (trainers.FSDPStrategy(),
-         "strategy=FSDPStrategy: it is FSDP's first form, which torch replaces by fully_shard: write"
-         " strategy=ModelParallelStrategy(parallelize_fn, data_parallel_size=...) of lightning.fabric.strategies, with"
-         " fully_shard(model, mesh=mesh['data_parallel']) in parallelize_fn(model, mesh), or strategy='ddp'"),
-        (Mine(),
-         "strategy=Mine(...) is made for Trainer: expected one of lightning.fabric.strategies, or a name (ddp, ddp_spawn,"
-         " ddp_notebook, ...)"),
-        (trainers.DDPStrategy(ddp_comm_hook=print),
-         "strategy=DDPStrategy(ddp_comm_hook=...): Fabric has no such word, leave it out"),
-        (trainers.DDPStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu")),
-         "strategy=DDPStrategy(...) brings what is said here by precision=: write FabricLoop(precision=...)"),
+        (
+            trainers.FSDPStrategy(),
+            "got FSDPStrategy, which FabricLoop does not run. Use strategy=ModelParallelStrategy",
+        ),
+        (Mine(), "got Mine, which is made for Trainer, expected a strategy of lightning.fabric.strategies or a name"),
+        (trainers.DDPStrategy(ddp_comm_hook=print), r"got DDPStrategy\(ddp_comm_hook=...\).* Leave it out"),
+        (
+            trainers.DDPStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu")),
+            r"with its own precision. Write FabricLoop\(precision=...\)",
+        ),
     ],
     ids=["fsdp", "own", "hook", "precision"],
-)  # fmt: skip
-def test_what_would_be_lost_is_refused(strategy, words):
-    with pytest.raises(ConfigurationError) as caught:
+)
+def test_strategies_without_equivalent_are_refused(strategy, message):
+    with pytest.raises(ConfigurationError, match=message):
         FabricLoop(strategy=strategy)
-    assert str(caught.value) == words
+
+
+def test_precision_plugins():
+    (double,) = convert_plugins(DoublePrecision())
+    assert type(double) is fabric_precision.DoublePrecision
+
+    class Own(DoublePrecision):
+        pass
+
+    with pytest.raises(ConfigurationError, match="plugins: got Own, which is made for Trainer"):
+        FabricLoop(plugins=[Own()])

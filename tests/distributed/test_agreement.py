@@ -1,0 +1,173 @@
+"""Processes must agree on their checkpoint and on the length of their loaders."""
+
+import copy
+import os
+import re
+import shutil
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from externally import externally
+from modules import Classifier, by_step, make_data, quiet
+from runs import fit, same, val_loader
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from fabric_template import FabricLoop
+from fabric_template.checkpoint.checkpoint_io import read_checkpoint
+from fabric_template.errors import ConfigurationError
+
+FORK = {"strategy": "ddp_fork"}
+LAST = "checkpoints/run/version_0/last.ckpt"
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks_are_quiet(monkeypatch):
+    """Set, so that Lightning gives each rank no more threads than this process has."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+# ---- another number of processes
+
+
+def numbered():
+    """48 samples that say who they are."""
+    return DataLoader(TensorDataset(*make_data(48).tensors, torch.arange(48)), batch_size=4, shuffle=True)
+
+
+class Numbered(Classifier):
+    """Logs over all ranks; each rank writes down its samples, the state that an epoch began with, and a random number."""
+
+    def __init__(self):
+        super().__init__(by_step, sync_dist=True)
+
+    def on_train_epoch_start(self):
+        optimizers = [optimizer.state_dict() for optimizer in self.trainer.optimizers]
+        schedulers = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
+        weights = {name: value.clone() for name, value in self.state_dict().items()}
+        self.began = copy.deepcopy([weights, optimizers, schedulers, self.global_step])
+        self.samples, self.drawn = [], torch.rand(1).item()
+
+    def training_step(self, batch, batch_idx):
+        self.samples += batch[2].tolist()
+        self.log("score", float(self.current_epoch), on_step=False, on_epoch=True)
+        return super().training_step(batch[:2], batch_idx)
+
+    def on_train_epoch_end(self):
+        found = {"samples": self.samples, "drawn": self.drawn, "began": self.began}
+        torch.save(found, f"epoch{self.current_epoch}_rank{self.global_rank}.pt")
+
+
+def read_epoch(epoch, ranks):
+    return [torch.load(f"epoch{epoch}_rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def test_another_number_of_processes_resumes_between_two_epochs(recwarn):
+    """2 -> 1 -> 3: each epoch begins with the state that the one before has left, and has each sample once."""
+    words = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
+    fit(".", Numbered, numbered, max_epochs=1, devices=2, **words)
+    states = [read_checkpoint(LAST)]
+    fit(".", Numbered, numbered, max_epochs=2, devices=1, resume="last", **{**words, "strategy": "auto"})
+    states.append(read_checkpoint(LAST))
+    _, _, history = fit(".", Numbered, numbered, max_epochs=3, devices=3, resume="auto", **words)
+    found = [str(warning.message) for warning in recwarn if "processes 2 was saved, now 1" in str(warning.message)]
+    assert len(found) == 1
+    for epoch, ranks in enumerate([2, 1, 3]):
+        found = read_epoch(epoch, ranks)
+        assert sorted(sample for part in found for sample in part["samples"]) == list(range(48))
+        if epoch:
+            state = states[epoch - 1]
+            saved = [state[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")]
+            assert all(same(part["began"], saved) for part in found)
+    assert len({part["drawn"] for part in read_epoch(2, 3)}) == 3  # not copies of one state
+    assert history[["epoch", "step"]].to_numpy().tolist() == [[0, 6], [1, 18], [2, 22]]
+    assert history.notna().all(axis=None)
+
+
+# ---- checkpoints
+
+
+def resume_in(rank, folders, arguments):
+    os.chdir(folders[rank])  # As on two machines without a common folder.
+    loop, *_ = fit(".", Classifier, max_epochs=2, strategy="ddp", devices=2, **arguments)
+    print("ended at step", loop.global_step, file=sys.stderr)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"resume": "last"}, {"resume": LAST}, {"resume": "auto"}, {"load": "last"}], ids=str
+)
+def test_processes_that_find_different_checkpoints(arguments):
+    """All end with the same error, whether one has another file or none. With the same file they resume."""
+    for name, seed in (("one", 1), ("other", 2)):
+        fit(name, Classifier, seed=seed, max_epochs=1, devices=2, **FORK)
+    Path("empty").mkdir()
+    shutil.copytree("one", "same")
+    for folders in (["one", "other"], ["one", "empty"]):
+        codes, errors = externally(resume_in, folders, arguments)
+        assert codes == [1, 1]
+        for error in errors:
+            assert "CheckpointError: resume: the processes have found different checkpoints. Process 0: " in error
+    codes, errors = externally(resume_in, ["one", "same"], arguments)
+    assert codes == [0, 0]
+    assert all("ended at step 10" in error for error in errors)
+
+
+# ---- loaders of different length
+
+
+class Longer(DistributedSampler):
+    """Rank one has two batches more."""
+
+    def __init__(self, num, rank, more):
+        super().__init__(range(num), 2, rank, shuffle=False)
+        self.num_samples += 8 * more * rank
+
+    def __iter__(self):
+        return iter([index % 40 for index in range(self.num_samples)])
+
+
+class Sampled(Classifier):
+    """Makes its loaders on each rank."""
+
+    def __init__(self, train=0, val=0, normed=False):
+        super().__init__()
+        self.more = train, val
+        if normed:
+            self.net.append(nn.BatchNorm1d(3))
+
+    def train_dataloader(self):
+        return self._loader(self.more[0])
+
+    def val_dataloader(self):
+        return self._loader(self.more[1])
+
+    def _loader(self, more):
+        sampler = Longer(40, self.global_rank, more)
+        return DataLoader(make_data(40), batch_size=4, sampler=sampler)
+
+
+DIFFERENT = "{}_dataloader: got {} batches by process, expected one number"
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "message"),
+    [
+        ({"train": 1}, {}, DIFFERENT.format("train", "[5, 7]")),
+        ({"train": 1}, {"limit_train_batches": 5}, None),
+        ({"train": 1}, {"max_steps": 5}, None),
+        ({"train": 1}, {"max_steps": 6}, DIFFERENT.format("train", "[5, 6]")),
+        ({"val": 1}, {}, None),
+        ({"val": 1, "normed": True}, {}, DIFFERENT.format("val", "[5, 7]")),
+        ({"val": 1, "normed": True}, {"limit_val_batches": 3}, None),
+    ],
+    ids=str,
+)
+def test_loaders_of_different_length(made, options, message):
+    """They would wait for each other until the timeout of the group, half an hour."""
+    options = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2, **options}
+    loop = FabricLoop(**quiet(**options))
+    with nullcontext() if message is None else pytest.raises(ConfigurationError, match=re.escape(message)):
+        loop.fit(Sampled(**made))

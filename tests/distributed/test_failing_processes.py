@@ -1,0 +1,82 @@
+"""One of two processes (gloo) fails or gets a signal: all end, and the state is saved where it is exact."""
+
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from externally import externally
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from modules import Classifier, make_loader, sgd
+from runs import loud
+
+from fabric_template import FabricLoop
+from fabric_template.checkpoint.checkpoint_io import read_checkpoint
+from fabric_template.checkpoint.distributed import SHARDS_KEY, verify_shards
+from fabric_template.distributed import signals
+
+LAST = Path("checkpoints/run/version_0/last.ckpt")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def shard(model, mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+class Fails(Classifier):
+    """Something happens in the second process after the fourth step."""
+
+    def __init__(self, event):
+        super().__init__(sgd)
+        self.event = event
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 4 and self.global_rank == 1:
+            if isinstance(self.event, BaseException):
+                raise self.event
+            os.kill(os.getpid(), self.event)
+        return super().training_step(batch, batch_idx)
+
+
+# By event: exit codes, text in the second process's errors, and the saved step.
+EVENTS = {
+    "exception": (ValueError("mine"), (1, 1), "ValueError: mine", 4),
+    "memory": (torch.OutOfMemoryError("none left"), (1, 1), "OutOfMemoryError: none left", 4),
+    "SIGKILL": (signal.SIGKILL, (1, -9), "", 4),
+    "SIGTERM": (signal.SIGTERM, (143, 143), "", 5),
+    "SIGUSR1": (signal.SIGUSR1, (138, 138), "", 5),
+    "SIGINT": (signal.SIGINT, (130, 130), "", 5),
+}
+
+
+def train(rank, name, mode):
+    torch.set_num_threads(1)
+    signals.SECONDS_BETWEEN_CHECKS = 0
+    warnings.simplefilter("ignore")
+    strategy = DDPStrategy() if mode == "ddp" else ModelParallelStrategy(shard, 2, 1)
+    loop = FabricLoop(**loud(".", devices=2, max_epochs=2, seed=1, save_every_n_steps=2), strategy=strategy)
+    loop.fit(Fails(EVENTS[name][0]), make_loader(40))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, "ddp") for name in EVENTS if name != "memory"), ("SIGKILL", "sharded"), ("SIGTERM", "sharded")],
+)
+def test_all_processes_end(name, mode):
+    _, expected, text, step = EVENTS[name]
+    codes, errors = externally(train, name, mode, timeout=100)
+    assert tuple(codes) == expected, errors
+    assert text in errors[1]
+    checkpoint = read_checkpoint(LAST)
+    assert checkpoint["global_step"] == step
+    if SHARDS_KEY in checkpoint:
+        verify_shards(LAST, checkpoint[SHARDS_KEY], reads_all=True)

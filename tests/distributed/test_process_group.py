@@ -1,0 +1,74 @@
+"""Signals to a script that forks processes, and the process group after a run."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from externally import externally
+from modules import Classifier, make_loader, quiet
+from runs import fit, val_loader
+
+from fabric_template import FabricLoop
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks_are_quiet(monkeypatch):
+    """Set, so that Lightning gives each rank no more threads than this process has."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+class Hit(Classifier):
+    """In the third step of the second process the script that has started it gets a signal."""
+
+    def __init__(self, number, script):
+        super().__init__()
+        self.number, self.script = number, script
+
+    def training_step(self, batch, batch_idx):
+        if (self.global_step, self.global_rank) == (2, 1):
+            os.kill(self.script, self.number)
+        time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def fork(rank, number):
+    script = os.getpid()
+    fit("run", lambda: Hit(number, script), max_epochs=20, strategy="ddp_fork", devices=2)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_script_passes_signals_on_to_its_forked_processes(number, code):
+    (found,), (error,) = externally(fork, number, ranks=1, is_launched=False, timeout=100)
+    assert found == code, error
+    assert Path("run/checkpoints/run/version_0/last.ckpt").exists()
+
+
+# ---- the group
+
+
+def again(rank, is_own):
+    if is_own:
+        torch.distributed.init_process_group("gloo")
+    loop = FabricLoop(**quiet(strategy="ddp", devices=2, max_epochs=1))
+    module = Classifier()
+    loop.fit(module, make_loader(16))
+    assert torch.distributed.is_initialized()
+    loop.validate(module, val_loader(), verbose=False)
+    loop.fit(module, make_loader(16))
+    sums = torch.ones(1)
+    torch.distributed.all_reduce(sums)
+    print("sum", sums.item(), file=sys.stderr)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_they_leave_their_group_at_the_end(is_own):
+    """Not before, because another run may follow. A group that the script has opened stays open."""
+    codes, errors = externally(again, is_own)
+    end = "the group stands" if is_own else "left"
+    assert (codes, [error.splitlines()[-2:] for error in errors]) == ([0, 0], [["sum 2.0", end]] * 2), errors
