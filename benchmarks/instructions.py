@@ -78,14 +78,15 @@ def fit(make: Callable, epochs: int) -> None:
 def draw_once() -> None:
     """No bar looks at the clock: time passes fifty times as slowly here."""
     import tqdm
-    from fabric_template.record import bar
+    from fabric_template.loggers import console
 
     class Still(tqdm.tqdm):
         def __init__(self, *args, **words):
             super().__init__(*args, mininterval=1e9, **words)
 
     tqdm.tqdm = Still
-    bar.SECONDS_BETWEEN = float("inf")
+    for screen in (console.Screen, *console.Screen.__subclasses__()):
+        screen.seconds_between_draws = float("inf")
 
 
 def run(train: Callable, problem: Problem, steps: int) -> None:

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 import torch
-from fabric_template.exact.randomness import rng_state_of_another
 from lightning.fabric.utilities.seed import seed_everything
 
 from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
+from fabric_template.checkpoint.rng import capture_rng_state
 
 ROUNDS = 7
 
@@ -42,6 +42,12 @@ def a_checkpoint(folder):
     return read_checkpoint(Path(folder, "checkpoints/run/version_0/last.ckpt"))
 
 
+def with_other_numbers(part, seed):
+    """A rank's part with random states of its own."""
+    seed_everything(seed, verbose=False)
+    return {**part, "rng": capture_rng_state()}
+
+
 def milliseconds(work):
     """The median of some rounds."""
     found = []
@@ -60,9 +66,7 @@ def main():
         checkpoint, path, rows = a_checkpoint(folder), Path(folder, "grown.ckpt"), []
         part = checkpoint["fabric_template"]["ranks"][0]
         for ranks in words.ranks:
-            parts = [
-                {**part, "rng": rng_state_of_another(part["rng"], rank)} for rank in range(ranks)
-            ]
+            parts = [with_other_numbers(part, rank) for rank in range(ranks)]
             checkpoint["fabric_template"]["ranks"] = parts
             gathered = [pickle.dumps(one) for one in parts]
             unpacked = milliseconds(
