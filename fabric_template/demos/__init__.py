@@ -15,7 +15,6 @@ DEMOS = {
     "digits": _demo("digits.DigitsClassifier", "digits.DigitsData", 10, "val_acc"),
     "tabular": _demo("tabular.TabularNet", "tabular.TabularData", 20, "val_r2"),
     "mnist": _demo("mnist.MNISTNet", "mnist.MNISTData", 5, "val_acc"),
-    "images": _demo("images.ImageClassifier", "images.ImagesData", 10, "val_acc"),
     "cifar10": _demo("cifar10.CIFAR10Net", "cifar10.CIFAR10Data", 10, "val_acc"),
     "language_model": _demo("language_model.GPT", "language_model.TextData", 5, "val_loss", "min"),
     "autoencoder": _demo("autoencoder.Autoencoder", "digits.DigitsData", 40, "val_loss", "min"),

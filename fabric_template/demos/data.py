@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
@@ -115,12 +114,6 @@ def download(url: str, path: Path) -> None:
         raise ValueError(f"download of {url}: got {error}. Copy the file to {path}.") from error
     finally:
         partial.unlink(missing_ok=True)
-
-
-def require_torchvision(name: str) -> None:
-    """Raise an error that names the package to install if torchvision is missing."""
-    if find_spec("torchvision") is None:
-        raise ValueError(f"{name}: torchvision is missing. Write pip install torchvision.")
 
 
 def require_path(name: str, path: str) -> Path:

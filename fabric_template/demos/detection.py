@@ -6,6 +6,7 @@ generated: a rectangle of one of two colours on noise.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from .data import SplitData, require_torchvision
+from .data import SplitData
 
 COLORS = torch.tensor([[0.9, 0.2, 0.1], [0.1, 0.3, 0.9]])  # Of labels 1 and 2; 0 is the background.
 Target = dict[str, Tensor]
@@ -122,7 +123,8 @@ class Detector(nn.Module):
         self.lr = lr
         self.net: nn.Module = SmallDetector()
         if net != "small":
-            require_torchvision("Detector")
+            if find_spec("torchvision") is None:
+                raise ValueError("Detector: torchvision is missing. Write pip install torchvision.")
             from torchvision.models import get_model
 
             self.net = get_model(net, num_classes=1 + len(COLORS), weights_backbone=None)

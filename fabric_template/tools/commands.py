@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import sys
-import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +173,9 @@ def verify_command(path: str) -> int:
     Args:
         path: A checkpoint, or a folder of them. The exit code is 1 if one is damaged.
     """
+    from ..checkpoint.checkpoint_io import verify_checkpoint
+    from ..errors import DamagedCheckpointError
+
     files = [Path(path)]
     if files[0].is_dir():
         files = sorted(file for file in files[0].rglob("[!.]*") if file.suffix in SUFFIXES)
@@ -182,25 +184,13 @@ def verify_command(path: str) -> int:
     code = 0
     for file in files:
         try:
-            damage = find_damage(file)
+            verify_checkpoint(file)
+        except DamagedCheckpointError as error:
+            print(f"damaged     {error}")
+            code = 1
         except OSError as error:
             print(f"not read    {file}: {error.strerror}")
             code = code or 2
-            continue
-        print(f"damaged     {file}: {damage}" if damage else f"whole       {file}")
-        code = 1 if damage else code
+        else:
+            print(f"whole       {file}")
     return code
-
-
-def find_damage(file: Path) -> str | None:
-    """Return what is wrong with a file of torch.save, a zip archive. None if it is whole."""
-    with open(file, "rb") as opened:
-        # zipfile takes an error of the disk for damage. Reading the file once raises it.
-        while opened.read(2**20):
-            pass
-        try:
-            with zipfile.ZipFile(opened) as archive:
-                damaged = archive.testzip()
-        except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
-            return str(error)
-    return damaged and f"the checksum of {damaged} is wrong"

@@ -78,6 +78,7 @@ def texts(notebook):
 def timeless(text):
     """Without what the bar and the clock said, and the number of the run."""
     text = re.sub(r"version_\d+", "version_N", text)  # each cell is run twice
+    text = re.sub(r"\btime \d+\.\d+", "TIME", text)
     return re.sub(DURATION, "TIME", re.sub(r"(?m)^.*\d%\|.*$", "", text))
 
 

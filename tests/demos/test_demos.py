@@ -132,10 +132,9 @@ def test_iou_is_zero_for_a_wrong_label_and_for_no_box():
     assert [detection.compute_iou(found, target) for found in (half, wrong, nothing)] == [0.5, 0, 0]
 
 
-@pytest.mark.parametrize("options", ["demos.images --data.path .", "demos.detection --model.net ssd300_vgg16"])
-def test_a_missing_torchvision_is_named(monkeypatch, capsys, options):
-    monkeypatch.setattr("fabric_template.demos.data.find_spec", lambda name: None)
-    assert main(["fit", "--model", *options.split(), *QUIET]) == 2
+def test_a_missing_torchvision_is_named(monkeypatch, capsys):
+    monkeypatch.setattr("fabric_template.demos.detection.find_spec", lambda name: None)
+    assert main(["fit", "--model", "demos.detection", "--model.net", "ssd300_vgg16", *QUIET]) == 2
     assert "torchvision is missing. Write pip install torchvision." in capsys.readouterr().err
 
 

@@ -310,7 +310,7 @@ def test_verify(capsys):
     (folder / "last.ckpt").write_bytes(data)
     code, out, _ = run(capsys, "verify", folder)
     assert code == 1
-    assert out.startswith(f"{whole}damaged     {folder}/last.ckpt: the checksum of ")
+    assert out.startswith(f"{whole}damaged     {folder}/last.ckpt: the file is damaged")
     (folder / "last.ckpt").write_bytes(data[:100])
     assert run(capsys, "verify", folder / "last.ckpt")[0] == 1
     assert run(capsys, "verify", "nothing.ckpt")[0] == 2

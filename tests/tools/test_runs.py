@@ -3,7 +3,6 @@
 import contextlib
 import html
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from fabric_template.checkpoint.run_lock import lock_folders
 from fabric_template import CSVLogger, list_runs
 from fabric_template.tools.cli import main
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "\x1b[2J</td><script>alert('x')<!--"
 ALIASES = "b0: &b0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"b{i}: &b{i} [{', '.join([f'*b{i - 1}'] * 9)}]\n" for i in range(1, 40)
@@ -280,20 +278,6 @@ def test_names_of_others_control_neither_the_terminal_nor_the_page(capsys):
     assert ("?[2J</td>" in out, "\x1b" in out) == (True, False)
     assert run_command(capsys, "--html", "runs.html")[:2] == (0, "page        runs.html: 3 runs\n")
     page = Path("runs.html").read_text()
-    assert (page.count("<script"), page.count("<tr>"), page.count("data:image/png;base64,")) == (1, 4, 1)
+    assert (page.count("<script"), page.count("<tr>"), page.count("data:image/png;base64,")) == (0, 4, 1)
     assert html.escape(f"{HOSTILE}={HOSTILE}") in page
     assert re.findall(r"https?:|@import|<link|<b>|(?:src|href)=(?!\"data:)", page) == []
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
-@pytest.mark.parametrize(("clicks", "order"), [([4], "120"), ([4, 4], "021"), ([0, 0], "210")])
-def test_a_click_sorts_the_page_and_a_second_click_reverses_it(clicks, order, tmp_path, capsys):
-    for version, loss in enumerate((30.0, 1.5, 9.0)):
-        make_run(version=version, loss=loss)
-    assert run_command(capsys, "--html", "runs.html")[0] == 0
-    page = Path("runs.html").absolute()
-    script = "".join(f"headers[{column}].click();" for column in clicks)
-    page.write_text(page.read_text().replace("</html>", f"<script>{script}</script></html>"))
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
-    done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True)
-    assert "".join(re.findall(r"<td>digits/version_(\d)", done.stdout)) == order, done.stderr
