@@ -112,7 +112,7 @@ def shuffled_validation():
         {"limit_train_batches": 5, "limit_val_batches": 2},
         {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
     ],
-    ids=str,
+    ids=["weights", "no validation", "shuffled validation", "rare validation", "interval", "limits", "reload"],
 )
 def test_loaders_and_options(tmp_path, words):
     two_and_two(tmp_path, classifier(by_step), **words)

@@ -1,0 +1,185 @@
+"""What a resume in mid-epoch costs, and a resume with other loaders than before."""
+
+import sys
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from modules import Classifier, make_loader, run_trainer
+from resume_loaders import Stream, loader, streams
+from runs import Snapshots, assert_same_end, fit
+from test_exact_resume import Net
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+
+from fabric_template import TensorLoader
+from fabric_template.checkpoint.dataloader_state import ResumableLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
+SIZE = 1000
+
+
+class CountsSlices:
+    """Takes the place of a tensor, and counts its slices."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.values, self.count = torch.arange(SIZE), 0
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        self.count += 1
+        return self.values[index]
+
+
+def resume_at(make, done):
+    """Return (the batches of a pass after the first ones, a loader that was resumed there)."""
+    torch.manual_seed(3)
+    whole = ResumableLoader(make())
+    batches = list(whole)
+    state = whole.state_dict(dropped=len(batches) - done)
+    torch.manual_seed(4)
+    resumed = ResumableLoader(make())
+    resumed.load_state_dict(state, is_in_pass=True)
+    return batches[done:], resumed
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_tensor_loader_cuts_no_batch_that_is_done(shuffle, is_shared):
+    tensors = []
+
+    def make():
+        tensors.append(CountsSlices())
+        made = TensorLoader(tensors[-1], batch_size=7, shuffle=shuffle)
+        return made.for_rank(1, 3) if is_shared else made
+
+    expected, resumed = resume_at(make, len(make()) - 5)
+    found = list(resumed)
+    assert [batch[0].tolist() for batch in found] == [batch[0].tolist() for batch in expected]
+    assert (len(found), tensors[-1].count) == (5, 5)
+
+
+SAMPLERS = {
+    "in order": lambda data: {"batch_size": 2},
+    "shuffled": lambda data: {"batch_size": 3, "shuffle": True, "drop_last": True},
+    "replacement": lambda data: {"batch_size": 2, "sampler": RandomSampler(data, replacement=True)},
+    "distributed": lambda data: {"batch_size": 2, "sampler": DistributedSampler(data, 2, 1)},
+    "batch sampler": lambda data: {"batch_sampler": BatchSampler(RandomSampler(data), 2, False)},
+    "no batches": lambda data: {"batch_size": None, "shuffle": True},
+    "workers": lambda data: {"batch_size": 2, "shuffle": True, "num_workers": 2},
+}
+
+
+class CountsReads:
+    """Counts in shared memory how many samples are read."""
+
+    def __init__(self):
+        self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return index
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_data_loader_reads_no_sample_that_is_done(name):
+    data = CountsReads()
+
+    def make():
+        return DataLoader(data, **SAMPLERS[name](data), generator=torch.Generator().manual_seed(5))
+
+    expected, resumed = resume_at(make, len(make()) - 10)
+    data.reads.zero_()
+    found = list(resumed)
+    assert [torch.as_tensor(b).tolist() for b in found] == [torch.as_tensor(b).tolist() for b in expected]
+    batch_size = len(found[0]) if name != "no batches" else 1
+    # With 2 workers at most one batch is read again.
+    assert data.reads.item() <= (len(found) + (name == "workers")) * batch_size
+
+
+def test_skipping_is_cheap():
+    """The indices of batches that are done are dropped without a Python call for each."""
+    make = lambda: DataLoader(range(SIZE), batch_size=2, shuffle=True)  # noqa: E731
+    _, resumed = resume_at(make, 490)
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append(frame) if event == "call" else None)
+    try:
+        next(iter(resumed))
+    finally:
+        sys.setprofile(None)
+    assert sum(frame.f_code is BatchSampler.__iter__.__code__ for frame in calls) <= 2
+
+
+def killed_at(tmp_path, make, batch, **options):
+    """Return a whole run, and the folder that a kill before a batch leaves."""
+    copies = Snapshots(tmp_path / "whole", tmp_path / "at")
+    whole = fit(tmp_path / "whole", Net, make, callbacks=[copies], save_every_n_steps=1, **options)
+    return whole, tmp_path / "at" / str(batch)
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
+def test_another_number_of_workers(tmp_path, before, after, is_persistent):
+    """The batches are the same, and a warning tells that random numbers of samples are not."""
+
+    def make(workers):
+        persistent = {"persistent_workers": True} if is_persistent and workers else {}
+        return lambda: make_loader(24, num_workers=workers, **persistent)
+
+    seen = []
+
+    class Sees(Classifier):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch[0].sum().item())
+            return super().training_step(batch, batch_idx)
+
+    copies = Snapshots(tmp_path / "whole", tmp_path / "at")
+    options = {"save_every_n_steps": 1, "max_epochs": 2}
+    fit(tmp_path / "whole", Sees, make(before), callbacks=[copies], **options)
+    expected, seen[:] = seen[3:6], []
+    with pytest.warns(UserWarning, match=rf"num_workers \[{before}\] was saved, now \[{after}\]"):
+        fit(tmp_path / "at/3", Sees, make(after), seed=9, resume="last", **options)
+    assert seen[:3] == expected
+
+
+def test_another_number_of_loaders(tmp_path):
+    fit(tmp_path, Net, lambda: [loader(), loader()], max_epochs=1)
+    with (
+        pytest.warns(UserWarning, match=r"batch size \[4, 4\] was saved, now \[4\]"),
+        pytest.raises(ValueError, match="got the positions of 2 training loaders, expected 1. .* or use load="),
+    ):
+        fit(tmp_path, Net, loader, resume="last", max_epochs=2)
+
+
+def test_a_loader_without_state_is_read_again(tmp_path):
+    _, root = killed_at(tmp_path, streams(Stream), 4, max_epochs=1)
+    with pytest.warns(UserWarning, match="resume: 4 batches of DataLoader are read again .* StatefulDataLoader"):
+        fit(root, Net, streams(Stream), resume="last", max_epochs=1)
+
+
+def test_batches_in_any_order(tmp_path):
+    make = lambda: loader(num_workers=2, in_order=False)  # noqa: E731
+    _, root = killed_at(tmp_path, make, 4, max_epochs=1)
+    with pytest.warns(UserWarning, match=r"resume: DataLoader\(in_order=False\) .* may repeat or miss samples"):
+        loop, *_ = fit(root, Net, make, resume="last", max_epochs=1)
+    assert loop.global_step == 6
+
+
+def test_a_file_of_trainer_from_mid_epoch(tmp_path):
+    """It has no position: the rest of the epoch is of a new pass. The resumed run can be resumed exactly."""
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    train = lambda: make_loader(24)  # noqa: E731
+    run_trainer(Classifier, train, enable_checkpointing=True, callbacks=[saver], max_epochs=2)
+    options = {"max_epochs": 2, "save_every_n_steps": 1}
+    root, at = tmp_path / "whole", tmp_path / "at"
+    copies = Snapshots(root, at)
+    whole = fit(root, Classifier, train, resume=tmp_path / "step=3.ckpt", callbacks=[copies], **options)
+    for batch in (2, 5):
+        assert_same_end(whole, fit(at / str(batch), Classifier, train, seed=99, resume="last", **options))
