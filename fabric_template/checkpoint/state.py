@@ -95,7 +95,8 @@ def own_state(run: RunState) -> dict[str, Any]:
             run.config.accumulate_grad_batches,
             run.accumulate_grad_batches,
         ],
-        "frozen_parameters": [n for n, p in run.network.named_parameters() if not p.requires_grad],
+        "frozen_at_start": run.frozen_at_start,
+        "frozen_parameters": find_frozen_parameters(run),
         "settings": run_settings(run),
         "sampler_seed": run.data.saved_sampler_seed,
         "ranks": gather_objects(run, of_rank),
@@ -341,8 +342,13 @@ def restore_mini_run(run: RunState, own: dict[str, Any]) -> None:
     run.checkpoints.load_state_dict({**state, "last_step": progress["global_step"]})
 
 
+def find_frozen_parameters(run: RunState) -> list[str]:
+    return [name for name, part in run.network.named_parameters() if not part.requires_grad]
+
+
 def restore_position(run: RunState) -> None:
     """Restore random generators, loaders and running sums, when training is about to continue."""
+    run.frozen_at_start = find_frozen_parameters(run)
     checkpoint, run.checkpoint = run.checkpoint, None
     own, run.own_state = run.own_state, None
     if checkpoint is None:
@@ -360,9 +366,12 @@ def restore_position(run: RunState) -> None:
     option, current = own["accumulate_grad_batches"]
     if option == run.config.accumulate_grad_batches:
         run.accumulate_grad_batches = current
+    # What hooks have frozen or unfrozen. The rest is as the module sets it up now.
     frozen = set(own["frozen_parameters"])
+    changed = frozen.symmetric_difference(own["frozen_at_start"])
     for name, parameter in run.network.named_parameters():
-        parameter.requires_grad = name not in frozen
+        if name in changed:
+            parameter.requires_grad = name not in frozen
     ranks = own["ranks"]
     of_rank = ranks[run.fabric.global_rank % len(ranks)]
     run.data.load_state_dict(of_rank["data"])

@@ -44,6 +44,7 @@ class RunState:
         checkpoint: The checkpoint that this run starts from, until it is restored.
         own_state: The part of the checkpoint that only this loop saves; hooks do not see it.
         resumes: Whether it is continued with its optimizers and counters.
+        frozen_at_start: The parameters that were not trained when training was about to start.
         is_last_model: Whether no model was given, so that the model of the run before is used.
     """
 
@@ -74,6 +75,7 @@ class RunState:
     predictions: Predictions = None  # type: ignore[assignment]
     given_optimizer: Any = None
     accumulate_grad_batches: int = 1
+    frozen_at_start: list[str] = field(default_factory=list)
     checkpoint: dict[str, Any] | None = None
     own_state: dict[str, Any] | None = None
     checkpoint_path: str | None = None
