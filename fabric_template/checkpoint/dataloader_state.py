@@ -196,6 +196,8 @@ class ResumableLoader:
         if not state["num_workers"]:
             skipper.start(lambda: self._restore(self._at_first_batch))
         iterator = self._iterate(skipper)
+        if not self._num_workers:
+            skipper.skip_items()
         self.batches = start
         return self._drop(iterator, done - start)
 
@@ -385,25 +387,33 @@ class IndexSkipper:
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self.skip, self.is_empty = 0, False
-        self._started: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self._is_started = False
 
     def start(self, before_first_item: Callable[[], None]) -> None:
-        """Start the pass and skip now, while the random state is set for it."""
-        iterator = iter(self._sampler)
+        """Start the pass before the loader does, while the random state is set for it."""
+        self._iterator, self._is_started = iter(self._sampler), True
         before_first_item()
-        for _ in islice(iterator, self.skip):
+        self.skip_items()
+
+    def skip_items(self) -> None:
+        """Leave out the items now."""
+        skip, self.skip = self.skip, 0
+        for _ in islice(self._iterator, skip):
             pass
-        self.skip, self._started = 0, iterator
 
     def __iter__(self) -> Iterator[Any]:
-        return self._rest(iter(self._sampler) if self._started is None else self._started)
-
-    def _rest(self, iterator: Iterator[Any]) -> Iterator[Any]:
         # torch starts a pass with workers twice, and takes items from the second iterator only.
-        skip, self.skip, self._started = self.skip, 0, None
+        if not self._is_started:
+            self._iterator = iter(self._sampler)
+        return self._rest()
+
+    def _rest(self) -> Iterator[Any]:
+        self._is_started = False
         is_empty, self.is_empty = self.is_empty, False
         if not is_empty:
-            yield from islice(iterator, skip, None)
+            self.skip_items()
+            yield from self._iterator
 
     def __len__(self) -> int:
         return len(self._sampler)
