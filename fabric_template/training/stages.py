@@ -138,7 +138,8 @@ def fit_stage(run: RunState) -> None:
             stack.enter_context(run.optimization.counting_plain_steps())
         run.signals = signals
         run.results.start_training()
-        if not run.is_lightning_module:
+        if not run.is_lightning_module and not run.network.training:
+            # Submodules in eval mode were put there on purpose, in a network that trains.
             run.network.train()
         run_sanity_check(run)
         run.progress.stage = "train"

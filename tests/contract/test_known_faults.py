@@ -1,0 +1,679 @@
+"""The 41 faults of Lightning's build_your_own_trainer example, as tests of both loops.
+
+The number in a test's name is that of the fault, which its docstring describes.
+"""
+
+import ast
+import importlib
+import pkgutil
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pandas as pd
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from modules import Classifier, assert_same_weights, make_loader, quiet
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, IterableDataset
+
+import fabric_template
+from fabric_template import FabricLoop, MiniLoop, TensorLoader
+
+PACKAGE = Path(fabric_template.__file__).parent
+FORK = {"strategy": "ddp_fork", "devices": 2}
+both_loops = pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+
+
+class Net(nn.Module):
+    """A module with step methods. It counts its steps and notes the learning rate of each epoch."""
+
+    def __init__(self, make_optimizer=None):
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 1), nn.Dropout(0.5)
+        self.make_optimizer = make_optimizer or sgd
+        self.trained, self.validated, self.rates = 0, 0, []
+
+    def training_step(self, batch, batch_idx):
+        self.trained += 1
+        return self.dropout(self.layer(batch[0])).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.validated += 1
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        returned = self.optimizer = self.make_optimizer(self)
+        while isinstance(self.optimizer, dict | list | tuple):
+            key = "optimizer" if isinstance(self.optimizer, dict) else 0
+            self.optimizer = self.optimizer[key]
+        return returned
+
+    def on_train_epoch_start(self):
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+
+
+def batches(num=4, size=2):
+    generator = torch.Generator().manual_seed(0)
+    return TensorLoader(torch.randn(num * size, 4, generator=generator), batch_size=size)
+
+
+def sgd(net, lr=0.1):
+    return torch.optim.SGD(net.parameters(), lr=lr)
+
+
+def halving(net):
+    optimizer = sgd(net)
+    return optimizer, StepLR(optimizer, 1, 0.5)
+
+
+def linear(net, batch):
+    """A loss whose gradient is the mean of the batch."""
+    return net(batch[0]).mean()
+
+
+def make_loop(loop_class=FabricLoop, **options):
+    options = {"max_epochs": 1, **options}
+    return loop_class(
+        **(quiet(num_sanity_val_steps=0, **options) if loop_class is FabricLoop else {"accelerator": "cpu", **options})
+    )
+
+
+def saving_loop(loop_class=FabricLoop, root=".", **options):
+    """A loop that writes its files."""
+    options = {"accelerator": "cpu", "default_root_dir": str(root), "max_epochs": 2, **options}
+    if loop_class is FabricLoop:
+        options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    return loop_class(**options)
+
+
+def fit(model=None, train=None, val=None, loop_class=FabricLoop, given=None, **options):
+    """Returns (loop, model)."""
+    model = Net() if model is None else model
+    loop = make_loop(loop_class, **options)
+    loop.fit(model, batches() if train is None else train, val, **(given or {}))
+    return loop, model
+
+
+# ---- 1 to 13: imports, optimizers, the optimizer step
+
+
+def test_fault_01_imports():
+    """The file imports a name that is gone."""
+    names = [module.name for module in pkgutil.walk_packages([str(PACKAGE)], "fabric_template.")]
+    assert "fabric_template.loop" in names
+    for name in names:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+
+
+SHAPES = {
+    "dict": (lambda net: {"optimizer": sgd(net)}, [0.1] * 3),
+    "list": (lambda net: [sgd(net)], [0.1] * 3),
+    "pair": (halving, [0.1, 0.05, 0.025]),
+    "lists": (lambda net: tuple([part] for part in halving(net)), [0.1, 0.05, 0.025]),
+    "dict with scheduler": (
+        lambda net: dict(zip(("optimizer", "lr_scheduler"), halving(net), strict=True)),
+        [0.1, 0.05, 0.025],
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@both_loops
+def test_fault_02_09_10_13_shapes_of_configure_optimizers(loop_class, shape):
+    """A dict, a pair and lists fail or lose their scheduler; a scheduler without monitor is a KeyError."""
+    make_optimizer, rates = SHAPES[shape]
+    loop, net = fit(Net(make_optimizer), max_epochs=3, loop_class=loop_class)
+    assert (loop.global_step, net.rates) == (12, rates)
+
+
+@both_loops
+def test_fault_03_steps_of_accumulation(loop_class):
+    """global_step counts only steps, and decides when to step: 1 step instead of 6, and max_steps never ends."""
+    loop, net = fit(train=batches(24), accumulate_grad_batches=4, loop_class=loop_class)
+    assert (loop.global_step, net.trained) == (6, 24)
+    loop, net = fit(train=batches(24), accumulate_grad_batches=4, max_epochs=-1, max_steps=8, loop_class=loop_class)
+    assert (loop.global_step, net.trained) == (8, 32)
+
+
+def weight_after(loop_class, accumulate, x, batch_size):
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    given = {"optimizer": sgd(net, lr=1.0), "training_step": linear}
+    loader = TensorLoader(x[:, None], batch_size=batch_size)
+    fit(net, loader, given=given, loop_class=loop_class, accumulate_grad_batches=accumulate)
+    return net.weight.item()
+
+
+@both_loops
+def test_fault_04_06_gradients_of_accumulation(loop_class):
+    """The loss is not divided by N. The gradients of the last batches leak into the next epoch."""
+    x = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    assert weight_after(loop_class, 4, x, 1) == weight_after(loop_class, 1, x, 4) == -3.0
+    assert weight_after(loop_class, 2, torch.tensor([1.0, 3.0, 8.0]), 1) == -(1.0 + 3.0) / 2 - 8.0 / 2
+    loop, _ = fit(train=batches(5), accumulate_grad_batches=2, max_epochs=2, loop_class=loop_class)
+    assert loop.global_step == 6
+
+
+class LocalGradients(Net):
+    """Saves the gradients of each process after every batch."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.seen = folder, []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(self.layer.weight.grad.clone())
+
+    def on_train_end(self):
+        torch.save(self.seen, f"{self.folder}/{torch.distributed.get_rank()}.pt")
+
+
+def test_fault_05_no_synchronization_while_accumulating(tmp_path):
+    """Gradients are averaged over the processes after every batch."""
+    fit(LocalGradients(tmp_path), batches(8), accumulate_grad_batches=2, **FORK)
+    pairs = zip(torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"), strict=True)
+    assert [torch.equal(first, second) for first, second in pairs] == [False, True, False, True]
+
+
+def test_fault_07_gradients_in_on_before_optimizer_step():
+    """The hook runs before backward."""
+
+    class Look(Net):
+        def on_before_optimizer_step(self, optimizer):
+            seen.append([p.grad is not None for p in self.parameters()])
+
+    seen = []
+    fit(Look())
+    assert seen == [[True, True]] * 4
+
+
+def test_fault_08_gradient_scaler():
+    """The optimizer gets a closure, which torch's GradScaler refuses."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    loop, net = fit(plugins=MixedPrecision("16-mixed", device="cpu", scaler=scaler))
+    assert (loop.precision, loop.global_step, net.trained) == ("16-mixed", 4, 4)
+
+
+@pytest.mark.parametrize("returned", ["sgd", 7, [object()]], ids=["text", "number", "list"])
+@both_loops
+def test_fault_11_unknown_shapes(loop_class, returned):
+    """The error has no message."""
+    with pytest.raises(TypeError, match="expected an optimizer|expected one optimizer"):
+        fit(nn.Linear(4, 1), given={"optimizer": returned, "training_step": linear}, loop_class=loop_class)
+
+
+@both_loops
+def test_fault_12_returned_tensor_and_scheduler(loop_class):
+    """A step that returns a tensor is a TypeError where a scheduler monitors train_loss."""
+
+    def make_optimizer(net):
+        optimizer = sgd(net)
+        # Every epoch counts as no better than the one before.
+        plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs")
+        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "train_loss"}
+
+    _, net = fit(Net(make_optimizer), max_epochs=3, loop_class=loop_class)
+    assert net.rates == [0.1, 0.1, 0.05]
+
+
+# ---- 14 to 26: schedulers, validation, limits
+
+
+@both_loops
+def test_fault_14_monitored_value_is_the_mean(loop_class):
+    """It is the value of the last batch."""
+    seen = []
+
+    class Recorder(ReduceLROnPlateau):
+        def step(self, metrics, epoch=None):
+            seen.append(float(metrics))
+
+    class Ramp(Net):
+        def validation_step(self, batch, batch_idx):
+            return {"loss": torch.tensor(float(batch_idx))}
+
+    def make_optimizer(net):
+        optimizer = sgd(net)
+        return {"optimizer": optimizer, "lr_scheduler": Recorder(optimizer), "monitor": "val_loss"}
+
+    loop, _ = fit(Ramp(make_optimizer), val=batches(8), max_epochs=2, loop_class=loop_class)
+    assert seen == [3.5, 3.5]
+    assert loop.callback_metrics["val_loss"] == 3.5
+
+
+def test_fault_14_20_validation_on_several_processes():
+    """A plain module is not validated on several devices, and the value is that of one process."""
+
+    class Ranks(Net):
+        def validation_step(self, batch, batch_idx):
+            return torch.tensor(float(torch.distributed.get_rank()))
+
+    history = make_loop(**FORK).fit(Ranks(), batches(4), batches(4))
+    assert list(history["val_loss"]) == [0.5]
+
+
+def test_fault_15_every_second_epoch():
+    """The frequencies of schedulers and validation count from 0: epochs 1 and 3 instead of 2 and 4."""
+
+    def make_optimizer(net):
+        optimizer, scheduler = halving(net)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "frequency": 2}}
+
+    class Notes(Net):
+        def on_validation_start(self):
+            validated.append(loop.current_epoch)
+
+    validated = []
+    loop = make_loop(max_epochs=4, check_val_every_n_epoch=2)
+    net = Notes(make_optimizer)
+    loop.fit(net, batches(), batches())
+    assert net.rates == [0.1, 0.1, 0.05, 0.05]
+    assert net.optimizer.param_groups[0]["lr"] == 0.025
+    assert validated == [1, 3]
+
+
+@both_loops
+def test_fault_16_scheduler_of_an_epoch_that_max_steps_ends(loop_class):
+    """The scheduler steps although the epoch is not complete."""
+    loop, net = fit(Net(halving), max_epochs=-1, max_steps=6, loop_class=loop_class)
+    assert (loop.global_step, net.trained) == (6, 6)
+    assert net.optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("how", ["signal", "exception"])
+@both_loops
+def test_fault_17_interrupt_in_validation(loop_class, how):
+    """Autograd stays off and the module in eval mode."""
+
+    class Interrupted(Net):
+        def validation_step(self, batch, batch_idx):
+            if how == "exception":
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+            return super().validation_step(batch, batch_idx)
+
+    net = Interrupted()
+    net.frozen = nn.BatchNorm1d(1).eval()
+    before = {name: module.training for name, module in net.named_modules()}
+    with suppress(KeyboardInterrupt):
+        fit(net, val=batches(1), loop_class=loop_class)
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    assert {name: module.training for name, module in net.named_modules()} == before
+
+
+@both_loops
+def test_fault_18_frozen_submodules(loop_class):
+    """Validation puts submodules that are in eval mode back into training mode."""
+
+    class Modes(Net):
+        def training_step(self, batch, batch_idx):
+            seen.append(("train", self.dropout.training, self.frozen.training))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            seen.append(("val", self.dropout.training, self.frozen.training))
+            return super().validation_step(batch, batch_idx)
+
+    seen = []
+    net = Modes()
+    net.frozen = nn.BatchNorm1d(1).eval()
+    fit(net, batches(1), batches(1), max_epochs=2, loop_class=loop_class)
+    assert seen == [("train", True, False), ("val", False, False)] * 2
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@both_loops
+def test_fault_19_precision_of_the_step(loop_class, precision):
+    """On one device training_step runs without precision."""
+
+    class Look(Net):
+        def training_step(self, batch, batch_idx):
+            seen.add(self.layer(batch[0]).dtype)
+            return super().training_step(batch, batch_idx)
+
+    seen = set()
+    fit(Look(), precision=precision, loop_class=loop_class)
+    assert seen == {torch.bfloat16}
+
+
+def test_fault_21_hooks_of_eval_and_train_mode():
+    """Callbacks' on_validation_model_eval and _train are never called."""
+    called = []
+
+    class Listener:
+        def on_validation_model_eval(self):
+            called.append("eval")
+
+        def on_validation_model_train(self):
+            called.append("train")
+
+    fit(val=batches(1), callbacks=[Listener()], max_epochs=2)
+    assert called == ["eval", "train"] * 2
+
+
+@both_loops
+def test_fault_22_25_epochs(loop_class):
+    """max_epochs=0 trains an epoch, and so does a second fit."""
+    loop, net = fit(max_epochs=0, loop_class=loop_class)
+    assert (loop.global_step, net.trained) == (0, 0)
+    loop, net = fit(max_epochs=3, loop_class=loop_class)
+    history = loop.fit(net, batches())
+    assert (net.trained, loop.current_epoch, loop.global_step) == (24, 3, 12)
+    assert list(history["epoch"]) == [0, 1, 2]
+
+
+@both_loops
+def test_fault_23_resume_at_the_end(loop_class, tmp_path):
+    """A run that is resumed at max_steps takes one more step."""
+    options = {"max_epochs": -1, "max_steps": 6}
+    saving_loop(loop_class, **options).fit(Net(), batches())
+    loop, net = saving_loop(loop_class, **options), Net()
+    loop.fit(net, batches(), resume="last")
+    assert (loop.global_step, net.trained) == (6, 0)
+
+
+@both_loops
+def test_fault_24_without_limits(loop_class):
+    """Without limits training never ends."""
+
+    class Stops(Net):
+        def on_train_epoch_end(self):
+            limits.append((loop.max_epochs, loop.max_steps))
+            loop.should_stop = True
+
+    limits = []
+    loop = make_loop(loop_class, max_epochs=None)
+    loop.fit(Stops(), batches())
+    assert limits == [(1000, -1)]
+
+
+def test_fault_26_validation_after_the_last_step():
+    """It has no batches where max_steps is reached."""
+    loop, net = fit(val=batches(3), max_epochs=-1, max_steps=8)
+    assert (loop.global_step, net.validated) == (8, 6)
+
+
+# ---- 27 to 31: checkpoints
+
+
+@both_loops
+def test_fault_27_resume_from_a_path(loop_class, tmp_path):
+    """Not the named file is read, but the newest of a folder."""
+    saving_loop(loop_class, tmp_path / "one").fit(Net(), batches())
+    path = tmp_path / "moved.ckpt"
+    (tmp_path / "one/checkpoints/run/version_0/last.ckpt").rename(path)
+    loop, net = saving_loop(loop_class, tmp_path / "two", max_epochs=4), Net()
+    loop.fit(net, batches(), resume=path)
+    assert (net.trained, loop.global_step) == (8, 16)
+    with pytest.raises((ValueError, FileNotFoundError), match=r"nowhere\.ckpt"):
+        saving_loop(loop_class, tmp_path / "two").fit(Net(), batches(), resume=tmp_path / "nowhere.ckpt")
+
+
+@both_loops
+def test_fault_28_newest_version(loop_class, tmp_path):
+    """Versions are sorted as text, and any file counts as a checkpoint."""
+    for version in (9, 10):
+        saving_loop(loop_class, version=version, max_epochs=version - 8).fit(Net(), batches())
+    runs = tmp_path / "checkpoints" / "run"
+    (runs / "version_10" / "zzz_note.txt").write_text("no checkpoint")
+    (runs / "version_notes").mkdir()
+    (runs / "zzz.ckpt").write_text("no checkpoint")
+    loop, net = saving_loop(loop_class, max_epochs=3), Net()
+    loop.fit(net, batches(), resume="last")
+    assert net.trained == 4
+    assert Path(loop.log_dir).resolve() == tmp_path / "logs" / "run" / "version_10"
+
+
+@both_loops
+def test_fault_29_schedulers_in_checkpoints(loop_class, tmp_path):
+    """The scheduler is pickled whole, and its counter starts again."""
+
+    def make_optimizer(net):
+        optimizer = sgd(net)
+        return [optimizer], [StepLR(optimizer, 2, 0.5)]
+
+    saving_loop(loop_class, max_epochs=3).fit(Net(make_optimizer), batches())
+    saved = torch.load("checkpoints/run/version_0/last.ckpt", weights_only=True)
+    assert [state["last_epoch"] for state in saved["lr_schedulers"]] == [3]
+    net = Net(make_optimizer)
+    saving_loop(loop_class, max_epochs=6).fit(net, batches(), resume="last")
+    assert net.rates == [0.05, 0.025, 0.025]
+
+
+def test_fault_30_save_every_n_steps(tmp_path):
+    """The option is never read."""
+
+    class Files(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            written.append(torch.load(last, weights_only=True)["global_step"] if last.is_file() else None)
+
+    last, written = tmp_path / "checkpoints/run/version_0/last.ckpt", []
+    saving_loop(max_epochs=1, save_every_n_steps=2).fit(Files(), batches(6))
+    assert written == [None, None, 2, 2, 4, 4]
+
+
+@both_loops
+def test_fault_31_random_numbers_after_a_resume(loop_class):
+    """The order of the samples and dropout start again."""
+
+    def train(name, epochs, resume=None):
+        pl.seed_everything(1, verbose=False)
+        module = Classifier(dropout=0.5)
+        saving_loop(loop_class, name=name, max_epochs=epochs).fit(module, make_loader(40), resume=resume)
+        return module
+
+    expected = train("whole", 4)
+    train("parts", 2)
+    assert_same_weights(expected, train("parts", 4, resume="last"))
+
+
+# ---- 32 to 41: loggers, loaders, options
+
+
+def test_fault_32_loggers():
+    """loggers= is accepted and nothing is logged."""
+
+    class Values:
+        def __init__(self):
+            self.metrics = []
+
+        def log_metrics(self, metrics, step=None):
+            self.metrics.append((step, dict(metrics)))
+
+    logger = Values()
+    options = {**quiet(max_epochs=2, log_every_n_steps=5), "logger": None}
+    FabricLoop(loggers=[logger], **options).fit(Classifier(), make_loader(40))
+    assert [step for step, metrics in logger.metrics if "train_loss_step" in metrics] == [4, 9, 14, 19]
+    epochs = [(step, metrics["epoch"]) for step, metrics in logger.metrics if "train_acc" in metrics]
+    assert epochs == [(9, 0), (19, 1)]
+
+
+class CountReads(TorchDispatchMode):
+    """Counts how often a tensor's value is read from its device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@both_loops
+def test_fault_33_no_value_is_read_in_a_step(loop_class):
+    """Every value is read in every batch, and a step may return scalars only."""
+
+    class Returns(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def training_step(self, batch, batch_idx):
+            logits = self.layer(batch[0])
+            loss = logits.square().mean()
+            self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+            return {"loss": loss, "logits": logits.detach(), "names": ["a", "b"]}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            counts.append(reads.count)
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    counts = []
+    with CountReads() as reads:
+        fit(Returns(), batches(12), gradient_clip_val=1.0, log_every_n_steps=50, loop_class=loop_class)
+    assert counts == [counts[0]] * 12
+    with CountReads() as reads:
+        torch.zeros(1).item()
+    assert reads.count == 1
+
+
+class Rows(IterableDataset):
+    """Has no length."""
+
+    def __iter__(self):
+        return (torch.ones(4) for _ in range(10))
+
+
+@both_loops
+def test_fault_34_loaders_without_length(loop_class):
+    """len(loader) fails."""
+
+    class Unpacked(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step([batch], batch_idx)
+
+    loop, net = fit(Unpacked(), DataLoader(Rows(), batch_size=2), max_epochs=2, loop_class=loop_class)
+    assert (loop.global_step, net.trained) == (10, 10)
+    loop, net = fit(Unpacked(), (torch.ones(2, 4) for _ in range(5)), loop_class=loop_class)
+    assert (loop.global_step, net.trained) == (5, 5)
+
+
+class Counted:
+    """Counts the batches that it gives."""
+
+    def __init__(self):
+        self.num_read = 0
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        for _ in range(10):
+            self.num_read += 1
+            yield (torch.ones(2, 4),)
+
+
+def test_fault_35_no_batch_is_read_past_a_limit():
+    train, val, stopped = Counted(), Counted(), Counted()
+    fit(train=train, val=val, limit_train_batches=3, limit_val_batches=2)
+    assert (train.num_read, val.num_read) == (3, 2)
+    _, net = fit(train=stopped, max_epochs=-1, max_steps=4)
+    assert (net.trained, stopped.num_read) == (4, 4)
+
+
+def test_fault_36_fractions():
+    """Fractions are refused by an assert without message."""
+    loop, _ = fit(train=batches(8), val=batches(4), limit_train_batches=0.5, limit_val_batches=0.25)
+    assert (loop.num_training_batches, loop.num_val_batches) == (4, [1])
+    with pytest.raises(ValueError, match=r"^limit_train_batches: got 1\.5, expected"):
+        FabricLoop(limit_train_batches=1.5)
+
+
+@both_loops
+def test_fault_37_validation_is_optional(loop_class):
+    """val_loader has no default."""
+    loop, net = make_loop(loop_class), Net()
+    history = loop.fit(net, batches())
+    assert (net.trained, net.validated) == (4, 0)
+    assert list(history.columns) == ["epoch", "step", "train_loss", "lr", "time"]
+
+
+class NoLaunch(Fabric):
+    """A Fabric that must not start."""
+
+    def launch(self, *args, **kwargs):
+        raise AssertionError("launched")
+
+    setup = setup_dataloaders = launch
+
+
+WRONG = {
+    "no training_step": (lambda: (nn.Linear(4, 1), batches()), {}, "training_step"),
+    "no optimizer": (lambda: (nn.Linear(4, 1), batches()), {"training_step": linear}, "optimizer"),
+    "no loader": (lambda: (Net(),), {}, "loader"),
+    "no checkpoint": (lambda: (Net(), batches()), {"resume": "last"}, "resume: got 'last', expected"),
+    "resume and load": (lambda: (Net(), batches()), {"resume": "a", "load": "b"}, "expected one of them"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_fault_38_errors_come_before_the_launch(case, tmp_path):
+    """Processes are started and loaders set up first."""
+    make_arguments, given, message = WRONG[case]
+    fabric = NoLaunch(accelerator="cpu", devices=2, strategy="ddp_fork")
+    with pytest.raises(ValueError, match=message):
+        FabricLoop(fabric, max_epochs=1).fit(*make_arguments(), **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+@both_loops
+def test_fault_39_hooks_of_an_earlier_module(loop_class):
+    """Fabric keeps each LightningModule as a callback, so that the next fit calls its hooks."""
+
+    class Named(Classifier):
+        def __init__(self, name):
+            super().__init__()
+            self.my_name = name
+
+        def on_train_start(self):
+            called.append(self.my_name)
+
+    called = []
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loop = make_loop(loop_class, fabric=fabric) if loop_class is MiniLoop else FabricLoop(fabric, max_epochs=1)
+    for name in ("first", "second"):
+        loop.fit(Named(name), make_loader(8), make_loader(8))
+    assert called == ["first", "second"]
+    assert fabric._callbacks == []
+
+
+def test_fault_40_miniloop_imports_public_names_and_no_trainer():
+    """tests/contract/test_private_names.py has the same for the package."""
+    found = set()
+    for node in ast.walk(ast.parse((PACKAGE / "mini.py").read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    foreign = {name for name in found if name.startswith(("lightning", "torch", "pytorch_lightning"))}
+    assert foreign
+    assert [name for name in foreign if re.search(r"(^|\.)_[^_]", name) or "pytorch" in name] == []
+
+
+@both_loops
+def test_fault_41_history_can_be_plotted(loop_class, tmp_path):
+    """fit returns nothing."""
+    history = saving_loop(loop_class).fit(Net(), batches(), batches())
+    assert isinstance(history, pd.DataFrame)
+    assert list(history.columns) == ["epoch", "step", "train_loss", "val_loss", "lr", "time"]
+    axes = history.plot(x="epoch", y=["train_loss", "val_loss"])
+    assert [line.get_label() for line in axes.get_lines()] == ["train_loss", "val_loss"]
+    on_disk = pd.read_csv(tmp_path / "logs" / "run" / "version_0" / "metrics.csv")
+    pd.testing.assert_frame_equal(on_disk[history.columns], history, check_exact=False, rtol=1e-6)
+
+
+def test_every_fault_has_a_test():
+    numbers = [int(number) for name in globals() for number in re.findall(r"_(\d\d)(?=_)", name)]
+    assert {*numbers} == {*range(1, 42)}
