@@ -40,6 +40,7 @@ from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .lightning_compat.callbacks import as_list, parse_callbacks
 from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .loggers.csv_logger import CSVLogger
+from .loggers.logger_connector import LoggerAdapter
 from .loggers.run_summary import (
     format_results,
     format_summary,
@@ -47,6 +48,7 @@ from .loggers.run_summary import (
 )
 from .training.hooks import is_instance_of
 from .training.optimization import ManualOptimization
+from .training.optimizers import add_scheduler
 from .training.run_state import RunState
 from .training.setup import make_run, set_torch_flags
 from .training.stages import evaluate_stage, fit_stage, predict_stage, run_stage
@@ -150,7 +152,11 @@ class FabricLoop(TrainerAPI):
         checkpoints = Path(self.default_root_dir, "checkpoints", config.name)
         if any(logger is True for logger in given):
             self.own_logger = CSVLogger(root, config.name, config.version, checkpoints)
-        return [self.own_logger if logger is True else logger for logger in given]
+        loggers = [self.own_logger if logger is True else logger for logger in given]
+        return [
+            logger if hasattr(logger, "after_save_checkpoint") else LoggerAdapter(logger)
+            for logger in loggers
+        ]
 
     def fit(
         self,
@@ -170,7 +176,7 @@ class FabricLoop(TrainerAPI):
     ) -> Any:
         """Train a model. Returns the rows of metrics.csv as a DataFrame."""
         if scheduler is not None:
-            optimizer = ([optimizer], scheduler if isinstance(scheduler, list) else [scheduler])
+            optimizer = add_scheduler(optimizer, scheduler)
         functions = {
             "training_step": training_step,
             "validation_step": validation_step,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, ConfigurationTypeError, describe
 from ..training.lr_schedulers import learning_rates
 from .result_collection import extract_batch_size
 
@@ -206,12 +206,21 @@ class History:
 
     def _call_epoch_end(self, run: RunState, epoch_end: Callable) -> None:
         """Call the function epoch_end with all outputs, and log what it returns."""
-        outputs = self.outputs if run.data.eval_loaders.has_several else self.outputs[0]
+        loaders = run.data.eval_loaders
+        names = loaders.names or ()
+        outputs: Any = self.outputs if loaders.has_several else self.outputs[0]
+        if names:
+            outputs = dict(zip(names, self.outputs, strict=True))
         values = epoch_end(run.network, outputs) or {}
+        if not isinstance(values, Mapping):
+            raise ConfigurationTypeError(
+                f"epoch_end: got {describe(values)} from it, expected a dict of numbers. Write return"
+                " {'f1': f1}."
+            )
+        prefixes = tuple(f"{name}_" for name in (*names, self._prefix))
         previous, run.hooks.current = run.hooks.current, "on_validation_epoch_end"
         for name, value in values.items():
-            is_named = name.startswith(f"{self._prefix}_")
-            full_name = name if is_named else f"{self._prefix}_{name}"
+            full_name = name if name.startswith(prefixes) else f"{self._prefix}_{name}"
             run.results.log(full_name, value, sync_dist=True)
         run.hooks.current = previous
 

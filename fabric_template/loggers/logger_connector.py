@@ -181,8 +181,45 @@ def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
     return merged
 
 
-def call_if_defined(logger: Any, name: str, *args: Any) -> None:
+def call_if_defined(logger: Any, name: str, *args: Any, **kwargs: Any) -> None:
     """Call an optional method of a logger. Only log_metrics is required."""
     method = getattr(logger, name, None)
     if callable(method):
-        method(*args)
+        method(*args, **kwargs)
+
+
+class LoggerAdapter(Logger):
+    """An object with ``log_metrics`` as a Lightning logger, which Lightning's callbacks expect.
+
+    Everything else that the object has is used.
+    """
+
+    def __init__(self, logger: Any) -> None:
+        super().__init__()
+        self._logger = logger
+
+    @property
+    def name(self) -> str | None:
+        return getattr(self._logger, "name", None)
+
+    @property
+    def version(self) -> int | str | None:
+        return getattr(self._logger, "version", None)
+
+    @property
+    def save_dir(self) -> str | None:
+        return getattr(self._logger, "save_dir", None)
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self._logger.log_metrics(metrics, step)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        call_if_defined(self._logger, "log_hyperparams", *args, **kwargs)
+
+    def finalize(self, status: str) -> None:
+        call_if_defined(self._logger, "finalize", status)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_logger":
+            raise AttributeError(name)
+        return getattr(self._logger, name)

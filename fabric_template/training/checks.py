@@ -49,6 +49,7 @@ def check_call(run: RunState) -> None:
     check_signature(run, STEP_OF_STAGE[run.stage])
     if run.stage == "fit":
         check_signature(run, "validation_step")
+        check_epoch_end(run)
         check_optimization(run)
         if run.config.max_epochs is None and run.stop.max_epochs == 1000:
             run.warn_once(
@@ -98,6 +99,12 @@ def check_loaders(run: RunState) -> None:
         )
     for given_stage in run.data.given:
         run.data.request(given_stage)
+    evaluated = run.data.given.get("val")
+    if isinstance(evaluated, Mapping) and "train" in evaluated and not run.is_lightning_module:
+        raise ConfigurationError(
+            "val_dataloaders: got a loader named 'train', expected another name, since train_loss is"
+            " the loss of training. Write {'train_again': loader}."
+        )
     given = run.data.given.get(stage)
     if call == "fit" and isinstance(given, list | tuple | dict) and not given:
         raise ConfigurationError(f"fit: got {argument}={given}, expected at least one batch.")
@@ -229,6 +236,25 @@ def check_signature(run: RunState, name: str) -> None:
         raise ConfigurationTypeError(
             f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first}, batch,"
             " batch_idx)."
+        ) from error
+
+
+def check_epoch_end(run: RunState) -> None:
+    """Refuse an ``epoch_end`` without validation, or that cannot be called."""
+    functions = run.module.functions if isinstance(run.module, ModuleAdapter) else {}
+    epoch_end = functions.get("epoch_end")
+    if epoch_end is None:
+        return
+    if not run.data.has_loader("val"):
+        raise ConfigurationError(
+            "epoch_end: got no val_dataloaders, expected them, since epoch_end(model, outputs) gets"
+            " what validation_step returned."
+        )
+    try:
+        inspect.signature(epoch_end).bind(None, None)
+    except TypeError as error:
+        raise ConfigurationTypeError(
+            f"epoch_end: got epoch_end{inspect.signature(epoch_end)}, expected epoch_end(model, outputs)."
         ) from error
 
 

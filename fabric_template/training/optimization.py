@@ -251,6 +251,8 @@ class ManualOptimization(AutomaticOptimization):
         self._has_backward_hooks = any(map(hooks.is_used, _BACKWARD_HOOKS))
         self._own_backward = self._own_method("backward")
         self._before_step = [partial(hooks.call, "on_before_optimizer_step")]
+        # DDP adds gradients over the processes only if it was prepared for this backward.
+        self._is_prepared = run.steps.ddp is None or run.is_lightning_module
 
     @contextmanager
     def counting_plain_steps(self) -> Iterator[None]:
@@ -270,6 +272,8 @@ class ManualOptimization(AutomaticOptimization):
             # A module may have set its own callbacks in the batch before.
             for index, optimizer in enumerate(self.run.loop.strategy.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
+        else:
+            self.stepped.clear()
         output = self._step(batch, batch_idx) if self._takes_batch_idx else self._step(batch)
         if not isinstance(output, Tensor | Mapping | None):
             raise ConfigurationTypeError(
@@ -281,12 +285,29 @@ class ManualOptimization(AutomaticOptimization):
             return {}
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         if isinstance(loss := outputs.get("loss"), Tensor):
+            if self.run.progress.batches_done == 1 and not self.run.is_lightning_module:
+                self._check_gradients(loss)
             outputs["loss"] = loss.detach()
             self.run.history.add_train_output(output, outputs["loss"])
         return outputs
 
+    def _check_gradients(self, loss: Tensor) -> None:
+        """Refuse a step function that leaves its optimizers to the loop: nothing would be trained."""
+        has_gradients = any(p.grad is not None for p in self.run.network.parameters())
+        if loss.requires_grad and not self.stepped and not has_gradients:
+            raise ConfigurationError(
+                "training_step: got several optimizers and used none of them, expected zero_grad(),"
+                " loss.backward() and step() of each. Give one optimizer with all parameters to let"
+                " the loop minimize the loss."
+            )
+
     def _count_step(self, index: int, *args: Any) -> None:
         """Count a step that ``training_step`` takes. Steps of other hooks do not count."""
+        if not self._is_prepared:
+            raise ConfigurationError(
+                "training_step: got loss.backward() in a run of several processes, expected"
+                " loop.backward(loss), which adds their gradients."
+            )
         self.stepped.add(index)
         if self.run.hooks.current == "training_step":
             self.run.progress.global_step += 1
@@ -297,6 +318,7 @@ class ManualOptimization(AutomaticOptimization):
             from lightning.pytorch.overrides.distributed import prepare_for_backward
 
             prepare_for_backward(ddp, loss)
+            self._is_prepared = True
         self._run_backward(loss, *args, **kwargs)
         self.stepped.clear()
 

@@ -59,6 +59,16 @@ def has_several_optimizers(given: Any) -> bool:
     return isinstance(given, list | tuple) and sum(map(is_optimizer, given)) > 1
 
 
+def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
+    """Return ``optimizer=`` and ``scheduler=`` as ``configure_optimizers`` returns them."""
+    if not is_optimizer(optimizer):
+        raise ConfigurationTypeError(
+            f"scheduler: got it with optimizer={describe(optimizer)}, expected one optimizer. Give"
+            " the schedulers of other shapes as configure_optimizers returns them."
+        )
+    return [optimizer], scheduler if isinstance(scheduler, list) else [scheduler]
+
+
 def parse_optimizers(
     returned: Any,
     is_automatic: bool,

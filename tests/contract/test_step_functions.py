@@ -1,7 +1,6 @@
-"""Rung 2 whole: what step functions may log, measure at an epoch's end, step themselves, and be validated on."""
+"""Level 2: what step functions log, measure at an epoch's end, step themselves, and are validated on."""
 
 import csv
-import re
 from functools import partial
 
 import pytest
@@ -43,7 +42,7 @@ def share_right(net, outputs):
     return {"right": torch.cat([output["right"] for output in outputs]).float().mean()}
 
 
-# ---- the words of a LightningModule
+# ---- log and scheduler
 
 
 def logged(loop, log):
@@ -56,7 +55,7 @@ def logged(loop, log):
 
 
 def test_log_and_scheduler_give_trainers_numbers():
-    """Weights, learning rates and each view of a metric, as of a LightningModule that logs and schedules the same."""
+    """Weights, learning rates and metrics equal those of a LightningModule that logs and schedules the same."""
 
     class Lit(Classifier):
         def training_step(self, batch, batch_idx):
@@ -81,7 +80,7 @@ def test_log_and_scheduler_give_trainers_numbers():
     assert optimizer.param_groups[0]["lr"] == trainer.optimizers[0].param_groups[0]["lr"] < 0.1
 
 
-def test_logged_values_stand_beside_returned_ones():
+def test_logged_and_returned_values_are_columns():
     loop, net = FabricLoop(**quiet(max_epochs=1)), make_net()
     step = logged(loop, lambda loop, name, value: loop.log(name, value, on_step=False, on_epoch=True))
     history = loop.fit(net, make_loader(), optimizer=sgd(net), training_step=step)
@@ -90,7 +89,7 @@ def test_logged_values_stand_beside_returned_ones():
 
 
 def test_log_outside_of_a_run():
-    with pytest.raises(RuntimeError, match=r"^FabricLoop.log: nothing has run yet; call fit, validate"):
+    with pytest.raises(RuntimeError, match=r"^FabricLoop.log: nothing has run yet\. Call fit, validate"):
         FabricLoop(**quiet()).log("loss", 1.0)
 
 
@@ -108,31 +107,27 @@ def test_a_list_of_schedulers_and_one_that_waits_for_a_metric():
     assert optimizer.param_groups[0]["lr"] == 0.1 / 4 / 2
 
 
-def test_scheduler_beside_another_shape():
+def test_scheduler_with_several_optimizers():
     net = make_net()
     optimizer = sgd(net)
-    words = {"optimizer": [optimizer], "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
-    with pytest.raises(TypeError) as caught:
-        FabricLoop(**quiet(max_epochs=1)).fit(net, make_loader(), training_step=training_step, **words)
-    assert str(caught.value) == (
-        "fit got scheduler= and a list as optimizer=: expected one optimizer beside it; other shapes hold their schedulers"
-        " themselves, as configure_optimizers returns them"
-    )
+    given = {"optimizer": [optimizer], "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+    with pytest.raises(TypeError, match=r"^scheduler: got it with optimizer=a list, expected one optimizer\."):
+        FabricLoop(**quiet(max_epochs=1)).fit(net, make_loader(), training_step=training_step, **given)
 
 
 # ---- several validation loaders with names
 
 
-def named_fit(epochs=2, **words):
+def named_fit(epochs=2, **more):
     net = make_net()
     loop = FabricLoop(**quiet(max_epochs=epochs, logger=True, name="named"))
     loaders = {"val": val_loader(), "train_again": make_loader(shuffle=False)}
-    functions = {"training_step": training_step, "validation_step": validation_step, **words}
+    functions = {"training_step": training_step, "validation_step": validation_step, **more}
     return net, loop, loop.fit(net, make_loader(), loaders, optimizer=sgd(net), **functions)
 
 
 def test_loaders_have_names():
-    """Each column as if its loader had been validated alone; the same names in validate, and what is monitored."""
+    """Each column is as if its loader had been validated alone. validate uses the same names."""
     net, loop, history = named_fit()
     assert list(history.columns) == ["epoch", "step", "train_again_loss", "train_loss", "val_loss", "lr", "time"]
     [alone] = FabricLoop(**quiet()).validate(net, make_loader(shuffle=False), validation_step=validation_step)
@@ -143,16 +138,13 @@ def test_loaders_have_names():
     assert one == [{"only_loss": history.val_loss[1]}]
 
 
-def test_a_loader_named_like_training():
+def test_a_loader_named_train():
     net = make_net()
-    with pytest.raises(ConfigurationError) as caught:
+    functions = {"training_step": training_step, "validation_step": validation_step}
+    with pytest.raises(ConfigurationError, match="^val_dataloaders: got a loader named 'train', expected another"):
         FabricLoop(**quiet(max_epochs=1)).fit(
-            net, make_loader(), {"train": val_loader()}, optimizer=sgd(net), training_step=training_step,
-            validation_step=validation_step,
-        )  # fmt: skip
-    assert str(caught.value) == (
-        "the loaders to validate are named 'train': train_loss is what training measures; write {'train_again': loader}"
-    )
+            net, make_loader(), {"train": val_loader()}, optimizer=sgd(net), **functions
+        )
 
 
 def test_lightning_modules_keep_trainers_names():
@@ -168,8 +160,8 @@ def test_lightning_modules_keep_trainers_names():
 # ---- an epoch's end
 
 
-def test_metrics_of_an_epochs_end():
-    """A column, a monitor, and a result of validate and test; of loaders with names by name."""
+def test_epoch_end():
+    """Its values are a column, a monitor, and a result of validate and test. Named loaders give outputs by name."""
     net = make_net()
     loop = FabricLoop(**quiet(max_epochs=2, enable_checkpointing=True, monitor="val_right", mode="max"))
     history = loop.fit(
@@ -194,71 +186,48 @@ def test_metrics_of_an_epochs_end():
 
 
 @pytest.mark.parametrize(
-    ("function", "loaders", "words"),
+    ("function", "loaders", "message"),
     [
         (
-            lambda outputs: {}, (make_loader, val_loader),
-            "epoch_end(outputs) cannot be called (too many positional arguments): expected epoch_end(model, outputs), which"
-            " returns a dict of numbers; outputs is the list of what validation_step returned",
+            lambda outputs: {},
+            (make_loader, val_loader),
+            r"epoch_end: got epoch_end\(outputs\), expected epoch_end\(model, outputs\)\.",
         ),
-        (
-            lambda net, outputs: 3.0, (make_loader, val_loader),
-            "epoch_end returned a float: expected a dict of numbers: write return {'f1': f1}",
-        ),
-        (
-            share_right, (make_loader,),
-            "fit got epoch_end=, which is told what validation_step returned, but no val_dataloaders: give both",
-        ),
+        (lambda net, outputs: 3.0, (make_loader, val_loader), "epoch_end: got 3.0 from it, expected a dict"),
+        (share_right, (make_loader,), "epoch_end: got no val_dataloaders, expected them"),
     ],
-)  # fmt: skip
-def test_epoch_end_misused(function, loaders, words):
+)
+def test_wrong_epoch_end(function, loaders, message):
     net = make_net()
     functions = {"training_step": training_step, "validation_step": validation_step, "epoch_end": function}
-    loaders = [make() for make in loaders]
-    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(words)}"):
-        FabricLoop(**quiet(max_epochs=1)).fit(net, *loaders, optimizer=sgd(net), **functions)
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        FabricLoop(**quiet(max_epochs=1)).fit(net, *(make() for make in loaders), optimizer=sgd(net), **functions)
 
 
-# ---- validation every so many steps
+# ---- validate_every_n_steps
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_validate_every_n_steps(window):
-    """Of 10 batches an epoch; rows of steps.csv for those inside an epoch, behind the steps 5, 10, 15..."""
-    net = make_net()
-    words = {
-        "logger": True,
-        "name": "every",
-        "accumulate_grad_batches": window,
-        "validate_every_n_steps": 5,
-        "num_sanity_val_steps": 0,
-    }
-    loop, steps = FabricLoop(**quiet(max_epochs=3, **words)), []
+@pytest.mark.parametrize(("accumulated", "expected"), [(1, [5, 10, 15, 20, 25, 30]), (3, [5, 10])])
+def test_validate_every_n_steps(accumulated, expected):
+    """An epoch has 10 batches. Validations inside of one are rows of steps.csv."""
+    net, steps = make_net(), []
 
     class Note:
         def on_validation_end(self, loop):
             steps.append(loop.global_step)
 
-    loop.callbacks.append(Note())
-    loop.fit(
-        net,
-        make_loader(),
-        val_loader(),
-        optimizer=sgd(net),
-        training_step=training_step,
-        validation_step=validation_step,
-    )
-    assert steps == ([5, 10, 15, 20, 25, 30] if window == 1 else [5, 10])  # 4 steps an epoch
-    inside = [int(row["step"]) + 1 for row in rows_of(loop, "steps.csv")]
-    assert inside == ([5, 15, 25] if window == 1 else [5, 10])
+    options = {"accumulate_grad_batches": accumulated, "validate_every_n_steps": 5, "num_sanity_val_steps": 0}
+    loop = FabricLoop(**quiet(max_epochs=3, logger=True, name="every", callbacks=[Note()], **options))
+    functions = {"training_step": training_step, "validation_step": validation_step}
+    loop.fit(net, make_loader(), val_loader(), optimizer=sgd(net), **functions)
+    assert steps == expected
+    inside = [int(row["step"]) for row in rows_of(loop, "steps.csv")]
+    assert inside == [step for step in expected if accumulated > 1 or step % 10]
 
 
-def test_validate_every_n_steps_is_alone():
-    with pytest.raises(ConfigurationError) as caught:
+def test_validate_every_n_steps_excludes_val_check_interval():
+    with pytest.raises(ConfigurationError, match="^validate_every_n_steps: got 3 together with val_check_interval=4"):
         FabricLoop(validate_every_n_steps=3, val_check_interval=4)
-    assert str(caught.value) == (
-        "validate_every_n_steps=3 with val_check_interval=4 and check_val_every_n_epoch=1: expected it alone"
-    )
 
 
 # ---- several optimizers
@@ -287,7 +256,7 @@ def make_gan():
 
 
 def test_several_optimizers_are_stepped_by_the_function():
-    """As in the loop that it comes from, with the optimizers at hand; each of their steps counts."""
+    """The weights are those of the same loop without FabricLoop. Each optimizer step counts."""
     parts, optimizers = make_gan()
     step = gan_step(parts, optimizers)
     torch.manual_seed(2)
@@ -303,7 +272,7 @@ def test_several_optimizers_are_stepped_by_the_function():
     assert loop.global_step == 40
     assert list(history.columns) == ["epoch", "step", "train_loss", "train_d_loss", "lr", "lr_1", "time"]
     assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers)
-    parts, optimizers = make_gan()  # through the loop's own, they count once as well
+    parts, optimizers = make_gan()
     loop = FabricLoop(**quiet(max_epochs=1))
 
     def through_loop(net, batch):
@@ -313,8 +282,8 @@ def test_several_optimizers_are_stepped_by_the_function():
     assert loop.global_step == 20
 
 
-def test_a_net_may_say_that_the_function_steps_its_one_optimizer():
-    """Truncated backpropagation: two steps in each batch."""
+def test_function_steps_the_one_optimizer_of_a_network_with_manual_optimization():
+    """Truncated backpropagation takes two steps in each batch."""
     net = make_net()
     net.automatic_optimization, optimizer = False, sgd(net)
 
@@ -329,45 +298,16 @@ def test_a_net_may_say_that_the_function_steps_its_one_optimizer():
     assert loop.global_step == 20
 
 
-def test_a_scheduler_of_such_an_optimizer_is_the_functions_own(recwarn):
-    """Nobody steps it: that is said. The function does: nothing is."""
-    for is_stepped in (False, True):
-        net = make_net()
-        net.automatic_optimization, optimizer = False, sgd(net)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-        def step(net, batch, optimizer=optimizer, schedule=schedule, is_stepped=is_stepped):
-            optimizer.zero_grad()
-            training_step(net, batch).backward()
-            optimizer.step()
-            if is_stepped:
-                schedule.step()
-
-        FabricLoop(**quiet(max_epochs=3)).fit(
-            net, make_loader(), optimizer=optimizer, scheduler=schedule, training_step=step
-        )
-        said = [str(warning.message) for warning in recwarn if "has not been stepped" in str(warning.message)]
-        assert said == [
-            "ExponentialLR has not been stepped in two epochs: training_step steps its optimizers itself here, and so their"
-            " schedulers, too; write scheduler.step() in it"
-        ]
-
-
 def test_several_optimizers_that_nobody_steps():
-    """A usual step, which leaves that to the loop: nothing would be trained, and nobody told."""
     parts, optimizers = make_gan()
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match="^training_step: got several optimizers and used none of them"):
         FabricLoop(**quiet(max_epochs=1)).fit(
             parts, make_loader(), optimizer=optimizers, training_step=lambda net, batch: net["g"](batch[0]).mean()
         )
-    assert str(caught.value) == (
-        "fit got several optimizers, and training_step used none of them: it steps them itself, as in zero_grad();"
-        " loss.backward(); step(); to have one loss minimized, give one optimizer all parameters, in groups"
-    )
 
 
-def test_a_step_that_only_gathers_at_first_is_none_of_these():
-    """As with a replay buffer: nothing is stepped in the first batches, and no loss returned."""
+def test_several_optimizers_that_step_after_some_batches():
+    """A step function with a replay buffer returns no loss in its first batches."""
     parts, optimizers = make_gan()
     step, seen = gan_step(parts, optimizers), []
 
@@ -380,11 +320,11 @@ def test_a_step_that_only_gathers_at_first_is_none_of_these():
     assert loop.global_step == 2 * 7
 
 
-def test_own_backward_needs_the_loop_in_several_processes(monkeypatch):
+def test_backward_of_the_loss_in_several_processes(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     parts, optimizers = make_gan()
     loop = FabricLoop(**quiet(max_epochs=1, devices=2, strategy="ddp_fork"))
-    with pytest.raises(Exception, match=r"write loop.backward\(loss\), which adds them over all"):
+    with pytest.raises(Exception, match=r"expected loop.backward\(loss\), which adds their gradients"):
         loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gan_step(parts, optimizers))
 
 
@@ -400,9 +340,9 @@ def test_an_object_with_log_metrics_is_a_logger(logger):
         def log_metrics(self, metrics, step=None):
             self.lines.append((step, sorted(metrics)))
 
-    mine, words = Lines(), {"enable_checkpointing": True, "name": "own"}
+    mine, options = Lines(), {"enable_checkpointing": True, "name": "own"}
     loop = FabricLoop(
-        **quiet(max_epochs=1, logger=logger(mine), callbacks=[ModelCheckpoint(monitor="val_loss")], **words)
+        **quiet(max_epochs=1, logger=logger(mine), callbacks=[ModelCheckpoint(monitor="val_loss")], **options)
     )
     loop.fit(Classifier(), make_loader(), val_loader())
     assert mine.lines == [(9, ["epoch", "val_acc", "val_loss"]), (9, ["epoch", "train_acc", "train_loss_epoch"])]
@@ -413,16 +353,14 @@ def test_an_object_with_log_metrics_is_a_logger(logger):
 # ---- training mode
 
 
-def test_a_net_in_eval_mode_is_put_into_training_mode(recwarn):
-    """As model.train() does before a loop of one's own (from_pretrained gives eval mode); of an object it is its own matter."""
+def test_a_network_in_eval_mode_is_put_into_training_mode():
+    """As model.train() does. A part of a training network that is in eval mode stays there."""
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 3)).eval()
     loop = FabricLoop(**quiet(max_epochs=1))
     loop.fit(net, make_loader(), optimizer=sgd(net), training_step=training_step)
     assert net.training
     assert net[0].training
-    [said] = [str(warning.message) for warning in recwarn if "eval mode" in str(warning.message)]
-    assert said.startswith("Sequential came in eval mode: it is put into training mode, as model.train() does")
-    net[0].eval()  # a part alone is somebody's intention
+    net[0].eval()
     loop.fit(net, make_loader(), optimizer=sgd(net), training_step=training_step)
     assert net.training
     assert not net[0].training
@@ -432,8 +370,8 @@ def test_a_net_in_eval_mode_is_put_into_training_mode(recwarn):
 
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
-def test_what_has_a_default_is_the_functions_own(loop_class):
-    """No index of a batch comes there: a factor of 0, 1, 2 ... would train, and nobody would know."""
+def test_argument_with_a_default_gets_no_batch_idx(loop_class):
+    """A factor of 0, 1, 2 ... would train unnoticed."""
     seen = []
 
     def scaled(net, batch, factor=0.5):
@@ -447,9 +385,9 @@ def test_what_has_a_default_is_the_functions_own(loop_class):
         return scaled(net, batch, factor + number)
 
     expected = {scaled: 0.5, partial(by_name, factor=0.25): 0.25, partial(scaled, factor=0.75): 0.75}
-    words = quiet() if loop_class is FabricLoop else {"accelerator": "cpu"}
+    options = quiet() if loop_class is FabricLoop else {"accelerator": "cpu"}
     for step, factor in [*expected.items(), (indexed, None)]:
         seen.clear()
         net = make_net()
-        loop_class(max_epochs=1, **words).fit(net, make_loader(), optimizer=sgd(net), training_step=step)
+        loop_class(max_epochs=1, **options).fit(net, make_loader(), optimizer=sgd(net), training_step=step)
         assert seen == ([factor] * 10 if factor else [0.5 + number for number in range(10)])
