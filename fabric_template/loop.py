@@ -144,10 +144,6 @@ class FabricLoop(TrainerAPI):
         # A ready Fabric may have loggers of its own.
         asked = self.fabric.loggers or True if config.logger is True else config.logger
         given = as_list(asked)
-        for logger in given:
-            # Fabric's loggers lack a name by which ModelCheckpoint finds its folder.
-            if hasattr(logger, "root_dir") and not hasattr(logger, "save_dir"):
-                logger.save_dir = logger.root_dir
         root = Path(self.default_root_dir, "logs")
         checkpoints = Path(self.default_root_dir, "checkpoints", config.name)
         if any(logger is True for logger in given):

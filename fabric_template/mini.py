@@ -759,14 +759,17 @@ def find_network(model: Any) -> nn.Module:
 
 
 def with_batch_idx(step: Callable, name: str) -> Callable:
-    """Return a step that takes (batch, batch_idx), also if the given one takes the batch only."""
+    """Return a step that takes (batch, batch_idx), also if the given one takes the batch only.
+
+    An argument with a default gets no index, unless it is called batch_idx.
+    """
     signature = inspect.signature(step)
-    for arguments in ((None, 0), (None,)):
-        try:
-            signature.bind(*arguments)
-        except TypeError:
-            continue
-        return step if len(arguments) == 2 else lambda batch, batch_idx: step(batch)
+    positional = [p for p in signature.parameters.values() if p.kind < p.KEYWORD_ONLY]
+    required = [p.name for p in positional if p.default is p.empty]
+    if len(required) == 2 or "batch_idx" in signature.parameters:
+        return step
+    if len(required) == 1:
+        return lambda batch, batch_idx: step(batch)
     raise TypeError(
         f"{name}: got the arguments {signature}, expected (batch) or (batch, batch_idx)."
     )

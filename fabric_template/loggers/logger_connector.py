@@ -189,10 +189,7 @@ def call_if_defined(logger: Any, name: str, *args: Any, **kwargs: Any) -> None:
 
 
 class LoggerAdapter(Logger):
-    """An object with ``log_metrics`` as a Lightning logger, which Lightning's callbacks expect.
-
-    Everything else that the object has is used.
-    """
+    """An object with ``log_metrics``, or a logger of Fabric, as Lightning's callbacks expect a logger."""
 
     def __init__(self, logger: Any) -> None:
         super().__init__()
@@ -208,7 +205,8 @@ class LoggerAdapter(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        return getattr(self._logger, "save_dir", None)
+        # Fabric's loggers have another name for it.
+        return getattr(self._logger, "save_dir", None) or getattr(self._logger, "root_dir", None)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self._logger.log_metrics(metrics, step)
