@@ -1,4 +1,4 @@
-"""What is shown under lightning.Trainer and under FabricLoop: tables of layers, progress bars, profilers' reports."""
+"""Test that model summaries, progress bars and profilers of Lightning show what they show under Trainer."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from fabric_template import FabricLoop
 BAR = {"enable_progress_bar": True}
 
 
-# ---- the table of layers
+# Model summaries
 
 
 class Shown(Classifier):
@@ -35,7 +35,7 @@ def test_model_summary(tmp_path, caplog, depth):
         run_both(tmp_path, lambda root: cb.ModelSummary(max_depth=depth), Shown, max_epochs=1)
         logging.getLogger(logger).removeHandler(caplog.handler)
     tables = list(dict.fromkeys(record.getMessage() for record in caplog.records if "net" in record.getMessage()))
-    assert len(tables) == 1, tables  # both printed the same
+    assert len(tables) == 1, tables
     assert "Trainable params" in tables[0]
 
 
@@ -51,14 +51,14 @@ def test_rich_model_summary(tmp_path, capsys):
     assert "Total params" in tables[1]
 
 
-# ---- bars
+# Progress bars
 
 
 class NotedTqdm(cb.TQDMProgressBar):
-    """Notes its bars as they stand after each hook that draws them; draws to nowhere."""
+    """Records its bars after each hook that draws them, and draws nothing."""
 
-    def __init__(self, **words):
-        super().__init__(**words)
+    def __init__(self, **options):
+        super().__init__(**options)
         self.seen = []
 
     def _quiet(self):
@@ -72,8 +72,8 @@ class NotedTqdm(cb.TQDMProgressBar):
 
 
 class NotedRich(cb.RichProgressBar):
-    def __init__(self, **words):
-        super().__init__(console_kwargs={"file": io.StringIO()}, **words)
+    def __init__(self, **options):
+        super().__init__(console_kwargs={"file": io.StringIO()}, **options)
         self.seen = []
 
     def note(self, hook, bar, trainer, module):
@@ -83,7 +83,7 @@ class NotedRich(cb.RichProgressBar):
 
 
 def noting(kind, hook, bar):
-    """The class with a hook after which the bar is noted."""
+    """Let a class record its bar after a hook."""
     drawn = getattr(kind, hook)
 
     def noted(self, trainer, module, *args):
@@ -131,15 +131,15 @@ def rich_as_found():
 
 @pytest.mark.parametrize("kind", [NotedTqdm, NotedRich])
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [{}, {"val_check_interval": 0.5}, {"max_epochs": -1, "max_steps": 13}, {"check_val_every_n_epoch": 2}],
     ids=str,
 )
 @pytest.mark.usefixtures("rich_as_found")
-def test_progress_bar(tmp_path, kind, words):
-    """Totals, positions, titles and the numbers beside, after each batch of fit, test and predict."""
-    words = {"max_epochs": 2, "num_sanity_val_steps": 1, **words}
-    sides = run_both(tmp_path, lambda root: kind(refresh_rate=3), Barred, **BAR, **words)
+def test_progress_bar(tmp_path, kind, options):
+    """Totals, positions, titles and values are equal after each batch of fit, test and predict."""
+    options = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
+    sides = run_both(tmp_path, lambda root: kind(refresh_rate=3), Barred, **BAR, **options)
     for side in sides:
         side.trainer.test(side.module, val_loader(), verbose=False)
         side.trainer.predict(side.module, val_loader())
@@ -149,7 +149,7 @@ def test_progress_bar(tmp_path, kind, words):
     assert sides[1].trainer.progress_bar_callback is sides[1].callbacks[0]
 
 
-# ---- profilers
+# Profilers
 
 
 class Data(pl.LightningDataModule):
@@ -197,15 +197,15 @@ class Mine(pl.Callback):
 
 
 def profile_both(tmp_path, make):
-    """fit, test and predict under a profiler; returns both of them."""
+    """Fit, test and predict with a profiler. Returns both profilers."""
     found = []
     for name, kind in LOOPS.items():
         root = tmp_path / name
         profiler = make(root)
         saving = cb.ModelCheckpoint(root, save_last=True)
-        words = {"profiler": profiler, "callbacks": [Mine(), saving], "enable_checkpointing": True, "max_epochs": 2}
+        options = {"profiler": profiler, "callbacks": [Mine(), saving], "enable_checkpointing": True, "max_epochs": 2}
         pl.seed_everything(1, verbose=False)
-        loop = kind(**quiet(default_root_dir=str(root), **words))
+        loop = kind(**quiet(default_root_dir=str(root), **options))
         module, data = Hooked(), Data()
         loop.fit(module, datamodule=data)
         loop.test(module, datamodule=data, verbose=False)
@@ -214,7 +214,7 @@ def profile_both(tmp_path, make):
     return found
 
 
-# what Trainer times though there is nothing in it: hooks that nobody wrote, and its strategy's
+# Trainer measures these also where they are empty.
 EMPTY = re.compile(
     r"\.(on_\w+|setup|teardown|configure_gradient_clipping|optimizer_zero_grad|state_dict|transfer_batch_to_device)$"
 )
@@ -222,7 +222,7 @@ EMPTY = re.compile(
 
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|has no logger|`logger=True` but)")
 def test_simple_profiler(tmp_path):
-    """The report users know: every action in which something happens, by Trainer's name and as often."""
+    """Every action has Trainer's name and count."""
     theirs, ours = profile_both(tmp_path, lambda root: profilers.SimpleProfiler(dirpath=root, filename="report"))
     expected, found = ({name: len(took) for name, took in p.recorded_durations.items()} for p in (theirs, ours))
     assert {name: expected.get(name) for name in found} == found
@@ -252,7 +252,7 @@ def test_advanced_profiler(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|has no logger|`logger=True` but|Profiler)")
 def test_pytorch_profiler(tmp_path):
-    """Its schedule counts the steps, its trace has the modules' names."""
+    """Its schedule counts steps, and its trace has the names of modules."""
 
     def make(root):
         schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
@@ -272,11 +272,11 @@ def test_pytorch_profiler(tmp_path):
 
 
 @pytest.mark.parametrize(("word", "kind"), [("simple", "Simple"), ("Advanced", "Advanced"), ("pytorch", "PyTorch")])
-def test_words(word, kind):
+def test_names(word, kind):
     assert type(FabricLoop(accelerator="cpu", profiler=word).profiler).__name__ == f"{kind}Profiler"
 
 
-def test_no_profiler_wraps_nothing():
+def test_no_profiler():
     loop = FabricLoop(accelerator="cpu")
     assert type(loop.profiler).__name__ == "PassThroughProfiler"
     with pytest.raises(ValueError, match="it can only be one of .'advanced', 'pytorch', 'simple'.. profiler: got 'fast'"):

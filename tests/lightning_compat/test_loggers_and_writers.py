@@ -1,4 +1,4 @@
-"""What hooks, loggers and writers are told beside the numbers: under FabricLoop what Trainer tells them."""
+"""Test that loggers, loader methods and prediction writers get Trainer's calls."""
 
 import lightning.pytorch as pl
 import pytest
@@ -18,12 +18,12 @@ LOOPS = pl.Trainer, FabricLoop
 
 
 class Module(pl.LightningModule):
-    """A line, and all four loaders; `told` takes down where each of them is made."""
+    """A module with four loaders. `calls` records where each of them is made."""
 
-    def __init__(self, rate=0.1, told=None):
+    def __init__(self, rate=0.1, calls=None):
         super().__init__()
         self.save_hyperparameters("rate")
-        self.layer, self.told = torch.nn.Linear(1, 1), told
+        self.layer, self.calls = torch.nn.Linear(1, 1), calls
 
     def training_step(self, batch, batch_idx):
         return self.layer(batch).sum()
@@ -38,11 +38,11 @@ class Module(pl.LightningModule):
         return batch
 
     def loader(self):
-        if self.told is not None:
+        if self.calls is not None:
             loop = self.trainer
             stages = "training", "validating", "testing", "predicting", "sanity_checking"
             on = [stage for stage in stages if getattr(loop, stage)]
-            self.told.append((loop.current_epoch, str(loop.state.stage.value), on))
+            self.calls.append((loop.current_epoch, str(loop.state.stage.value), on))
         return DataLoader(torch.ones(2, 1))
 
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
@@ -52,7 +52,7 @@ class Module(pl.LightningModule):
 
 
 class Data(pl.LightningDataModule):
-    """What the module has, and hyperparameters of its own."""
+    """The same loaders, and hyperparameters of its own."""
 
     def __init__(self, rate=0.1, size=3):
         super().__init__()
@@ -64,28 +64,28 @@ class Data(pl.LightningDataModule):
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
 
 
-class Notes(CSVLogger):
+class RecordingLogger(CSVLogger):
     def __init__(self, folder):
         super().__init__(folder)
-        self.told = []
+        self.calls = []
 
     def log_hyperparams(self, params=None):
-        self.told.append(("hyperparameters", dict(params)))
+        self.calls.append(("hyperparameters", dict(params)))
         super().log_hyperparams(params)
 
     def log_graph(self, model, input_array=None):
-        self.told.append("graph")
+        self.calls.append("graph")
 
     def log_metrics(self, metrics, step=None):
-        self.told.append(("metrics", sorted(metrics), step))
+        self.calls.append(("metrics", sorted(metrics), step))
         super().log_metrics(metrics, step)
 
     def save(self):
-        self.told.append("save")
+        self.calls.append("save")
         super().save()
 
     def finalize(self, status):
-        self.told.append(("finalize", status))
+        self.calls.append(("finalize", status))
         super().finalize(status)
 
 
@@ -93,31 +93,31 @@ class Notes(CSVLogger):
 @pytest.mark.parametrize("reload", [0, 1])
 @pytest.mark.parametrize("sanity", [0, 1])
 def test_where_loaders_are_made(sanity, reload, every):
-    told = [[], []]
-    for make, notes in zip(LOOPS, told, strict=True):
-        words = {"num_sanity_val_steps": sanity, "reload_dataloaders_every_n_epochs": reload}
-        loop = make(**quiet(max_epochs=3, check_val_every_n_epoch=every, **words))
-        loop.fit(module := Module(told=notes))
-        for verb in (loop.validate, loop.test, loop.predict):
-            verb(module)
-    assert told[0] == told[1]
+    calls = [[], []]
+    for make, notes in zip(LOOPS, calls, strict=True):
+        options = {"num_sanity_val_steps": sanity, "reload_dataloaders_every_n_epochs": reload}
+        loop = make(**quiet(max_epochs=3, check_val_every_n_epoch=every, **options))
+        loop.fit(module := Module(calls=notes))
+        for stage_name in (loop.validate, loop.test, loop.predict):
+            stage_name(module)
+    assert calls[0] == calls[1]
     val = (0, "sanity_check", ["sanity_checking"]) if sanity else (0 if every == 1 else 1, "validate", ["validating"])
-    assert val in told[1]
+    assert val in calls[1]
 
 
-@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
-def test_loggers_hear_of_hyperparameters_in_each_verb(tmp_path, verb):
-    told = []
+@pytest.mark.parametrize("stage_name", ["fit", "validate", "test", "predict"])
+def test_loggers_get_hyperparameters_in_each_stage(tmp_path, stage_name):
+    calls = []
     for make in LOOPS:
-        logger = Notes(tmp_path / make.__name__)
+        logger = RecordingLogger(tmp_path / make.__name__)
         loop = make(**quiet(max_epochs=1, logger=logger))
-        getattr(loop, verb)(Module(), datamodule=Data(size=3))
-        told.append(logger.told)
-    assert told[0] == told[1]
-    assert told[1][:3] == [("hyperparameters", {"rate": 0.1, "size": 3}), "graph", "save"]
+        getattr(loop, stage_name)(Module(), datamodule=Data(size=3))
+        calls.append(logger.calls)
+    assert calls[0] == calls[1]
+    assert calls[1][:3] == [("hyperparameters", {"rate": 0.1, "size": 3}), "graph", "save"]
 
 
-def test_hyperparameters_stay_a_fit_s_in_our_own_files(tmp_path):
+def test_our_files_have_the_hyperparameters_of_fit(tmp_path):
     loop = FabricLoop(**quiet(max_epochs=1, logger=True), default_root_dir=tmp_path, name="run")
     loop.fit(Module())
     before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*.yaml"))}
@@ -127,11 +127,11 @@ def test_hyperparameters_stay_a_fit_s_in_our_own_files(tmp_path):
 
 
 @pytest.mark.parametrize("make", LOOPS)
-@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
-def test_one_name_has_one_value(tmp_path, make, verb):
+@pytest.mark.parametrize("stage_name", ["fit", "validate", "test", "predict"])
+def test_two_values_of_one_hyperparameter_are_refused(tmp_path, make, stage_name):
     loop = make(**quiet(max_epochs=1, logger=CSVLogger(tmp_path)))
     with pytest.raises(RuntimeError, match=r"Error while merging hparams: the keys \['rate'\] are present in both"):
-        getattr(loop, verb)(Module(rate=0.1), datamodule=Data(rate=0.2))
+        getattr(loop, stage_name)(Module(rate=0.1), datamodule=Data(rate=0.2))
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -159,23 +159,23 @@ class Stream(IterableDataset):
 class Writer(BasePredictionWriter):
     def __init__(self):
         super().__init__("batch_and_epoch")
-        self.told = []
+        self.calls = []
 
     def write_on_batch_end(self, loop, module, prediction, indices, batch, batch_idx, dataloader_idx):
-        self.told.append((prediction.tolist(), indices, batch_idx, dataloader_idx))
+        self.calls.append((prediction.tolist(), indices, batch_idx, dataloader_idx))
 
     def write_on_epoch_end(self, loop, module, predictions, indices):
-        self.told.append(indices)
+        self.calls.append(indices)
 
 
 @pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
 def test_a_stream_has_no_indices():
-    """Trainer's writer is told, of a stream behind a dataset, the dataset's last ones once more; here none."""
-    told = []
+    """Trainer passes the indices of an earlier dataset to the writer. Here a stream has none."""
+    calls = []
     for make in LOOPS:
         for loaders in (DataLoader(Stream()), [DataLoader(Stream()), DataLoader(torch.arange(3), batch_size=2)]):
             make(**quiet(callbacks=[writer := Writer()])).predict(Module(), loaders)
-            told.append(writer.told)
-    assert told[:2] == told[2:]
-    assert told[2][-1] == [[]]
-    assert told[3][-1] == [[], [[0, 1], [2]]]
+            calls.append(writer.calls)
+    assert calls[:2] == calls[2:]
+    assert calls[2][-1] == [[]]
+    assert calls[3][-1] == [[], [[0, 1], [2]]]

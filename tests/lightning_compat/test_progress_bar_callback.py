@@ -1,4 +1,4 @@
-"""`trainer.progress_bar_callback`: whoever asks for it before a run gets Lightning's, of which they read as under Trainer."""
+"""Test that reading `trainer.progress_bar_callback` before a run adds Lightning's bar."""
 
 import pytest
 from both import LOOPS
@@ -21,17 +21,17 @@ class Logs(BoringModel):
 
 @pytest.fixture(autouse=True)
 def plain_bar(monkeypatch):
-    """Trainer takes its other one where rich is installed."""
+    """Trainer uses another bar where rich is installed."""
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.callback_connector._RICH_AVAILABLE", False)
 
 
-def made(kind, folder, **words):
+def made(kind, folder, **options):
     limits = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2, "logger": False}
-    return kind(**{**quiet(**limits, default_root_dir=str(folder)), "enable_progress_bar": True, **words})
+    return kind(**{**quiet(**limits, default_root_dir=str(folder)), "enable_progress_bar": True, **options})
 
 
 @pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
-def test_asked_before(kind, tmp_path, capsys):
+def test_read_before_a_run(kind, tmp_path, capsys):
     trainer = made(kind, tmp_path)
     bar = trainer.progress_bar_callback
     assert type(bar) is TQDMProgressBar
@@ -44,20 +44,20 @@ def test_asked_before(kind, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
-def test_asked_behind(kind, tmp_path):
+def test_read_after_a_run(kind, tmp_path):
     trainer = made(kind, tmp_path)
     trainer.fit(model := Logs())
     assert trainer.progress_bar_callback.get_metrics(trainer, model) == {"x": 2.0, "last": 1.0}
 
 
-@pytest.mark.parametrize("words", [{"enable_progress_bar": False}, {"barebones": True}])
+@pytest.mark.parametrize("options", [{"enable_progress_bar": False}, {"barebones": True}])
 @pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
-def test_where_there_is_none(kind, words, tmp_path):
-    assert kind(default_root_dir=str(tmp_path), **words).progress_bar_callback is None
+def test_without_a_bar(kind, options, tmp_path):
+    assert kind(default_root_dir=str(tmp_path), **options).progress_bar_callback is None
 
 
-def test_who_does_not_ask_has_the_loops_own(tmp_path, monkeypatch):
-    """Nor does a look at it inside of a run change what the run shows."""
+def test_the_console_stays_if_nobody_reads_it(tmp_path, monkeypatch):
+    """Reading it inside of a run changes nothing."""
     monkeypatch.delattr(tqdm_progress, "Tqdm")
     seen = []
 

@@ -1,4 +1,4 @@
-"""Epoch means of values logged in many ways have Trainer's bits, also after a resume in the middle of an epoch."""
+"""Test that means of values logged in many ways have Trainer's bits, also after a resume in mid-epoch."""
 
 import random
 
@@ -10,8 +10,8 @@ from runs import fit, same
 NAMES = ("one", "two", "three")
 
 
-class Odd(Classifier):
-    """Logs names that come and go, twice in a batch, of other dtypes and sizes, and changes what it has logged."""
+class ManyWays(Classifier):
+    """Logs names in some batches only, twice in a batch, in several dtypes and sizes, and changes logged values."""
 
     def on_train_start(self):
         self.random, self.running = random.Random(7), torch.zeros(())
@@ -40,9 +40,9 @@ class Odd(Classifier):
     ("batch_size", "precision"), [(4, "32-true"), (3, "32-true"), (3, "64-true"), (4, "bf16-mixed")]
 )
 def test_as_trainer(batch_size, precision):
-    words = {"max_epochs": 3, "precision": precision, "num_sanity_val_steps": 0}
+    options = {"max_epochs": 3, "precision": precision, "num_sanity_val_steps": 0}
     loaders = lambda: make_loader(38, batch_size=batch_size)  # noqa: E731
-    (trainer, theirs), (loop, ours) = (run(Odd, loaders, **words) for run in (run_trainer, run_loop))
+    (trainer, theirs), (loop, ours) = (run(ManyWays, loaders, **options) for run in (run_trainer, run_loop))
     assert len(ours.seen) == len(theirs.seen) > 5
     for mine, wanted in zip([*ours.seen, loop.callback_metrics], [*theirs.seen, trainer.callback_metrics], strict=True):
         other = {name: (mine[name], value) for name, value in wanted.items() if not same(mine[name], value)}
@@ -50,8 +50,8 @@ def test_as_trainer(batch_size, precision):
         assert set(mine) == set(wanted)
 
 
-class Looking(Classifier):
-    """Has a look at what is logged, changes it, and saves, in the middle of the batches."""
+class Reads(Classifier):
+    """Reads what is logged in mid-epoch, and changes it."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -61,11 +61,11 @@ class Looking(Classifier):
         return loss
 
 
-def test_what_is_read_is_added_before(tmp_path):
-    """A checkpoint in mid-epoch has all sums, and what is changed by its readers counts nowhere."""
+def test_reading_in_mid_epoch_changes_no_mean(tmp_path):
+    """A checkpoint in mid-epoch has all sums, and a reader that changes a value changes no sum."""
     make_train = lambda: make_loader(40, batch_size=4)  # noqa: E731
-    _, _, whole = fit(tmp_path / "whole", Looking, make_train, max_epochs=2)
-    fit(tmp_path / "cut", Looking, make_train, max_steps=7, max_epochs=2, save_every_n_steps=3)
-    _, _, resumed = fit(tmp_path / "cut", Looking, make_train, resume="auto", max_epochs=2)
+    _, _, whole = fit(tmp_path / "whole", Reads, make_train, max_epochs=2)
+    fit(tmp_path / "cut", Reads, make_train, max_steps=7, max_epochs=2, save_every_n_steps=3)
+    _, _, resumed = fit(tmp_path / "cut", Reads, make_train, resume="auto", max_epochs=2)
     assert whole["loss"].tolist() == whole["train_loss"].tolist()
     assert resumed["loss"].tolist() == whole["loss"].tolist()

@@ -1,4 +1,4 @@
-"""``loop.log_dict`` from a hook or a step: one row per epoch, whole, and one for each other moment."""
+"""Test loop.log_dict in hooks: with the epoch it joins the epoch's row, else it is a row of steps.csv."""
 
 import csv
 import io
@@ -8,8 +8,8 @@ from lightning.pytorch.callbacks import Callback
 from runs import Plain, Snapshots, fit, logs_of, val_loader
 
 
-class Gives(Callback):
-    """Calls it in one hook, with an epoch or without."""
+class Logs(Callback):
+    """Calls log_dict in one hook."""
 
     def __init__(self, hook, **values):
         def call(loop, module, *_):
@@ -27,24 +27,24 @@ HOOKS = ["on_train_epoch_start", "on_train_batch_end", "on_validation_end", "on_
 
 
 @pytest.mark.parametrize("hook", HOOKS[::2])
-def test_with_the_epoch_it_joins_its_row(tmp_path, hook):
-    words = {"val": val_loader, "max_epochs": 2, "num_sanity_val_steps": 0, "save_every_n_steps": 1}
+def test_with_the_epoch_it_joins_the_row(tmp_path, hook):
+    options = {"val": val_loader, "max_epochs": 2, "num_sanity_val_steps": 0, "save_every_n_steps": 1}
     copies = Snapshots(tmp_path / "run", tmp_path / "killed")
-    fit(tmp_path / "run", Plain, callbacks=[Gives(hook, **EPOCH), copies], **words)
+    fit(tmp_path / "run", Plain, callbacks=[Logs(hook, **EPOCH), copies], **options)
     found = rows(tmp_path / "run/logs/run/version_0/metrics.csv")
     assert [(row["epoch"], row["step"], row["mine"]) for row in found] == [("0", "10", "0.0"), ("1", "20", "10.0")]
     assert all(all(row.values()) for row in found)
     assert logs_of(tmp_path / "run")[1] is None
     root = tmp_path / "killed/13"
-    fit(root, Plain, callbacks=[Gives(hook, **EPOCH)], seed=9, resume="last", **words)
+    fit(root, Plain, callbacks=[Logs(hook, **EPOCH)], seed=9, resume="last", **options)
     assert logs_of(root) == logs_of(tmp_path / "run")
 
 
 @pytest.mark.parametrize("hook", [*HOOKS[1:], "on_train_start", "on_train_end"])
-def test_without_it_is_a_row_of_the_steps(tmp_path, hook):
-    """Where the run stands; outside of an epoch there is no row that it could join."""
+def test_without_the_epoch_it_is_a_row_of_steps_csv(tmp_path, hook):
+    """The row has the current step and epoch. Outside of an epoch there is no row that it could join."""
     values = {"mine": 3.0} if hook in HOOKS else EPOCH
-    fit(tmp_path, Plain, val=val_loader, max_epochs=1, num_sanity_val_steps=0, callbacks=[Gives(hook, **values)])
+    fit(tmp_path, Plain, val=val_loader, max_epochs=1, num_sanity_val_steps=0, callbacks=[Logs(hook, **values)])
     (row,) = rows(tmp_path / "logs/run/version_0/metrics.csv")
     assert "mine" not in row
     assert all(row.values())
@@ -57,7 +57,7 @@ def test_without_it_is_a_row_of_the_steps(tmp_path, hook):
     assert all(row["mine"] for row in found)
 
 
-def test_after_the_run_it_is_a_row_as_in_a_loop_of_ones_own(tmp_path):
+def test_after_the_run_it_is_a_row(tmp_path):
     loop, *_ = fit(tmp_path, Plain, max_epochs=1)
     loop.log_dict({"epoch": 1, "mine": 1.0})
     assert [row["epoch"] for row in rows(tmp_path / "logs/run/version_0/metrics.csv")] == ["0", "1"]

@@ -1,4 +1,4 @@
-"""A name that is logged in training and in validation: whoever asks sees the newest of both, as under Trainer."""
+"""Test a name that is logged in training and in validation: every reader sees the newest value, as under Trainer."""
 
 import lightning.pytorch as pl
 import pytest
@@ -13,26 +13,26 @@ BOTH, EPOCH = {"on_step": True, "on_epoch": True}, {"on_step": False, "on_epoch"
 
 
 class Same(pl.LightningModule):
-    """Logs "x" in both steps: 100 and more in training, falling from 200 in validation."""
+    """Logs "x" in both steps: at least 100 in training, falling from 200 in validation."""
 
     def __init__(self, train, val):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
-        self.words, self.val_words = train, val
+        self.options, self.val_options = train, val
 
     def training_step(self, batch, batch_idx):
-        self.log("x", 100.0 + self.global_step, **self.words)
+        self.log("x", 100.0 + self.global_step, **self.options)
         return self.layer(batch).sum()
 
     def validation_step(self, batch, batch_idx):
-        self.log("x", 200.0 - 10 * self.current_epoch + batch_idx, **self.val_words)
+        self.log("x", 200.0 - 10 * self.current_epoch + batch_idx, **self.val_options)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def seer():
-    """A callback, and what it sees behind each hook: the three views of what was logged."""
+def recorder():
+    """Return a callback, and the list in which it records the three views after each hook."""
     seen = []
 
     def see(where):
@@ -59,9 +59,9 @@ def test_a_name_of_both_stages(tmp_path, train, val, length, interval):
     for make in (pl.Trainer, FabricLoop):
         stopping = EarlyStopping("x", patience=1, mode="max")
         best = ModelCheckpoint(tmp_path / make.__name__, "{epoch}-{x}", "x", mode="max", save_top_k=2)
-        callback, views = seer()
-        words = quiet(callbacks=[stopping, best, callback], enable_checkpointing=True, default_root_dir=tmp_path)
-        trainer = make(max_epochs=4, val_check_interval=interval, **words)
+        callback, views = recorder()
+        options = quiet(callbacks=[stopping, best, callback], enable_checkpointing=True, default_root_dir=tmp_path)
+        trainer = make(max_epochs=4, val_check_interval=interval, **options)
         trainer.fit(Same(train, val), loader(length), loader(2))
         files = sorted(path.name for path in (tmp_path / make.__name__).glob("*.ckpt"))
         seen.append((views, stopping.state_dict(), files, trainer.current_epoch, trainer.global_step))
@@ -69,14 +69,14 @@ def test_a_name_of_both_stages(tmp_path, train, val, length, interval):
 
 
 def test_a_resumed_run_sees_the_same(tmp_path):
-    """From a checkpoint of the validation behind an epoch's last batch."""
+    """The checkpoint is that of the validation after an epoch's last batch."""
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
-    (first, whole), (second, resumed) = seer(), seer()
-    words = quiet(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path)
-    FabricLoop(callbacks=[keep, first], **words).fit(Same({}, {}), loader(3), loader(2))
-    FabricLoop(callbacks=[second], **words).fit(Same({}, {}), loader(3), loader(2), resume=tmp_path / "epoch=0.ckpt")
-    behind = [where for where, *_ in whole].index("on_train_epoch_end")
-    assert [views[:2] for views in resumed] == [views[:2] for views in whole[behind:]]  # where, and callback_metrics
+    (first, whole), (second, resumed) = recorder(), recorder()
+    options = quiet(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path)
+    FabricLoop(callbacks=[keep, first], **options).fit(Same({}, {}), loader(3), loader(2))
+    FabricLoop(callbacks=[second], **options).fit(Same({}, {}), loader(3), loader(2), resume=tmp_path / "epoch=0.ckpt")
+    after = [where for where, *_ in whole].index("on_train_epoch_end")
+    assert [views[:2] for views in resumed] == [views[:2] for views in whole[after:]]
     assert resumed[0][:2] == ("on_train_epoch_end", {"x": 200.5})
 
 
@@ -86,4 +86,4 @@ def test_the_monitor_follows_validation(tmp_path, make):
     history = loop.fit(Same({}, {}), loader(3), loader(2))
     assert history["x"].tolist() == [200.5, 190.5]
     best = torch.load(next(tmp_path.rglob("best.ckpt")), weights_only=True)
-    assert best["epoch"] == 1  # 190.5 is less than 200.5; what the training step logged, 105, is more than 102
+    assert best["epoch"] == 1  # 190.5 is less than 200.5.

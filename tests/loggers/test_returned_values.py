@@ -13,7 +13,7 @@ from fabric_template import read_logs
 
 
 class Half(Plain):
-    """Returns a pair, and logs one thing more; in training a dict."""
+    """Returns a pair, in training a dict, and logs one value more."""
 
     def training_step(self, batch):
         loss = super().training_step(batch)
@@ -26,7 +26,7 @@ class Half(Plain):
 
 
 class HalfLit(Classifier):
-    """A LightningModule that logs the accuracy and returns the loss, with more that was never meant for a record."""
+    """A LightningModule that logs the accuracy, and returns the loss and a size."""
 
     def validation_step(self, batch, batch_idx):
         logits = self(batch[0])
@@ -35,7 +35,7 @@ class HalfLit(Classifier):
 
 
 def without_logging(make):
-    """The same means, of a module that logs nothing."""
+    """Return a class of the same steps that logs nothing."""
 
     class Silent(make):
         log = lambda *_, **__: None  # noqa: E731
@@ -51,14 +51,14 @@ def without_logging(make):
     ],
 )
 def test_beside_what_is_logged(tmp_path, make, columns):
-    """The values are those of the same module that logs nothing; `monitor` finds them, also after the first epoch."""
-    words = {"val": val_loader, "max_epochs": 3, "monitor": "val_loss"}
-    loop, module, history = fit(tmp_path / "one", make, **words)
-    silent = fit(tmp_path / "silent", without_logging(make), **words)[2]
+    """The values are those of a module that logs nothing, and `monitor` finds them in every epoch."""
+    options = {"val": val_loader, "max_epochs": 3, "monitor": "val_loss"}
+    loop, module, history = fit(tmp_path / "one", make, **options)
+    silent = fit(tmp_path / "silent", without_logging(make), **options)[2]
     assert sorted(history.columns) == sorted(["epoch", "step", "lr", "time", *columns])
     assert history["val_loss"].tolist() == silent["val_loss"].tolist()
     assert loop.checkpoint_callback.best_model_score == history["val_loss"].min()
-    unseen = {"train_loss", "train_size"} if make is Half else {"val_loss"}  # Trainer knows what was logged
+    unseen = {"train_loss", "train_size"} if make is Half else {"val_loss"}
     assert set(columns) - unseen <= loop.callback_metrics.keys()
     (result,) = loop.validate(module, val_loader(), verbose=False)
     if make is Half:
@@ -66,7 +66,7 @@ def test_beside_what_is_logged(tmp_path, make, columns):
         assert history["val_acc"].tolist() == silent["val_acc"].tolist()
         assert result == {name: history[name].iloc[-1] for name in ("val_loss", "val_acc", "val_size")}
     else:
-        assert result == {"val_acc": history["val_acc"].iloc[-1]}  # as Trainer
+        assert result == {"val_acc": history["val_acc"].iloc[-1]}
 
 
 def test_a_lightning_modules_metrics_stay_those_of_trainer():
@@ -98,16 +98,16 @@ class Silent(Classifier):
 
 @pytest.mark.parametrize("make", [Plain, Half, Silent, HalfLit])
 def test_validations_inside_an_epoch(tmp_path, make):
-    """Each has a row of its own in steps.csv, the epoch's last one in metrics.csv."""
-    words = {"val": val_loader, "max_epochs": 1, "val_check_interval": 2, "limit_train_batches": 5}
+    """Each is a row of steps.csv, and the epoch's last one belongs to its row in metrics.csv."""
+    options = {"val": val_loader, "max_epochs": 1, "val_check_interval": 2, "limit_train_batches": 5}
     notes = Notes()
-    fit(tmp_path, make, **words)
+    fit(tmp_path, make, **options)
     steps = read_logs(tmp_path / "logs/run", steps=True)
     assert steps["step"].tolist() == [2, 4]
     assert steps["epoch"].tolist() == [0, 0]
     assert steps["val_loss"].notna().all()
-    assert read_logs(tmp_path / "logs/run")["val_loss"].tolist() == steps["val_loss"].tolist()[-1:]  # no newer one
-    _, _, history = fit(tmp_path / "notes", make, logger=notes, **words)
+    assert read_logs(tmp_path / "logs/run")["val_loss"].tolist() == steps["val_loss"].tolist()[-1:]
+    _, _, history = fit(tmp_path / "notes", make, logger=notes, **options)
     found = [(step, sorted(values.keys() - {"epoch"})) for step, values in notes.rows]
     validated, trained = {
         Plain: (["val_acc", "val_loss"], ["train_loss"]),
@@ -121,7 +121,7 @@ def test_validations_inside_an_epoch(tmp_path, make):
 
 
 def test_of_several_loaders(tmp_path):
-    """Each by Trainer's name for it; what a step logs for one of them is its own."""
+    """Each has Trainer's name for it."""
 
     class Two(Half):
         def validation_step(self, batch, batch_idx, dataloader_idx):

@@ -1,4 +1,4 @@
-"""What a run leaves in its log folder, to the byte; and what other loggers get."""
+"""Test the files that a run leaves in its log folder, and the calls that other loggers get."""
 
 import warnings
 from pathlib import Path
@@ -21,7 +21,7 @@ from fabric_template import FabricLoop, read_logs
 
 
 class Known(pl.LightningModule):
-    """Numbers that can be computed in the head: batch i of 4 logs i, the weight stays 1."""
+    """Logs the index of each of 4 batches, so that means are known. The weight stays 1."""
 
     def __init__(self, lr=0.5):
         super().__init__()
@@ -51,7 +51,7 @@ def folder(root, version=0):
 def test_exact_files(tmp_path):
     _, _, history = fit(tmp_path, Known, four, four, max_epochs=2, log_every_n_steps=2)
     assert without_time(folder(tmp_path) / "metrics.csv") == (
-        "epoch,step,train_loss,val_loss,loss_of_batch,epoch_only,lr\n"  # train_loss: what training_step returned
+        "epoch,step,train_loss,val_loss,loss_of_batch,epoch_only,lr\n"
         "0,4,0.0,10.0,1.5,3.0,0.5\n"
         "1,8,0.0,11.0,1.5,3.0,0.5"
     )
@@ -69,7 +69,7 @@ def test_exact_files(tmp_path):
         "logs/run/version_0/metrics.csv",
         "logs/run/version_0/steps.csv",
     ]
-    # what fit returns, what the file says and what read_logs reads are the same rows
+    # The returned history, the file and read_logs have equal rows.
     read = read_logs(tmp_path / "logs").drop(columns=["name", "version"])
     from_file = pd.read_csv(folder(tmp_path) / "metrics.csv")
     pd.testing.assert_frame_equal(history, from_file)
@@ -83,10 +83,10 @@ def test_hparams(tmp_path):
     assert found["hparams"] == {"lr": 0.25}
     config = found["config"]
     assert (config["max_epochs"], config["limit_train_batches"], config["monitor"]) == (1, 2, "epoch_only")
-    assert config["log_every_n_steps"] == 50  # defaults are filled in
+    assert config["log_every_n_steps"] == 50
 
 
-# ---- one row per epoch, whatever is logged
+# One row per epoch, whatever is logged
 
 
 class Pair(Plain):
@@ -154,7 +154,7 @@ def test_validation_every_second_epoch(tmp_path):
 
 
 def test_validation_inside_an_epoch(tmp_path):
-    """Twice an epoch: the one in the middle is a row of the steps, the last one is the epoch's."""
+    """The first of two validations is a row of steps.csv, the last one belongs to the epoch's row."""
 
     class Counts(Known):
         validations = 0
@@ -185,7 +185,7 @@ def test_log_every_n_steps(tmp_path, every, steps):
 
 
 def test_log_every_n_steps_with_accumulation(tmp_path):
-    """Steps are the optimizer's: two batches each here."""
+    """A step is one of the optimizer, here of two batches."""
     fit(tmp_path, Known, four, max_epochs=2, log_every_n_steps=1, accumulate_grad_batches=2)
     assert logs_of(tmp_path)[1].splitlines() == [
         "step,epoch,loss_of_batch_step",
@@ -197,7 +197,7 @@ def test_log_every_n_steps_with_accumulation(tmp_path):
 
 
 def test_on_disk_as_soon_as_the_epoch_ends(tmp_path):
-    """Whoever looks in the next epoch finds whole rows and their checkpoint."""
+    """The next epoch finds complete rows and their checkpoint."""
     seen = []
 
     class Look(Callback):
@@ -211,24 +211,17 @@ def test_on_disk_as_soon_as_the_epoch_ends(tmp_path):
     assert seen == [([0], [10.0], 4), ([0, 1], [10.0, 11.0], 8)]
 
 
-def test_plots_as_it_is(tmp_path):
-    """The line of the tutorial."""
-    fit(tmp_path, Classifier, four, val_loader, max_epochs=2)
-    axes = pd.read_csv(folder(tmp_path) / "metrics.csv").plot(x="epoch", y=["train_loss", "val_loss"])
-    assert len(axes.lines) == 2
-
-
 def test_no_logger_writes_nothing(tmp_path):
     _, _, history = fit(tmp_path, Plain, four, val_loader, max_epochs=2, logger=False, enable_checkpointing=False)
     assert tree(tmp_path) == []
     assert list(history.columns) == [*START, "train_loss", "val_loss", "val_acc", *END]
 
 
-# ---- other loggers
+# Other loggers
 
 
 class Recorder(Logger):
-    """Notes what it is given."""
+    """Records its calls."""
 
     def __init__(self):
         super().__init__()
@@ -252,7 +245,7 @@ class Recorder(Logger):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         {},
         {"log_every_n_steps": 1},
@@ -264,15 +257,15 @@ class Recorder(Logger):
     ids=str,
 )
 @pytest.mark.parametrize("make", [Known, lambda: Classifier(on_step=True)], ids=["known", "classifier"])
-def test_same_calls_as_trainer(make, words):
-    words = {"max_epochs": 3, "log_every_n_steps": 2, **words}
+def test_same_calls_as_trainer(make, options):
+    options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     calls = []
     for kind in (pl.Trainer, FabricLoop):
         pl.seed_everything(3, verbose=False)
         recorder = Recorder()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loop = kind(**quiet(**{**words, "logger": recorder}))
+            loop = kind(**quiet(**{**options, "logger": recorder}))
             loop.fit(make(), make_loader(24, shuffle=False), val_loader())
         calls.append(recorder.calls)
     assert calls[1] == calls[0]
@@ -304,7 +297,7 @@ def test_tensorboard_beside_the_csv(tmp_path, kind):
     assert loop.logger is loggers[0]
 
 
-def test_a_logger_of_fabrics_own_kind(tmp_path):
+def test_a_logger_of_fabric(tmp_path):
     class Small(FabricLogger):
         name, version = "small", 0
 
@@ -329,8 +322,7 @@ def test_a_logger_of_fabrics_own_kind(tmp_path):
     assert tree(tmp_path) == []
 
 
-def test_a_logger_of_ones_own_needs_log_metrics_alone():
-    """Hyperparameters, checkpoints and the end are not told to one that has no words for them."""
+def test_an_object_with_log_metrics_alone_is_a_logger():
 
     class Lines:
         def __init__(self):
@@ -340,8 +332,8 @@ def test_a_logger_of_ones_own_needs_log_metrics_alone():
             self.seen.append((step, metrics))
 
     lines = Lines()
-    words = quiet(max_epochs=1, logger=lines, log_every_n_steps=2, enable_checkpointing=True)
-    FabricLoop(**words).fit(Known(), four(), four())
+    options = quiet(max_epochs=1, logger=lines, log_every_n_steps=2, enable_checkpointing=True)
+    FabricLoop(**options).fit(Known(), four(), four())
     assert lines.seen == [
         (1, {"epoch": 0, "loss_of_batch_step": 1.0}),
         (3, {"epoch": 0, "loss_of_batch_step": 3.0}),
@@ -350,8 +342,8 @@ def test_a_logger_of_ones_own_needs_log_metrics_alone():
     ]
 
 
-def test_true_among_the_loggers_is_the_csv_of_the_run():
-    """It goes on in the run's own version, as it does alone; the other gets what it gets."""
+def test_true_in_a_list_of_loggers_is_the_csv_logger():
+    """It continues in the version of a resumed run."""
 
     class Lines:
         def __init__(self):
@@ -362,8 +354,8 @@ def test_true_among_the_loggers_is_the_csv_of_the_run():
 
     for loggers, epochs, resume in ((True, 3, None), ([Lines(), True], 2, None), ([Lines(), True], 3, "last")):
         name = "alone" if loggers is True else "among"
-        words = quiet(max_epochs=epochs, logger=loggers, name=name, log_every_n_steps=0, enable_checkpointing=True)
-        loop = FabricLoop(**words)
+        options = quiet(max_epochs=epochs, logger=loggers, name=name, log_every_n_steps=0, enable_checkpointing=True)
+        loop = FabricLoop(**options)
         loop.fit(Known(), four(), four(), resume=resume)
     assert loop.loggers[0].steps == [11, 11]
     assert [path.name for path in Path("logs/among").iterdir()] == ["version_0"]

@@ -1,4 +1,4 @@
-"""What torchmetrics compute under a true precision has Trainer's dtype and bits."""
+"""Test that values of torchmetrics under a true precision have Trainer's dtype and bits."""
 
 import pytest
 import torch
@@ -28,15 +28,15 @@ class Measured(Classifier):
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true", "bf16-mixed"])
-def test_as_trainer(precision):
-    words = {"max_epochs": 2, "precision": precision, "num_sanity_val_steps": 0}
-    (trainer, _), (loop, _) = (run(Measured, make_loader, val_loader, **words) for run in (run_trainer, run_loop))
+def test_computed_values(precision):
+    options = {"max_epochs": 2, "precision": precision, "num_sanity_val_steps": 0}
+    (trainer, _), (loop, _) = (run(Measured, make_loader, val_loader, **options) for run in (run_trainer, run_loop))
     theirs, ours = (dict(sorted(one.callback_metrics.items())) for one in (trainer, loop))
     assert same(theirs, ours), (theirs, ours)
 
 
 class Logged(Classifier):
-    """Logs metrics themselves, which are told values of a dtype of their own."""
+    """Logs metrics that are updated with float64."""
 
     def __init__(self):
         super().__init__()
@@ -52,19 +52,19 @@ class Logged(Classifier):
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "32-true"])
-def test_a_logged_metric_has_trainers_dtype(precision):
-    words = {"max_epochs": 2, "precision": precision}
-    (trainer, _), (loop, _) = (run(Logged, make_loader, None, **words) for run in (run_trainer, run_loop))
+def test_logged_metrics(precision):
+    options = {"max_epochs": 2, "precision": precision}
+    (trainer, _), (loop, _) = (run(Logged, make_loader, None, **options) for run in (run_trainer, run_loop))
     theirs, ours = (dict(sorted(one.callback_metrics.items())) for one in (trainer, loop))
     assert same(theirs, ours), (theirs, ours)
 
 
-def test_a_logged_metric_has_it_again_after_a_resume(tmp_path):
-    words = {"max_epochs": 2, "precision": "64-true", "save_every_n_steps": 1}
+def test_logged_metrics_after_a_resume(tmp_path):
+    options = {"max_epochs": 2, "precision": "64-true", "save_every_n_steps": 1}
     train = lambda: make_loader(8)  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")
-    whole = fit(tmp_path / "whole", Logged, train, callbacks=[snapshots], **words)
+    whole = fit(tmp_path / "whole", Logged, train, callbacks=[snapshots], **options)
     for root in (tmp_path / "killed").iterdir():
-        resumed = fit(root, Logged, train, seed=9, resume="auto", **words)
+        resumed = fit(root, Logged, train, seed=9, resume="auto", **options)
         assert_same_end(whole, resumed)
         assert resumed[0].callback_metrics["most"].dtype == whole[0].callback_metrics["most"].dtype
