@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ..data.tensor_loader import TensorLoader
 from .rng import capture_rng_state, pack_rng_state, restore_rng_state, unpack_rng_state
@@ -120,6 +121,11 @@ class ResumableLoader:
                 batch = next(iterator)
             except StopIteration:
                 break
+            except Exception:
+                # The traceback would keep the workers alive.
+                if isinstance(iterator, _MultiProcessingDataLoaderIter):
+                    iterator._shutdown_workers()
+                raise
             self.batches += 1
             if isinstance(batch, WorkerBatch):
                 batch = self._unpack(batch)

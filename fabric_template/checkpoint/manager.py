@@ -32,6 +32,7 @@ class CheckpointManager:
 
     Attributes:
         last_model_path, best_model_path, best_model_score: As those of Lightning's ModelCheckpoint.
+        saved_step: The step of the newest checkpoint of this run; -1 before the first one.
     """
 
     def __init__(self, folder: Path | None, config: Any) -> None:
@@ -40,7 +41,7 @@ class CheckpointManager:
         self.best_model_score: float | None = None
         self._kept: dict[str, float] = {}
         self._is_validated = False
-        self._saved_step, self._last_step = -1, 0
+        self.saved_step, self._last_step = -1, 0
         self._unsaved: dict[str, str] = {}
         self._is_first_file = True
 
@@ -105,7 +106,7 @@ class CheckpointManager:
             return
         path = self.folder / "last.ckpt"
         if self.write(run, path):
-            self.last_model_path, self._saved_step = str(path), run.progress.global_step
+            self.last_model_path, self.saved_step = str(path), run.progress.global_step
             if self.config.monitor is None:
                 self.best_model_path = str(path)
             if run.fabric.is_global_zero:
@@ -182,7 +183,7 @@ class CheckpointManager:
         Random numbers and logged sums of the failed step count twice, so it is exact only where the step
         drew and logged nothing. With several processes the others cannot take part, and nothing is saved.
         """
-        is_new = run.progress.global_step > max(self._saved_step, 0)
+        is_new = run.progress.global_step > max(self.saved_step, 0)
         if (
             not self.is_enabled
             or not is_new
@@ -190,12 +191,8 @@ class CheckpointManager:
             or run.fabric.world_size > 1
         ):
             return
-        try:
-            self.write(run, self.folder / "exception.ckpt")
-        except Exception as error:
-            warnings.warn(
-                f"exception.ckpt could not be saved. {type(error).__name__}: {error}", stacklevel=2
-            )
+        if self.write(run, self.folder / "exception.ckpt"):
+            self.saved_step = run.progress.global_step
 
     def finish(self, run: RunState) -> None:
         """Try again what could not be written.

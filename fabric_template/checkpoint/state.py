@@ -278,6 +278,8 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
         return
     keys = {getattr(c, "state_key", type(c).__qualname__) for c in run.hooks.callbacks}
     missing = [key for key in states if key not in keys]
+    # max_time= adds a Timer.
+    missing = [key for key in missing if not key.startswith("Timer")]
     if not run.loop.checkpoint_callbacks:
         # The resumed run has FabricLoop's own checkpoints in place of ModelCheckpoint's.
         missing = [key for key in missing if not key.startswith("ModelCheckpoint")]

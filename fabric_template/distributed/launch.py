@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +20,13 @@ from ..errors import ConfigurationTypeError
 from ..training.hooks import is_instance_of, overridden
 from .environment import is_joined
 from .model_parallel import gather_tensors
+from .signals import SignalForwarder, error_of_signal, signal_of_exit_code
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
     from ..training.run_state import RunState
 
-_SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, n)]
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
@@ -45,30 +42,41 @@ def launch_processes(run: RunState) -> Any:
     Raises:
         BaseException: What the first process that failed has raised.
     """
-    port = os.environ.get("MASTER_PORT")
-    with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder:
+    with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, _unchanged_port():
         call = partial(_call_in_process, folder, run.loop, run.stage, arguments_of(run))
-        with forwarded_signals() as received:
+        with SignalForwarder(is_quiet=True) as signals:
             try:
                 run.fabric.launch(call)
             except ProcessException as error:
                 first = _first_error(folder)
-                if first is None and received:
-                    first = KeyboardInterrupt() if signal.SIGINT in received else None
-                    first = first or SystemExit(128 + received[0])
-                raise (first or error) from None
+                number = signals.received
+                if number is None and first is None:
+                    number = signal_of_exit_code(getattr(error, "exit_code", None))
+                if number is not None:
+                    first = error_of_signal(number)
+                if first is None:
+                    raise
+                raise first from error
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise _explain_pickle(error) from error
-        # Lightning sets the port for its children. The next call needs another one.
-        os.environ.pop("MASTER_PORT", None)
-        if port is not None:
-            os.environ["MASTER_PORT"] = port
         # A file that our own child wrote a moment ago.
         outcome = torch.load(Path(folder, "outcome"), weights_only=False)
     _apply_outcome(run, outcome)
     if outcome["ending"] is not None:
         raise outcome["ending"]
     return outcome["result"]
+
+
+@contextmanager
+def _unchanged_port() -> Iterator[None]:
+    # Lightning sets the port for its children. The next call needs another one.
+    port = os.environ.get("MASTER_PORT")
+    try:
+        yield
+    finally:
+        os.environ.pop("MASTER_PORT", None)
+        if port is not None:
+            os.environ["MASTER_PORT"] = port
 
 
 def arguments_of(run: RunState) -> dict[str, Any]:
@@ -97,18 +105,21 @@ def _call_in_process(
     brings the text only.
     """
     loop.fabric = fabric
-    # A forked process has the handlers of its caller, which pass signals on.
-    for number in _SIGNALS:
-        is_interrupt = number == signal.SIGINT
-        signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     _unshare(arguments)
     ending = result = None
     try:
         result = getattr(loop, stage)(**arguments)
-    except Exception as error:
-        _write_error(error, folder)
-        raise
     except BaseException as error:
+        run = loop.run
+        if run is None or run.stop.signal is None or isinstance(error, Exception):
+            _write_error(error, folder)
+            if isinstance(error, Exception):
+                raise
+            # torch takes the others for a regular end.
+            raise RuntimeError(repr(error)) from error
+        if run.optimization is None:
+            # A signal has ended the set-up: there is nothing to bring back.
+            raise SystemExit(128 + run.stop.signal) from None
         # A signal has ended all processes after the same step.
         ending = error
     outcome = _outcome_of(loop.run)
@@ -190,7 +201,7 @@ def _has_state(callback: Any) -> bool:
     return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
 
 
-def _write_error(error: Exception, folder: str) -> None:
+def _write_error(error: BaseException, folder: str) -> None:
     """Write an error for the caller. Of one that cannot be pickled the launcher tells the text."""
     with suppress(Exception):
         data = pickle.dumps(error)
@@ -214,33 +225,3 @@ def _explain_pickle(error: Exception) -> Exception:
         f" cannot be pickled: {error}. Define functions and classes at the top of a file, or use"
         " strategy='ddp' in a script and 'ddp_fork' in a notebook."
     )
-
-
-@contextmanager
-def forwarded_signals() -> Iterator[list[int]]:
-    """Pass the first signal on to the processes that are started inside, and wait for them to save.
-
-    A second signal ends this process at once. Yields the list of received signals.
-    """
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    others, parent = {child.pid for child in active_children()}, os.getpid()
-
-    def forward(number: int, frame: Any) -> None:
-        if received or os.getpid() != parent:
-            # In a child that was forked a moment ago, too.
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        received.append(number)
-        for child in active_children():
-            if child.pid is not None and child.pid not in others:
-                os.kill(child.pid, number)
-
-    previous = {number: signal.signal(number, forward) for number in _SIGNALS}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -2,81 +2,208 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import warnings
+from contextlib import suppress
+from multiprocessing.util import register_after_fork
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-_SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, n)]
-
-# Several processes agree on a signal this often.
+SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, n)]
 SECONDS_BETWEEN_CHECKS = 1.0
 
 
 class SignalHandler:
-    """Notes signals while a run is on, and lets it end after the current step.
+    """Notes the first signal while a run is on; a second one ends the program at once.
 
-    A second Ctrl-C raises KeyboardInterrupt at once.
+    A handler of the user's for SIGTERM or SIGUSR1 is called as well. A handler for Ctrl-C stays alone, and
+    ignored signals stay ignored. On exit every handler is what it was.
+
+    Args:
+        is_quiet: Write nothing when a signal comes.
+        is_one_of_several: A launcher passes on what the terminal has sent to all processes. A second signal
+            within two seconds is the first one again.
+
+    Attributes:
+        received: The signal that this process has received.
+        is_handled_by_user: Whether a handler of the user's was called for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_quiet: bool = False, is_one_of_several: bool = False) -> None:
         self.received: int | None = None
-        self._previous: dict[int, Any] = {}
+        self.is_handled_by_user = False
+        self._is_quiet = is_quiet
+        self._patience = 2.0 if is_one_of_several else 0.0
+        self._received_at = 0.0
         self._group: Any = None
+        self._previous: dict[int, Any] = {}
         self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), 0, 0
 
     def __enter__(self) -> SignalHandler:
+        # Python sets handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                self._previous[number] = signal.signal(number, self._note)
+            for number in SIGNALS:
+                previous = signal.getsignal(number)
+                if is_default(previous) or self._is_of_user(number, previous):
+                    self._previous[number] = previous
+                    signal.signal(number, self.handle)
         return self
 
     def __exit__(self, *error: Any) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            signal.signal(number, handler)
         self._previous.clear()
 
-    def _note(self, number: int, frame: Any) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
-        previous = self._previous.get(number)
-        is_own = callable(previous) and previous is not signal.default_int_handler
-        if is_own:
+    def _is_of_user(self, number: int, handler: Any) -> bool:
+        # A run inside of another run leaves the signal to the outer one.
+        is_ours = isinstance(getattr(handler, "__self__", None), SignalHandler)
+        return callable(handler) and number != signal.SIGINT and not is_ours
+
+    def handle(self, number: int, frame: Any) -> None:
+        previous, is_first = self._previous.get(number), self.received is None
+        is_of_user = callable(previous) and not is_default(previous)
+        if is_first:
+            self.received, self.is_handled_by_user = number, is_of_user
+            self._received_at = time.monotonic()
+            if not self._is_quiet:
+                write_at_once(
+                    f"{name_of(number)}: stopping after this step. Again: stop at once.\n"
+                )
+        elif time.monotonic() - self._received_at < self._patience:
+            return
+        else:
+            self.__exit__()
+        if callable(previous) and is_of_user:
             previous(number, frame)
+        if not is_first and is_of_user:
+            raise error_of_signal(number)
+        if not is_first:
+            signal.raise_signal(number)
 
-    def check(self, run: RunState) -> None:
-        """Let the run stop if any process has received a signal. All processes call this."""
-        received = self.received
-        if run.fabric.world_size > 1:
-            received = self._agree(run.progress.total_batches, not run.progress.is_in_epoch)
-        if received is not None and run.stop.signal is None:
-            run.stop.signal = received
+    def check(self, run: RunState, is_due: bool = False) -> None:
+        """Let the run stop if any process has received a signal.
 
-    def _agree(self, batches: int, is_between_epochs: bool) -> int | None:
-        """Return a signal that any process has received, about once a second and between epochs.
+        Several processes must stop at the same step. They agree about once a second, after a batch that the
+        first process announces at the agreement before, so that most steps cost a comparison.
 
-        The processes talk on the CPU, so that no step waits for the device, and at a batch that all know.
+        Args:
+            is_due: Agree now.
         """
-        if batches < self._next_batch and not is_between_epochs:
-            return None
+        if run.fabric.world_size == 1:
+            run.stop.signal = self.received
+            return
+        batches = run.progress.total_batches
+        if batches < self._next_batch and not is_due:
+            return
+        wait = 0
+        if run.fabric.is_global_zero:
+            seconds = max(time.monotonic() - self._checked_at, 1e-6)
+            done = batches - self._checked_batch
+            wait = max(1, int(done * SECONDS_BETWEEN_CHECKS / seconds))
+        # On the CPU, so that no step waits for the device.
         if self._group is None:
             is_gloo = torch.distributed.get_backend() == "gloo"
             world = torch.distributed.group.WORLD
             self._group = world if is_gloo else torch.distributed.new_group(backend="gloo")
-        until_next = 0
-        if torch.distributed.get_rank() == 0:
-            seconds = max(time.monotonic() - self._checked_at, 1e-6)
-            rate = (batches - self._checked_batch) / seconds
-            until_next = max(1, int(rate * SECONDS_BETWEEN_CHECKS))
-        values = torch.tensor([self.received or 0, until_next])
+        values = torch.tensor([self.received or 0, wait])
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self._group)
-        received, until_next = values.tolist()
+        number, wait = values.tolist()
+        run.stop.signal = run.stop.signal or number or None
         self._checked_at, self._checked_batch = time.monotonic(), batches
-        self._next_batch = batches + until_next
-        return received or None
+        self._next_batch = batches + wait
+
+
+class SignalForwarder(SignalHandler):
+    """Passes the first signal on to the processes that were started for a call. They save and end."""
+
+    def __enter__(self) -> SignalForwarder:
+        self._pid = os.getpid()
+        self._other_children = {child.pid for child in multiprocessing.active_children()}
+        # A forked process ends at once until it sets its own handlers. Python's handler for SIGINT would
+        # raise KeyboardInterrupt, which torch takes for a regular end.
+        register_after_fork(self, SignalForwarder._restore_defaults)
+        super().__enter__()
+        return self
+
+    def _restore_defaults(self) -> None:
+        if os.getppid() == self._pid:
+            for number in self._previous:
+                signal.signal(number, signal.SIG_DFL)
+
+    def handle(self, number: int, frame: Any) -> None:
+        if self.received is None:
+            for child in multiprocessing.active_children():
+                if child.pid is not None and child.pid not in self._other_children:
+                    os.kill(child.pid, number)
+        super().handle(number, frame)
+
+
+def is_default(handler: Any) -> bool:
+    return handler in (signal.default_int_handler, signal.SIG_DFL)
+
+
+def name_of(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def write_at_once(text: str) -> None:
+    """Write to stderr from a signal handler, which may have interrupted another write."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (RuntimeError, OSError, ValueError, AttributeError):
+        with suppress(OSError):
+            os.write(2, text.encode())
+
+
+def error_of_signal(number: int) -> BaseException:
+    """Return what ends the program with the exit code of a signal."""
+    if number == signal.SIGINT:
+        return KeyboardInterrupt()
+    return SIGTERMException(143) if number == signal.SIGTERM else SystemExit(128 + number)
+
+
+def signal_of_exit_code(code: int | None) -> int | None:
+    """Return the signal that ended a process with this exit code; None if none did."""
+    return next((number for number in SIGNALS if code in (-number, 128 + number)), None)
+
+
+def is_notebook() -> bool:
+    """Return whether the caller continues after an interrupt: a notebook or an interactive session."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return hasattr(sys, "ps1") or (get_ipython is not None and get_ipython() is not None)
+
+
+def requeue_slurm_job(is_saved: bool) -> None:
+    """Put a SLURM batch job back into the queue, because its time limit is near."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        return
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    if not is_saved:
+        warnings.warn(
+            f"SLURM job {job} is not requeued, because it has no checkpoint.", stacklevel=2
+        )
+        return
+    try:
+        command = ["scontrol", "requeue", job]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        print(f"SLURM job {job} is requeued. resume='auto' continues there.", file=sys.stderr)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip()
+        text = (
+            f"SLURM job {job} could not be requeued: {reason}. Submit it again with resume='auto'."
+        )
+        warnings.warn(text, stacklevel=2)

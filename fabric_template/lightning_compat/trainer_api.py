@@ -411,6 +411,11 @@ class TrainerAPI(LoopsAPI):
         fit = self.runs.get("fit")
         # After a test of the trained model the checkpoint is that of its training.
         run = fit if fit is not None and fit.model is self.run.model else self.run
+        if run.exception is not None and run.fabric.world_size > 1:
+            raise RuntimeError(
+                "save_checkpoint: an error has ended the run in this process, and a checkpoint of several"
+                " processes needs all of them. Resume from the one before: resume='last'."
+            )
         with run.hooks.profiled("save_checkpoint"):
             checkpoint = build_checkpoint(run, bool(weights_only))
             save_checkpoint(run, checkpoint, Path(filepath), storage_options)

@@ -163,6 +163,9 @@ def validate(run: RunState) -> None:
         zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (zero_grad or run.network.zero_grad)()
     if run.progress.phase != "validation_end":
+        # A resumed run does not repeat a validation that only a stop has caused, nor its random numbers.
+        is_extra = run.stop.is_requested and not run.validation_schedule.is_planned()
+        rng_state = capture_rng_state() if is_extra else None
         run.progress.phase = "validation"
         run.results.pause_training()
         run.progress.stage = "validate"
@@ -170,7 +173,9 @@ def validate(run: RunState) -> None:
         evaluate(run, "validate")
         run.results.resume_training()
         run.progress.stage = "train"
-    run.validation_schedule.restart_clock()
+        if rng_state is not None:
+            restore_rng_state(rng_state)
+    run.validation_schedule.restart()
     run.checkpoints.save_validation(run)
 
 
@@ -191,7 +196,7 @@ def end_epoch(run: RunState) -> None:
     run.results.reset()
     run.data.train.end_epoch()
     run.progress.end_epoch()
-    run.signals.check(run)
+    run.signals.check(run, is_due=True)
     run.checkpoints.save_epoch(run)
 
 
@@ -244,7 +249,9 @@ class ValidationSchedule:
         self._last_global_step = state["last_global_step"]
         self._restarted_at = time.monotonic() - state["seconds"]
 
-    def restart_clock(self) -> None:
+    def restart(self) -> None:
+        """Count steps and seconds from here on."""
+        self._last_global_step = self.run.progress.global_step
         self._restarted_at = time.monotonic()
 
     def is_in_this_epoch(self) -> bool:
@@ -257,9 +264,7 @@ class ValidationSchedule:
         run = self.run
         if not run.should_validate or not self.is_in_this_epoch():
             return False
-        if run.stop.should_stop and run.stop.can_stop_early:
-            return True
-        return self._is_planned()
+        return self.is_planned() or (run.stop.should_stop and run.stop.can_stop_early)
 
     def is_due_at_short_end(self) -> bool:
         """Return whether to validate at the end of an epoch that was shorter than its length."""
@@ -270,13 +275,13 @@ class ValidationSchedule:
         is_planned_at_end = progress.num_train_batches % every == 0
         return is_planned_at_end and self.is_in_this_epoch() and progress.batches_done % every != 0
 
-    def _is_planned(self) -> bool:
+    def is_planned(self) -> bool:
+        """Return whether the options ask for a validation after the current batch."""
         run, progress = self.run, self.run.progress
         if self._seconds is not None:
             return time.monotonic() - self._restarted_at >= self._seconds
         if every_n_steps := run.config.validate_every_n_steps:
-            before, self._last_global_step = self._last_global_step, progress.global_step
-            return progress.global_step // every_n_steps > before // every_n_steps
+            return progress.global_step // every_n_steps > self._last_global_step // every_n_steps
         if self.every_n_batches == math.inf:
             limit = run.config.limit_train_batches
             if isinstance(limit, int) and not progress.is_last_batch:

@@ -152,6 +152,12 @@ class Hooks:
             if method is not None:
                 method(*args)
 
+    def call_callback(self, callback: Any, name: str, *args: Any) -> None:
+        """Call a hook of one callback."""
+        previous, self.current = self.current, name
+        self._call_each([callback], name, *args)
+        self.current = previous
+
     def call_module(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of the module only."""
         method = self.module_method(name)

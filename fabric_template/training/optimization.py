@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from ..distributed.model_parallel import clip_grad_norm
 from ..errors import ConfigurationError, ConfigurationTypeError
 from ..lightning_compat.private import set_step_callback
+from .hooks import overridden
 from .module_adapter import takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ class AutomaticOptimization:
         self._keeps_outputs = hooks.is_used("on_train_batch_end")
         self._own_backward = self._own_method("backward")
         self._own_zero_grad = self._own_method("optimizer_zero_grad")
-        self._own_step = self._own_method("optimizer_step")
+        # Measured as _take_step below.
+        own_step = overridden(hooks.source, "optimizer_step")
+        self._own_step = None if own_step is None else hooks.inside("optimizer_step", own_step)
         self._before_step = prepare_step_functions(run)
         self._backward = hooks.with_profiler(f"[Strategy]{strategy}.backward", self._run_backward)
         self._take_step = hooks.with_profiler(

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..checkpoint.run_folders import check_same_checkpoint, open_folders
 from ..checkpoint.state import restore_model, restore_training
 from ..distributed.environment import end_processes, join_processes
 from ..distributed.launch import launch_processes, starts_processes
-from ..distributed.signals import SignalHandler
+from ..distributed.signals import (
+    SignalHandler,
+    error_of_signal,
+    is_notebook,
+    requeue_slurm_job,
+)
 from ..lightning_compat.callbacks import add_model_callbacks, as_list
 from ..lightning_compat.private import set_profiled_module
 from ..loggers.run_config import write_run_config
 from ..loggers.run_summary import end_reason, short_path
 from .evaluation_loop import evaluate
 from .fit_loop import fit
+from .hooks import is_instance_of
 from .optimization import AutomaticOptimization, ManualOptimization
 from .prediction_loop import predict
 from .setup import (
@@ -58,8 +65,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
             if fabric.world_size > 1:
                 check_same_checkpoint(run)
             with ExitStack() as stack:
-                stack.enter_context(torch.set_grad_enabled(True))
-                stack.enter_context(torch.autograd.set_detect_anomaly(run.config.detect_anomaly))
+                set_torch_switches(run, stack)
                 stack.enter_context(run.console.shown(run))
                 result = run_in_process(run, function, stack)
     except BaseException as error:
@@ -67,8 +73,27 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
         if run.stop.signal is None:
             end_processes(fabric)
         raise
-    loop.status = TrainerStatus.FINISHED
+    is_interrupted = run.stop.signal is not None
+    loop.status = TrainerStatus.INTERRUPTED if is_interrupted else TrainerStatus.FINISHED
     return result
+
+
+def set_torch_switches(run: RunState, stack: ExitStack) -> None:
+    """Set PyTorch's global switches for the time of a run."""
+    config, cudnn = run.config, torch.backends.cudnn
+    stack.enter_context(torch.set_grad_enabled(True))
+    stack.enter_context(torch.autograd.set_detect_anomaly(config.detect_anomaly))
+    if config.deterministic is not None:
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        stack.callback(torch.use_deterministic_algorithms, is_deterministic, warn_only=warns)
+        torch.use_deterministic_algorithms(
+            bool(config.deterministic), warn_only=config.deterministic == "warn"
+        )
+    benchmark = False if config.deterministic and config.benchmark is None else config.benchmark
+    if benchmark is not None:
+        stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+        cudnn.benchmark = benchmark
 
 
 def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: ExitStack) -> Any:
@@ -84,17 +109,15 @@ def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: Ex
     if own_callbacks is not None:
         run.loop.callbacks = add_model_callbacks(run.loop.callbacks, as_list(own_callbacks()))
         attach_logs(run, stack)
-    profiler = run.loop.given_profiler
-    if profiler is not None:
-        set_profiled_module(profiler, run.module)
-        # The rank becomes a part of the file's name.
-        local_rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
-        profiler.setup(stage=run.stage, local_rank=local_rank, log_dir=run.loop.log_dir)
+    set_up_profiler(run)
+    set_up_signals(run, stack)
     prepare_data(run)
+    heed_signals(run)
     if run.stage == "fit":
         open_folders(run, stack)
     run.hooks.call_with_stage("setup", run.stage, run.datamodule)
     configure_model(run)
+    heed_signals(run)
     run.steps.convert_network()
     is_sharded = run.steps.is_model_parallel
     if is_sharded:
@@ -115,8 +138,8 @@ def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: Ex
     run.loop.checkpoint_io.teardown()
     run.loggers.finalize("success")
     run.progress.stage = None
-    if profiler is not None:
-        profiler.describe()
+    if run.loop.given_profiler is not None:
+        run.loop.given_profiler.describe()
     return result
 
 
@@ -133,20 +156,49 @@ def fit_stage(run: RunState) -> None:
     if run.checkpoint is not None:
         restore_training(run, run.checkpoint)
         print_if_finished(run)
-    with SignalHandler() as signals, ExitStack() as stack:
+    run.results.start_training()
+    if not run.is_lightning_module and not run.network.training:
+        # Submodules in eval mode were put there on purpose, in a network that trains.
+        run.network.train()
+    run_sanity_check(run)
+    heed_signals(run)
+    run.progress.stage = "train"
+    run.results.start_training()
+    with ExitStack() as stack:
+        if run.fabric.world_size == 1:
+            stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             stack.enter_context(run.optimization.counting_plain_steps())
-        run.signals = signals
-        run.results.start_training()
-        if not run.is_lightning_module and not run.network.training:
-            # Submodules in eval mode were put there on purpose, in a network that trains.
-            run.network.train()
-        run_sanity_check(run)
-        run.progress.stage = "train"
-        run.results.start_training()
         fit(run)
     run.results.active = None
     finish_signal(run)
+
+
+def set_up_profiler(run: RunState) -> None:
+    profiler = run.loop.given_profiler
+    if profiler is not None:
+        set_profiled_module(profiler, run.module)
+        # The rank becomes a part of the file's name.
+        local_rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
+        profiler.setup(stage=run.stage, local_rank=local_rank, log_dir=run.loop.log_dir)
+
+
+def set_up_signals(run: RunState, stack: ExitStack) -> None:
+    if run.stage == "fit":
+        is_one_of_several = run.fabric.world_size > 1
+        is_launched = is_one_of_several or "TORCHELASTIC_RUN_ID" in os.environ
+        run.signals = SignalHandler(not run.fabric.is_global_zero, is_launched)
+        if is_one_of_several:
+            # The others would wait for a process that a signal ends in its set-up.
+            stack.enter_context(run.signals)
+
+
+def heed_signals(run: RunState) -> None:
+    """End a fit of several processes during its set-up, if one of them has received a signal."""
+    if run.stage == "fit" and run.fabric.world_size > 1:
+        run.signals.check(run, is_due=True)
+        if run.stop.signal is not None:
+            raise error_in_process(run, run.stop.signal)
 
 
 def print_if_finished(run: RunState) -> None:
@@ -162,26 +214,34 @@ def print_if_finished(run: RunState) -> None:
 
 
 def finish_signal(run: RunState) -> None:
-    """Save where a signal ended training, and pass the signal on."""
-    number = run.stop.signal
+    """Print where a signal ended training, and end the program as the signal would.
+
+    In a notebook fit returns.
+    """
+    number, manager = run.stop.signal, run.checkpoints
     if number is None:
         return
     if run.fabric.is_global_zero:
-        name, path, step = (
-            end_reason(run),
-            run.checkpoints.last_model_path,
-            run.progress.global_step,
-        )
+        path = manager.last_model_path
         saved = (
             f" {short_path(Path(path))!r} is saved: resume='last' continues there." if path else ""
         )
-        print(
-            f"{name}: training stops in epoch {run.progress.epochs_done}, after step {step}.{saved}",
-            file=sys.stderr,
-        )
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise (SIGTERMException(128 + number) if number == signal.SIGTERM else SystemExit(128 + number))
+        progress = run.progress
+        place = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
+        print(f"{end_reason(run)}: training stops {place}.{saved}", file=sys.stderr)
+        if number == getattr(signal, "SIGUSR1", None) and not run.signals.is_handled_by_user:
+            requeue_slurm_job(is_saved=bool(path))
+    if not is_notebook():
+        raise error_in_process(run, number)
+
+
+def error_in_process(run: RunState, number: int) -> BaseException:
+    """Return what ends this process of a run with the exit code of a signal."""
+    environment = getattr(run.fabric.strategy, "cluster_environment", None)
+    if run.fabric.local_rank > 0 and is_instance_of(environment, "LightningEnvironment"):
+        # Lightning kills the first process, which may be saving, for the exit code of another one.
+        return SystemExit(0)
+    return error_of_signal(number)
 
 
 def evaluate_stage(run: RunState) -> list[dict[str, Any]]:
@@ -217,14 +277,57 @@ def run_sanity_check(run: RunState) -> None:
 
 
 def handle_exception(run: RunState, error: BaseException) -> None:
-    """Call the hooks of an error, save where it struck, and close what is open."""
+    """Save where an error struck, call its hooks, and close what is open.
+
+    The error must reach the caller. What fails in here costs a warning.
+    """
     run.loop.status = TrainerStatus.INTERRUPTED
     run.exception = error
-    run.hooks.call_callbacks("on_exception", error)
-    run.hooks.call_datamodule(run.datamodule, "on_exception", error)
-    if run.stage == "fit" and run.stop.signal is None:
-        run.checkpoints.save_exception(run)
-    run.loggers.finalize("failed")
-    run.data.teardown()
-    run.loop.checkpoint_io.teardown()
-    run.progress.stage = None
+    was_signaled = run.signals is not None and run.signals.received is not None
+    run.hooks.current = None
+    if run.stage == "fit" and not was_signaled:
+        with warn_of_failure(error, "the state could not be saved"):
+            run.checkpoints.save_exception(run)
+        with warn_of_failure(error, "its place could not be described"):
+            add_note(run, error)
+    for callback in list(run.hooks.callbacks):
+        with warn_of_failure(error, f"on_exception of {type(callback).__name__} failed"):
+            run.hooks.call_callback(callback, "on_exception", error)
+    with warn_of_failure(error, "on_exception of the datamodule failed"):
+        run.hooks.call_datamodule(run.datamodule, "on_exception", error)
+    with warn_of_failure(error, "the loggers could not be closed"):
+        run.loggers.finalize("failed")
+    with warn_of_failure(error, "the loaders could not be closed"):
+        run.data.teardown()
+    with warn_of_failure(error, "the checkpoint files could not be closed"):
+        run.loop.checkpoint_io.teardown()
+    run.progress.stage = run.results.active = None
+
+
+@contextmanager
+def warn_of_failure(error: BaseException, what: str) -> Iterator[None]:
+    """Warn of an exception that follows from another one, instead of raising it."""
+    try:
+        yield
+    except Exception as other:
+        # A warning may be an error, too.
+        with suppress(Warning):
+            text = f"after {type(error).__name__}, {what}: {type(other).__name__}: {other}"
+            warnings.warn(text, stacklevel=3)
+
+
+def add_note(run: RunState, error: BaseException) -> None:
+    """Add to an error at which batch it struck, and how to resume."""
+    progress, manager = run.progress, run.checkpoints
+    if run.optimization is None or not isinstance(error, Exception) or sys.version_info < (3, 11):
+        return
+    # Between two batches, the next one was being fetched.
+    batch = progress.batches_done - (progress.phase is not None)
+    place = f"in epoch {progress.epochs_done}, at batch {max(batch, 0)}"
+    resume = ""
+    if manager.is_enabled:
+        step = manager.saved_step
+        resume = (
+            f". resume='last' continues after step {step}" if step >= 0 else ". Nothing was saved"
+        )
+    error.add_note(f"fabric_template: {place}, after step {progress.global_step}{resume}.")

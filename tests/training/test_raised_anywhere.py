@@ -21,7 +21,6 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])] 
 import lightning.pytorch as pl
 import pytest
 import torch
-from fabric_template.files.locks import one_writer
 from lightning.fabric import Fabric
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.strategies import SingleDeviceStrategy
@@ -31,6 +30,7 @@ from runs import loud
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from fabric_template import FabricLoop
+from fabric_template.checkpoint.run_lock import lock_folders
 from fabric_template.errors import CheckpointError
 
 VERBS = ("fit", "validate", "test", "predict")
@@ -115,7 +115,12 @@ Own = noting("callback", ["setup", "teardown", *HOOKS, *STATE], Stateful)
 Another = noting(
     "another", ["setup", "on_train_start", "on_validation_start", "on_exception", "state_dict"], pl.Callback
 )
-MODULE_HOOKS = [name for name in dir(pl.LightningModule) if name.startswith("on_") and name not in TRANSFER]
+# Lightning's own on_validation_model_train puts every module into training mode.
+MODULE_HOOKS = [
+    name
+    for name in dir(pl.LightningModule)
+    if name.startswith("on_") and name not in TRANSFER and not name.endswith(("_model_train", "_model_eval"))
+]
 Module = noting(
     "module",
     [
@@ -216,15 +221,16 @@ def as_found(module, data, callbacks):
         "running threads": frozenset(threading.enumerate()),
         "group": torch.distributed.is_initialized(),
         "modes": [part.training for part in module.modules()],
-        "trainer": (module._trainer, data.trainer),
-        "attributes": [set(vars(part)) - {"_hparams"} for part in (module, data, *callbacks)],
+        "attributes": frozenset(
+            f"{type(part).__name__}.{name}" for part in (module, data, *callbacks) for name in vars(part)
+        ) - {"Module._hparams", "Data._hparams"},
     }  # fmt: skip
 
 
 def changed(before, after):
     """What is not as it was. Processes and threads only count if they are new: one of another test may have ended meanwhile."""
     return {
-        name: f"{was} -> {after[name]}"
+        name: str(after[name] - was) if isinstance(was, frozenset) else f"{was} -> {after[name]}"
         for name, was in before.items()
         if (after[name] - was if isinstance(was, frozenset) else after[name] != was)
     }
@@ -296,14 +302,14 @@ def cases(verb):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("verb", "least", "every"), [("fit", 500, 83), ("validate", 220, 47), ("test", 220, 47), ("predict", 210, 47)]
+    ("verb", "least", "every"), [("fit", 450, 83), ("validate", 200, 47), ("test", 200, 47), ("predict", 190, 47)]
 )
 def test_raised_anywhere(verb, least, every):
     """Every so many of them; each kind has its turn."""
     all_cases = cases(verb)
     assert len(all_cases) >= least
     wrong = {(point, kind()): trouble(verb, point, kind) for point, kind in all_cases[3::every]}
-    assert not {place: found for place, found in wrong.items() if found}
+    assert {place: found for place, found in wrong.items() if found} == {}
 
 
 def test_a_version_that_another_run_writes():
@@ -311,9 +317,9 @@ def test_a_version_that_another_run_writes():
     loop, module, data, call = make("fit")
     call()
     loop, module, data, call = make("fit")
-    with another_way(), one_writer(["logs/run/version_0", "checkpoints/run/version_0"]):
+    with another_way(), lock_folders([Path("logs/run/version_0"), Path("checkpoints/run/version_0")]):
         before = as_found(module, data, loop.callbacks)
-        with pytest.raises(CheckpointError, match="is being written by another run"):
+        with pytest.raises(CheckpointError, match="another run"):
             call()
         after = as_found(module, data, loop.callbacks)
     assert changed(before, after) == {}
@@ -435,7 +441,7 @@ def test_a_foreign_logger_that_raises_shifts_no_counter():
 
     class Counts(pl.Callback):
         def on_exception(self, trainer, module, exception):
-            counted.update(batches=trainer._run.at.batches_that_stepped, steps=trainer.global_step)
+            counted.update(batches=trainer.run.progress.logging_step, steps=trainer.global_step)
 
     loop.callbacks.append(Counts())
     loader = DataLoader(make_data(8), batch_size=4)

@@ -1,0 +1,121 @@
+"""Signals while several ranks are launched and set up: all end, soon, with the signal's code. And their group at the end."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from externally import externally
+from lightning.fabric.strategies import DDPStrategy
+from modules import Classifier, make_loader, quiet
+from runs import fit, tree, val_loader
+
+from fabric_template import FabricLoop
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
+CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks_are_quiet(monkeypatch):
+    """Set, so that Lightning gives each rank no more threads than this process has."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+class Hit(Classifier):
+    """In one hook of one rank a process gets a signal: this one, or the one that has started it."""
+
+    def __init__(self, hook, rank, number, parent=None):
+        super().__init__()
+        self.hit = hook, rank, number, parent
+
+    def _maybe(self, hook):
+        where, rank, number, parent = self.hit
+        if (hook, int(os.environ["LOCAL_RANK"])) == (where, rank):
+            os.kill(parent or os.getpid(), getattr(signal, number))
+            while parent and self.trainer.run.signals.received is None:  # passed on
+                time.sleep(0.01)
+
+    def prepare_data(self):
+        self._maybe("prepare_data")
+
+    def setup(self, stage):
+        self._maybe("setup")
+
+    def configure_model(self):
+        self._maybe("configure_model")
+
+    def validation_step(self, batch, batch_idx):
+        self._maybe("sanity")
+        return super().validation_step(batch, batch_idx)
+
+    def on_train_start(self):
+        print("trains", file=sys.stderr)
+
+
+def set_up(rank, strategy, *hit):
+    fit("run", lambda: Hit(*hit, *([os.getpid()] if hit[1:] and strategy == "parent" else [])), val=val_loader, max_epochs=1,
+        strategy="ddp_fork" if strategy in ("parent", "child") else strategy, devices=2)  # fmt: skip
+    print("went on", file=sys.stderr)
+
+
+@pytest.mark.parametrize(
+    ("hook", "rank", "number"),
+    [
+        ("prepare_data", 0, "SIGTERM"),
+        ("setup", 1, "SIGINT"),
+        ("configure_model", 0, "SIGUSR1"),
+        ("sanity", 1, "SIGTERM"),
+    ],
+)
+def test_ranks_that_come_by_themselves(hook, rank, number):
+    """One of them gets it; the other would wait for it, or end with an error of gloo's."""
+    codes, errors = externally(set_up, "ddp", hook, rank, number)
+    assert codes == [CODES[number]] * 2, errors
+    assert "trains" not in "".join(errors)
+
+
+@pytest.mark.parametrize(
+    ("who", "hook", "number"),
+    [("parent", "setup", "SIGINT"), ("parent", "prepare_data", "SIGTERM"), ("child", "setup", "SIGINT")],
+)
+def test_ranks_that_are_forked(who, hook, number):
+    """The script that has forked them gets it, or one of them: the script ends so, and nobody stays."""
+    (code,), (error,) = externally(set_up, who, hook, 0, number, ranks=1, is_launched=False)
+    assert code == CODES[number], error
+    assert "trains" not in error
+    assert "went on" not in error
+
+
+class NotYet(DDPStrategy):
+    """The signal comes while the ranks find each other."""
+
+    def setup_environment(self):
+        if os.environ["LOCAL_RANK"] == "1":
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(10_000)  # until it is passed on, which may be at once
+        super().setup_environment()
+
+
+def launch(rank):
+    fit("run", strategy=NotYet(start_method="fork"), devices=2, max_epochs=1)
+
+
+def test_while_they_are_launched():
+    (code,), (error,) = externally(launch, ranks=1, is_launched=False)
+    assert code == 130, error
+    assert "SIGKILL" not in error  # which torch sends after half a minute
+
+
+def test_alone_a_signal_ends_the_set_up_at_once():
+    """... as it always does in Python; nothing is left."""
+    with pytest.raises(KeyboardInterrupt):
+        FabricLoop(**quiet(max_epochs=1)).fit(Alone(), make_loader(16))
+    assert tree(".") == []
+
+
+class Alone(Classifier):
+    def setup(self, stage):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("went on")

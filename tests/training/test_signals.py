@@ -1,0 +1,420 @@
+"""Ctrl-C, SIGTERM and SIGUSR1: the current step is finished and the run saved; a notebook gets its history, a script ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from interpreter import ready, ready_python
+from lightning.pytorch.callbacks import Callback
+from modules import Classifier, make_loader
+from runs import assert_same_end, fit, logs_of, source_of, val_loader
+
+from fabric_template.distributed import signals
+from fabric_template.training import stages
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
+DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
+FORK = {"strategy": "ddp_fork", "devices": 2}
+
+
+class Interrupt(Callback):
+    """Raises a signal in one hook of one batch, counted over the whole fit."""
+
+    def __init__(self, at=8, number=signal.SIGINT, hook="on_train_batch_start", times=1, rank=0):
+        self.at, self.number, self.hook, self.times, self.rank = at, number, hook, times, rank
+        self.batches, self.seen = 0, []
+
+    def _raise_signal(self, trainer, hook):
+        if hook == self.hook and self.batches == self.at and trainer.global_rank == self.rank:
+            for _ in range(self.times):
+                signal.raise_signal(self.number)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.batches += 1
+        self._raise_signal(trainer, "on_train_batch_start")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.seen.append((trainer.current_epoch, batch_idx))
+        self._raise_signal(trainer, "on_train_batch_end")
+
+    def on_validation_start(self, trainer, module):
+        self._raise_signal(trainer, "on_validation_start")
+
+    def on_train_end(self, trainer, module):
+        self.seen.append("end")
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    monkeypatch.setattr(stages, "is_notebook", lambda: True)
+
+
+def train():
+    return make_loader(24)
+
+
+def saved_step(root):
+    return torch.load(root / "checkpoints/run/version_0/last.ckpt", weights_only=True)["global_step"]
+
+
+def assert_resumes(tmp_path, whole, make=Classifier, val=None, seed=9, **options):
+    resumed = fit(tmp_path / "cut", make, train, val, seed=seed, resume="last", **options)
+    assert_same_end(whole, resumed)
+    # steps.csv has a row more, of the validation at a stop.
+    assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
+
+
+@pytest.mark.parametrize(
+    ("at", "hook", "number", "options"),
+    [
+        (8, "on_train_batch_start", "SIGINT", {}),
+        (8, "on_train_batch_end", "SIGTERM", {}),
+        (6, "on_train_batch_end", "SIGINT", {}),  # the epoch's last batch
+        (6, "on_validation_start", "SIGINT", {}),
+        (1, "on_train_batch_start", "SIGINT", {}),
+        (8, "on_train_batch_start", "SIGINT", {"accumulate_grad_batches": 4}),
+        (9, "on_validation_start", "SIGINT", {"val_check_interval": 0.5}),
+        (18, "on_train_batch_end", "SIGINT", {}),  # the last batch of the fit
+    ],
+)
+def test_notebook_gets_the_history(tmp_path, notebook, at, hook, number, options):
+    options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
+    whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
+    interrupt = Interrupt(at, getattr(signal, number), hook)
+    loop, module, history = fit(tmp_path / "cut", on_step, train, val_loader, callbacks=[interrupt], **options)
+    assert history["epoch"].tolist() == list(range(at // 6)) if len(history) else at < 6
+    assert interrupt.seen[-1] == "end"
+    assert [part.training for part in module.net] == [True, True, False, True]
+    assert torch.is_grad_enabled()
+    assert all(signal.getsignal(number) in DEFAULTS for number in signals.SIGNALS)
+    assert loop.state.status == "interrupted"
+    assert saved_step(tmp_path / "cut") == loop.global_step
+    assert_resumes(tmp_path, whole, on_step, val_loader, **options)
+
+
+def on_step():
+    module = Classifier(on_step=True)
+    module.net[2].eval()
+    return module
+
+
+def test_on_exception_is_called_in_a_script(tmp_path):
+    errors = []
+
+    class Listener(Callback):
+        def on_exception(self, trainer, module, exception):
+            errors.append(type(exception))
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, train=train, max_epochs=3, callbacks=[Interrupt(), Listener()])
+    assert errors == [KeyboardInterrupt]
+    assert saved_step(tmp_path) == 8
+    assert signal.getsignal(signal.SIGINT) in DEFAULTS
+
+
+def test_second_ctrl_c_ends_at_once(tmp_path, notebook):
+    interrupt, modules = Interrupt(times=2), []
+
+    def make():
+        modules.append(on_step())
+        return modules[0]
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, make, train, max_epochs=3, callbacks=[interrupt])
+    assert interrupt.seen[-1] == (1, 0)
+    assert [part.training for part in modules[0].net] == [True, True, False, True]
+    assert saved_step(tmp_path) == 6
+    assert signal.getsignal(signal.SIGINT) in DEFAULTS
+
+
+class InterruptedStep(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 3:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
+
+def test_keyboard_interrupt_inside_a_step_is_saved_in_the_first_epoch(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, InterruptedStep, train, max_epochs=2)
+    loop, _, _ = fit(tmp_path, Classifier, train, max_epochs=2, resume="last")
+    assert loop.global_step == 12
+
+
+SCRIPT = """
+import signal, sys
+from runs import fit
+from modules import make_loader
+from test_signals import Interrupt
+fit({root!r}, train=lambda: make_loader(24), max_epochs=3, callbacks=[Interrupt(8, signal.{number})])
+print("after fit")
+"""
+
+
+@pytest.mark.parametrize(("number", "codes"), [("SIGINT", (130, -2)), ("SIGTERM", (143,)), ("SIGUSR1", (138,))])
+def test_exit_code_of_a_script(tmp_path, number, codes):
+    whole = fit(tmp_path / "whole", train=train, max_epochs=3)
+    code = SCRIPT.format(root=str(tmp_path / "cut"), number=number)
+    done = subprocess.run(source_of(code, __file__), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode in codes, done.stderr
+    assert "after fit" not in done.stdout
+    assert ("KeyboardInterrupt" in done.stderr) == (number == "SIGINT")
+    assert f"{number}: training stops in epoch 1, after step 8." in done.stderr
+    assert "last.ckpt' is saved: resume='last'" in done.stderr
+    assert saved_step(tmp_path / "cut") == 8
+    assert_resumes(tmp_path, whole, max_epochs=3)
+
+
+# Handlers of the user
+
+
+@pytest.fixture
+def received():
+    """The signals that a handler of the user's got. It is restored after the test."""
+    found, numbers = [], [signal.SIGTERM, signal.SIGUSR1]
+
+    def handler(number, frame):
+        found.append(number)
+
+    before = {number: signal.signal(number, handler) for number in numbers}
+    yield found
+    assert [signal.getsignal(number) for number in numbers] == [handler, handler]
+    for number, previous in before.items():
+        signal.signal(number, previous)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_handler_of_the_user_is_called(tmp_path, received, number):
+    whole = fit(tmp_path / "whole", train=train, max_epochs=3)
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path / "cut", train=train, max_epochs=3, callbacks=[Interrupt(8, number)])
+    assert (ended.value.code, received, saved_step(tmp_path / "cut")) == (128 + number, [number], 8)
+    assert_resumes(tmp_path, whole, max_epochs=3)
+
+
+def test_second_signal_with_a_handler_of_the_user(tmp_path, received):
+    interrupt = Interrupt(8, signal.SIGTERM, times=2)
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, train=train, max_epochs=3, callbacks=[interrupt])
+    assert (ended.value.code, received, saved_step(tmp_path)) == (143, [signal.SIGTERM] * 2, 6)
+    assert interrupt.seen[-1] == (1, 0)
+
+
+def test_exception_of_a_handler_reaches_the_caller(tmp_path, received):
+    def raises(number, frame):
+        raise SystemExit("mine")
+
+    before = signal.signal(signal.SIGTERM, raises)
+    with pytest.raises(SystemExit, match="mine"):
+        fit(tmp_path, train=train, max_epochs=3, callbacks=[Interrupt(8, signal.SIGTERM)])
+    assert signal.signal(signal.SIGTERM, before) is raises
+    assert saved_step(tmp_path) == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_own_ctrl_c_handler_and_ignored_signals_stay(tmp_path, received, number):
+    handler = signal.SIG_IGN if number == signal.SIGTERM else lambda number, frame: received.append(number)
+    before = signal.signal(number, handler)
+    try:
+        loop, _, _ = fit(tmp_path, train=train, max_epochs=2, callbacks=[Interrupt(8, number)])
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+    assert loop.global_step == 12
+    assert received == ([signal.SIGINT] if number == signal.SIGINT else [])
+
+
+class FitInside(Interrupt):
+    """Fits another model at the start of the second epoch, and gets a signal there."""
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1:
+            loop, _, _ = fit("inner", train=train, max_epochs=2, callbacks=[Interrupt(2, signal.SIGTERM)])
+            self.inner_steps = loop.global_step
+
+
+def test_the_outer_of_two_fits_stops(tmp_path, received):
+    inner = FitInside(at=-1)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, train=train, max_epochs=3, callbacks=[inner])
+    assert (inner.inner_steps, saved_step(tmp_path), received) == (12, 7, [signal.SIGTERM])
+
+
+# SLURM
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A scontrol that writes its arguments to a file and ends with a given exit code."""
+    (tmp_path / "bin").mkdir()
+
+    def make(code=0):
+        path = tmp_path / "bin/scontrol"
+        path.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho "Invalid job id" >&2\nexit {code}\n')
+        path.chmod(0o755)
+        return tmp_path / "calls"
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    return make
+
+
+def exit_code(root, number, **options):
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as stopped:
+        fit(root, train=train, max_epochs=3, callbacks=[Interrupt(8, number)], **options)
+    return getattr(stopped.value, "code", 130)
+
+
+def test_slurm_job_is_requeued(tmp_path, scontrol, monkeypatch, capsys):
+    calls = scontrol()
+    assert exit_code(tmp_path / "a", signal.SIGUSR1) == 138
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    assert exit_code(tmp_path / "b", signal.SIGUSR1) == 138
+    assert calls.read_text() == "requeue 17\nrequeue 16_2\n"
+    assert "SLURM job 17 is requeued" in capsys.readouterr().err
+    assert (saved_step(tmp_path / "a"), saved_step(tmp_path / "b")) == (8, 8)
+
+
+def test_slurm_job_is_not_requeued(tmp_path, scontrol, monkeypatch):
+    calls = scontrol()
+    assert exit_code(tmp_path / "a", signal.SIGTERM) == 143
+    with pytest.warns(UserWarning, match="job 17 is not requeued, because it has no checkpoint"):
+        assert exit_code(tmp_path / "b", signal.SIGUSR1, enable_checkpointing=False) == 138
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert exit_code(tmp_path / "c", signal.SIGUSR1) == 138
+    assert not calls.exists()
+
+
+def test_slurm_job_that_the_user_requeues(tmp_path, scontrol, received):
+    calls = scontrol()
+    assert exit_code(tmp_path, signal.SIGUSR1) == 138
+    assert received == [signal.SIGUSR1]
+    assert not calls.exists()
+
+
+def test_slurm_refuses_to_requeue(tmp_path, scontrol):
+    scontrol(1)
+    with pytest.warns(UserWarning, match="job 17 could not be requeued: Invalid job id"):
+        assert exit_code(tmp_path, signal.SIGUSR1) == 138
+
+
+# Several processes
+
+
+@pytest.mark.parametrize(("rank", "number", "code"), [(0, signal.SIGTERM, 143), (1, signal.SIGINT, 130)])
+def test_ranks_agree_on_the_step(tmp_path, monkeypatch, rank, number, code):
+    monkeypatch.setattr(signals, "SECONDS_BETWEEN_CHECKS", 0.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    whole = fit(tmp_path / "whole", train=train, max_epochs=4, **FORK)
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as stopped:
+        fit(tmp_path / "cut", train=train, max_epochs=4, callbacks=[Interrupt(8, number, rank=rank)], **FORK)
+    assert getattr(stopped.value, "code", 130) == code
+    assert saved_step(tmp_path / "cut") == 8
+    assert_resumes(tmp_path, whole, seed=1, max_epochs=4, **FORK)
+
+
+class CountChecks(Callback):
+    """Counts the collectives of the signal handler, with a clock of its own."""
+
+    def __init__(self, folder, seconds):
+        self.folder, self.seconds, self.now, self.count = folder, seconds, 0.0, 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.now += self.seconds
+
+    def on_train_start(self, trainer, module):
+        self.all_reduce = trainer.fabric.all_reduce
+        trainer.fabric.all_reduce, self.now = self.counted, time.monotonic()
+        signals.time.monotonic = lambda: self.now
+
+    def counted(self, data, *args, **kwargs):
+        self.count += kwargs.get("reduce_op") == "max"
+        return self.all_reduce(data, *args, **kwargs)
+
+    def on_fit_end(self, trainer, module):
+        (self.folder / f"rank{trainer.global_rank}").write_text(str(self.count))
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.001, 3), (0.25, 14)])
+def test_ranks_agree_about_once_a_second(tmp_path, monkeypatch, seconds, count):
+    """Of 48 steps in two epochs: at the first one, at the ends of epochs, and about once a second."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    fit(tmp_path, train=lambda: make_loader(192), max_epochs=2, callbacks=[CountChecks(tmp_path, seconds)], **FORK)
+    counts = [int((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+    assert counts[0] == counts[1]
+    assert abs(counts[0] - count) <= 1
+
+
+TWO_RANKS = """
+import os, signal, sys, time
+from runs import fit
+from modules import Classifier, make_loader
+from fabric_template.distributed import signals
+
+signals.SECONDS_BETWEEN_CHECKS = 0.0
+
+class SignalsParent(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 3 and self.global_rank == 0:
+            os.kill({process}, signal.{number})
+            while self.trainer.run.signals.received is None:
+                time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+fit({root!r}, SignalsParent, train=lambda: make_loader(80), max_epochs=3, strategy={strategy!r}, devices=2)
+print("after fit")
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "process", "number", "codes"),
+    [("ddp_fork", "os.getppid()", "SIGINT", (130, -2)), ("ddp", "os.getpid()", "SIGTERM", (143,))],
+)
+def test_signal_to_a_script_with_two_ranks(tmp_path, strategy, process, number, codes):
+    script = tmp_path / "script.py"
+    options = {"root": str(tmp_path / "cut"), "strategy": strategy, "process": process, "number": number}
+    script.write_text(source_of("")[-1] + TWO_RANKS.format(**options))
+    environment = {**os.environ, "READY_PYTHON": ready_python()}
+    options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
+    done = subprocess.run(ready([sys.executable, str(script)]), **options)
+    # On a busy machine a thread of gloo may outlive the interpreter: https://github.com/pytorch/pytorch/pull/179291
+    is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
+    assert done.returncode in codes or is_torchs, done.stderr
+    assert "after fit" not in done.stdout
+    assert saved_step(tmp_path / "cut") == 4
+
+
+# max_time
+
+
+class OutOfTime(Callback):
+    """Lets Timer's time be over at one batch."""
+
+    def __init__(self, at):
+        self.at, self.batches = at, 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.batches += 1
+        if self.batches == self.at:
+            timer = next(callback for callback in trainer.callbacks if hasattr(callback, "time_elapsed"))
+            timer._offset = 7200
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}], ids=str)
+@pytest.mark.parametrize("at", [2, 8, 12])
+def test_max_time(tmp_path, options, at):
+    """The epoch ends early, with its row. A resume continues in the middle of it."""
+    options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
+    whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
+    limited = {**options, "callbacks": [OutOfTime(at)], "max_time": "00:01:00:00"}
+    _, _, history = fit(tmp_path / "cut", on_step, train, val_loader, **limited)
+    steps = -(-at // options.get("accumulate_grad_batches", 1))
+    assert history["epoch"].tolist() == list(range((at + 5) // 6))
+    assert history["step"].tolist()[-1] == saved_step(tmp_path / "cut") == steps
+    assert_resumes(tmp_path, whole, on_step, val_loader, **options)
