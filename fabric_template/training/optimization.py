@@ -85,6 +85,13 @@ class AutomaticOptimization:
         )
         if self._scaler is not None and isinstance(self._optimizer, LBFGS):
             raise ConfigurationError("AMP and the LBFGS optimizer are not compatible.")
+        unscales_itself = getattr(self._optimizer, "_step_supports_amp_scaling", False)
+        if self._scaler is not None and unscales_itself and run.config.gradient_clip_val:
+            raise RuntimeError(
+                f"The current optimizer, {type(self._optimizer).__qualname__}, does not allow for gradient"
+                " clipping because it performs unscaling of gradients internally. HINT: Are you using a"
+                " 'fused' optimizer?"
+            )
 
     def _own_method(self, name: str) -> Callable | None:
         method = self.run.hooks.module_method(name)
@@ -101,6 +108,10 @@ class AutomaticOptimization:
         if isinstance(optimizer, LBFGS) or self._scaler is not None:
             return True
         return self._own_step is not None or not is_simple
+
+    def end_training(self) -> None:
+        """Free the graph of the last loss."""
+        self._last_loss = None
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Train on one batch. Returns what ``on_train_batch_end`` gets as its outputs."""
@@ -188,7 +199,8 @@ class AutomaticOptimization:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
         # Keep the graph alive until the next forward, as a hand-written loop does. Freeing it here
         # makes autograd create its node of each parameter again, and slows the optimizer.
-        self._last_loss = loss
+        # What keeps its graph by itself would double its memory.
+        self._last_loss = loss if self._own_backward is None else None
 
     def _step_with_closure(self) -> None:
         """Let the optimizer, or the module's ``optimizer_step``, call the closure."""

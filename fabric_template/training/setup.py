@@ -240,7 +240,9 @@ def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
     for name in ("log", "log_dict"):
         own = getattr(type(part), name, None)
         if name not in attributes and (own is None or _is_lightnings(own)):
-            attributes[name] = getattr(run.results, name)
+            method = getattr(run.results, name)
+            # Its counters would become constants of the graph, and compile it again for each batch.
+            attributes[name] = torch.compiler.disable(method) if run.config.compile else method
             stack.callback(attributes.pop, name, None)
 
 

@@ -65,7 +65,8 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
             if fabric.world_size > 1:
                 check_same_checkpoint(run)
             with ExitStack() as stack:
-                set_torch_switches(run, stack)
+                stack.enter_context(torch.set_grad_enabled(True))
+                stack.enter_context(torch.autograd.set_detect_anomaly(run.config.detect_anomaly))
                 stack.enter_context(run.console.shown(run))
                 result = run_in_process(run, function, stack)
     except BaseException as error:
@@ -76,24 +77,6 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
     is_interrupted = run.stop.signal is not None
     loop.status = TrainerStatus.INTERRUPTED if is_interrupted else TrainerStatus.FINISHED
     return result
-
-
-def set_torch_switches(run: RunState, stack: ExitStack) -> None:
-    """Set PyTorch's global switches for the time of a run."""
-    config, cudnn = run.config, torch.backends.cudnn
-    stack.enter_context(torch.set_grad_enabled(True))
-    stack.enter_context(torch.autograd.set_detect_anomaly(config.detect_anomaly))
-    if config.deterministic is not None:
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        stack.callback(torch.use_deterministic_algorithms, is_deterministic, warn_only=warns)
-        torch.use_deterministic_algorithms(
-            bool(config.deterministic), warn_only=config.deterministic == "warn"
-        )
-    benchmark = False if config.deterministic and config.benchmark is None else config.benchmark
-    if benchmark is not None:
-        stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
-        cudnn.benchmark = benchmark
 
 
 def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: ExitStack) -> Any:
@@ -171,6 +154,7 @@ def fit_stage(run: RunState) -> None:
             stack.enter_context(run.optimization.counting_plain_steps())
         fit(run)
     run.results.active = None
+    run.optimization.end_training()
     finish_signal(run)
 
 

@@ -308,7 +308,7 @@ def test_scaler_is_saved_and_restored(tmp_path):
 
 def test_scaler_refuses_lbfgs():
     module = Classifier(lambda m: torch.optim.LBFGS(m.parameters()))
-    with pytest.raises(TypeError, match="AMP and the LBFGS optimizer are not compatible"):
+    with pytest.raises(ValueError, match="AMP and the LBFGS optimizer are not compatible"):
         FabricLoop(**quiet(max_epochs=1, **scaled())).fit(module, train())
 
 
