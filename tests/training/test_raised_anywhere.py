@@ -204,8 +204,6 @@ def as_found(module, data, callbacks):
     """What a run changes, or might, and has to give back."""
     classes = [kind for kind in (DataLoader, BatchSampler, Loader, Batches)]
     return {
-        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        "benchmark": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
@@ -239,7 +237,6 @@ def changed(before, after):
 @contextlib.contextmanager
 def another_way():
     """The switches, so that what is not given back is seen."""
-    torch.backends.cudnn.benchmark = True
     torch.autograd.set_detect_anomaly(False)
     with torch.no_grad():
         yield
