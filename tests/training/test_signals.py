@@ -329,12 +329,12 @@ class CountChecks(Callback):
         self.now += self.seconds
 
     def on_train_start(self, trainer, module):
-        self.all_reduce = trainer.fabric.all_reduce
-        trainer.fabric.all_reduce, self.now = self.counted, time.monotonic()
+        self.all_reduce, self.now = torch.distributed.all_reduce, time.monotonic()
+        torch.distributed.all_reduce = self.counted
         signals.time.monotonic = lambda: self.now
 
     def counted(self, data, *args, **kwargs):
-        self.count += kwargs.get("reduce_op") == "max"
+        self.count += data.dtype == torch.int64 and data.shape == (2,)
         return self.all_reduce(data, *args, **kwargs)
 
     def on_fit_end(self, trainer, module):
