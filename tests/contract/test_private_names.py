@@ -21,7 +21,6 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchmetrics import MeanMetric
 
 import fabric_template
@@ -94,9 +93,12 @@ ELSEWHERE = [
         "training/optimization.py",
         "Fused optimizers unscale the gradients themselves.",
     ),
-    ("_MultiProcessingDataLoaderIter", "torch.utils.data.dataloader", "data/loaders.py", "The workers to shut down."),
-    ("_shutdown_workers", lambda: _MultiProcessingDataLoaderIter, "data/loaders.py", "Shut workers down."),
-    ("_iterator", lambda: DataLoader([]), "data/loaders.py", "The workers of a persistent loader."),
+    (
+        "_iterator",
+        lambda: DataLoader([]),
+        "checkpoint/dataloader_state.py",
+        "The workers of a persistent loader.",
+    ),
     (
         "_sampler_iter",
         lambda: iter(DataLoader([1])),
@@ -143,7 +145,9 @@ def test_lightning_still_has_a_name_that_private_py_uses(name):
     assert has_name(OF_LIGHTNING[name], name), f"Lightning no longer has {name}, which private.py uses"
 
 
-@pytest.mark.parametrize(("name", "owner", "file", "reason"), ELSEWHERE, ids=[f"{row[0]} {row[2]}" for row in ELSEWHERE])
+@pytest.mark.parametrize(
+    ("name", "owner", "file", "reason"), ELSEWHERE, ids=[f"{row[0]} {row[2]}" for row in ELSEWHERE]
+)
 def test_a_name_that_another_file_uses_still_exists(name, owner, file, reason):
     assert name in (PACKAGE / file).read_text(), f"{file} no longer uses {name}: remove it from the table"
     assert has_name(owner, name), f"{name} is gone, which {file} needs. {reason}"

@@ -1,0 +1,201 @@
+"""Where a run's batches come from: loaders that were given, or the methods of a datamodule or module."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+
+from ..checkpoint.dataloader_state import has_state, samplers_of
+from ..training.checks import check_loader, loader_argument
+from ..training.hooks import overridden
+from .loaders import EvalLoaders, TrainLoaders, combine_loaders, make_transfer
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+
+class DataConnector:
+    """Gives a run its batches.
+
+    Args:
+        loaders: What was given to the call, by stage: "train", "val", "test", "predict".
+        source: The datamodule or module that has ``train_dataloader()`` and the like.
+    """
+
+    def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
+        self.given = {stage: given for stage, given in loaders.items() if given is not None}
+        self.source = source
+        self.run: RunState = None  # type: ignore[assignment]
+        self.train: TrainLoaders = None  # type: ignore[assignment]
+        self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
+        self._eval_stage: str | None = None
+        self._loaded_in_epoch: dict[str, int | float] = {}
+        self._restored_eval: list[dict[str, Any]] | None = None
+        self.keeps_first_iterator = False
+        # The seed by which processes draw one order of the samples; None if they do not.
+        self.saved_sampler_seed: int | None = None
+
+    def has_loader(self, stage: str) -> bool:
+        """Return whether there is a loader for this stage, given or made by a method."""
+        return stage in self.given or overridden(self.source, f"{stage}_dataloader") is not None
+
+    def request(self, stage: str) -> Any:
+        """Return the given loaders, or call the method that makes them."""
+        if stage in self.given:
+            call, source = self.run.stage, self.given[stage]
+            where = f"passed to `Trainer.{call}({loader_argument(call, stage)}=...)`"
+        else:
+            name = f"{stage}_dataloader"
+            owner = self.source
+            is_datamodule = owner is self.run.datamodule
+            kind = "LightningDataModule" if is_datamodule else "LightningModule"
+            with self.run.hooks.profiled(f"[{kind}]{type(owner).__name__}.{name}"):
+                source = self.run.hooks.inside(name, getattr(owner, name))()
+            where = f"returned from `{type(self.source).__name__}.{name}()`"
+        for loader in combine_loaders(source, "sequential").flattened:
+            check_loader(loader, where)
+        return source
+
+    @property
+    def sampler_seed(self) -> int:
+        """The global seed of the start of a run. A resumed run continues the same order."""
+        own = self.run.own_state if self.run.resumes else None
+        if self.saved_sampler_seed is None and own is not None:
+            self.saved_sampler_seed = own["sampler_seed"]
+        if self.saved_sampler_seed is None:
+            self.saved_sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        return self.saved_sampler_seed
+
+    def _should_reload(self, stage: str) -> bool:
+        if stage not in self._loaded_in_epoch:
+            return True
+        every = self.run.config.reload_dataloaders_every_n_epochs
+        return bool(every) and self.run.progress.epochs_done - self._loaded_in_epoch[stage] >= every
+
+    def setup_train_loader(self) -> None:
+        """Make the training loader, at first and whenever it is to be reloaded."""
+        run = self.run
+        if run.config.limit_train_batches == 0 or not self._should_reload("train"):
+            return
+        self._loaded_in_epoch["train"] = run.progress.epochs_done
+        self.train = TrainLoaders(run, self.request("train"))
+        run.progress.num_train_batches = self.train.num_batches
+        every = run.config.log_every_n_steps or 0
+        # Our own logger has the rows of the epochs in any case.
+        has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
+        if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
+            run.warn_once(
+                f"The number of training batches ({self.train.num_batches}) is smaller than the logging"
+                f" interval Trainer(log_every_n_steps={every}). Set a lower value for log_every_n_steps if"
+                " you want to see logs for the training epoch.",
+                PossibleUserWarning,
+            )
+        # A run that continues a checkpoint of Trainer starts its iterator here, too.
+        if run.checkpoint is None or (self.keeps_first_iterator and not run.progress.is_in_epoch):
+            self.train.start()
+
+    def start_train_batches(self) -> None:
+        """Start the iterator of an epoch.
+
+        That of the first epoch started with its loader, as in Trainer, and so did that of the first
+        epoch after a checkpoint of Trainer.
+        """
+        is_later = self.run.progress.epochs_done > 0 and not self.keeps_first_iterator
+        self.keeps_first_iterator = False
+        if is_later or self.train.is_used or not self.train.is_started:
+            self.train.start()
+
+    def resume_train_batches(self) -> None:
+        """Continue the epoch that a checkpoint was saved in."""
+        self.set_epoch("train", self.run.progress.epochs_done)
+        self.train.start()
+        self.train.set_batches_done(self.run.progress.batches_done)
+
+    def train_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield (batch on the device, whether it is the last one)."""
+        transfer = make_transfer(self.run)
+        for batch, is_last in self.train.batches(self.run.progress.batches_done):
+            yield (batch if transfer is None else transfer(batch, 0)), is_last
+
+    def setup_eval_loaders(self, stage: str) -> None:
+        """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""
+        is_due, restored = self._should_reload(stage), self._restored_eval
+        if self._eval_stage == stage and not is_due:
+            return
+        run, self._restored_eval = self.run, None
+        if is_due:
+            # A sanity check before an epoch that does not validate does not count as a load.
+            is_counted = not run.loop.sanity_checking or run.config.check_val_every_n_epoch in (
+                None,
+                1,
+            )
+            self._loaded_in_epoch[stage] = run.progress.epochs_done if is_counted else -math.inf
+            if self.eval_loaders is not None or restored is not None:
+                run.loggers.restart_evaluation_count()
+        self._eval_stage = stage
+        self.eval_loaders = EvalLoaders(self.run, stage, self.request(stage))
+        if restored is not None and not is_due:
+            self.eval_loaders.load_state_dict(restored)
+
+    def set_epoch(self, stage: str, epoch: int) -> None:
+        """Tell every sampler the epoch, so that shuffled epochs differ."""
+        loaders = self.train.loaders if stage == "train" else self.eval_loaders.loaders
+        for loader in loaders:
+            for part in (loader, *samplers_of(loader)):
+                if callable(getattr(part, "set_epoch", None)):
+                    part.set_epoch(epoch)
+
+    def teardown(self) -> None:
+        """End the workers of every loader."""
+        for part in (self.train, self.eval_loaders):
+            if part is not None:
+                part.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions of the loaders, those of the validation between two passes."""
+        progress, restored = self.run.progress.state_dict(), self._restored_eval
+        has_eval = self.eval_loaders is not None and self._eval_stage == "val"
+        return {
+            "loaded_in_epoch": dict(sorted(self._loaded_in_epoch.items())),
+            "train": None if self.train is None else self.train.state_dict(progress),
+            "val": self.eval_loaders.state_dict() if has_eval else restored,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # The loader that exists was made for this run. It is due again as it was before the resume.
+        self._loaded_in_epoch.update(state["loaded_in_epoch"])
+        if state["val"] is not None and self.eval_loaders is not None and self._eval_stage == "val":
+            self.eval_loaders.load_state_dict(state["val"])
+        elif state["val"] is not None:
+            self._restored_eval = state["val"]
+        if self.train is not None and state["train"] is not None:
+            self.train.load_state_dict(state["train"], self.run.progress.is_in_epoch)
+
+    def loader_states(self) -> list[Any]:
+        """Return the states of the training loaders with ``state_dict``, which Trainer saves, too."""
+        if self.train is None or not any(map(has_state, self.train.loaders)):
+            return []
+        positions = self.train.state_dict(self.run.progress.state_dict())["loaders"]
+        pairs = zip(self.train.loaders, positions, strict=True)
+        return [position["state"] for loader, position in pairs if has_state(loader)]
+
+    def load_loader_states(self, states: list[Any]) -> None:
+        """Restore the states that Trainer saved."""
+        loaders = (
+            [] if self.train is None else [part for part in self.train.loaders if has_state(part)]
+        )
+        if states and len(states) != len(loaders):
+            raise RuntimeError(
+                f"The CombinedLoader has {len(loaders)} stateful loaders, but found {len(states)} states in"
+                " the checkpoint. Please make sure you define the same dataloaders that were used when"
+                " saving the checkpoint."
+            )
+        for loader, state in zip(loaders, states, strict=False):
+            loader.load_state_dict(state)
+            if not self.run.progress.is_in_epoch:
+                # It continues the pass that has ended. The next iterator starts a new one.
+                iter(loader)
