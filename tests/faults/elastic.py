@@ -30,7 +30,6 @@ from functools import partialmethod
 from pathlib import Path
 from subprocess import TimeoutExpired
 
-from fabric_template.files.shards import whole as joined
 from kills import fork, warm_up
 from lightning.fabric.strategies import DDPStrategy
 from torch.distributed import TCPStore
@@ -41,6 +40,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from victim import Victim, difference, end_of, in_parts, quiet, train
 
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
+from fabric_template.checkpoint.distributed import SHARDS_KEY, verify_shards
 
 PATIENCE = 180.0  # seconds after its start, or the last kill, until a run that does not end counts as hanging
 RESTARTS = 10
@@ -326,9 +326,13 @@ def promised(end, root):
     epochs = [[row["epoch"], row["step"], round(float(row["samples"]), 6)] for row in rows]
     steps = [row.split(",")[:2] for row in end["logs/steps.csv"]]
     folder = max(Path(root, "checkpoints", "run").iterdir(), key=lambda path: int(path.name[8:]))
-    files = {path.name: joined(read_checkpoint(path), path)["global_step"] for path in folder.glob("*.ckpt")}
-    unnamed = len(list(folder.glob("*.shards"))) > len(files)
-    return {"epochs": epochs, "steps": steps, "ends": files["last.ckpt"], "unnamed": unnamed}
+    files = {path: read_checkpoint(path) for path in folder.glob("*.ckpt")}
+    sharded = {path: checkpoint[SHARDS_KEY] for path, checkpoint in files.items() if SHARDS_KEY in checkpoint}
+    for path, index in sharded.items():
+        verify_shards(path, index, reads_all=True)
+    has_unnamed = len(list(folder.glob("*.ckpt.step=*"))) > len(sharded)
+    ends = files[folder / "last.ckpt"]["global_step"]
+    return {"epochs": epochs, "steps": steps, "ends": ends, "unnamed": has_unnamed}
 
 
 def problem_of(codes, whole, root, is_same):

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import random
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
+from fabric_template.checkpoint.distributed import SHARDS_KEY
 
 # 3 epochs of 8 batches, two of them a step; saved in the middle of epochs, too
 WORDS = {
@@ -91,14 +93,18 @@ def end_of(root, without=()):
     for kind in ("checkpoints", "logs"):
         versions = sorted(Path(root, kind, "run").glob("version_*"), key=lambda path: int(path.name[8:]))
         for path in sorted(versions[-1].rglob("*")) if versions else []:
-            if path.name != ".lock":
-                found[f"{kind}/{path.relative_to(versions[-1])}"] = _content(path, str(root))
+            if path.name not in (".lock", ".metadata"):
+                # A save that was killed may have taken the plain name of a folder of shards.
+                name = re.sub(r"(step=\d+)-\d+", r"\1", f"{kind}/{path.relative_to(versions[-1])}")
+                found[name] = _content(path, str(root))
     return without_names(found, (*TIMES, *without))
 
 
 def _content(path, root):
     if path.suffix == ".ckpt":
-        return read_checkpoint(path)
+        checkpoint = read_checkpoint(path)
+        checkpoint.pop(SHARDS_KEY, None)
+        return checkpoint
     if path.suffix == ".distcp":
         return path.read_bytes()
     if path.suffix == ".csv":
