@@ -96,7 +96,11 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
     except NotImplementedError:
         # Strategies that shard a model have none.
         return AtomicCheckpointIO()
-    return AtomicCheckpointIO() if type(given) is TorchCheckpointIO else given
+    while hasattr(given, "checkpoint_io"):
+        # AsyncCheckpointIO returns before the file is complete. Its inner one is used instead.
+        given = given.checkpoint_io
+    is_default = given is None or type(given) is TorchCheckpointIO
+    return AtomicCheckpointIO() if is_default else given
 
 
 @contextmanager

@@ -193,11 +193,15 @@ def checkpoint_of_callbacks(loop: Any, keyword: str, run: RunState) -> str | Non
     if not found:
         found = [path for path in find_last_checkpoints(loop) if os.path.exists(path)]
     if not found and keyword == "last":
-        run.warn_once(
-            f'.{name}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'
-            " will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
-        )
+        warn_of_missing_last(run)
     return max(found, key=os.path.getmtime, default=None)
+
+
+def warn_of_missing_last(run: RunState) -> None:
+    run.warn_once(
+        f'.{run.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'
+        " will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
+    )
 
 
 def find_last_checkpoints(loop: Any) -> list[str]:

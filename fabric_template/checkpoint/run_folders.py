@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..distributed.environment import gather_objects, is_started_externally
-from ..errors import CheckpointError, ConfigurationError, describe
+from ..errors import CheckpointError, ConfigurationError, MissingCheckpointError, describe
 from ..loggers.csv_logger import claim_version
 from ..training.hooks import is_instance_of
 from .manager import CheckpointManager
@@ -22,6 +22,7 @@ from .resolve import (
     resolve_checkpoint,
     version_folder,
     version_of_checkpoint,
+    warn_of_missing_last,
 )
 from .run_lock import lock_folders
 from .state import OWN_KEY, check_resumable
@@ -132,7 +133,14 @@ def find_checkpoint(run: RunState, argument: str, keyword: str) -> str | Path | 
         if run.checkpoints.best_model_path:
             return run.checkpoints.best_model_path
     root = Path(loop.default_root_dir)
-    return resolve_checkpoint(keyword, root, config.name, config.version, argument)
+    try:
+        return resolve_checkpoint(keyword, root, config.name, config.version, argument)
+    except MissingCheckpointError:
+        # Trainer starts a new run, so that a job script may always pass ckpt_path="last".
+        if (argument, keyword) != ("ckpt_path", "last"):
+            raise
+        warn_of_missing_last(run)
+        return None
 
 
 def open_folders(run: RunState, stack: ExitStack) -> None:

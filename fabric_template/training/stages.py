@@ -231,6 +231,9 @@ def error_in_process(run: RunState, number: int) -> BaseException:
 def evaluate_stage(run: RunState) -> list[dict[str, Any]]:
     stage = "val" if run.stage == "validate" else run.stage
     run.loggers.log_hyperparameters(run)
+    if getattr(run.config, f"limit_{stage}_batches") == 0:
+        return []
+    run.network.zero_grad()
     run.data.setup_eval_loaders(stage)
     results = evaluate(run, run.stage)
     run.results.active = None
@@ -239,6 +242,9 @@ def evaluate_stage(run: RunState) -> list[dict[str, Any]]:
 
 def predict_stage(run: RunState, keep: bool) -> list[Any] | None:
     run.loggers.log_hyperparameters(run)
+    if run.config.limit_predict_batches == 0:
+        return None
+    run.network.zero_grad()
     run.data.setup_eval_loaders("predict")
     return predict(run, keep)
 
