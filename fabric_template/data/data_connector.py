@@ -12,7 +12,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from ..checkpoint.dataloader_state import has_state, samplers_of
 from ..training.checks import check_loader, loader_argument
 from ..training.hooks import overridden
-from .loaders import EvalLoaders, TrainLoaders, combine_loaders, make_transfer
+from .loaders import EvalLoaders, TrainLoaders, combine_loaders
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -116,10 +116,8 @@ class DataConnector:
         self.train.set_batches_done(self.run.progress.batches_done)
 
     def train_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield (batch on the device, whether it is the last one)."""
-        transfer = make_transfer(self.run)
-        for batch, is_last in self.train.batches(self.run.progress.batches_done):
-            yield (batch if transfer is None else transfer(batch, 0)), is_last
+        """Return an iterator of (batch on the device, whether it is the last one)."""
+        return self.train.batches(self.run.progress.batches_done)
 
     def setup_eval_loaders(self, stage: str) -> None:
         """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""

@@ -114,6 +114,8 @@ class TrainLoaders(StageLoaders):
         self._num_given = 0
         self._fetch: Callable = next
         self._iterator: Iterator[Any] = iter(())
+        # Samples that workers read depend on the random numbers of the workers.
+        self._reads_in_process = not all(getattr(part, "num_workers", 0) for part in self.loaders)
         # A loader of unknown length is read one batch ahead.
         self._following: Any = _END
         self._states_before_ahead: list[Any] = []
@@ -133,6 +135,12 @@ class TrainLoaders(StageLoaders):
         self.is_used, self._num_given = True, batches_done + self.extra_batches
 
     def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
+        """Yield (batch on the device, whether it is the last one)."""
+        transfer = make_transfer(self.run)
+        for batch, is_last in self.raw_batches(batches_done):
+            yield (batch if transfer is None else transfer(batch, 0)), is_last
+
+    def raw_batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
         self.set_batches_done(batches_done)
         # Trainer's name of the action.
@@ -160,7 +168,7 @@ class TrainLoaders(StageLoaders):
         self._states_before_ahead = [loader.part_state() for loader in self.resumable]
         restored, self._restored_rng = self._restored_rng, None
         if restored is None:
-            self._rng_before_ahead = capture_rng_state()
+            self._rng_before_ahead = capture_rng_state() if self._reads_in_process else None
             return next(self._iterator, _END)
         current, self._rng_before_ahead = capture_rng_state(), restored
         restore_rng_state(restored)

@@ -54,7 +54,7 @@ def train_with_iterator(run: RunState, end_batch: Callable[[RunState], None]) ->
     run.validation_schedule.every_n_batches = math.inf
     loaders = run.data.train
     first = progress.batches_done + loaders.extra_batches
-    raw = loaders.batches(progress.batches_done)
+    raw = loaders.raw_batches(progress.batches_done)
     fetched = ((batch, index, 0) for index, (batch, _) in enumerate(raw, first))
     iterator = StepIterator(fetched, loaders.num_batches - first)
     while not iterator.is_done and not run.stop.is_reached:
