@@ -241,6 +241,13 @@ class AutomaticOptimization:
         return {"is_accumulating": is_accumulating, "gradients": gradients}
 
     def _waiting_gradients(self) -> dict[str, Tensor]:
+        if self.run.steps.is_model_parallel:
+            # FSDP holds them unsharded, where nobody reads them.
+            self.run.warn_once(
+                "A checkpoint in an accumulation window lacks the gradients of a sharded model. Write"
+                " val_check_interval= with a multiple of accumulate_grad_batches."
+            )
+            return {}
         parameters = self.run.network.named_parameters()
         return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
