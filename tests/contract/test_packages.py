@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from modules import Classifier, Gan, assert_same_metrics, assert_same_weights, make_loader, run_loop, run_trainer
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -94,20 +93,6 @@ def test_super_log_refuses_as_trainer_does():
             run(Refused, make_loader, max_epochs=1)
         words.append(str(error.value))
     assert words[0] == words[1]
-
-
-class NamedByStage(Classifier):
-    """Its names say where it is: in the sanity check one of them is another than afterwards."""
-
-    def validation_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
-        self.log(f"{self.trainer.state.stage.value}_loss", loss)
-        self.log("always", loss)
-
-
-def test_names_stay_in_their_order_after_the_sanity_check():
-    _, _, loop, _ = both(NamedByStage)
-    assert [name for name in loop.logged_metrics if "train" not in name] == ["always", "validate_loss"]
 
 
 class Example(Classifier):

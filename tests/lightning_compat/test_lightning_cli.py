@@ -1,4 +1,4 @@
-"""LightningCLI with FabricLoop in Trainer's place, as docs/coming-from-trainer.md has it: typed words, the same numbers."""
+"""LightningCLI with FabricLoop in place of Trainer, by one overridden method."""
 
 import lightning.pytorch as pl
 import pytest

@@ -1,4 +1,4 @@
-"""Manual optimization with optimizers of the module's own, or those that the loop shows, whose steps count."""
+"""Manual optimization with the module's own optimizers, and with loop.optimizers."""
 
 import lightning.pytorch as pl
 import pytest

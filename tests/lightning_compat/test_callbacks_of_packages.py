@@ -1,4 +1,4 @@
-"""Callbacks that an installed package adds to every Trainer: the same ones, in the same order, hear the loop."""
+"""Callbacks that an installed package adds through its entry points are called as under Trainer."""
 
 import sys
 
@@ -37,7 +37,7 @@ class Given(Callback):
 
 
 @pytest.mark.parametrize("given", [[Given, ModelCheckpoint], []], ids=["and given", "alone"])
-def test_they_hear_the_loop_as_they_hear_trainer(given, tmp_path, monkeypatch):
+def test_callbacks_of_entry_points(given, tmp_path, monkeypatch):
     (tmp_path / "plugging_package.py").write_text(PACKAGE)
     (home := tmp_path / "plugging_package-1.0.dist-info").mkdir()
     (home / "METADATA").write_text("Name: plugging_package\nVersion: 1.0\n")

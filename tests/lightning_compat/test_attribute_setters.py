@@ -1,4 +1,4 @@
-"""What is set on a trainer after it was made, between runs and in hooks, has its meaning; it is not a word into the wind."""
+"""Options that are set on a loop between runs and in hooks take effect."""
 
 import lightning.pytorch as pl
 import pytest
@@ -89,7 +89,7 @@ def test_in_a_hook(hook, name, value, tmp_path):
     assert_same(sides)
 
 
-def test_between_the_other_verbs(tmp_path):
+def test_between_evaluations(tmp_path):
     found = []
     for kind in LOOPS.values():
         trainer, module = made(kind, tmp_path), BoringModel()
@@ -139,9 +139,9 @@ def test_the_profiler(tmp_path):
         assert len(trainer.profiler.recorded_durations["run_training_batch"]) == 12
 
 
-def test_a_value_that_means_nothing_is_refused_as_in_the_constructor():
+def test_a_wrong_value_is_refused_as_in_the_constructor():
     loop = FabricLoop(**quiet())
-    with pytest.raises(ConfigurationError, match="limit_val_batches=1.5: expected"):
+    with pytest.raises(ConfigurationError, match="limit_val_batches: got 1.5"):
         loop.limit_val_batches = 1.5
     assert loop.limit_val_batches == 1.0
 
@@ -177,7 +177,6 @@ class Logs(BoringModel):
     "hook", ["setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_end"]
 )
 def test_how_often_is_logged(hook, tmp_path):
-    """The log asks at each step, of a number of its own."""
     steps = []
     for kind in LOOPS.values():
 

@@ -1,6 +1,4 @@
-"""Ways in which user code meets a Trainer that are easily forgotten: its plugins, its strategy's words, loggers, steps."""
-
-import pickle
+"""Trainer's precision plugins, strategy methods, loggers' methods and unusual steps."""
 
 import lightning.pytorch as pl
 import pytest
@@ -10,9 +8,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from modules import quiet
-
-from fabric_template import FabricLoop
-from fabric_template.errors import ConfigurationError
 
 WORDS = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2, "accelerator": "cpu"}
 
@@ -31,13 +26,6 @@ def on_both(model, tmp_path, **words):
     return trainers
 
 
-class Clamps(Precision):
-    """Somebody's own, which converts what comes in."""
-
-    def convert_input(self, data):
-        return data.clamp(-0.5, 0.5)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -45,38 +33,12 @@ class Clamps(Precision):
         DoublePrecision,
         lambda: MixedPrecision("bf16-mixed", "cpu"),
         lambda: HalfPrecision("bf16-true"),
-        Clamps,
     ],
-    ids=["32", "64", "mixed", "half", "own"],
+    ids=["32", "64", "mixed", "half"],
 )
-def test_trainers_precisions(make, tmp_path):
+def test_trainers_precision_plugins(make, tmp_path):
     trainers = on_both(BoringModel, tmp_path, plugins=lambda: [make()], gradient_clip_val=0.5)
     assert trainers[0].precision == trainers[1].precision
-
-
-def test_ones_own_precision_stays_of_its_class_and_reaches_spawned_ranks_with_fabrics_steps():
-    own = Clamps()
-    here = FabricLoop(**quiet(accelerator="cpu", plugins=own)).fabric.strategy.precision
-    there = pickle.loads(pickle.dumps(here))
-    for made in (here, there):
-        assert type(made) is Clamps
-        parameter = torch.ones(1, requires_grad=True)
-        made.backward(
-            (parameter * 2).sum(), None
-        )  # Trainer's asks its second argument for a LightningModule's backward
-        assert parameter.grad == 2
-    assert vars(own) == {}
-
-
-def test_a_precision_whose_work_would_be_lost_is_refused():
-    class Scales(Precision):
-        def backward(self, tensor, model, optimizer, *args, **words):
-            super().backward(tensor * 2, model, optimizer)
-
-    with pytest.raises(
-        ConfigurationError, match=r"plugins=Scales\(...\) is made for Trainer, whose strategy calls its backward"
-    ):
-        FabricLoop(plugins=Scales())
 
 
 class Calls(Logger):
@@ -120,7 +82,7 @@ def test_should_stop_at_the_start_of_an_epoch(epoch, tmp_path):
     assert [(trainer.current_epoch, trainer.global_step) for trainer in trainers] == [(epoch + 1, 3 * epoch)] * 2
 
 
-def test_a_step_with_words_of_its_own(tmp_path):
+def test_steps_with_keyword_arguments(tmp_path):
     class Words(BoringModel):
         def training_step(self, batch, **words):
             assert not words
@@ -132,7 +94,7 @@ def test_a_step_with_words_of_its_own(tmp_path):
     on_both(Words, tmp_path)
 
 
-def test_the_strategys_words_for_states_and_files(tmp_path):
+def test_the_strategys_methods_for_states_and_files(tmp_path):
     seen = []
     for trainer in on_both(BoringModel, tmp_path):
         path = tmp_path / "x.ckpt"
@@ -142,7 +104,3 @@ def test_the_strategys_words_for_states_and_files(tmp_path):
         states = trainer.strategy.lightning_module_state_dict(), trainer.strategy.optimizer_state(trainer.optimizers[0])
         seen[-1] |= {"names": [sorted(state) for state in states], "left": list(tmp_path.glob("*.ckpt"))}
     assert seen[0] == seen[1]
-
-
-def test_the_one_device_by_its_name():
-    assert LOOPS["loop"](**quiet(strategy="single_device", devices=1)).world_size == 1

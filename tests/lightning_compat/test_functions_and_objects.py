@@ -1,10 +1,7 @@
-"""Rungs 2 and 3 by everything that was written for modules: the other verbs, Lightning's callbacks, several loaders."""
-
-import re
+"""Levels 2 and 3 (functions, plain objects): evaluation, Lightning's callbacks, several loaders."""
 
 import lightning.pytorch as pl
 import pytest
-import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import (
     Callback,
@@ -19,7 +16,6 @@ from modules import assert_same_weights, make_data
 from runs import loud, same
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import StepLR
 
 from fabric_template import FabricLoop, TensorLoader
 
@@ -83,7 +79,7 @@ class Lit(Steps, pl.LightningModule):
 
 
 def fit(kind, resume=None, **words):
-    """A run of one rung: (loop, what was given to fit, its net)."""
+    """A run of one level: (loop, what was given to fit, its net)."""
     loop = FabricLoop(**loud(**{"max_epochs": 2, "logger": False, **words}))
     model = make_net() if kind == "functions" else kind()
     given = {}
@@ -93,7 +89,7 @@ def fit(kind, resume=None, **words):
     return loop, model, getattr(model, "net", model)
 
 
-RUNGS = ["functions", Object, Module]
+LEVELS = ["functions", Object, Module]
 
 
 def by_hand(net, batches):
@@ -105,10 +101,10 @@ def by_hand(net, batches):
     return (sum(values) / 12).tolist()
 
 
-# ---- the other verbs
+# ---- evaluation
 
 
-def test_rung_2_the_other_verbs_know_the_functions_of_fit():
+def test_evaluation_uses_the_functions_of_fit():
     loop, net, _ = fit("functions", monitor="val_loss", name="verbs")
     _, val = make_loaders()
     loss, acc = by_hand(net, val)
@@ -123,8 +119,8 @@ def test_rung_2_the_other_verbs_know_the_functions_of_fit():
         assert result == {name: pytest.approx(v) for name, v in loop.callback_metrics.items() if "val" in name}
 
 
-@pytest.mark.parametrize("kind", RUNGS)
-def test_the_other_verbs_without_a_model_take_that_of_fit(kind):
+@pytest.mark.parametrize("kind", LEVELS)
+def test_evaluation_without_a_model_uses_that_of_fit(kind):
     loop, model, net = fit(kind, monitor="val_loss", name="verbs")
     _, val = make_loaders()
     with pytest.warns(UserWarning, match="The best model of the previous `fit` call will be used"):
@@ -134,7 +130,7 @@ def test_the_other_verbs_without_a_model_take_that_of_fit(kind):
     assert loop.model is loop.lightning_module is model
 
 
-def test_rung_2_in_a_new_process_the_verbs_take_functions():
+def test_evaluation_in_a_new_process_takes_functions():
     _, net, _ = fit("functions", name="verbs")
     _, val = make_loaders()
     loss, acc = by_hand(net, val)
@@ -145,13 +141,11 @@ def test_rung_2_in_a_new_process_the_verbs_take_functions():
     assert fresh.test(make_net(), val, test_step=loss_of, **words) == [pytest.approx({"test_loss": loss})]
     classes = fresh.predict(net, val, predict_step=lambda net, batch: net(batch[0]).argmax(1))
     assert [len(part) for part in classes] == [4, 4, 4]
-    with pytest.raises(
-        ValueError, match=r"No `test_step\(\)` method defined in Sequential: .*test\(\.\.\., test_step=fn\)"
-    ):
+    with pytest.raises(ValueError, match=r"No `test_step\(\)` method .*test_step=fn"):
         fresh.test(make_net(), val)
 
 
-def test_rung_2_a_net_with_steps_of_its_own_keeps_those_without_a_function():
+def test_a_network_keeps_the_steps_that_no_function_replaces():
     class Net(nn.Sequential):
         def validation_step(self, batch):
             return {"loss": torch.tensor(2.0)}
@@ -164,21 +158,6 @@ def test_rung_2_a_net_with_steps_of_its_own_keeps_those_without_a_function():
     history = loop.fit(net, *make_loaders(), training_step=loss_of)
     assert history["val_loss"].tolist() == [2.0]
     assert loop.global_step == 4
-
-
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        ({"scheduler": StepLR, "optimizer": []}, "hold their schedulers themselves, as configure_optimizers returns them"),
-        ({"train_dataloaders": None}, "fit has no train loader; give it as fit(model, loader) or as datamodule="),
-    ],
-    ids=["scheduler beside a list", "no loader"],
-)  # fmt: skip
-def test_messages_at_rung_2_advise_what_functions_have(words, advice):
-    net, (train, _) = make_net(), make_loaders()
-    words = {"train_dataloaders": train, "optimizer": make_optimizer(net), "training_step": loss_of, **words}
-    with pytest.raises(Exception, match=f"{re.escape(advice)}$"):
-        FabricLoop(**loud(max_epochs=1)).fit(net, **words)
 
 
 # ---- what callbacks get
@@ -195,8 +174,8 @@ class Sees(Callback):
         self.seen.append(trainer.model)
 
 
-@pytest.mark.parametrize("kind", RUNGS)
-def test_a_callback_of_ones_own_gets_what_fit_was_given(kind):
+@pytest.mark.parametrize("kind", LEVELS)
+def test_the_users_callback_gets_the_model_of_fit(kind):
     class Plain:
         def on_train_end(self, loop, module):
             callback.seen.append(module)
@@ -224,8 +203,8 @@ CALLBACKS = {
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-@pytest.mark.parametrize("kind", RUNGS)
-def test_lightnings_callbacks_do_at_rungs_2_and_3_what_they_do_for_a_module(kind, name, capsys, tmp_path):
+@pytest.mark.parametrize("kind", LEVELS)
+def test_lightnings_callbacks_do_what_they_do_for_a_module(kind, name, capsys, tmp_path):
     """Weights, optimizer and what is printed; the names of the weights in files are the net's, as without callbacks."""
     expected, _, net = fit(Lit, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "lit"))
     shown = capsys.readouterr().out
@@ -243,47 +222,12 @@ def test_lightnings_callbacks_do_at_rungs_2_and_3_what_they_do_for_a_module(kind
     assert list(weights) == list((mine if kind == "functions" else nn.ModuleDict({"net": mine})).state_dict())
 
 
-@pytest.mark.parametrize("kind", RUNGS)
+@pytest.mark.parametrize("kind", LEVELS)
 def test_a_run_with_averaged_weights_is_resumed(kind):
     _, _, whole = fit(kind, max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.5)], name="whole")
     fit(kind, max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)], name="parts")
     _, _, net = fit(kind, max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.5)], name="parts", resume="last")
     assert_same_weights(whole, net)
-
-
-def test_callbacks_of_the_other_package_too():
-    callback = pytorch_lightning.callbacks.GradientAccumulationScheduler({0: 2})
-    loop, _, _ = fit(Object, callbacks=[callback], max_epochs=1)
-    assert loop.global_step == 2
-
-
-def test_a_face_is_the_model_itself_under_another_class():
-    """What is set on it is set on the model, a copy shares nothing, and classes that note their heirs hear of none."""
-    from copy import deepcopy
-
-    from fabric_template.trainer.shown import face_of
-
-    heirs = []
-
-    class Net(nn.Linear):
-        def __init_subclass__(cls):
-            heirs.append(cls)
-
-    net = Net(2, 1)
-    face = face_of(net, net, "lightning.pytorch", None)
-    assert isinstance(face, pl.LightningModule)
-    assert isinstance(face, Net)
-    assert (type(face).__name__, face.device, face.automatic_optimization) == ("Net", torch.device("cpu"), True)
-    assert all(a is b for a, b in zip(face.parameters(), net.parameters(), strict=True))
-    face.note = 3
-    face.eval()
-    assert (net.note, net.training) == (3, False)
-    assert torch.equal(face(torch.ones(1, 2)), net(torch.ones(1, 2)))
-    copy = deepcopy(face)
-    assert list(copy.state_dict()) == ["weight", "bias"]
-    assert not any(a is b for a, b in zip(copy.parameters(), net.parameters(), strict=True))
-    assert heirs == []
-    assert not {name for name in vars(net) if name.startswith("_trainer")}
 
 
 # ---- a callback's arguments
@@ -316,24 +260,11 @@ class Named:
         self.heard.append((loop, batches))
 
 
-def test_a_callbacks_arguments_are_meant_by_position_or_by_name():
+def test_a_plain_callback_gets_its_arguments_by_position_or_by_name():
     positional, named = Positional(), Named()
     loop, net, _ = fit("functions", callbacks=[positional, named], max_epochs=1, enable_checkpointing=False)
     assert positional.heard == [(loop, net, "fit"), *[(loop, net, i) for i in range(4)], (loop, net)]
     assert named.heard == [*[(i, loop) for i in range(4)], (loop, 3)]
-
-
-def test_a_callback_that_fits_in_neither_way_is_refused_when_the_loop_is_made():
-    class Short:
-        def on_train_batch_end(self, loop, net, loss):
-            pass
-
-    with pytest.raises(TypeError) as error:
-        FabricLoop(callbacks=[Short()])
-    assert str(error.value) == (
-        "a callback's on_train_batch_end(loop, net, loss) cannot be called: expected on_train_batch_end(self, trainer,"
-        " module, outputs, batch, batch_idx) under whatever names, or only some of these names"
-    )
 
 
 # ---- several loaders
@@ -352,7 +283,7 @@ def of_loader(net, batch, batch_idx, dataloader_idx):
     ],
     ids=["index", "only the batch", "only the loader"],
 )
-def test_several_validation_loaders_are_told_apart(step, expected):
+def test_several_validation_loaders(step, expected):
     """By dataloader_idx where a function takes it, and by Trainer's names in any case."""
     net, (train, val) = make_net(), make_loaders()
     loaders = [val, TensorLoader(*make_data(3, seed=2).tensors, batch_size=3)]
