@@ -86,7 +86,12 @@ class CSVLogger(Logger):
 
     @version.setter
     def version(self, version: int | str | None) -> None:
-        self._version, self._tables, self._hparams = version, {}, {}
+        if version == self._version:
+            return
+        self._version, self._tables = version, {}
+        # What was logged before the run belongs to the version that the run chooses.
+        if version is None:
+            self._hparams = {}
 
     @property
     def root_dir(self) -> str:

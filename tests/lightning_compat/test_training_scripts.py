@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -72,6 +73,7 @@ def test_values_logged_before_fit_are_in_the_folder_of_the_fit():
     logger, folder = loop.logger, Path(loop.log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.txt").write_text("copied by the script")
+    logger.log_hyperparams({"rate": 0.1})
     logger.log_metrics({"before": 1.0}, step=0)
     loop.validate(BoringModel(), verbose=False)
     loop.fit(BoringModel(), resume="auto")
@@ -81,6 +83,7 @@ def test_values_logged_before_fit_are_in_the_folder_of_the_fit():
     assert sorted(path.name for path in folder.glob("[!.]*")) == [
         "config.yaml", "hparams.yaml", "metrics.csv", "script.txt", "steps.csv",
     ]  # fmt: skip
+    assert yaml.safe_load((folder / "hparams.yaml").read_text())["rate"] == 0.1
     steps = read_logs(folder, steps=True)
     assert (steps["before"].dropna().tolist(), steps["after"].dropna().tolist()) == ([1.0], [2.0])
 
