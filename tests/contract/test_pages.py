@@ -230,7 +230,7 @@ def test_the_table_of_options_is_the_configuration():
 def test_no_option_of_trainer_is_forgotten():
     assert {name for name in OF_TRAINER if not re.search(rf"\b{name}\b", TRAINERS_WORDS)} == set()
     refused = set(re.findall(r"^\| `(?:fit\()?([a-z_]+)=?\)?` \|", TRAINERS_WORDS, re.M))
-    assert OF_TRAINER - OWN - OF_FABRIC <= refused
+    assert refused >= OF_TRAINER - OWN - OF_FABRIC
 
 
 def test_the_road_back():
