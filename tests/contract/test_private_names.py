@@ -99,6 +99,13 @@ ELSEWHERE = [
         "checkpoint/dataloader_state.py",
         "The workers of a persistent loader.",
     ),
+    *[
+        (name, owner, "checkpoint/dataloader_state.py", "Shut down the workers of a loader.")
+        for name, owner in (
+            ("_MultiProcessingDataLoaderIter", "torch.utils.data.dataloader"),
+            ("_shutdown_workers", lambda: import_module("torch.utils.data.dataloader")._MultiProcessingDataLoaderIter),
+        )
+    ],
     (
         "_sampler_iter",
         lambda: iter(DataLoader([1])),
