@@ -312,7 +312,7 @@ def signalled(name, home):
     last, said = home / "checkpoints/run/version_0/last.ckpt", (home / "log").read_text()
     step = torch.load(last)["global_step"] if last.exists() else None
     stops = f"{signal.Signals(number).name}: training stops in epoch 0, after step "
-    told = said.partition(stops)[2].partition(";")[0]
+    told = said.partition(stops)[2].partition(".")[0]
     wrong += [f"saved at {step}, told {told!r}"] * (
         not told or (step is None or str(step) != told) * (not goes_on)
     )

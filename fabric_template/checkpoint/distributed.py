@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: a small file, and a folder that torch.distributed.checkpoint writes.
+"""Write checkpoints of sharded models as a small file and a folder of torch.distributed.checkpoint.
 
 Each process writes its shards into a new folder beside the file, such as ``last.ckpt.step=400``. The file
 names the folder and holds everything that is not sharded. It is renamed into place last, so that a killed
@@ -296,7 +296,7 @@ def distribute(run: RunState, item: Any, place: list[Any]) -> Any:
 
 
 def _empty(run: RunState, place: list[Any], saved: TensorStorageMetadata) -> torch.Tensor:
-    """Return a tensor to read into: a shard like the run's own, or a whole one."""
+    """Return a tensor to read into, which is a shard like the run's own, or a whole one."""
     reference, dtype = _counterpart(run, place), saved.properties.dtype
     if isinstance(reference, DTensor) and reference.shape == saved.size:
         return torch.empty_like(reference, dtype=dtype, requires_grad=False)

@@ -1,4 +1,4 @@
-"""The folders of a run: its version, their locks, and the checkpoint that a call starts from."""
+"""Choose the version of a run, lock its folders, and read the checkpoint that a call starts from."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _has_state(callback: Any) -> bool:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write an error for the caller. Of one that cannot be pickled the launcher tells the text."""
+    """Write an error for the caller. If it cannot be pickled, the launcher shows its text."""
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)

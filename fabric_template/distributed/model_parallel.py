@@ -28,7 +28,7 @@ def has_mesh(strategy: Any) -> bool:
     try:
         return isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh is not None
     except RuntimeError:
-        # Lightning's way to say that there is none yet.
+        # Lightning raises it before there is a mesh.
         return False
 
 

@@ -1,7 +1,6 @@
-"""Two processes on the CPU (gloo): the same weights on both, Trainer's numbers, one set of files, the result at home.
+"""DDP with two processes (gloo): Trainer's numbers, one set of files, and results that come back to the caller.
 
-What happens on the ranks is written by each rank under tmp_path and read here. Forking is quick; one test spawns,
-where everything has to be pickled.
+Each process writes what it has found under tmp_path, and the test reads it.
 """
 
 import lightning.pytorch as pl
@@ -31,12 +30,12 @@ FORK = {"strategy": "ddp_fork", "devices": 2}
 
 @pytest.fixture(autouse=True)
 def forked_ranks_are_quiet(monkeypatch):
-    """Set, so that Lightning gives each rank no more threads than this process has."""
+    """Lightning gives each process as many threads as the variable says."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 class Synced(Classifier):
-    """A Classifier that logs what sync_dist, rank_zero_only and reduce_fx mean; picklable."""
+    """Logs with sync_dist and reduce_fx. It can be pickled."""
 
     def __init__(self, optimizers=sgd, **words):
         super().__init__(optimizers, sync_dist=True, **words)
@@ -49,12 +48,10 @@ class Synced(Classifier):
         self.log("val_acc", (logits.argmax(1) == y).float().mean(), **words)
         self.log("val_sum", x.sum(), reduce_fx="sum", **words)
         self.log("val_max", x.max(), reduce_fx="max", **words)
-        self.log("val_rank", float(self.global_rank))  # not reduced: rank zero's
+        self.log("val_rank", float(self.global_rank))  # Not reduced, so the first process's value is shown.
 
 
 class Report(pl.Callback):
-    """Each rank writes down what it saw."""
-
     def __init__(self, folder):
         self.folder = folder
         self.gradients = []
@@ -94,11 +91,11 @@ def files(folder):
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
-# ---- one run, and all that is left of it
+# ---- a run
 
 
 def test_one_run_with_everything_on(tmp_path):
-    """Weights alike on both ranks; one CSV, one checkpoint each; everything that fit found is back in this process."""
+    """Both processes have the same weights, there is one set of files, and the caller's objects have the results."""
     pl.seed_everything(1, verbose=False)
     module = Synced(by_step)
     loop = FabricLoop(
@@ -118,7 +115,7 @@ def test_one_run_with_everything_on(tmp_path):
     assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
     reduced = [name for name in one["metrics"] if name.startswith(("train_loss", "val")) and name != "val_rank"]
     assert {name for name in reduced if not torch.equal(one["metrics"][name], other["metrics"][name])} == set()
-    assert not torch.equal(one["metrics"]["train_acc"], other["metrics"]["train_acc"])  # sync_dist was not asked for
+    assert not torch.equal(one["metrics"]["train_acc"], other["metrics"]["train_acc"])  # logged without sync_dist
 
     version = "run/version_0"
     assert files(tmp_path) == sorted(
@@ -133,14 +130,14 @@ def test_one_run_with_everything_on(tmp_path):
         ]
     )
 
-    # back in the process that called fit: weights, history, metrics, counters, the best path
+    # The caller's objects have the weights, history, metrics, counters and paths.
     assert {
         name for name, value in module.state_dict().items() if not torch.equal(value, one["weights"][name])
     } == set()
     assert sorted(loop.callback_metrics) == sorted(one["metrics"])
     assert all(torch.equal(loop.callback_metrics[name], one["metrics"][name]) for name in one["metrics"])
     assert list(history["epoch"]) == [0, 1, 2]
-    assert list(history["step"]) == [5, 10, 15]  # 40 samples, two ranks, batches of four
+    assert list(history["step"]) == [5, 10, 15]  # 40 samples, two processes, batches of four
     logged = read_logs(tmp_path / "logs")
     columns = [
         "epoch",
@@ -177,19 +174,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bits_of_trainer(name):
+def test_weights_and_metrics_equal_trainers(name):
     words = {"max_epochs": 2, **FORK, **CASES[name]}
     trainer, expected = run_trainer(lambda: Synced(by_step), train, val, **words)
     loop, module = run_loop(lambda: Synced(by_step), train, val, **words)
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
-    # Trainer's own counters stay at 0 in the calling process; ours come back
+    # Trainer's counters stay at 0 in the caller's process.
     assert (loop.current_epoch, loop.global_step) == (2, 4 if "accumulate_grad_batches" in words else 10)
 
 
 @pytest.mark.usefixtures("quick_spawn")
 def test_spawned_processes_give_the_same_bits_as_forked_ones():
-    """Everything travels by pickle, through memory that the ranks would share: each needs weights of its own."""
+    """Spawned processes get the weights in shared memory, and need their own."""
     forked, expected = run_loop(Synced, train, val, max_epochs=2, **FORK)
     spawned, module = run_loop(Synced, train, val, max_epochs=2, strategy="ddp_spawn", devices=2)
     assert_same_weights(expected, module)
@@ -197,7 +194,7 @@ def test_spawned_processes_give_the_same_bits_as_forked_ones():
 
 
 def test_a_large_model_comes_back():
-    """More than a pipe holds: a result that is put into the launcher's queue would block both processes for ever."""
+    """A result larger than a pipe blocks the launcher's queue."""
     net = nn.Linear(8, 40_000)
     before = net.weight.detach().clone()
     loop = FabricLoop(**quiet(max_epochs=1, **FORK))
@@ -212,8 +209,6 @@ def test_a_large_model_comes_back():
 
 
 class Late(Synced):
-    """Makes its layers where they are needed."""
-
     def __init__(self):
         super().__init__()
         self.net = None
@@ -230,8 +225,8 @@ def test_layers_made_in_configure_model_come_back():
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_each_spawned_rank_has_its_own_copy_of_an_optimizer_given_to_fit():
-    """Adam with the state of a fit before it: moments in shared memory would be updated by both ranks."""
+def test_spawned_processes_copy_the_optimizer():
+    """Adam's moments in shared memory would be changed by both processes."""
     nets = []
     for strategy in ("ddp_fork", "ddp_spawn"):
         torch.manual_seed(1)
@@ -259,7 +254,7 @@ def test_callbacks_come_back_with_their_state(tmp_path):
 
 
 class Samples:
-    """A plain object whose steps note which samples they got."""
+    """A plain object whose steps note their samples."""
 
     def __init__(self, folder):
         self.net, self.folder = nn.Linear(1, 1), folder
@@ -301,46 +296,30 @@ def test_the_sampler_shares_the_samples_and_reshuffles_every_epoch(tmp_path, kin
     FabricLoop(**quiet(max_epochs=2, num_sanity_val_steps=0, **FORK)).fit(Samples(tmp_path), *loaders)
     one, other = (torch.load(tmp_path / f"samples{rank}.pt") for rank in range(2))
     for epoch in range(2):
-        assert sorted(one["train"][epoch] + other["train"][epoch]) == list(range(20))  # each sample once
-        assert (one["val"][epoch], other["val"][epoch]) == ([0, 2, 4, 6], [1, 3, 5, 7])  # in order, shared
+        assert sorted(one["train"][epoch] + other["train"][epoch]) == list(range(20))
+        assert (one["val"][epoch], other["val"][epoch]) == ([0, 2, 4, 6], [1, 3, 5, 7])
     for rank in (one, other):
-        assert rank["train"][0] != rank["train"][1]  # in another order, the next epoch
+        assert rank["train"][0] != rank["train"][1]
         assert rank["train"][0] != sorted(rank["train"][0])
 
 
-# ---- the update
+# ---- gradients
 
 
-def test_gradients_are_averaged_once_per_window(tmp_path):
-    """In a window's first batches each rank has gradients of its own; after its last both have the same."""
+def test_gradients_are_averaged_once_per_accumulation_window(tmp_path):
+    """Before the last batch of an accumulation window the processes have different gradients."""
     loop = FabricLoop(**quiet(max_epochs=1, accumulate_grad_batches=2, callbacks=[Report(tmp_path)], **FORK))
     pl.seed_everything(1, verbose=False)
     loop.fit(Synced(), train())
     one, other = (seen["gradients"] for seen in ranks(tmp_path))
     alike = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
-    assert alike == [False, True, False, True, True]  # five batches: two windows of two, one of one
+    assert alike == [False, True, False, True, True]  # two steps of two batches, one of one batch
     assert loop.global_step == 3
-
-
-def test_no_sync_is_entered_for_the_batches_before_the_last(tmp_path, monkeypatch):
-    from torch.nn.parallel import DistributedDataParallel
-
-    no_sync = DistributedDataParallel.no_sync
-
-    def counted(self):
-        with open(tmp_path / f"no_sync{torch.distributed.get_rank()}", "a") as file:
-            file.write("x")
-        return no_sync(self)
-
-    monkeypatch.setattr(DistributedDataParallel, "no_sync", counted)
-    FabricLoop(**quiet(max_epochs=2, accumulate_grad_batches=3, **FORK)).fit(Synced(), train())
-    # five batches: windows of three and of two, so 2 + 1 in each of two epochs
-    assert [(tmp_path / f"no_sync{rank}").read_text() for rank in range(2)] == ["x" * 6] * 2
 
 
 @pytest.mark.parametrize("accumulate", [1, 3, 5])
 def test_two_processes_equal_one_with_twice_the_batch(accumulate):
-    """Rank r takes every second sample, so that both batches together are the one of twice the size; rounding apart."""
+    """Each process takes every second sample, so both batches together are the larger one."""
 
     data = make_data(40).tensors
 
@@ -359,7 +338,7 @@ def test_two_processes_equal_one_with_twice_the_batch(accumulate):
 
 
 def test_resume_equals_an_uninterrupted_run(tmp_path):
-    """Dropout, shuffling, momentum, a scheduler by step: 2 + 2 epochs are 4, bit for bit, the CSV included."""
+    """Two and two epochs have the bits and rows of four."""
 
     def fit(folder, max_epochs, resume=None):
         pl.seed_everything(1, verbose=False)
@@ -390,8 +369,8 @@ def test_resume_equals_an_uninterrupted_run(tmp_path):
     assert [row.rsplit(",", 1)[0] for row in rows[0]] == [row.rsplit(",", 1)[0] for row in rows[1]]
 
 
-def test_a_shared_sampler_that_draws_at_once(tmp_path):
-    """Lightning's wrapper draws the whole order when it is asked for a pass; killed in the middle of one."""
+def test_resume_in_mid_epoch_with_a_weighted_sampler(tmp_path):
+    """Lightning's wrapper draws the whole order at the start of a pass."""
 
     def weighted():
         return DataLoader(make_data(40), 4, sampler=WeightedRandomSampler(torch.arange(40) + 1.0, 40))
@@ -407,7 +386,7 @@ def test_a_shared_sampler_that_draws_at_once(tmp_path):
 # ---- evaluation and errors
 
 
-def test_validate_and_test_come_back():
+def test_results_of_validate_come_back():
     module = Synced()
     loop = FabricLoop(**quiet(**FORK))
     (result,) = loop.validate(module, val(), verbose=False)
@@ -419,7 +398,7 @@ def test_validate_and_test_come_back():
     assert result["val_rank"] == 0.0
 
 
-def test_an_error_on_a_rank_reaches_the_caller():
+def test_an_error_in_a_process_reaches_the_caller():
     class Broken(Synced):
         def training_step(self, batch, batch_idx):
             raise ZeroDivisionError("the step is broken")
@@ -429,7 +408,7 @@ def test_an_error_on_a_rank_reaches_the_caller():
 
 
 class LogsNothing(nn.Module):
-    """What it returns differs from rank to rank."""
+    """Returns different values in each process."""
 
     def __init__(self):
         super().__init__()
@@ -445,8 +424,8 @@ class LogsNothing(nn.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_returned_values_are_means_over_all_ranks(tmp_path):
-    """A module that logs nothing has no way to ask for it: its history is that of all samples, on every rank."""
+def test_returned_values_are_means_over_all_processes(tmp_path):
+    """A module that logs nothing cannot ask for sync_dist."""
     data = DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=2)
     loop = FabricLoop(
         accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False, enable_model_summary=False,
