@@ -1,4 +1,4 @@
-"""Whatever can be iterated over as a loader: the batches that Trainer takes from it, also after a resume."""
+"""Iterables of every kind as loaders give the batches that they give under Trainer, also after a resume."""
 
 import itertools
 
@@ -27,7 +27,7 @@ class OwnWithLength(Own):
 
 
 class Around:
-    """Hands out another object that is its own iterator."""
+    """Returns another object that is its own iterator."""
 
     def __init__(self):
         self.inner = Own()
@@ -45,13 +45,13 @@ class Function:
 
 
 class Items:
-    """No more than ``__getitem__``."""
+    """Has ``__getitem__`` only."""
 
     def __getitem__(self, index):
         return BATCHES[index]
 
 
-class Of(torch.utils.data.DataLoader):
+class OwnDataLoader(torch.utils.data.DataLoader):
     """A DataLoader that is its own iterator."""
 
     def __init__(self):
@@ -65,18 +65,18 @@ class Of(torch.utils.data.DataLoader):
         return next(self.batches)
 
 
-KINDS = [Own, OwnWithLength, Around, Function, Items, Of]
+KINDS = [Own, OwnWithLength, Around, Function, Items, OwnDataLoader]
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_as_trainer(make):
-    """In training, in the sanity check and in validation; whole, and those that know their length limited."""
+def test_parity(make):
+    """In training, the sanity check and validation. Those with a length are limited."""
     limits = {"limit_train_batches": 4, "limit_val_batches": 3} if hasattr(make, "__len__") else {}
     assert_parity(Classifier, make, make, max_epochs=2, **limits)
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_several_as_trainer(together):
+def test_parity_of_several_loaders(together):
     class Pairs(Classifier):
         def training_step(self, batch, batch_idx):
             return sum(super(Pairs, self).training_step(part, batch_idx) for part in batch)
@@ -94,7 +94,7 @@ def test_several_as_trainer(together):
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Items])
-def test_goes_on_in_the_middle(tmp_path, make):
+def test_resume_in_mid_epoch(tmp_path, make):
     words = {"train": make, "max_epochs": 2, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **words)
     root = tmp_path / "killed/9"
@@ -103,7 +103,7 @@ def test_goes_on_in_the_middle(tmp_path, make):
 
 
 def once():
-    """A generator, which gives its batches in one pass only."""
+    """Return an iterator, which gives its batches in one pass only."""
     return itertools.chain(BATCHES)
 
 
@@ -111,11 +111,11 @@ def test_one_pass_is_enough_for_one_epoch():
     assert_parity(Classifier, once, once, max_epochs=1, num_sanity_val_steps=0)
 
 
-@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
-def test_used_up(tmp_path, verb):
-    """An error where nothing would be trained, a warning where nothing is evaluated; each says what to give."""
+@pytest.mark.parametrize("call", ["fit", "validate", "test", "predict"])
+def test_used_up(tmp_path, call):
+    """An error where nothing would be trained, a warning where nothing is evaluated."""
     hint = r"loader \(chain\) gave no batch in .* An iterator is used up after one pass: give an object"
-    if verb == "fit":
+    if call == "fit":
         with pytest.raises(ValueError, match=f"The train {hint}"):
             fit(tmp_path, train=once, max_epochs=2)
         with pytest.warns(UserWarning, match=f"The val {hint}"):
@@ -131,7 +131,7 @@ def test_used_up(tmp_path, verb):
 
     loop, module, _ = fit(tmp_path, Tests, max_epochs=1)
     batches = once()
-    getattr(loop, verb)(module, batches)
-    stage = "val" if verb == "validate" else verb
+    getattr(loop, call)(module, batches)
+    stage = "val" if call == "validate" else call
     with pytest.warns(UserWarning, match=f"The {stage} {hint}"):
-        getattr(loop, verb)(module, batches)
+        getattr(loop, call)(module, batches)
