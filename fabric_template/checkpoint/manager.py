@@ -59,14 +59,18 @@ class CheckpointManager:
         if self.is_enabled and every:
             previous, self._last_step = self._last_step, run.progress.global_step
             # Manual optimization may take several steps in a batch.
-            if run.progress.global_step // every > previous // every:
+            is_due = run.progress.global_step // every > previous // every
+            # The end of the epoch saves the same step once more.
+            if is_due and not (self.config.save_last and run.progress.is_epoch_complete):
                 self.save_last(run)
 
     def save_validation(self, run: RunState) -> None:
         """Save after a validation inside an epoch. At its end the epoch itself is saved."""
         self._is_validated = True
         if self.is_enabled and not run.progress.is_epoch_complete:
-            self.save_best(run)
+            # Values of training are those of the epoch before.
+            if self.config.monitor in run.history.evaluated:
+                self.save_best(run)
             if self.config.save_last:
                 self.save_last(run)
 
@@ -124,9 +128,12 @@ class CheckpointManager:
         if run.fabric.world_size > 1:
             # A value that is not reduced differs between processes, but all of them have to save.
             value = run.fabric.broadcast(value)
-        if value is None or math.isnan(float(value)):
+        if value is None or (math.isnan(float(value)) and config.save_top_k != -1):
             return
         value = float(value)
+        if math.isnan(value):
+            # All are kept, and this one is the worst.
+            value = math.inf if config.mode == "min" else -math.inf
         previous = self.state_dict()
         path, removed = self._add_best(run, value)
         if path is None:

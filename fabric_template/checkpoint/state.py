@@ -159,6 +159,11 @@ def loops_state(run: RunState) -> dict[str, Any]:
     progress, saved = run.progress, run.progress.state_dict()
     epoch = _counts(progress.epochs_done, progress.epochs_done)
     batches = _counts(saved["total_batches"], saved["batches_done"])
+    # A resume in the middle of a step trains the batches of that step again.
+    batches["total"]["ready"], batches["current"]["ready"] = (
+        progress.total_batches,
+        progress.batches_done,
+    )
     if progress.is_in_epoch:
         for counts in epoch.values():
             counts["ready"] += 1
@@ -380,7 +385,8 @@ def restore_position(run: RunState) -> None:
     sums = move_data_to_device((of_rank["results"], of_rank["train_sums"]), run.fabric.device)
     run.results.load_state_dict(sums[0])
     run.history.train_sums.load_state_dict(sums[1])
-    run.optimization.load_state_dict(own["optimization"])
+    if own["optimization"]:
+        run.optimization.load_state_dict(own["optimization"])
     if own["validation_schedule"] is not None:
         run.validation_schedule.load_state_dict(own["validation_schedule"])
     restore_rng_state(of_rank["rng"])
@@ -426,16 +432,24 @@ def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> No
         return
     epoch = fit_loop["epoch_progress"]["current"]
     batch = fit_loop["epoch_loop.batch_progress"]
+    ready, processed = batch["current"]["ready"], batch["current"]["processed"]
+    is_between_batches = ready == processed
+    is_after_last = batch["is_last_batch"] and is_between_batches
     progress.epochs_done = epoch["processed"]
-    progress.total_batches = batch["total"]["ready"]
+    progress.total_batches = batch["total"]["processed"]
     progress.logging_step = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
-    is_in_epoch = epoch["ready"] > epoch["processed"]
-    if is_in_epoch and batch["is_last_batch"]:
+    # In on_train_epoch_start an epoch is ready but not started, and the batches are those of the epoch before.
+    is_in_epoch = epoch["started"] > epoch["processed"]
+    if ready and not is_in_epoch and not is_after_last:
+        # max_steps ended the epoch early, and Trainer counted it.
+        progress.epochs_done -= 1
+        is_in_epoch = True
+    if is_in_epoch and is_after_last:
         # Trainer leaves out what was to come after the last batch.
         progress.epochs_done += 1
     elif is_in_epoch:
         progress.is_in_epoch = True
-        progress.batches_done = batch["current"]["ready"]
-    if batch["total"]["ready"] > batch["total"]["completed"]:
+        progress.batches_done = processed
+    if is_in_epoch and is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
         # Trainer counts the step after on_train_batch_end, in which the file was saved.
         progress.logging_step += is_step_due(run)

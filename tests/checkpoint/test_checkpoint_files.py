@@ -89,6 +89,86 @@ class Disk:
         self.loop = trainer
 
 
+def test_where_all_are_damaged_auto_starts_a_new_run(tmp_path):
+    fit(tmp_path, max_epochs=1)
+    flip(tmp_path / FOLDER / "last.ckpt")
+    content = (tmp_path / FOLDER / "last.ckpt").read_bytes()
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(DamagedCheckpointError, match="every checkpoint"):
+        fit(tmp_path, resume="last", max_epochs=2)
+    with pytest.warns(UserWarning, match="damaged"):
+        loop, *_ = fit(tmp_path, resume="auto", max_epochs=2)
+    assert (loop.ckpt_path, loop.checkpoint_dir.name) == (None, "version_1")
+    assert (tmp_path / FOLDER / "last.ckpt").read_bytes() == content
+
+
+def test_last_takes_a_newer_exception_checkpoint_and_auto_does_not(tmp_path):
+    class Fails:
+        def on_train_batch_start(self, loop, module, batch, batch_idx):
+            if loop.global_step == 8:
+                raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(tmp_path, callbacks=[Fails()], max_epochs=2)
+    names = sorted(path.name for path in (tmp_path / FOLDER).glob("*.ckpt"))
+    assert names == ["exception.ckpt", "last.ckpt"]
+    loop, *_ = fit(tmp_path, resume="auto", max_epochs=1)
+    assert loop.ckpt_path.endswith("last.ckpt")
+    loop, *_ = fit(tmp_path, resume="last", max_epochs=2)
+    assert loop.ckpt_path.endswith("exception.ckpt")
+    assert [path.name for path in (tmp_path / FOLDER).glob("*.ckpt")] == ["last.ckpt"]
+
+
+def test_a_link_is_replaced_and_its_target_is_not_written(tmp_path):
+    folder, mine = tmp_path / FOLDER, tmp_path / "mine.ckpt"
+    folder.mkdir(parents=True)
+    mine.write_bytes(b"mine")
+    (folder / "last.ckpt").symlink_to(mine)
+    fit(tmp_path, max_epochs=1, version=0)
+    assert mine.read_bytes() == b"mine"
+    assert read_checkpoint(folder / "last.ckpt")["epoch"] == 0
+
+
+def test_names_in_a_checkpoint_stay_in_the_folder_of_the_run(tmp_path):
+    """A file of somebody else names a file to remove."""
+    fit(tmp_path, **RUN)
+    (tmp_path / "precious.ckpt").write_bytes(b"mine")
+    last = tmp_path / FOLDER / "last.ckpt"
+    checkpoint = read_checkpoint(last)
+    checkpoint["fabric_template"]["checkpoints"]["kept"] = {"../../../precious.ckpt": 99.0}
+    AtomicCheckpointIO().save_checkpoint(checkpoint, last)
+    fit(tmp_path, resume="last", **{**RUN, "save_top_k": 1, "max_epochs": 3})
+    assert (tmp_path / "precious.ckpt").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+def test_an_error_of_the_disk_is_not_taken_for_damage(tmp_path, monkeypatch, code):
+    fit(tmp_path, **RUN)
+    read = open
+
+    def fails(path, *args, **kwargs):
+        if str(path).endswith("last.ckpt"):
+            raise OSError(code, os.strerror(code))
+        return read(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", fails)
+        with pytest.raises((OSError, CheckpointError), match=os.strerror(code)):
+            fit(tmp_path, resume="auto", **{**RUN, "max_epochs": 3})
+    assert fit(tmp_path, resume="auto", **{**RUN, "max_epochs": 3})[0].ckpt_path.endswith("last.ckpt")
+
+
+def test_what_a_run_syncs(tmp_path, monkeypatch):
+    """Checkpoint, rows before it, and each folder with new names."""
+    synced, sync = [], os.fsync
+    path_of = lambda descriptor: Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: E731
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path_of(descriptor)) or sync(descriptor))
+    fit(tmp_path, max_epochs=3)
+    files = [path.name.split(".")[-3] if path.suffix == ".tmp" else path.name for path in synced]
+    assert sum("last.ckpt" in path.name for path in synced) == 3, files
+    assert sum(path.name == "metrics.csv" for path in synced) <= 3
+    assert {"run", "version_0", "logs", "checkpoints", tmp_path.name} <= set(files)
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
 def test_a_failed_save_costs_a_warning(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2])

@@ -301,9 +301,7 @@ def test_loaders_with_state_go_on_from_the_others_file(tmp_path, name, step):
 def test_another_number_of_loaders_with_state(tmp_path):
     words = {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(tmp_path, **EVERY_STEP)]}
     fit_on("trainer", Remembers, tmp_path, **words)
-    with pytest.raises(
-        ValueError, match=r"the states of 1 loaders with state_dict and load_state_dict, this run has 0"
-    ):
+    with pytest.raises(RuntimeError, match="has 0 stateful loaders, but found 1 states in the checkpoint"):
         fit_on("loop", in_order, tmp_path, tmp_path / "step=4.ckpt")
 
 
