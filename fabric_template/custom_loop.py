@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from .checkpoint.state import restore_dtypes
 from .data.tensor_loader import TensorLoader
-from .distributed.launch import is_joined
+from .distributed.environment import join_processes
 from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .loggers.csv_logger import to_cell
 from .training.module_adapter import unwrap
@@ -45,20 +45,13 @@ def needs_no_wrapper(fabric: Fabric) -> bool:
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
 
-def launch(fabric: Fabric) -> None:
-    """Initialize the process group, unless a launcher or an earlier call has done it."""
-    is_launched = os.environ.get("LT_CLI_USED") == "1" or is_joined()
-    if fabric.world_size > 1 and not is_launched:
-        fabric.launch()
-
-
 def setup_parts(fabric: Fabric, model: nn.Module, optimizer: Any, loaders: tuple[Any, ...]) -> Any:
     """Return model, optimizer and loaders, prepared for the device, the precision and the strategy."""
     expected = "loop.setup(model, optimizer, *loaders)"
     check_type("setup", model, nn.Module, f"an nn.Module: {expected}")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         check_type("setup", optimizer, Optimizer, f"an optimizer: {expected}")
-    launch(fabric)
+    join_processes(fabric)
     given: list[Any] = [model] if optimizer is None else [model, optimizer]
     prepared: Any = fabric.setup(*given)
     if needs_no_wrapper(fabric):
@@ -151,7 +144,7 @@ def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> N
 def save_parts(fabric: Fabric, io: CheckpointIO, path: Any, state: dict[str, Any]) -> None:
     """Write a checkpoint of modules, optimizers and values, as a whole or not at all."""
     check_type("save", path, str | os.PathLike, "a path and a dict: loop.save('mine.ckpt', state)")
-    launch(fabric)
+    join_processes(fabric)
     use_checkpoint_io(fabric, io)
     try:
         fabric.save(path, state)
@@ -174,7 +167,7 @@ def load_parts(
 ) -> dict[str, Any]:
     """Restore modules and optimizers from a checkpoint. Returns what else it holds."""
     check_type("load", path, str | os.PathLike, "a path and a dict: loop.load('mine.ckpt', state)")
-    launch(fabric)
+    join_processes(fabric)
     use_checkpoint_io(fabric, io)
     saved: list[tuple[Any, Any]] = []
     optimizers = [unwrap(part) for part in state.values()]

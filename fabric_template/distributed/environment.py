@@ -33,11 +33,11 @@ def is_joined() -> bool:
 
 
 def join_processes(fabric: Fabric) -> None:
-    """Join the group of the run's processes, and seed them as Trainer does."""
+    """Join the group of the run's processes, unless an earlier call has done it."""
     strategy = fabric.strategy
     if not isinstance(strategy, ParallelStrategy):
         return
-    is_child = is_instance_of(strategy.launcher, "_MultiProcessingLauncher")
+    is_child = is_instance_of(strategy.launcher, "_MultiProcessingLauncher") and is_joined()
     is_from_cli = os.environ.get("LT_CLI_USED") == "1"
     has_started = bool(getattr(strategy.launcher, "procs", ())) or has_mesh(strategy)
     if not (is_child or is_from_cli or has_started):
@@ -47,8 +47,11 @@ def join_processes(fabric: Fabric) -> None:
         store = open_store_of_attempt() if not is_joined() else None
         fabric.launch()
         del store
-    if isinstance(strategy, DDPStrategy):
-        # Fabric's other strategies do it themselves.
+
+
+def seed_processes(fabric: Fabric) -> None:
+    """Seed all processes alike, as Trainer does. Fabric's other strategies do it themselves."""
+    if isinstance(fabric.strategy, DDPStrategy):
         reset_seed()
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..checkpoint.run_folders import check_same_checkpoint, open_folders
 from ..checkpoint.state import restore_model, restore_training
-from ..distributed.environment import end_processes, join_processes
+from ..distributed.environment import end_processes, join_processes, seed_processes
 from ..distributed.launch import launch_processes, starts_processes
 from ..distributed.signals import (
     SignalHandler,
@@ -59,6 +59,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
             result = launch_processes(run)
         else:
             join_processes(fabric)
+            seed_processes(fabric)
             if not fabric.is_global_zero:
                 # Scripts that Fabric has started know their rank only now.
                 run.console.is_enabled = run.warn_once.is_enabled = False
