@@ -1,4 +1,4 @@
-"""Every public name of lightning.Trainer, asked before, in every hook and after each verb of both: the same answers."""
+"""Every public name of lightning.Trainer has the same value on FabricLoop: before, in every hook of, and after each call."""
 
 import warnings
 
@@ -6,35 +6,41 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from both import LOOPS
-from fabric_template.core.overrides import HOOKS
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from modules import Classifier, by_step, make_loader, quiet
 from runs import val_loader
 from torch import nn
 
-DEEDS = {"fit", "validate", "test", "predict", "print", "save_checkpoint", "init_module"}  # tested where they belong
-NAMES = sorted(name for name in {*dir(pl.Trainer), *vars(pl.Trainer(**quiet()))} - DEEDS if name[0] != "_")
+CALLS = {"fit", "validate", "test", "predict", "print", "save_checkpoint", "init_module"}
+NAMES = sorted(name for name in {*dir(pl.Trainer), *vars(pl.Trainer(**quiet()))} - CALLS if name[0] != "_")
 
-_OWN_CLASS = "a class of ours; what modules and callbacks ask of it is tested where they are"
-_METRICS = "a run has metrics of its own from its start; Trainer forgets those of the run before only after setup"
+_OWN_CLASS = "an object of another class"
+_METRICS = (
+    {"setup", "on_sanity_check_end", "on_validation_batch_start", "on_validation_batch_end"}
+    | {"on_validation_epoch_end", "on_validation_end"},
+    "a call starts without any; inside of fit those of the validation before stay until there are new ones",
+)
 
-# The names whose answers differ: in which hooks (None: in all), and why. "fresh": before anything has run.
+# The names whose values differ: in which hooks (None: in all), and why. "fresh": before the first call.
 DIFFERENT = {
     "strategy": (None, _OWN_CLASS),
     "fit_loop": (None, _OWN_CLASS),
     "predict_loop": (None, _OWN_CLASS),
     "validate_loop": (None, _OWN_CLASS),
     "test_loop": (None, _OWN_CLASS),
-    "estimated_stepping_batches": ({"fresh"}, "refused: there is no loader yet; Trainer answers -1"),
-    "is_last_batch": ({"on_train_epoch_start"}, "no batch is at hand; Trainer's is the last one of the epoch before"),
-    "callback_metrics": ({"setup"}, _METRICS),
-    "logged_metrics": ({"setup"}, _METRICS),
-    "progress_bar_metrics": ({"setup"}, _METRICS),
+    "estimated_stepping_batches": (None, "an error before fit; after it an evaluation keeps its value"),
+    "train_dataloader": (None, "an evaluation after fit keeps it; Trainer forgets it"),
+    "is_last_batch": (None, "False where there is no batch; Trainer keeps that of the epoch before"),
+    "val_check_batch": (None, "an error before the training loader is there; Trainer keeps that of the run before"),
+    "min_epochs": ({"fresh"}, "the number that None stands for"),
+    "callback_metrics": _METRICS,
+    "logged_metrics": _METRICS,
+    "progress_bar_metrics": _METRICS,
 }
 
 
 class Whole(Classifier):
-    """With a step for each verb, and a batch hook whose values the callbacks see."""
+    """Has a step for each call."""
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         super().validation_step(batch, batch_idx)
@@ -47,7 +53,7 @@ class Whole(Classifier):
 
 
 def shown(value):
-    """A value in a form in which two runs can be compared."""
+    """Return a value in a form in which two runs can be compared."""
     if isinstance(value, torch.Tensor | float):
         return float(value)
     if isinstance(value, dict):
@@ -59,38 +65,38 @@ def shown(value):
     if isinstance(value, str):
         return str(value)
     if hasattr(value, "scheduler"):
-        words = ("interval", "frequency", "monitor", "reduce_on_plateau", "strict", "name")
-        return [type(value.scheduler).__name__, *(getattr(value, word) for word in words)]
+        names = ("interval", "frequency", "monitor", "reduce_on_plateau", "strict", "name")
+        return [type(value.scheduler).__name__, *(getattr(value, name) for name in names)]
     if hasattr(value, "status"):
         return [part and part.value for part in (value.fn, value.stage, value.status)]
     return type(value).__name__, len(value) if hasattr(value, "__len__") else None
 
 
 class Asks(pl.Callback):
-    """Asks for every name in every hook."""
+    """Reads every name in every hook."""
 
     def __init__(self):
         self.seen = {name: [] for name in NAMES}
-        self.verb = None
+        self.call = None
 
     def ask(self, trainer, hook):
         for name, seen in self.seen.items():
             try:
-                answer = shown(getattr(trainer, name))
-            except (AttributeError, RuntimeError, MisconfigurationException):  # the one refusal is as good as the other
-                answer = "refused"
-            seen.append((self.verb, hook, answer))
+                value = shown(getattr(trainer, name))
+            except (AttributeError, RuntimeError, MisconfigurationException):
+                value = "error"
+            seen.append((self.call, hook, value))
 
 
 def _asking(hook):
-    return lambda self, trainer, *args, **words: self.ask(trainer, hook)
+    return lambda self, trainer, *args, **kwargs: self.ask(trainer, hook)
 
 
-for _hook in HOOKS:
-    if hasattr(pl.Callback, _hook):
+for _hook in dir(pl.Callback):
+    if _hook.startswith("on_") or _hook in ("setup", "teardown"):
         setattr(Asks, _hook, _asking(_hook))
 
-WORDS = {
+OPTIONS = {
     "plain": {"max_epochs": 2},
     "parts": {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 0.5, "min_steps": 2, "limit_val_batches": 2},
     "steps": {"max_steps": 7, "max_epochs": -1, "num_sanity_val_steps": 0, "overfit_batches": 3, "gradient_clip_val": 1.0},
@@ -98,37 +104,37 @@ WORDS = {
 }  # fmt: skip
 
 
-def ask_both(root, words):
-    """{name: [(verb, hook, answer), ...]} of Trainer, and of the loop."""
+def ask_both(root, options):
+    """Return {name: [(call, hook, value), ...]} of Trainer and of FabricLoop."""
     sides = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for kind in LOOPS.values():
             pl.seed_everything(1, verbose=False)
             module, asks = Whole(by_step), Asks()
-            trainer = kind(**quiet(callbacks=[asks], default_root_dir=str(root), **words))
+            trainer = kind(**quiet(callbacks=[asks], default_root_dir=str(root), **options))
             asks.ask(trainer, "fresh")
-            verbs = {
+            calls = {
                 "fit": lambda trainer, module: trainer.fit(module, make_loader(24), [val_loader(), val_loader()]),
                 "validate": lambda trainer, module: trainer.validate(module, val_loader(), verbose=False),
                 "test": lambda trainer, module: trainer.test(module, make_loader(8, shuffle=False), verbose=False),
                 "predict": lambda trainer, module: trainer.predict(module, make_loader(16, shuffle=False)),
             }
-            for asks.verb, run in verbs.items():
+            for asks.call, run in calls.items():
                 run(trainer, module)
                 asks.ask(trainer, "after")
             sides.append(asks.seen)
     return sides
 
 
-@pytest.fixture(scope="module", params=WORDS)
+@pytest.fixture(scope="module", params=OPTIONS)
 def asked(request, tmp_path_factory):
-    return ask_both(tmp_path_factory.mktemp("names"), WORDS[request.param])
+    return ask_both(tmp_path_factory.mktemp("names"), OPTIONS[request.param])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_answer_everywhere(asked, name):
-    """... or one that is listed above; a name that a new Lightning brings fails here until it is one or the other."""
+def test_same_value_in_every_hook(asked, name):
+    """A name that a new Lightning brings fails here until it is added, or listed in DIFFERENT."""
     expected, ours = (seen[name] for seen in asked)
     assert [place[:2] for place in expected] == [place[:2] for place in ours]
     where, reason = DIFFERENT.get(name, (set(), "not listed in DIFFERENT"))
@@ -136,15 +142,15 @@ def test_the_same_answer_everywhere(asked, name):
     assert where is None or not [pair for pair in pairs if pair[0][1] not in where], (name, reason)
 
 
-def test_what_is_listed_does_differ(tmp_path):
-    expected, ours = ask_both(tmp_path, WORDS["plain"])
+def test_listed_names_differ(tmp_path):
+    expected, ours = ask_both(tmp_path, OPTIONS["plain"])
     assert {name for name in NAMES if expected[name] != ours[name]} == set(DIFFERENT)
 
 
-@pytest.mark.parametrize("words", [{}, {"devices": 2, "strategy": "ddp_spawn"}, {"num_nodes": 2}], ids=str)
-def test_devices_before_the_launch(words):
+@pytest.mark.parametrize("options", [{}, {"devices": 2, "strategy": "ddp_spawn"}, {"num_nodes": 2}], ids=str)
+def test_devices_before_the_launch(options):
     names = ("num_devices", "device_ids", "num_nodes", "world_size", "local_rank", "global_rank", "node_rank",
              "is_global_zero", "distributed_sampler_kwargs")  # fmt: skip
-    sides = [kind(**quiet(**words)) for kind in LOOPS.values()]
+    sides = [kind(**quiet(**options)) for kind in LOOPS.values()]
     first, second = ([getattr(side, name) for name in names] for side in sides)
     assert first == second
