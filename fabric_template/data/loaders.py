@@ -323,7 +323,7 @@ def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) 
     Example:
         >>> combine_loaders({"a": range(3), "b": [range(2), range(1)]}, "sequential").flattened
         [range(0, 3), range(0, 2), range(0, 1)]
-        >>> len(combine_loaders([torch.ones(2), torch.ones(1)], "sequential").flattened)
+        >>> len(combine_loaders([Tensor([1.0]), Tensor([2.0])], "sequential").flattened)
         1
     """
     if is_instance_of(source, "CombinedLoader"):

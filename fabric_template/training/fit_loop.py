@@ -207,6 +207,7 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float | None = None
         self._seconds: float | None = None
+        self._is_enabled = False
         self._restarted_at = time.monotonic()
         self._last_global_step = run.progress.global_step
         interval = run.config.val_check_interval
@@ -216,6 +217,7 @@ class ValidationSchedule:
 
     def count_batches(self) -> None:
         """Look up the interval in batches. Called again when the training loader may have changed."""
+        self._is_enabled = self.run.should_validate
         if self._seconds is None and not self.run.config.validate_every_n_steps:
             self.every_n_batches = self._batches_between(self.run.config.val_check_interval)
 
@@ -262,7 +264,7 @@ class ValidationSchedule:
     def is_due(self) -> bool:
         """Return whether to validate after the current batch."""
         run = self.run
-        if not run.should_validate or not self.is_in_this_epoch():
+        if not self._is_enabled or not self.is_in_this_epoch():
             return False
         return self.is_planned() or (run.stop.should_stop and run.stop.can_stop_early)
 
