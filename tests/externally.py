@@ -1,4 +1,4 @@
-"""Ranks that come by themselves, as torchrun or SLURM start them; forked here, so that nothing is imported again."""
+"""Processes as torchrun or SLURM starts them. They are forked, so that nothing is imported again."""
 
 import atexit
 import multiprocessing
@@ -12,11 +12,11 @@ from ports import free_port
 
 
 def externally(function, *args, ranks=2, is_launched=True, timeout=900, agent=None):
-    """Call ``function(rank, *args)`` in so many processes; returns the exit code and what was written, of each.
+    """Call ``function(rank, *args)`` in each process. Returns the exit codes and the texts on stderr.
 
     Args:
-        is_launched: whether they find each other by what a launcher sets; False: plain scripts.
-        agent: the port of a store that stays, as torchrun's does when it starts the ranks again.
+        is_launched: Set a launcher's variables. False: plain scripts.
+        agent: The port of a store that outlives the processes, as torchrun's.
     """
     launched = (ranks, agent or free_port(), agent is not None) if is_launched else None
     context = multiprocessing.get_context("fork")
@@ -47,11 +47,11 @@ def _rank(rank, launched, function, args):
         sys.stderr = file
         try:
             function(rank, *args)
-        except KeyboardInterrupt:  # as Python itself ends; multiprocessing would make it 1
+        except KeyboardInterrupt:  # Python ends so; multiprocessing would return 1.
             raise SystemExit(130) from None
         except Exception:
             traceback.print_exc()
             raise SystemExit(1) from None
         finally:
-            atexit._run_exitfuncs()  # which a forked process leaves out
+            atexit._run_exitfuncs()  # A forked process leaves them out.
             print("the group stands" if torch.distributed.is_initialized() else "left", file=file)

@@ -1,4 +1,4 @@
-"""Ports for ranks to meet at, which the system gives to nobody else meanwhile: none of those that it chooses by itself."""
+"""Free ports for process groups, outside of the range from which the system chooses."""
 
 import itertools
 import os
@@ -9,7 +9,7 @@ _COUNT = itertools.count()
 
 
 def _range():
-    """Below the ephemeral ports, of which a connection or a server that asks for any port may get each at any time."""
+    """Return the ports below the ephemeral ones, which any connection may get."""
     try:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
@@ -18,7 +18,7 @@ def _range():
 
 
 def free_port():
-    """One that nobody listens at; each process begins elsewhere, and none gets one twice in a row."""
+    """Return a port that nobody uses. Each process starts at another one."""
     ports = _range()
     while True:
         port = ports[(os.getpid() * 1009 + next(_COUNT)) % len(ports)]

@@ -1,4 +1,4 @@
-"""Loaders under two processes: whose samples are whose, in training, in evaluation and in prediction."""
+"""Shares of samples with two processes: training, evaluation and prediction."""
 
 import json
 import shutil
@@ -21,7 +21,6 @@ from fabric_template import FabricLoop, TensorLoader
 FORK = {"strategy": "ddp_fork", "devices": 2}
 
 
-# on the ranks of Trainer; the second is what we don't do
 pytestmark = pytest.mark.filterwarnings(
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated", "ignore:Using `DistributedSampler` with the dataloaders"
 )
@@ -29,12 +28,12 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def forked_ranks_are_quiet(monkeypatch):
-    """Set, so that Lightning gives each rank no more threads than this process has."""
+    """Lightning gives each process as many threads as the variable says."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 class Sees(pl.LightningModule):
-    """Each rank writes down the samples it was given; what is logged is their mean."""
+    """Writes down the samples of each process, and logs their mean."""
 
     def __init__(self, folder, on_step=False):
         super().__init__()
@@ -85,7 +84,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_evaluation_sees_each_sample_once_where_trainer_repeats_some(tmp_path, kind):
-    """7 samples: Trainer's DistributedSampler gives sample 0 to both, and the mean is 21/8. Here it is that of the seven."""
+    """Of 7 samples Trainer's DistributedSampler gives sample 0 to both processes: the mean is 21/8 and not 3."""
     loop = FabricLoop(**quiet(**FORK))
     (result,) = loop.validate(Sees(tmp_path), LOADERS[kind](7, 3), verbose=False)
     assert seen(tmp_path, "validate") == [[[0, 2, 4], [6]], [[1, 3], [5]]]  # as many batches on both ranks
@@ -95,7 +94,7 @@ def test_evaluation_sees_each_sample_once_where_trainer_repeats_some(tmp_path, k
     assert result == {"mean": 3.0}
 
 
-def test_the_padding_that_this_replaces(tmp_path):
+def test_an_own_distributed_sampler_repeats_samples_as_under_trainer(tmp_path):
     """What Trainer does; a DistributedSampler of one's own asks for it here, too."""
     trainer = pl.Trainer(**quiet(**FORK))
     (expected,) = trainer.validate(Sees(tmp_path), LOADERS["DataLoader"](7, 3), verbose=False)
@@ -108,8 +107,8 @@ def test_the_padding_that_this_replaces(tmp_path):
     assert FabricLoop(**quiet(**FORK)).validate(Sees(tmp_path), datamodule=Own(), verbose=False) == [expected]
 
 
-def test_the_validation_of_fit_too_and_steps_that_synchronize_do_not_wait_for_ever(tmp_path):
-    """9 samples in batches of 4: one rank has 4 + 1, the other 4, cut into 3 + 1. Every step of both reduces its value."""
+def test_every_process_has_as_many_validation_batches(tmp_path):
+    """Of 9 samples one process has batches of 4 and 1, the other 3 and 1. Steps that reduce values do not wait forever."""
     loop = FabricLoop(**quiet(max_epochs=1, num_sanity_val_steps=0, **FORK))
     loop.fit(Sees(tmp_path, on_step=True), LOADERS["DataLoader"](6, 2), LOADERS["DataLoader"](9, 4))
     assert seen(tmp_path, "validate") == [[[0, 2, 4, 6], [8]], [[1, 3, 5], [7]]]
@@ -123,7 +122,7 @@ def test_fewer_samples_than_processes_are_repeated(tmp_path):
     assert result["mean"] == 0.0
 
 
-def test_who_drops_the_last_batch_has_as_many_on_both(tmp_path):
+def test_drop_last(tmp_path):
     for loader in (
         DataLoader(numbers(7), batch_size=4, drop_last=True),
         TensorLoader(torch.arange(7.0)[:, None], batch_size=4, drop_last=True),
@@ -132,8 +131,8 @@ def test_who_drops_the_last_batch_has_as_many_on_both(tmp_path):
     assert seen(tmp_path, "validate") == [[[0, 2, 4, 6]] * 2, [[1, 3, 5, 0]] * 2]
 
 
-def test_predict_sees_each_sample_once_the_last_batch_included(tmp_path):
-    """As Trainer: no sample twice, drop_last overruled."""
+def test_predict_sees_each_sample_once(tmp_path):
+    """As under Trainer, drop_last is ignored."""
     loader = DataLoader(numbers(7), batch_size=2, drop_last=True)
     trainer = pl.Trainer(**quiet(**FORK))
     trainer.predict(Sees(tmp_path), loader, return_predictions=False)
@@ -146,7 +145,7 @@ def test_predict_sees_each_sample_once_the_last_batch_included(tmp_path):
 
 
 class Stream(IterableDataset):
-    """Rank zero's stream is empty."""
+    """Is empty in the first process."""
 
     def __iter__(self):
         return iter([torch.ones(1)] * len(self))
@@ -161,11 +160,11 @@ def test_a_loader_empty_on_one_rank_only_is_refused(tmp_path):
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Sees(tmp_path), DataLoader(Stream(), batch_size=None))
 
 
-# ---- a run that goes on under another global seed
+# ---- resume with another global seed
 
 
 class KeptAt(pl.Callback):
-    """Rank zero copies last.ckpt before some batches, counted over the epochs."""
+    """Copies last.ckpt before some batches."""
 
     def __init__(self, folder, where):
         self.folder, self.where, self.batches = folder, where, 0
@@ -178,8 +177,8 @@ class KeptAt(pl.Callback):
 
 @pytest.mark.parametrize("reload", [0, 1])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_the_order_of_the_samples_goes_on_under_another_seed(tmp_path, kind, reload):
-    """The shares are shuffled by a seed that is Lightning's global one as training begins: the checkpoint has it."""
+def test_the_order_of_samples_does_not_depend_on_the_seed_of_the_resume(tmp_path, kind, reload):
+    """The checkpoint holds the seed by which the processes draw their common order."""
 
     def fit(seed, **words):
         pl.seed_everything(seed, verbose=False)
