@@ -129,7 +129,7 @@ class CSVLogger(Logger):
         if metrics:
             table = self._table("steps.csv")
             if step is None:
-                step = metrics.get("step", table.num_rows)
+                step = metrics["step"] if "step" in metrics else table.count_rows()
             table.append({**metrics, "step": step})
 
     @rank_zero_only
@@ -209,13 +209,6 @@ class Table:
         self._waiting: list[dict[str, Any]] = []
         self._stamp: tuple[int, int] | None = None
         self._synced_stamp: tuple[int, int] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """The rows in the file and those that wait for the disk, as far as the disk tells."""
-        with suppress(OSError):
-            self._read_changes()
-        return self._num_rows + len(self._waiting)
 
     def count_rows(self) -> int:
         """Return the rows in the file and those that wait for the disk.
