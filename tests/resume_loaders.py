@@ -1,18 +1,11 @@
-"""Loaders of every kind, with small data: what the tests of resume train on."""
+"""Loaders of every kind with small data, for the tests of resume."""
 
 import random
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template.data.tensor_loader import TensorLoader
@@ -24,55 +17,17 @@ def tensors(num=24):
 
 
 class Samples(Dataset):
-    """Samples with noise of every library; says how often it was read, also by workers."""
+    """Samples with noise of every library."""
 
     def __init__(self, num=24):
         self.data = TensorDataset(*tensors(num))
-        self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __len__(self):
         return len(self.data)
 
     def __getitem__(self, index):
-        self.reads += 1
         x, y = self.data[index]
         return x + 0.1 * (random.random() + np.random.rand()) + 0.1 * torch.rand(4), y
-
-
-class FullBatches(Samples):
-    """A dataset whose items are batches."""
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        items = [super(FullBatches, self).__getitem__(4 * index + i) for i in range(4)]
-        return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
-
-
-class AllAtOnce(Samples):
-    """A dataset that loads the samples of a batch together."""
-
-    def __getitems__(self, indices):
-        assert indices
-        return [self[index] for index in indices]
-
-
-class Aging(Samples):
-    """A dataset with a state: its samples fade as it is read."""
-
-    age = 0
-
-    def __getitem__(self, index):
-        self.age += 1
-        x, y = super().__getitem__(index)
-        return x / (1 + self.age / 10), y
-
-    def state_dict(self):
-        return {"age": self.age}
-
-    def load_state_dict(self, state):
-        self.age = state["age"]
 
 
 class Stream(IterableDataset):
@@ -110,7 +65,7 @@ class StatefulStream(Stream):
 
 
 class StatefulLoader:
-    """A loader that shuffles and saves its position; without a length if asked for."""
+    """A loader without length that shuffles and saves its position."""
 
     def __init__(self):
         self.data, self.generator = TensorDataset(*tensors()), torch.Generator().manual_seed(3)
@@ -151,61 +106,18 @@ class StatefulSampler:
         self.passes = state["passes"]
 
 
-class Lazy(StatefulSampler):
-    """Draws each index as it is asked for."""
-
-    def __iter__(self):
-        for _ in range(24):
-            yield random.randrange(24)
-
-
-class Endless(Lazy):
+class Endless(StatefulSampler):
     """Draws indices without end, and has no length."""
 
     __len__ = None
-
-    def __iter__(self):
-        while True:
-            yield int(torch.randint(24, (), generator=self.generator))
 
     def __init__(self):
         super().__init__()
         self.generator = seeded()
 
-
-class OrderAtOnce(StatefulSampler):
-    """Draws the whole order from the global random numbers in iter()."""
-
     def __iter__(self):
-        return iter(torch.randperm(24).tolist())
-
-
-class StartsOver:
-    """A loader that is its own iterator, and draws a new order in iter()."""
-
-    def __iter__(self):
-        self.order = iter(torch.randperm(24).split(4))
-        return self
-
-    def __next__(self):
-        x, y = tensors()
-        rows = next(self.order)
-        return x[rows], y[rows]
-
-
-class OwnIterator:
-    """An endless loader that is its own iterator."""
-
-    def __init__(self):
-        self.count, (self.x, self.y) = 0, tensors(80)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.count += 1
-        rows = slice(4 * self.count % 80, 4 * self.count % 80 + 4)
-        return self.x[rows], self.y[rows]
+        while True:
+            yield int(torch.randint(24, (), generator=self.generator))
 
 
 def seeded():
@@ -249,32 +161,21 @@ LOADERS = {
     "sampler generator": with_sampler(lambda data: RandomSampler(data, generator=seeded())),
     "stateful sampler": with_sampler(lambda data: StatefulSampler()),
     "stateful sampler, workers": with_sampler(lambda data: StatefulSampler(), **WORKERS),
-    "lazy sampler": with_sampler(lambda data: Lazy()),
-    "batch sampler": lambda: DataLoader(Samples(), batch_sampler=BatchSampler(Lazy(), 4, False)),
     "workers": lambda: loader(**WORKERS),
     "three workers": lambda: loader(num_workers=3, prefetch_factor=1, generator=seeded()),
     "persistent": lambda: loader(**PERSISTENT),
-    "persistent, generator": lambda: loader(generator=seeded(), **PERSISTENT),
     "TensorLoader": lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True),
     "TensorLoader, generator": lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True, generator=seeded()),
     "list": lambda: list(DataLoader(TensorDataset(*tensors()), batch_size=4)),
     "stream": streams(),
     "noisy stream": streams(lambda: Stream(noisy=True)),
-    "stream, workers": streams(lambda: Stream(noisy=True), **WORKERS),
     "stream, persistent": streams(lambda: Stream(noisy=True), **PERSISTENT),
     "stateful stream": streams(StatefulStream),
     "stateful loader": StatefulLoader,
     "torchdata": torchdata_loader(),
     "torchdata, workers": torchdata_loader(lambda: TensorDataset(*tensors()), **WORKERS),
-    "torchdata, persistent": torchdata_loader(lambda: TensorDataset(*tensors()), **PERSISTENT),
     "torchdata, stream": torchdata_loader(StatefulStream, shuffle=None),
-    "order at once": with_sampler(lambda data: OrderAtOnce()),
-    "order at once, workers": with_sampler(lambda data: OrderAtOnce(), **WORKERS),
-    "items are batches": lambda: loader(FullBatches(), batch_size=None, **WORKERS),
-    "batches at once": lambda: loader(AllAtOnce(), **WORKERS),
     "worker_init_fn": lambda: loader(worker_init_fn=seed_worker, **WORKERS),
-    "dataset with state": lambda: loader(Aging()),
-    "starts over": StartsOver,
     "stream and short loader": stream_and_short_loader,
     "max_size_cycle": combined("max_size_cycle"),
     "min_size": combined("min_size"),

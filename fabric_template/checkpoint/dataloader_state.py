@@ -8,14 +8,14 @@ How a loader is brought to its position, and what that costs:
 - TensorLoader: the order is drawn, no batch is cut.
 - Anything else, such as an IterableDataset: the batches that are done are read again and dropped.
 
-Samplers with ``state_dict`` are restored, too. A sampler that draws each index from the global random numbers while
-workers load ahead cannot be: its draws mix with those of the training steps.
+Samplers with ``state_dict`` are restored, too. Two things cannot be restored: a sampler that draws each index from
+the global random numbers, and an iterator that continues in the next epoch instead of starting over.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import islice
@@ -42,7 +42,7 @@ class ResumableLoader:
 
     Attributes:
         passes: Passes of this epoch. CombinedLoader starts a short loader several times.
-        batches: Batches of this pass; of all passes for an iterator that does not start over.
+        batches: Batches of this pass.
     """
 
     def __init__(self, loader: Any, is_training: bool = True) -> None:
@@ -51,7 +51,6 @@ class ResumableLoader:
         self._is_finished = False
         self._at_start: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
-        self._samplers_at_start: list[Any] = []
         # A plain DataLoader can be given other samplers and functions while its iterator is made.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
@@ -62,9 +61,17 @@ class ResumableLoader:
         # Workers take turns, a round is one batch of each. A pass is resumed at the start of a round.
         self._rounds: list[tuple[int, list[Any]]] = [(0, self._workers)]
         # Persistent workers start in one pass and live on in the later ones.
-        self._had_workers = self._needs_workers = False
+        self._had_workers = False
         self._restored: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
+        self._stateful_part = find_stateful_part(loader)
+        samplers = samplers_of(loader)
+        is_stateful = has_state(loader)
+        self._samplers = [] if is_stateful else [part for part in samplers if has_state(part)]
+        found = [getattr(part, "generator", None) for part in (loader, *samplers)]
+        self._generators = list(
+            {id(g): g for g in found if isinstance(g, torch.Generator)}.values()
+        )
 
     def end_pass(self) -> None:
         """End a pass, also an early one. Workers shut down here, but for persistent ones."""
@@ -92,24 +99,16 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._restored is not None:
-            return self._resume_pass()
-        if self._needs_workers:
-            with self._unchanged_random_numbers():
-                self._start_persistent_workers(IndexSkipper(self._index_sampler))
+            return self._resume_pass(self._restored)
         self.passes += 1
-        self._is_finished = False
-        self._samplers_at_start = self._sampler_states()
+        self.batches, self._is_finished = 0, False
         self._at_start, self._at_first_batch = self._capture(), None
         if self._is_persistent:
             self._had_workers = self.loader._iterator is not None
         else:
             self._workers = [None] * self._num_workers
         self._rounds = [(0, list(self._workers))]
-        attributes = dict(getattr(self.loader, "__dict__", {}))
-        iterator = self._iterate()
-        if not isinstance(self.loader, Iterator) or has_changed(self.loader, attributes):
-            self.batches = 0
-        self._reader = self._read(iterator)
+        self._reader = self._read(self._iterate())
         return self._reader
 
     def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
@@ -142,21 +141,23 @@ class ResumableLoader:
             self._rounds = [self._rounds[-1], (self.batches, list(self._workers))]
         return item.batch
 
-    def _iterate(self, index_sampler: Any = None) -> Iterator[Any]:
+    def _iterate(self, indices: Iterable[Any] | None = None) -> Iterator[Any]:
+        """Start the loader's iterator, over other indices if they are given."""
         replaced: dict[str, Any] = {}
         if self._num_workers:
             recorder = WorkerRecorder(self.loader, self._workers)
             replaced = {"collate_fn": recorder.collate, "worker_init_fn": recorder.start_worker}
-        if index_sampler is not None:
-            replaced[self._index_name] = index_sampler
+        if indices is not None:
+            replaced[self._index_name] = indices
         with replaced_attributes(self.loader, replaced):
+            if self._is_persistent and self.loader._iterator is not None:
+                # Persistent workers keep the indices of their first pass.
+                self.loader._iterator._index_sampler = self.loader._index_sampler
             return iter(self.loader)
 
     # Starting in the middle
 
-    def _resume_pass(self) -> Iterator[Any]:
-        state = self._restored
-        assert state is not None
+    def _resume_pass(self, state: dict[str, Any]) -> Iterator[Any]:
         if state["passes"] > 1:
             # CombinedLoader learns that this loader has ended before, and starts it again.
             self._restored = {**state, "passes": 1}
@@ -168,7 +169,6 @@ class ResumableLoader:
         with self._unchanged_random_numbers():
             self._reader = self._start_at(state)
         self._restore_generators(state["generators"])
-        self._restore_dataset(state)
         return self._reader
 
     def _start_at(self, state: dict[str, Any]) -> Generator[Any]:
@@ -176,39 +176,11 @@ class ResumableLoader:
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
             return self._read(iter(self.loader))
-        self._restore_samplers(state["samplers_at_start"])
+        self._restore(self._at_start)
         if self._is_indexed:
             return self._start_at_index(state, done)
         if getattr(type(self.loader), "__iter__", None) is TensorLoader.__iter__:
-            self._restore(self._at_start)
             return self._read(self.loader.iter_from(done))
-        return self._read_again(done)
-
-    def _start_at_index(self, state: dict[str, Any], done: int) -> Generator[Any]:
-        if not getattr(self.loader, "in_order", True):
-            warnings.warn(
-                "resume: DataLoader(in_order=False) gives batches in the order in which its workers finish, so the"
-                " continued epoch may repeat or miss samples. Leave in_order out for an exact resume.",
-                stacklevel=2,
-            )
-        skipper = IndexSkipper(self._index_sampler)
-        if self._needs_workers:
-            self._start_persistent_workers(skipper)
-        self._restore(self._at_start)
-        count, states = state["round"]
-        is_same = self._num_workers and len(states) == self._num_workers
-        skipper.skip = start = min(count, done) if is_same else done
-        # Without workers the order is drawn at the first batch, with workers as they are started.
-        if not state["num_workers"]:
-            skipper.start(lambda: self._restore(self._at_first_batch))
-        iterator = self._iterate(skipper)
-        if not self._num_workers:
-            skipper.skip_items()
-        self.batches = start
-        return self._drop(iterator, done - start)
-
-    def _read_again(self, done: int) -> Generator[Any]:
-        """Start a pass and drop the batches that are done."""
         if done and not isinstance(self.loader, Sequence):
             warnings.warn(
                 f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped, because it"
@@ -216,25 +188,36 @@ class ResumableLoader:
                 " torchdata's StatefulDataLoader, continues without that.",
                 stacklevel=2,
             )
-        if self._needs_workers:
-            self._start_persistent_workers(IndexSkipper(self._index_sampler))
-        self._restore(self._at_start)
         iterator = self._iterate()
         self._restore(self._at_first_batch)
         self.batches = 0
         return self._drop(iterator, done)
+
+    def _start_at_index(self, state: dict[str, Any], done: int) -> Generator[Any]:
+        sampler = getattr(self.loader, self._index_name)
+        count, states = state["round"]
+        is_same = self._num_workers and len(states) == self._num_workers
+        self.batches = min(count, done) if is_same else done
+        if self._num_workers and state["num_workers"]:
+            # torch draws the order as it starts the workers.
+            indices = skip_items(sampler, self.batches)
+        else:
+            if state["num_workers"]:
+                # The seed of the workers was drawn before the order.
+                iter(self.loader)
+            indices = iter(sampler)
+            if not state["num_workers"]:
+                # Without workers the order is drawn at the first batch.
+                self._restore(self._at_first_batch)
+            for _ in islice(indices, self.batches):
+                pass
+        return self._drop(self._iterate(indices), done - self.batches)
 
     def _drop(self, iterator: Iterator[Any], count: int) -> Generator[Any]:
         reader = self._read(iterator)
         for _ in islice(reader, count):
             pass
         return reader
-
-    def _start_persistent_workers(self, skipper: IndexSkipper) -> None:
-        """Start the workers of an earlier pass, with a pass that has no batch."""
-        self._needs_workers = False
-        skipper.is_empty = True
-        self._iterate(skipper)
 
     # State
 
@@ -251,9 +234,7 @@ class ResumableLoader:
         if self._restored is not None:
             return self._restored
         batches = max(0, self.batches - dropped)
-        count, states = next(
-            (r for r in reversed(self._rounds) if r[0] <= batches), self._rounds[0]
-        )
+        count, states = self._rounds[-1 if self._rounds[-1][0] <= batches else 0]
         position = {
             "passes": self.passes,
             "batches": batches,
@@ -262,16 +243,13 @@ class ResumableLoader:
             "at_first_batch": self._at_first_batch,
             "had_workers": self._had_workers,
             "num_workers": self._num_workers,
-            "workers": [plain_rng_state(state) for state in self._workers],
-            "round": [count, [plain_rng_state(state) for state in states]],
+            "workers": [unpack_rng_state(state) for state in self._workers],
+            "round": [count, [unpack_rng_state(state) for state in states]],
             "generators": [generator.get_state() for generator in self._generators],
-            "samplers": self._sampler_states(),
-            "samplers_at_start": self._samplers_at_start,
+            "samplers": [deepcopy(sampler.state_dict()) for sampler in self._samplers],
         }
         if self._stateful_part is not None:
             position["state"] = self.part_state()
-        elif self._stateful_dataset is not None:
-            position["dataset"] = deepcopy(self._stateful_dataset.state_dict())
         return position
 
     def load_state_dict(self, state: dict[str, Any], is_in_pass: bool) -> None:
@@ -283,7 +261,6 @@ class ResumableLoader:
         self.passes, self.batches = state["passes"], state["batches"]
         self._is_finished = state["is_finished"]
         self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
-        self._samplers_at_start = state["samplers_at_start"]
         self._had_workers = state["had_workers"]
         is_in_pass = is_in_pass and self._at_start is not None
         is_continued = is_in_pass and not self._is_finished
@@ -293,7 +270,10 @@ class ResumableLoader:
             self._workers = list(workers)
         self._rounds = [(count, list(self._workers))]
         had_workers = self._had_workers if is_continued else self._at_start is not None
-        self._needs_workers = self._is_persistent and had_workers
+        if self._is_persistent and had_workers:
+            with self._unchanged_random_numbers():
+                # A pass without batches starts the workers of the earlier pass.
+                self._iterate(())
         if is_in_pass:
             self._restored = state
         else:
@@ -305,124 +285,41 @@ class ResumableLoader:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
             # It continues the pass that has ended. The next iterator starts a new one.
             iter(self.loader)
-        elif isinstance(self.loader, Iterator) and self._at_start is not None:
-            with self._unchanged_random_numbers():
-                self._reader = self._read_again(state["batches"])
         self._restore_samplers(state["samplers"])
         self._restore_generators(state["generators"])
-        self._restore_dataset(state)
-
-    @property
-    def _stateful_dataset(self) -> Any:
-        """The dataset, if it is used in this process and saves its state."""
-        dataset = getattr(self.loader, "dataset", None)
-        is_here = not getattr(self.loader, "num_workers", 0)
-        return dataset if is_here and has_state(dataset) else None
-
-    @property
-    def _stateful_part(self) -> Any:
-        """The loader, or its iterable dataset, if it saves its own position."""
-        if has_state(self.loader):
-            return self.loader
-        dataset = self._stateful_dataset
-        return dataset if isinstance(dataset, IterableDataset) else None
-
-    def _restore_dataset(self, state: dict[str, Any]) -> None:
-        if "dataset" in state and self._stateful_dataset is not None:
-            self._stateful_dataset.load_state_dict(deepcopy(state["dataset"]))
 
     @property
     def _index_name(self) -> str:
         return "sampler" if self.loader.batch_sampler is None else "batch_sampler"
 
-    @property
-    def _index_sampler(self) -> Any:
-        return getattr(self.loader, self._index_name)
-
-    @property
-    def _samplers(self) -> list[Any]:
-        if has_state(self.loader):
-            return []
-        return [sampler for sampler in samplers_of(self.loader) if has_state(sampler)]
-
-    def _sampler_states(self) -> list[Any]:
-        return [deepcopy(sampler.state_dict()) for sampler in self._samplers]
-
-    def _restore_samplers(self, states: list[Any]) -> None:
-        for sampler, state in zip(self._samplers, states, strict=False):
-            sampler.load_state_dict(deepcopy(state))
-
-    @property
-    def _generators(self) -> list[torch.Generator]:
-        owners = [self.loader, *samplers_of(self.loader)]
-        found = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
     def _capture(self) -> dict[str, Any]:
-        generators = [generator.get_state() for generator in self._generators]
-        return {"rng": capture_rng_state(), "generators": generators}
+        return {
+            "rng": capture_rng_state(),
+            "generators": [generator.get_state() for generator in self._generators],
+            "samplers": [deepcopy(sampler.state_dict()) for sampler in self._samplers],
+        }
 
     def _restore(self, captured: dict[str, Any] | None) -> None:
         if captured is not None:
             restore_rng_state(captured["rng"])
             self._restore_generators(captured["generators"])
+            self._restore_samplers(captured["samplers"])
 
     def _restore_generators(self, states: list[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=False):
             generator.set_state(state)
 
+    def _restore_samplers(self, states: list[Any]) -> None:
+        for sampler, state in zip(self._samplers, states, strict=False):
+            sampler.load_state_dict(deepcopy(state))
+
     @contextmanager
     def _unchanged_random_numbers(self) -> Iterator[None]:
-        captured = self._capture()
+        rng_state = capture_rng_state()
+        generators = [generator.get_state() for generator in self._generators]
         yield
-        self._restore(captured)
-
-
-class IndexSkipper:
-    """A sampler or batch sampler that leaves out the first items of its next pass.
-
-    Args:
-        sampler: The sampler of the loader. Persistent workers keep the skipper for later passes.
-
-    Attributes:
-        skip: How many items the next pass leaves out. They are drawn, because a sampler may draw random
-            numbers for each.
-        is_empty: Whether the next pass has no items at all.
-    """
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.skip, self.is_empty = 0, False
-        self._iterator: Iterator[Any] = iter(())
-        self._is_started = False
-
-    def start(self, before_first_item: Callable[[], None]) -> None:
-        """Start the pass before the loader does, while the random state is set for it."""
-        self._iterator, self._is_started = iter(self._sampler), True
-        before_first_item()
-        self.skip_items()
-
-    def skip_items(self) -> None:
-        """Leave out the items now."""
-        skip, self.skip = self.skip, 0
-        for _ in islice(self._iterator, skip):
-            pass
-
-    def __iter__(self) -> Iterator[Any]:
-        # torch starts a pass with workers twice, and takes items from the second iterator only.
-        if not self._is_started:
-            self._iterator = iter(self._sampler)
-        return self._rest()
-
-    def _rest(self) -> Iterator[Any]:
-        self._is_started = False
-        is_empty, self.is_empty = self.is_empty, False
-        if not is_empty:
-            self.skip_items()
-            yield from self._iterator
-
-    def __len__(self) -> int:
-        return len(self._sampler)
+        restore_rng_state(rng_state)
+        self._restore_generators(generators)
 
 
 class WorkerBatch(NamedTuple):
@@ -454,7 +351,7 @@ class WorkerRecorder:
             self._worker_init_fn(worker)
         state = self._states[worker]
         if state is not None:
-            restore_rng_state(plain_rng_state(state))
+            restore_rng_state(unpack_rng_state(state))
         self._worker = worker
 
     def collate(self, samples: Any) -> WorkerBatch:
@@ -464,34 +361,30 @@ class WorkerRecorder:
         return WorkerBatch(batch, self._worker, packed if has_changed else None)
 
 
-def plain_rng_state(state: Any) -> Any:
-    """Return the random state of a worker as a checkpoint holds it."""
-    return unpack_rng_state(state) if isinstance(state, bytes) else state
+def skip_items(items: Iterable[Any], count: int) -> Iterator[Any]:
+    """Yield the items after the first ones, which are drawn when the next one is asked for."""
+    yield from islice(items, count, None)
 
 
 def has_state(part: Any) -> bool:
     """Return whether an object implements ``state_dict`` and ``load_state_dict``."""
-    return callable(getattr(part, "state_dict", None)) and callable(
-        getattr(part, "load_state_dict", None)
-    )
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(part, name, None)) for name in names)
 
 
-def has_changed(part: Any, attributes: dict[str, Any]) -> bool:
-    """Return whether an object has other attributes than before."""
-    current = getattr(part, "__dict__", {})
-    return len(current) != len(attributes) or any(
-        current.get(name) is not value for name, value in attributes.items()
-    )
+def find_stateful_part(loader: Any) -> Any:
+    """Return the loader or its iterable dataset in this process, if it saves its own position."""
+    dataset = getattr(loader, "dataset", None)
+    is_stream = isinstance(dataset, IterableDataset) and not getattr(loader, "num_workers", 0)
+    parts = [loader, dataset] if is_stream else [loader]
+    return next(filter(has_state, parts), None)
 
 
 def samplers_of(loader: Any) -> list[Any]:
     """Return the samplers of a loader, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    found = (
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    )
+    inner = getattr(batch_sampler, "sampler", None)
+    found = (getattr(loader, "sampler", None), batch_sampler, inner)
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 

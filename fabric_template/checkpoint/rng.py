@@ -40,8 +40,10 @@ def pack_rng_state() -> bytes:
     return pickle.dumps((torch_state, random.getstate(), (name, keys.tobytes(), *position)))
 
 
-def unpack_rng_state(packed: bytes) -> dict[str, Any]:
-    """Return packed states in the form of ``capture_rng_state``."""
+def unpack_rng_state(packed: Any) -> Any:
+    """Return packed states in the form of ``capture_rng_state``, and other values as they are."""
+    if not isinstance(packed, bytes):
+        return packed
     torch_state, python_state, (name, keys, *position) = pickle.loads(packed)
     return _as_plain_values(
         torch.frombuffer(bytearray(torch_state), dtype=torch.uint8),

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from resume_loaders import LOADERS, PERSISTENT, Endless, OwnIterator, StartsOver, loader, seeded, tensors, with_sampler
+from resume_loaders import LOADERS, PERSISTENT, Endless, loader, seeded, tensors, with_sampler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -69,10 +69,7 @@ class Net(pl.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class TakesTwo(Net):
@@ -101,11 +98,8 @@ class Plain:
 
 # What a run is, by name. The batches before which it is killed are the same for most.
 CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
-    "own iterator": {"make_train": OwnIterator, "limit_train_batches": 6},
-    "starts over, limit": {"make_train": StartsOver, "limit_train_batches": 5},
     "endless sampler": {"make_train": with_sampler(lambda data: Endless()), "limit_train_batches": 6},
     "dataloader_iter": {"make_module": TakesTwo, "limit_train_batches": 5},
-    "dataloader_iter, workers": {"make_module": TakesTwo, "make_train": LOADERS["workers"]},
     "dataloader_iter, stream": {"make_module": TakesTwo, "make_train": LOADERS["noisy stream"]},
     "manual": {"make_module": lambda: Net(manual=True)},
     "torchmetrics": {"make_module": lambda: Net(metric=True)},
@@ -116,10 +110,7 @@ CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "validation across": {"val_check_interval": 4, "check_val_every_n_epoch": None},
     "validation by steps": {"validate_every_n_steps": 5, "accumulate_grad_batches": 2},
     "validation rarely": {"check_val_every_n_epoch": 2, "save_every_n_steps": 3},
-    "validation, generator": {
-        "make_val": lambda: loader(generator=seeded()),
-        "val_check_interval": 2,
-    },
+    "validation, generator": {"make_val": lambda: loader(generator=seeded()), "val_check_interval": 2},
     "validation, persistent": {"make_val": lambda: loader(**PERSISTENT), "val_check_interval": 2},
     "limit": {"limit_train_batches": 4},
     "limit, persistent": {"make_train": LOADERS["persistent"], "limit_train_batches": 4},
@@ -127,12 +118,13 @@ CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "top-k": {"monitor": "val_loss", "save_top_k": 2, "val_check_interval": 1},
     "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
 }
-DATALOADER_ITER = {
+KILLS = {
     "dataloader_iter": (1, 4, 7),
-    "dataloader_iter, workers": (1, 4, 7),
     "dataloader_iter, stream": (1, 5, 9),
+    "min_size": (1, 5, 8),
+    "accumulate": range(2, 12),
+    "inside a window": range(4, 10),
 }
-KILLS = {**DATALOADER_ITER, "min_size": (1, 5, 8), "accumulate": range(2, 12), "inside a window": range(4, 10)}
 
 
 class Snapshots(Callback):
@@ -179,10 +171,7 @@ def assert_same(one, other, root, other_root):
     assert one[2] == other[2]
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
     assert files(root) == files(other_root)
-    assert (one[0].current_epoch, one[0].global_step) == (
-        other[0].current_epoch,
-        other[0].global_step,
-    )
+    assert (one[0].current_epoch, one[0].global_step) == (other[0].current_epoch, other[0].global_step)
     metrics = [{n: float(v) for n, v in run[0].callback_metrics.items()} for run in (one, other)]
     assert metrics[0] == metrics[1]
 
@@ -198,17 +187,6 @@ def test_killed(tmp_path, name):
         assert list(root.rglob("last.ckpt"))
         resumed = fit(root, resume="auto", seed=99, **options)
         assert_same(whole, resumed, tmp_path / "whole", root)
-
-
-@pytest.mark.parametrize(("workers", "reads"), [(0, 7), (2, 8)])
-def test_samples_are_not_read_again(tmp_path, workers, reads):
-    """Batches that are done are skipped by index; with workers fewer are read again than there are workers."""
-    options = {"max_epochs": 2, "save_every_n_steps": 1}
-    make = lambda: loader(num_workers=workers)  # noqa: E731
-    fit(tmp_path / "whole", make, callbacks=[Snapshots(tmp_path / "whole", tmp_path)], **options)
-    train = make()
-    fit(tmp_path / "5", lambda: train, resume="last", **options)
-    assert train.dataset.reads.item() == 4 * reads
 
 
 class Raises(Callback):
@@ -235,28 +213,24 @@ class Quiet(Net):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
 
-HOOKS = [
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-]
-HOOKS += [
-    "on_validation_batch_start",
-    "on_validation_end",
-    "on_train_epoch_end",
-    "on_train_epoch_start",
-]
+# The hook, the call in which it raises, and the error.
+FAILURES = {
+    "on_train_batch_start": (11, KeyboardInterrupt),
+    "on_before_backward": (11, RuntimeError),
+    "on_before_optimizer_step": (4, RuntimeError),
+    "on_train_batch_end": (11, RuntimeError),
+    "on_validation_end": (3, RuntimeError),
+    "on_train_epoch_end": (3, RuntimeError),
+}
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}], ids=str)
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", FAILURES)
 def test_every_batch_is_trained_once_after_an_exception(tmp_path, hook, options):
     train = lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True, generator=seeded())  # noqa: E731
     options = {"make_module": Quiet, "num_sanity_val_steps": 0, **options}
     whole = fit(tmp_path / "whole", train, **options)
-    error = KeyboardInterrupt if hook == "on_train_batch_start" else RuntimeError
-    at = 3 if hook in HOOKS[-4:] else 4 if hook == "on_before_optimizer_step" else 11
+    at, error = FAILURES[hook]
     with pytest.raises(error, match="stop"):
         fit(tmp_path / "cut", train, callbacks=[Raises(hook, at, error)], **options)
     resumed = fit(tmp_path / "cut", train, resume="last", seed=9, **options)
@@ -280,14 +254,8 @@ def test_files_of_a_model_checkpoint(tmp_path, when):
         if not path.exists():
             continue
         shutil.copytree(tmp_path / "whole", tmp_path / str(step), dirs_exist_ok=True)
-        resumed = fit(
-            tmp_path / str(step),
-            resume=path,
-            seed=9,
-            version=0,
-            callbacks=[saver(f"s{step}")],
-            **options,
-        )
+        again = {"resume": path, "seed": 9, "version": 0, "callbacks": [saver(f"s{step}")]}
+        resumed = fit(tmp_path / str(step), **again, **options)
         assert_same(whole, resumed, tmp_path / "whole", tmp_path / str(step))
 
 
@@ -354,13 +322,14 @@ def test_a_finished_run_stays_as_it_ended(tmp_path):
             trainer.should_stop = trainer.current_epoch >= 1
 
     first = fit(tmp_path, resume="auto", callbacks=[Stops()], max_epochs=9)
-    before = files(tmp_path), [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))]
+
+    def state():
+        return files(tmp_path), [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))]
+
+    before = state()
     again = fit(tmp_path, resume="auto", callbacks=[Stops()], seed=9, max_epochs=12)
     assert_same(first, again, tmp_path, tmp_path)
-    assert before == (
-        files(tmp_path),
-        [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))],
-    )
+    assert before == state()
     assert fit(tmp_path, resume="last", max_epochs=4)[0].current_epoch == 4
 
 

@@ -108,15 +108,13 @@ def killed_at(tmp_path, make, batch, **options):
     return whole, tmp_path / "at" / str(batch)
 
 
-@pytest.mark.parametrize("is_persistent", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
-def test_another_number_of_workers(tmp_path, before, after, is_persistent):
+def test_another_number_of_workers(tmp_path, before, after):
     """The batches are the same, and a warning tells that random numbers of samples are not."""
 
     def make(workers):
-        persistent = {"persistent_workers": True} if is_persistent and workers else {}
-        return lambda: make_loader(24, num_workers=workers, **persistent)
+        return lambda: make_loader(24, num_workers=workers)
 
     seen = []
 
@@ -147,14 +145,6 @@ def test_a_loader_without_state_is_read_again(tmp_path):
     _, root = killed_at(tmp_path, streams(Stream), 4, max_epochs=1)
     with pytest.warns(UserWarning, match="resume: 4 batches of DataLoader are read again .* StatefulDataLoader"):
         fit(root, Net, streams(Stream), resume="last", max_epochs=1)
-
-
-def test_batches_in_any_order(tmp_path):
-    make = lambda: loader(num_workers=2, in_order=False)  # noqa: E731
-    _, root = killed_at(tmp_path, make, 4, max_epochs=1)
-    with pytest.warns(UserWarning, match=r"resume: DataLoader\(in_order=False\) .* may repeat or miss samples"):
-        loop, *_ = fit(root, Net, make, resume="last", max_epochs=1)
-    assert loop.global_step == 6
 
 
 def test_a_file_of_trainer_from_mid_epoch(tmp_path):

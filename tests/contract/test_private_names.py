@@ -112,6 +112,12 @@ ELSEWHERE = [
         "checkpoint/dataloader_state.py",
         "Read the batches that workers have begun, and ask for no more.",
     ),
+    (
+        "_index_sampler",
+        lambda: DataLoader([1]),
+        "checkpoint/dataloader_state.py",
+        "Give persistent workers the indices of the rest of a pass.",
+    ),
     *[
         (name, lambda: torch.nn.Linear(1, 1), "training/module_adapter.py", "Share a network's parts by name.")
         for name in ("_parameters", "_buffers", "_modules")
