@@ -1,18 +1,38 @@
-"""Where a run's batches come from: loaders that were given, or the methods of a datamodule or module."""
+"""Where a run's batches come from, and the samplers that its loaders need."""
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
+from lightning.fabric.utilities import suggested_max_num_workers
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from ..checkpoint.dataloader_state import has_state, samplers_of
 from ..training.checks import check_loader, loader_argument
 from ..training.hooks import overridden
-from .loaders import EvalLoaders, TrainLoaders, combine_loaders
+from .distributed_samplers import (
+    needs_shares,
+    remake_batch_sampler,
+    share_samples,
+    share_tensors,
+)
+from .loaders import EvalLoaders, TrackingBatchSampler, TrainLoaders, combine_loaders, with_loaders
+from .tensor_loader import TensorLoader
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -49,16 +69,24 @@ class DataConnector:
             call, source = self.run.stage, self.given[stage]
             where = f"passed to `Trainer.{call}({loader_argument(call, stage)}=...)`"
         else:
-            name = f"{stage}_dataloader"
-            owner = self.source
-            is_datamodule = owner is self.run.datamodule
-            kind = "LightningDataModule" if is_datamodule else "LightningModule"
+            name, owner = f"{stage}_dataloader", self.source
+            kind = "LightningDataModule" if owner is self.run.datamodule else "LightningModule"
             with self.run.hooks.profiled(f"[{kind}]{type(owner).__name__}.{name}"):
                 source = self.run.hooks.inside(name, getattr(owner, name))()
-            where = f"returned from `{type(self.source).__name__}.{name}()`"
+            where = f"returned from `{type(owner).__name__}.{name}()`"
         for loader in combine_loaders(source, "sequential").flattened:
             check_loader(loader, where)
         return source
+
+    def _prepare(self, stage: str, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
+        """Return the loaders of a stage, with the samplers that this run needs."""
+        combined = combine_loaders(self.request(stage), mode)
+        for loader in combined.flattened:
+            # Trainer calls iter() to check a loader, which counts where it draws random numbers.
+            if not isinstance(loader, DataLoader | TensorLoader):
+                iter(loader)
+        loaders = [prepare_loader(self.run, loader, stage) for loader in combined.flattened]
+        return with_loaders(combined, loaders)
 
     @property
     def sampler_seed(self) -> int:
@@ -82,7 +110,7 @@ class DataConnector:
         if run.config.limit_train_batches == 0 or not self._should_reload("train"):
             return
         self._loaded_in_epoch["train"] = run.progress.epochs_done
-        self.train = TrainLoaders(run, self.request("train"))
+        self.train = TrainLoaders(run, self._prepare("train", "max_size_cycle"))
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps or 0
         # Our own logger has the rows of the epochs in any case.
@@ -127,15 +155,13 @@ class DataConnector:
         run, self._restored_eval = self.run, None
         if is_due:
             # A sanity check before an epoch that does not validate does not count as a load.
-            is_counted = not run.loop.sanity_checking or run.config.check_val_every_n_epoch in (
-                None,
-                1,
-            )
+            every = run.config.check_val_every_n_epoch
+            is_counted = not run.loop.sanity_checking or every in (None, 1)
             self._loaded_in_epoch[stage] = run.progress.epochs_done if is_counted else -math.inf
             if self.eval_loaders is not None or restored is not None:
                 run.loggers.restart_evaluation_count()
         self._eval_stage = stage
-        self.eval_loaders = EvalLoaders(self.run, stage, self.request(stage))
+        self.eval_loaders = EvalLoaders(run, self._prepare(stage, "sequential"), stage)
         if restored is not None and not is_due:
             self.eval_loaders.load_state_dict(restored)
 
@@ -175,7 +201,7 @@ class DataConnector:
 
     def loader_states(self) -> list[Any]:
         """Return the states of the training loaders with ``state_dict``, which Trainer saves, too."""
-        if self.train is None or not any(map(has_state, self.train.loaders)):
+        if not self._stateful_loaders():
             return []
         positions = self.train.state_dict(self.run.progress.state_dict())["loaders"]
         pairs = zip(self.train.loaders, positions, strict=True)
@@ -183,9 +209,7 @@ class DataConnector:
 
     def load_loader_states(self, states: list[Any]) -> None:
         """Restore the states that Trainer saved."""
-        loaders = (
-            [] if self.train is None else [part for part in self.train.loaders if has_state(part)]
-        )
+        loaders = self._stateful_loaders()
         if states and len(states) != len(loaders):
             raise RuntimeError(
                 f"The CombinedLoader has {len(loaders)} stateful loaders, but found {len(states)} states in"
@@ -197,3 +221,91 @@ class DataConnector:
             if not self.run.progress.is_in_epoch:
                 # It continues the pass that has ended. The next iterator starts a new one.
                 iter(loader)
+
+    def _stateful_loaders(self) -> list[Any]:
+        return [] if self.train is None else list(filter(has_state, self.train.loaders))
+
+
+def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
+    """Return a loader with the sampler that this run needs."""
+    has_shares = needs_shares(run, stage)
+    if callable(getattr(loader, "for_rank", None)):
+        return share_tensors(run, loader, stage) if has_shares else loader
+    if not isinstance(loader, DataLoader):
+        return loader
+    warn_of_loader(run, loader, stage)
+    if run.config.overfit_batches and run.stage == "fit":
+        loader = _without_shuffling(run, loader, stage)
+    prepare_workers(run, loader, stage)
+    is_map_style = not isinstance(loader.dataset, IterableDataset)
+    is_distributed = isinstance(loader.sampler, DistributedSampler)
+    if has_shares and is_map_style and not is_distributed:
+        loader = with_sampler(loader, *share_samples(run, loader, stage))
+    if stage == "predict" and is_map_style and loader.batch_sampler is not None:
+        batch_sampler = loader.batch_sampler
+        if type(batch_sampler) is BatchSampler:
+            # As Trainer: no sample is dropped, and a BatchSampler of the user's own loses its order.
+            batch_sampler = BatchSampler(loader.sampler, batch_sampler.batch_size, False)
+        loader = with_batch_sampler(loader, TrackingBatchSampler(batch_sampler))
+    return loader
+
+
+def prepare_workers(run: RunState, loader: DataLoader, stage: str) -> None:
+    """Seed the workers of a loader as Trainer does, and warn where there are few."""
+    most = suggested_max_num_workers(run.loop.num_devices)
+    if loader.num_workers < 2 and most > 1:
+        run.warn_once(
+            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider"
+            f" increasing the value of the `num_workers` argument` to `num_workers={most}` in the"
+            " `DataLoader` to improve performance.",
+            PossibleUserWarning,
+        )
+    if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
+
+
+def warn_of_loader(run: RunState, loader: DataLoader, stage: str) -> None:
+    """Warn of evaluations in random order, and of streams whose length may be wrong."""
+    if run.stage != "fit" and isinstance(loader.sampler, RandomSampler):
+        run.warn_once(
+            f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you"
+            " turn shuffling off for val/test dataloaders.",
+            PossibleUserWarning,
+        )
+    if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
+        run.warn_once(
+            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"
+            " (when num_workers > 1), `__len__` could be inaccurate if each worker is not configured"
+            " independently to avoid having duplicate data."
+        )
+
+
+def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoader:
+    if isinstance(loader.sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    run.warn_once(
+        f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
+        f" {stage} dataloader shuffling for you."
+    )
+    dataset: Any = loader.dataset
+    sampler = SequentialSampler(dataset)
+    return with_sampler(loader, sampler, remake_batch_sampler(loader.batch_sampler, sampler))
+
+
+def with_sampler(loader: DataLoader, sampler: Any, batch_sampler: Any) -> DataLoader:
+    """Return a copy of a loader that takes its samples in another order."""
+    clone = with_batch_sampler(loader, batch_sampler)
+    object.__setattr__(clone, "sampler", sampler)
+    return clone
+
+
+def with_batch_sampler(loader: DataLoader, batch_sampler: Any) -> DataLoader:
+    """Return a copy of a loader with other batches of indices.
+
+    A copy keeps the class of the loader and its attributes, also those of subclasses that cannot be
+    constructed again. A DataLoader refuses to change its samplers through its own ``__setattr__``.
+    """
+    clone = copy.copy(loader)
+    object.__setattr__(clone, "batch_sampler", batch_sampler)
+    object.__setattr__(clone, "_iterator", None)
+    return clone

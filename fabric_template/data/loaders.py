@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..checkpoint.dataloader_state import ResumableLoader
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
@@ -19,8 +19,6 @@ from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.private import combined_mode
 from ..training.hooks import is_instance_of, overridden
 from .distributed_samplers import check_lengths
-from .loader_preparation import TrackingBatchSampler, prepare_loader
-from .tensor_loader import TensorLoader
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -40,41 +38,28 @@ _TRANSFER_HOOKS = (
 class StageLoaders:
     """The loaders of a stage, prepared for this run.
 
+    Args:
+        prepared: The loaders with the samplers that this run needs, in the shape in which they were given.
+
     Attributes:
-        loaders: The loaders with the samplers that this run needs.
+        loaders: These loaders in a list.
         limits: How many batches of each count.
+        as_given: The loaders in the shape in which they were given.
         resumable: The loaders again, with their positions.
-        prepared: The loaders in the shape in which they were given.
         combined: Gives batches of the resumable loaders as (batch, batch_idx, dataloader_idx).
         mode: How it combines them, by CombinedLoader's names.
     """
 
-    def __init__(
-        self,
-        run: RunState,
-        source: Any,
-        stage: str,
-        mode: Literal["max_size_cycle", "sequential"],
-    ) -> None:
-        self.run, self.stage = run, stage
-        combined = combine_loaders(source, mode)
-        self.mode = combined_mode(combined)
-        for loader in combined.flattened:
-            # Trainer calls iter() to check a loader, which counts where it draws random numbers.
-            if not isinstance(loader, DataLoader | TensorLoader):
-                iter(loader)
-        self.loaders = [prepare_loader(run, loader, stage) for loader in combined.flattened]
+    def __init__(self, run: RunState, prepared: CombinedLoader, stage: str) -> None:
+        self.run, self.prepared, self.stage = run, prepared, stage
+        self.mode = combined_mode(prepared)
+        self.loaders = prepared.flattened
+        self.as_given: Any = prepared.iterables
         limit = getattr(run.config, f"limit_{stage}_batches")
         self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
         check_lengths(run, self.limits, stage)
-        self.prepared = with_loaders(combined, self.loaders)
         self.resumable = [ResumableLoader(loader, stage == "train") for loader in self.loaders]
-        self.combined = with_loaders(combined, self.resumable)
-
-    @property
-    def as_given(self) -> Any:
-        """The loaders in the shape in which they were given."""
-        return self.prepared.iterables
+        self.combined = with_loaders(prepared, self.resumable)
 
     def count(self, limits: list[int | float]) -> int | float:
         """Return the number of batches of all loaders together under limits."""
@@ -99,15 +84,14 @@ class TrainLoaders(StageLoaders):
         is_used: Whether a batch was asked for since the iterator was started.
     """
 
-    def __init__(self, run: RunState, source: Any) -> None:
-        super().__init__(run, source, "train", "max_size_cycle")
+    def __init__(self, run: RunState, prepared: CombinedLoader) -> None:
+        super().__init__(run, prepared, "train")
         if self.mode == "sequential":
             raise ConfigurationError(
                 '`_FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. The available'
                 " modes are: ['min_size', 'max_size_cycle', 'max_size']"
             )
-        is_combined = is_instance_of(source, "CombinedLoader")
-        self.is_single = self.as_given is self.loaders[0] and not is_combined
+        self.is_single = self.as_given is self.loaders[0]
         self.num_batches = self.count(self.limits)
         self.is_started = self.is_used = False
         self.extra_batches = 0
@@ -143,10 +127,8 @@ class TrainLoaders(StageLoaders):
     def raw_batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
         self.set_batches_done(batches_done)
-        # Trainer's name of the action.
-        self._fetch = self.run.hooks.with_profiler(
-            "[_TrainingEpochLoop].train_dataloader_next", next
-        )
+        action = "[_TrainingEpochLoop].train_dataloader_next"
+        self._fetch = self.run.hooks.with_profiler(action, next)
         if self.num_batches != math.inf:
             for index in range(self._num_given, int(self.num_batches)):
                 try:
@@ -182,25 +164,25 @@ class TrainLoaders(StageLoaders):
         Args:
             progress: The saved progress. Batches whose step was not finished count as not given.
         """
-        state = {
+        is_in_pass = progress["is_in_epoch"] and self.is_used
+        is_ahead = is_in_pass and self._following is not _END
+        dropped, rng_before_ahead = 0, self._restored_rng
+        if is_in_pass:
+            dropped = self._num_given - progress["batches_done"] - self.extra_batches
+        if is_ahead:
+            rng_before_ahead = capture_rng_state() if dropped else self._rng_before_ahead
+            dropped += 1
+        positions = [loader.state_dict(dropped) for loader in self.resumable]
+        if is_ahead:
+            for position, part_state in zip(positions, self._states_before_ahead, strict=True):
+                if part_state is not None:
+                    position["state"] = part_state
+        return {
             "is_used": self.is_used,
             "extra_batches": self.extra_batches,
-            "rng_before_ahead": self._restored_rng,
+            "rng_before_ahead": rng_before_ahead,
+            "loaders": positions,
         }
-        dropped = 0
-        if progress["is_in_epoch"] and self.is_used:
-            dropped = self._num_given - progress["batches_done"] - self.extra_batches
-            if self._following is not _END:
-                return state | self._state_before_ahead(dropped)
-        return {**state, "loaders": [loader.state_dict(dropped) for loader in self.resumable]}
-
-    def _state_before_ahead(self, dropped: int) -> dict[str, Any]:
-        positions = [loader.state_dict(dropped + 1) for loader in self.resumable]
-        for position, part_state in zip(positions, self._states_before_ahead, strict=True):
-            if part_state is not None:
-                position["state"] = part_state
-        rng_state = capture_rng_state() if dropped else self._rng_before_ahead
-        return {"rng_before_ahead": rng_state, "loaders": positions}
 
     def load_state_dict(self, state: dict[str, Any], is_in_epoch: bool) -> None:
         if len(state["loaders"]) != len(self.resumable):
@@ -246,14 +228,14 @@ class TrainLoaders(StageLoaders):
 class EvalLoaders(StageLoaders):
     """The loaders of an evaluation, one after the other."""
 
-    def __init__(self, run: RunState, stage: str, source: Any) -> None:
-        super().__init__(run, source, stage, "sequential")
+    def __init__(self, run: RunState, prepared: CombinedLoader, stage: str) -> None:
+        super().__init__(run, prepared, stage)
         if stage == "predict" and self.mode != "sequential":
             raise ConfigurationError(
                 '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
             )
-        is_flat = isinstance(source, Mapping) and len(source) == len(self.loaders)
-        self.names = [str(name) for name in source] if is_flat else []
+        is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
+        self.names = [str(name) for name in self.as_given] if is_flat else []
         self._iterator: Iterator[tuple[Any, int, int]] = iter(())
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -313,6 +295,28 @@ class EvalLoaders(StageLoaders):
         sampler = getattr(self.loaders[dataloader_idx], "batch_sampler", None)
         seen = sampler.seen if isinstance(sampler, TrackingBatchSampler) else []
         return seen[batch_idx] if batch_idx < len(seen) else []
+
+
+class TrackingBatchSampler(BatchSampler):
+    """A batch sampler that remembers the indices of each batch that it gave, for predictions."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+        self.seen: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.seen = []
+        for indices in self.batch_sampler:
+            self.seen.append(list(indices))
+            yield indices
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
 
 
 def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
