@@ -5,7 +5,7 @@ import torch
 from device import ON, Drawing, fused_adam, on_device, shuffled_on_device
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader, quiet, sgd
-from runs import Plain, val_loader
+from runs import val_loader
 
 from fabric_template import FabricLoop, MiniLoop
 
@@ -62,7 +62,7 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_loaders(precision, name):
     assert fit(train=LOADERS[name], precision=precision) in (12, 20)
 
@@ -74,20 +74,9 @@ def test_16_mixed_with_a_fused_optimizer():
         fit(Drawing(sgd), on_device, precision="16-mixed")
 
 
-CLIPPED_BY_VALUE = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
-
-
-@pytest.mark.parametrize(
-    "options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}, CLIPPED_BY_VALUE], ids=str
-)
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}], ids=str)
 def test_options(options):
     assert fit(train=on_device, **options) == 20
-
-
-def test_barebones():
-    refusing = Refusing()
-    FabricLoop(**ON, max_epochs=2, barebones=True, callbacks=[refusing]).fit(Plain(), on_device())
-    assert refusing.batches == 20
 
 
 def test_with_everything_on(tmp_path):
@@ -96,12 +85,6 @@ def test_with_everything_on(tmp_path):
     options |= {"default_root_dir": str(tmp_path), "monitor": "val_loss", "log_every_n_steps": 10}
     assert fit(train=on_device, val=val_loader, first=1, last=9, max_epochs=1, **options) == 8
     assert len(list(tmp_path.rglob("steps.csv"))) == len(list(tmp_path.rglob("best.ckpt"))) == 1
-
-
-def test_returned_values(tmp_path):
-    """The sums of the history stay on the device, and so does the check for NaN, every 32 steps."""
-    options = {"max_epochs": 1, "default_root_dir": str(tmp_path)}
-    assert fit(Plain(), lambda: on_device(1), first=0, last=38, **options) == 38
 
 
 def test_mini_loop():

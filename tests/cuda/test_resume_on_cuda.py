@@ -1,13 +1,10 @@
 """A run on a CUDA device that was killed resumes with the same bits. Checkpoints move between CPU and device."""
 
-import signal
-import subprocess
-
 import pytest
 import torch
 from device import DEVICE, ON, Drawing, Still, fused_adam, shuffled_on_device
 from modules import assert_same_weights, by_epoch, by_step, make_loader
-from runs import Snapshots, assert_same_end, fit, logs_of, same, source_of, tree, val_loader
+from runs import Snapshots, assert_same_end, fit, logs_of, tree, val_loader
 
 from fabric_template import MiniLoop
 
@@ -33,58 +30,18 @@ def test_killed(tmp_path, precision, optimizers, loader):
         assert tree(root) == tree(tmp_path / "whole")
 
 
-SCRIPT = """
-import os, signal
-from device import *
-from runs import *
-from lightning.pytorch.callbacks import Callback
-
-class Kill(Callback):
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == {at}:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-fit({root!r}, Drawing, shuffled_on_device, val_loader, max_epochs=2, save_every_n_steps=2, resume="auto", **ON,
-    precision="16-mixed", callbacks=[Kill()] if {at} else [])
-"""
-
-
-def test_sigkill(tmp_path):
-    for root, ats in (("whole", [0]), ("killed", [13, 0])):
-        for at in ats:
-            command = source_of(SCRIPT.format(root=str(tmp_path / root), at=at), __file__)
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-            assert done.returncode == (-signal.SIGKILL if at else 0), done.stderr
-    assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "killed")
-    files = [torch.load(next((tmp_path / root).rglob("last.ckpt")), weights_only=True) for root in ("whole", "killed")]
-    for key in ("state_dict", "optimizer_states", "lr_schedulers"):
-        assert same(files[0][key], files[1][key])
-
-
-@pytest.mark.parametrize("optimizers", [by_step, fused_adam])
 @pytest.mark.parametrize(("first", "then"), [(CPU, ON), (ON, CPU)], ids=["to the device", "to the CPU"])
-def test_resume_on_the_other_device(tmp_path, first, then, optimizers):
+def test_resume_on_the_other_device(tmp_path, first, then):
     """Weights, optimizer, counters and order of the data are those of the file. Only the arithmetic differs."""
-    options = {"make_module": lambda: Still(optimizers), "val": val_loader, "save_every_n_steps": 3}
+    options = {"make_module": lambda: Still(fused_adam), "val": val_loader, "save_every_n_steps": 3}
     loop, module, _ = fit(tmp_path, **first, max_epochs=1, **options)
     path = loop.checkpoint_path("last")
-    _, loaded, _ = fit(tmp_path, **then, max_epochs=1, resume=path, **options)
-    assert_same_weights(module, loaded)
-    whole, expected, expected_rows = fit(tmp_path / "whole", **first, max_epochs=3, **options)
-    resumed, module, rows = fit(tmp_path, **then, max_epochs=3, resume=path, **options)
+    assert_same_weights(module, Still.load_from_checkpoint(path, map_location="cpu"))
+    whole, expected, _ = fit(tmp_path / "whole", **first, max_epochs=3, **options)
+    resumed, module, _ = fit(tmp_path, **then, max_epochs=3, resume=path, **options)
     assert (whole.global_step, whole.current_epoch) == (resumed.global_step, resumed.current_epoch)
     for name, weight in expected.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], weight, rtol=1e-3, atol=1e-4)
-    losses = [torch.tensor(found["train_loss"].tolist()) for found in (rows, expected_rows)]
-    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-4)
-
-
-def test_a_file_of_the_device_is_read_on_the_cpu(tmp_path):
-    loop, module, _ = fit(tmp_path, lambda: Drawing(fused_adam), **ON, max_epochs=1)
-    path = loop.checkpoint_path("last")
-    weights = torch.load(path, weights_only=True, map_location="cpu")["state_dict"]
-    assert {tensor.device.type for tensor in weights.values()} == {"cpu"}
-    assert_same_weights(module, Drawing.load_from_checkpoint(path, map_location="cpu"))
 
 
 def test_mini_loop(tmp_path):
