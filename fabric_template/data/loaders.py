@@ -198,17 +198,20 @@ class TrainLoaders(StageLoaders):
         self._restored_rng = state["rng_before_ahead"]
 
     def check_short_pass(self, batches_done: int) -> None:
-        """Refuse a pass without batches, and warn of one that was shorter than its length says.
+        """Warn of a pass without batches, and of one that was shorter than its length says.
 
         Raises:
-            ConfigurationError: There was no batch.
+            ConfigurationError: There was no batch, and there will be none.
         """
         names = ", ".join(type(loader).__name__ for loader in self.loaders)
         if not batches_done:
-            epoch = self.run.progress.epochs_done
-            raise ConfigurationError(
-                no_batch_message(f"train loader ({names})", f"in epoch {epoch}")
-            )
+            is_used_up = any(isinstance(loader, Iterator) for loader in self.loaders)
+            if is_used_up or self.run.stop.max_epochs == -1:
+                # All further epochs would be empty, too.
+                when = f"in epoch {self.run.progress.epochs_done}"
+                raise ConfigurationError(no_batch_message(f"train loader ({names})", when))
+            self.run.warn_once(no_batch_message(f"train loader ({names})"))
+            return
         if self.num_batches != math.inf:
             self.run.warn_once(
                 f"The train loader ({names}) gave {batches_done} batches, expected {self.num_batches} by its"
