@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from .checkpoint.state import restore_dtypes
 from .data.tensor_loader import TensorLoader
-from .distributed.environment import join_processes
+from .distributed.launch import join_processes
 from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .loggers.csv_logger import to_cell
 from .training.module_adapter import unwrap

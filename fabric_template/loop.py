@@ -34,7 +34,7 @@ from .custom_loop import (
     setup_parts,
     to_scalars,
 )
-from .distributed.environment import launched_devices
+from .distributed.launch import launched_devices
 from .distributed.strategies import convert_plugins, convert_strategy
 from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .lightning_compat.callbacks import as_list, parse_callbacks

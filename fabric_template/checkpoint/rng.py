@@ -63,3 +63,11 @@ def _as_plain_values(
         "python": [version, list(numbers), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
     }
+
+
+def seed_new_process(rank: int) -> None:
+    """Draw other random numbers than the process whose states were restored here."""
+    seed = int(torch.randint(2**31, ())) + rank
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

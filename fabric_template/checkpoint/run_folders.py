@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.environment import gather_objects, is_started_externally
+from ..distributed.launch import gather_objects, is_started_externally
 from ..errors import CheckpointError, ConfigurationError, MissingCheckpointError, describe
 from ..loggers.csv_logger import claim_version
 from ..training.hooks import is_instance_of

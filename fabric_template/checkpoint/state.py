@@ -17,14 +17,13 @@ from lightning.fabric import __version__ as lightning_version
 from lightning.fabric.utilities import move_data_to_device
 
 from ..data.distributed_samplers import shares_of
-from ..distributed.environment import gather_objects
+from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError, WeightsOnlyError
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.read_logs import read_table
 from ..training.optimization import is_step_due
 from .distributed import load_shards
-from .rng import capture_rng_state, restore_rng_state
-from .world_size import change_world_size, seed_new_process
+from .rng import capture_rng_state, restore_rng_state, seed_new_process
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -368,7 +367,7 @@ def restore_position(run: RunState) -> None:
         # MiniLoop keeps the random numbers only.
         restore_rng_state(own["ranks"][run.fabric.global_rank % len(own["ranks"])]["rng"])
         return
-    change_world_size(run, own, run_settings(run))
+    check_world_size(run, own)
     warn_of_other_settings(run, own["settings"])
     option, current = own["accumulate_grad_batches"]
     if option == run.config.accumulate_grad_batches:
@@ -392,6 +391,18 @@ def restore_position(run: RunState) -> None:
     restore_rng_state(of_rank["rng"])
     if run.fabric.global_rank >= len(ranks):
         seed_new_process(run.fabric.global_rank)
+
+
+def check_world_size(run: RunState, own: dict[str, Any]) -> None:
+    """Refuse to continue in the middle of an epoch with another number of processes."""
+    saved, current = own["settings"]["shares"], shares_of(run)[0]
+    is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
+    if is_in_epoch and saved != current:
+        raise CheckpointError(
+            f"{run.checkpoint_path}: it is from the middle of an epoch of a run with {saved} processes, and"
+            f" this run has {current}. Use {saved} processes, a checkpoint from the end of an epoch, or load="
+            " to start a new run from the weights."
+        )
 
 
 def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:

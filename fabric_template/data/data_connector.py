@@ -25,12 +25,7 @@ from torch.utils.data import (
 from ..checkpoint.dataloader_state import has_state, samplers_of
 from ..training.checks import check_loader, loader_argument
 from ..training.hooks import overridden
-from .distributed_samplers import (
-    needs_shares,
-    remake_batch_sampler,
-    share_samples,
-    share_tensors,
-)
+from .distributed_samplers import remake_batch_sampler, share_samples, share_tensors, shares_of
 from .loaders import EvalLoaders, TrackingBatchSampler, TrainLoaders, combine_loaders, with_loaders
 from .tensor_loader import TensorLoader
 
@@ -228,7 +223,7 @@ class DataConnector:
 
 def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     """Return a loader with the sampler that this run needs."""
-    has_shares = needs_shares(run, stage)
+    has_shares = shares_of(run)[0] > 1
     if callable(getattr(loader, "for_rank", None)):
         return share_tensors(run, loader, stage) if has_shares else loader
     if not isinstance(loader, DataLoader):

@@ -15,7 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ..distributed.environment import gather_objects
+from ..distributed.launch import gather_objects
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,14 +31,6 @@ def shares_of(run: RunState) -> tuple[int, int]:
     if kwargs is None:
         return fabric.world_size, fabric.global_rank
     return kwargs["num_replicas"], kwargs["rank"]
-
-
-def needs_shares(run: RunState, stage: str) -> bool:
-    """Return whether the samples are shared: among several processes, or as in the epoch that continues."""
-    if shares_of(run)[0] > 1:
-        return True
-    own = run.own_state if run.resumes and stage == "train" else None
-    return own is not None and own["progress"]["is_in_epoch"] and own["sampler_seed"] is not None
 
 
 def share_tensors(run: RunState, loader: Any, stage: str) -> Any:

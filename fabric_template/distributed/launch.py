@@ -1,26 +1,33 @@
-"""Run a call in processes that are spawned or forked for it, and bring its results back to the caller."""
+"""Start or join the processes of a run: spawned and forked ones, scripts, torchrun and SLURM."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
+import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.strategies import DDPStrategy, ParallelStrategy
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessException
+from torch.optim import Optimizer
 
-from ..errors import ConfigurationTypeError
+from ..errors import ConfigurationError, ConfigurationTypeError
 from ..training.hooks import is_instance_of, overridden
-from .environment import is_joined
-from .model_parallel import gather_tensors
 from .signals import SignalForwarder, error_of_signal, signal_of_exit_code
+from .strategies import gather_tensors, has_mesh
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -29,6 +36,161 @@ if TYPE_CHECKING:
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
+# How long torch itself waits until all processes have come.
+_SECONDS_TO_JOIN = 1800.0
+
+
+# Processes of a launcher, or scripts that Fabric starts
+
+
+def is_joined() -> bool:
+    """Return whether this process is one of a group already."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def join_processes(fabric: Fabric) -> None:
+    """Join the group of the run's processes, unless an earlier call has done it."""
+    strategy = fabric.strategy
+    if not isinstance(strategy, ParallelStrategy):
+        return
+    is_child = is_instance_of(strategy.launcher, "_MultiProcessingLauncher") and is_joined()
+    is_from_cli = os.environ.get("LT_CLI_USED") == "1"
+    has_started = bool(getattr(strategy.launcher, "procs", ())) or has_mesh(strategy)
+    if not (is_child or is_from_cli or has_started):
+        if not is_joined():
+            atexit.register(_leave_group)
+        # The store has to stay open until all processes have joined.
+        store = open_store_of_attempt() if not is_joined() else None
+        fabric.launch()
+        del store
+
+
+def seed_processes(fabric: Fabric) -> None:
+    """Seed all processes alike, as Trainer does. Fabric's other strategies do it themselves."""
+    if isinstance(fabric.strategy, DDPStrategy):
+        reset_seed()
+
+
+def gather_objects(run: RunState, item: Any) -> list[Any]:
+    """Return an object of every process, in the order of their ranks."""
+    if run.fabric.world_size == 1:
+        return [item]
+    gathered: list[Any] = [None] * run.fabric.world_size
+    torch.distributed.all_gather_object(gathered, item)
+    return gathered
+
+
+def _leave_group() -> None:
+    if is_joined():
+        torch.distributed.destroy_process_group()
+
+
+def is_started_externally(fabric: Fabric) -> bool:
+    """Return whether somebody else starts the processes, so that they meet only when they join."""
+    environment = getattr(fabric.strategy, "cluster_environment", None)
+    return bool(getattr(environment, "creates_processes_externally", False))
+
+
+def end_processes(fabric: Fabric) -> None:
+    """Kill the scripts that this process has started, because they would wait for it."""
+    for process in getattr(fabric.strategy.launcher, "procs", ()):
+        process.kill()
+
+
+def started_by_launcher() -> tuple[str, int, int] | None:
+    """Return who has started this process, with how many others on each machine, and on how many machines."""
+    env = os.environ
+    if env.get("LT_CLI_USED") == "1":
+        return None
+    if TorchElasticEnvironment.detect():
+        world_size, devices = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+        return "torchrun", devices, world_size // devices
+    if SLURMEnvironment.detect() and env["SLURM_NTASKS"] != "1":
+        nodes = int(env.get("SLURM_NNODES", 1))
+        return "SLURM", int(env["SLURM_NTASKS"]) // nodes, nodes
+    return None
+
+
+def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
+    """Return the devices and machines of ``devices="auto"``, which Fabric takes as one on the CPU."""
+    started = started_by_launcher()
+    if devices != "auto" or started is None:
+        return devices, num_nodes
+    return started[1], started[2] if num_nodes == 1 else num_nodes
+
+
+def check_launched(fabric: Fabric, is_fit: bool) -> None:
+    """Refuse other numbers of processes than were started, which would wait for each other.
+
+    Raises:
+        ConfigurationError: devices or num_nodes are not those of the launcher.
+    """
+    started, strategy = started_by_launcher(), fabric.strategy
+    if started is None or started[1] * started[2] == 1:
+        return
+    launcher, devices, nodes = started
+    environment = getattr(strategy, "cluster_environment", None)
+    if not (is_fit or is_instance_of(environment, "TorchElasticEnvironment", "SLURMEnvironment")):
+        # One process may evaluate by itself.
+        return
+    given = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
+    is_spawning = is_instance_of(strategy.launcher, "_MultiProcessingLauncher")
+    if is_spawning or given != (devices, nodes):
+        raise ConfigurationError(
+            f"devices, num_nodes: got {given[0]} and {given[1]}, but {launcher} has started {devices} processes"
+            f" on each of {nodes} machines. Leave both out, and use strategy='ddp' or none."
+        )
+
+
+def open_store_of_attempt() -> TCPStore | None:
+    """Let the processes that torchrun has started again find each other through a new store.
+
+    torchrun's own store outlives its workers: torch finds the addresses of dead processes in it and waits
+    for them. So the first process opens a store for this attempt. Every process takes a number in torchrun's
+    store that none had before, and the first one answers each number with the address, until all have come.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = TCPStore(host, port, is_master=False)
+    number = shared.add("fabric_template/number", 1)
+    store, last_answered = None, 0
+    deadline = time.monotonic() + _SECONDS_TO_JOIN
+    if os.environ["RANK"] == "0":
+        # As torch does. One machine needs no name that others can resolve.
+        is_alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        host = "localhost" if is_alone else socket.getfqdn()
+        store = TCPStore(host, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
+        port, joined = store.port, f"fabric_template/joined/{number}"
+        while shared.add(joined, 0) < int(os.environ["WORLD_SIZE"]) - 1:
+            newest = shared.add("fabric_template/number", 0)
+            for other in range(last_answered + 1, newest + 1):
+                shared.set(f"fabric_template/answer/{other}", f"{host} {port} {joined}")
+            last_answered = newest
+            _wait(deadline)
+    else:
+        # A blocking call would hear no signal.
+        answer = f"fabric_template/answer/{number}"
+        while not shared.check([answer]):
+            _wait(deadline)
+        host, port_text, joined = shared.get(answer).decode().split()
+        port = int(port_text)
+        shared.add(joined, 1)
+    os.environ |= {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    return store
+
+
+def _wait(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"Not all processes have started within {_SECONDS_TO_JOIN:.0f} s.")
+    time.sleep(0.01)
+
+
+# Processes that are spawned or forked for one call
 
 
 def starts_processes(fabric: Fabric) -> bool:
@@ -58,7 +220,11 @@ def launch_processes(run: RunState) -> Any:
                     raise
                 raise first from error
             except (AttributeError, TypeError, pickle.PicklingError) as error:
-                raise _explain_pickle(error) from error
+                raise ConfigurationTypeError(
+                    "strategy: got one that spawns processes, which get the arguments of the call by pickle:"
+                    f" {error}. Define functions and classes at the top of a file, or use strategy='ddp' in a"
+                    " script and 'ddp_fork' in a notebook."
+                ) from error
         # A file that our own child wrote a moment ago.
         outcome = torch.load(Path(folder, "outcome"), weights_only=False)
     _apply_outcome(run, outcome)
@@ -132,24 +298,21 @@ def _call_in_process(
 
 def _unshare(arguments: dict[str, Any]) -> None:
     """Give this process weights and optimizer states of its own: spawned ones get them in shared memory."""
-    model, tensors = arguments["model"], []
+    model = arguments["model"]
     for part in [model, *getattr(model, "__dict__", {}).values()]:
         if isinstance(part, torch.nn.Module):
-            tensors += [*part.parameters(), *part.buffers()]
-    for optimizer in _flatten(arguments.get("optimizer")):
-        states = getattr(optimizer, "state", {})
-        tensors += [value for state in states.values() for value in state.values()]
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.is_shared():
-            tensor.data = tensor.data.clone()
+            _copy_shared([*part.parameters(), *part.buffers()])
+    optimizers: list[Optimizer] = []
+    apply_to_collection(arguments.get("optimizer"), Optimizer, optimizers.append)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            _copy_shared(state.values())
 
 
-def _flatten(item: Any) -> list[Any]:
-    if isinstance(item, dict):
-        item = list(item.values())
-    if not isinstance(item, list | tuple):
-        return [item]
-    return [part for inner in item for part in _flatten(inner)]
+def _copy_shared(items: Iterable[Any]) -> None:
+    for item in items:
+        if isinstance(item, torch.Tensor) and item.device.type == "cpu" and item.is_shared():
+            item.data = item.data.clone()
 
 
 def _outcome_of(run: RunState) -> dict[str, Any]:
@@ -215,13 +378,3 @@ def _first_error(folder: str) -> BaseException | None:
     """Return the error that came first: those of other processes may be its consequence."""
     paths = sorted(Path(folder).glob("*.error"))
     return pickle.loads(paths[0].read_bytes()) if paths else None
-
-
-def _explain_pickle(error: Exception) -> Exception:
-    if not any(text in str(error) for text in ("pickle", "Can't get local object")):
-        return error
-    return ConfigurationTypeError(
-        "strategy: got one that spawns processes, which get all that the call was given by pickle, and this"
-        f" cannot be pickled: {error}. Define functions and classes at the top of a file, or use"
-        " strategy='ddp' in a script and 'ddp_fork' in a notebook."
-    )

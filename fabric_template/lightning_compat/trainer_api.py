@@ -18,8 +18,7 @@ from ..checkpoint.distributed import remove_shards, save_checkpoint
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.state import build_checkpoint
 from ..config import LoopConfig
-from ..distributed.environment import join_processes
-from ..distributed.launch import starts_processes
+from ..distributed.launch import join_processes, starts_processes
 from ..errors import ConfigurationError
 from ..training.hooks import is_instance_of
 from ..training.optimization import clip_gradients

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..distributed.environment import check_launched
+from ..distributed.launch import check_launched
 from ..distributed.strategies import check_strategy
 from ..errors import (
     ConfigurationError,

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from ..distributed.model_parallel import clip_grad_norm
+from ..distributed.strategies import clip_grad_norm
 from ..errors import ConfigurationError, ConfigurationTypeError
 from ..lightning_compat.private import set_step_callback
 from .hooks import overridden

@@ -17,8 +17,13 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..checkpoint.run_folders import check_same_checkpoint, open_folders
 from ..checkpoint.state import restore_model, restore_training
-from ..distributed.environment import end_processes, join_processes, seed_processes
-from ..distributed.launch import launch_processes, starts_processes
+from ..distributed.launch import (
+    end_processes,
+    join_processes,
+    launch_processes,
+    seed_processes,
+    starts_processes,
+)
 from ..distributed.signals import (
     SignalHandler,
     error_of_signal,

@@ -18,7 +18,7 @@ from lightning.fabric.strategies import ModelParallelStrategy, SingleDeviceStrat
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.model_parallel import no_gradient_sync, shard_network, wrap_step
+from ..distributed.strategies import no_gradient_sync, shard_network, wrap_step
 
 
 class _CallStep(nn.Module):

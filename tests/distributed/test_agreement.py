@@ -8,6 +8,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from externally import externally
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
-from fabric_template.errors import ConfigurationError
+from fabric_template.errors import CheckpointError, ConfigurationError
 
 FORK = {"strategy": "ddp_fork"}
 LAST = "checkpoints/run/version_0/last.ckpt"
@@ -85,6 +86,28 @@ def test_another_number_of_processes_resumes_between_two_epochs(recwarn):
     assert len({part["drawn"] for part in read_epoch(2, 3)}) == 3  # not copies of one state
     assert history[["epoch", "step"]].to_numpy().tolist() == [[0, 6], [1, 18], [2, 22]]
     assert history.notna().all(axis=None)
+
+
+def train_with(processes, **words):
+    where = {"strategy": "ddp_fork", "devices": processes} if processes > 1 else {"devices": 1}
+    return fit(".", Classifier, **where, **words)
+
+
+@pytest.mark.filterwarnings("ignore:resume")
+@pytest.mark.parametrize(("first", "second", "steps"), [(2, 1, 15), (1, 2, 15)])
+def test_a_file_of_the_end_of_an_epoch_is_continued(first, second, steps):
+    """A callback saves it in the last hook of the epoch, or after its validation."""
+    saving = pl.callbacks.ModelCheckpoint("own", filename="saved", save_on_train_epoch_end=True)
+    train_with(first, max_epochs=1, callbacks=[saving])
+    loop, _, history = train_with(second, max_epochs=2, resume="own/saved.ckpt")
+    assert (loop.global_step, len(history)) == (steps, 2)
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
+def test_another_number_of_processes_in_the_middle_of_an_epoch_is_refused(first, second):
+    train_with(first, max_steps=2)
+    with pytest.raises(CheckpointError, match=f"middle of an epoch of a run with {first} processes, and this run"):
+        train_with(second, max_steps=4, resume="last")
 
 
 # ---- checkpoints

@@ -24,7 +24,7 @@ from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.checkpoint.distributed import SHARDS_KEY, ShardReader, verify_shards
 from fabric_template.checkpoint.resolve import find_newest
-from fabric_template.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from fabric_template.errors import CheckpointError, ConfigurationError
 
 TWO = {"accelerator": "cpu", "devices": 2}
 
@@ -288,8 +288,6 @@ def test_wrong_combinations_are_refused_before_the_launch(tmp_path):
         FabricLoop(strategy=fsdp(), callbacks=averaging, **TWO).fit(Classifier(), train())
     with pytest.raises(ConfigurationError, match=r"static_graph=True\) with accumulate_grad_batches=2.* Leave"):
         FabricLoop(strategy=DDPStrategy(static_graph=True), accumulate_grad_batches=2, **TWO).fit(Classifier(), train())
-    with pytest.raises(TypeError, match=r"DDPStrategy\(ddp_comm_hook=...\).* Leave it out"):
-        FabricLoop(strategy=DDPStrategy(ddp_comm_hook=print), **TWO)
     for strategy in ("deepspeed", "deepspeed_stage_2", fabrics.FSDPStrategy()):
         with pytest.raises(ConfigurationError, match="Use strategy=ModelParallelStrategy"):
             FabricLoop(strategy=strategy, **TWO)
@@ -342,20 +340,15 @@ def test_sharded_checkpoints():
     last = Path("full", HOME, "last.ckpt")
     small = read_checkpoint(last)
     assert set(small["state_dict"].values()) == {"sharded"}
-    verify_shards(last, small[SHARDS_KEY], reads_all=True)
+    verify_shards(last, small[SHARDS_KEY])
     model = Adam()
     (alone,) = FabricLoop(**loud("full")).validate(model, val(), load="last", verbose=False)
     assert alone["val_loss"] > 0
     net = read_checkpoint(Path("to_whole", HOME, "last.ckpt"))["state_dict"]
     assert {name: value.shape for name, value in net.items()} == {n: v.shape for n, v in model.state_dict().items()}
 
-    # A damaged tensor is refused, and with a missing file "auto" uses the checkpoint before.
+    # With a missing file "auto" uses the checkpoint before.
     shard = last.with_name("last.ckpt.step=15") / "__0_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[data.index(model.net[0].weight[0].detach().numpy().tobytes())] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(DamagedCheckpointError):
-        verify_shards(last, small[SHARDS_KEY], reads_all=True)
     shard.unlink()
     with pytest.warns(UserWarning, match="is missing. The checkpoint before it is used"):
         assert find_newest(Path("full", HOME)).name == "best.ckpt"
@@ -414,5 +407,5 @@ def test_a_process_that_cannot_write_its_shards_leaves_the_older_checkpoint():
         assert "process 1: " in Path(f"error{rank}").read_text()
     checkpoint = read_checkpoint(f"{HOME}/last.ckpt")
     assert checkpoint["global_step"] == 4
-    verify_shards(f"{HOME}/last.ckpt", checkpoint[SHARDS_KEY], reads_all=True)
+    verify_shards(f"{HOME}/last.ckpt", checkpoint[SHARDS_KEY])
     assert [path.name for path in Path(HOME).glob("last.ckpt.*")] == ["last.ckpt.step=4"]

@@ -82,7 +82,7 @@ class Mine(trainers.DDPStrategy):
         (trainers.DDPStrategy(ddp_comm_hook=print), r"got DDPStrategy\(ddp_comm_hook=...\).* Leave it out"),
         (
             trainers.DDPStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu")),
-            r"with its own precision. Write FabricLoop\(precision=...\)",
+            r"got DDPStrategy\(precision_plugin=...\).* the precision and plugins are options of FabricLoop",
         ),
     ],
     ids=["fsdp", "own", "hook", "precision"],
