@@ -64,13 +64,15 @@ class TensorLoader:
         seed: int = 0,
         repeats_samples: bool = True,
     ) -> TensorLoader:
-        """Return a loader of one process's share of the samples.
+        """Return a loader of one process's share of the samples; this loader for a single process.
 
         Args:
             shuffle: None: as this loader.
             seed: By which all processes draw one order.
             repeats_samples: Fill the shares up to the same length, as DistributedSampler does.
         """
+        if world_size == 1:
+            return self
         other = copy.copy(self)
         samples: Any = range(len(self.tensors[0]))
         is_shuffled = self.shuffle if shuffle is None else shuffle

@@ -76,16 +76,18 @@ def test_tensor_loader_and_max_steps():
     torch.manual_seed(1)
     expected = make_net()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    batches = [batch for _ in range(2) for batch in TensorLoader(x, y, batch_size=4)]
+    torch.manual_seed(2)
+    batches = [batch for _ in range(2) for batch in TensorLoader(x, y, batch_size=4, shuffle=True)]
     for inputs, labels in batches[:13]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(expected(inputs), labels).backward()
         optimizer.step()
     torch.manual_seed(1)
     net = make_net()
+    torch.manual_seed(2)
     loop = MiniLoop(max_steps=13, accelerator="cpu")
     arguments = RUNGS["functions"](net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1))[1]
-    history = loop.fit(net, TensorLoader(x, y, batch_size=4), **arguments)
+    history = loop.fit(net, TensorLoader(x, y, batch_size=4, shuffle=True), **arguments)
     assert_same_weights(expected, net)
     assert history["step"].tolist() == [10, 13]
 
