@@ -1,4 +1,4 @@
-"""Iterables of every kind as loaders give the batches that they give under Trainer, also after a resume."""
+"""Iterables of every kind give the batches that they give under Trainer, also after a resume."""
 
 import itertools
 
@@ -24,16 +24,6 @@ class Own:
 class OwnWithLength(Own):
     def __len__(self):
         return 6
-
-
-class Around:
-    """Returns another object that is its own iterator."""
-
-    def __init__(self):
-        self.inner = Own()
-
-    def __iter__(self):
-        return iter(self.inner)
 
 
 class Function:
@@ -65,31 +55,11 @@ class OwnDataLoader(torch.utils.data.DataLoader):
         return next(self.batches)
 
 
-KINDS = [Own, OwnWithLength, Around, Function, Items, OwnDataLoader]
-
-
-@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("make", [Own, OwnWithLength, Function, Items, OwnDataLoader])
 def test_parity(make):
     """In training, the sanity check and validation. Those with a length are limited."""
     limits = {"limit_train_batches": 4, "limit_val_batches": 3} if hasattr(make, "__len__") else {}
     assert_parity(Classifier, make, make, max_epochs=2, **limits)
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_parity_of_several_loaders(together):
-    class Pairs(Classifier):
-        def training_step(self, batch, batch_idx):
-            return sum(super(Pairs, self).training_step(part, batch_idx) for part in batch)
-
-        def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            return super().validation_step(batch, batch_idx)
-
-    loaders = lambda: [Own(), OwnWithLength()]  # noqa: E731
-    assert_parity(
-        *((Pairs, loaders) if together else (type("Two", (Pairs,), {"training_step": Classifier.training_step}), Own)),
-        loaders,
-        max_epochs=2,
-    )
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
@@ -111,27 +81,10 @@ def test_one_pass_is_enough_for_one_epoch():
     assert_parity(Classifier, once, once, max_epochs=1, num_sanity_val_steps=0)
 
 
-@pytest.mark.parametrize("call", ["fit", "validate", "test", "predict"])
-def test_used_up(tmp_path, call):
+def test_used_up(tmp_path):
     """An error where nothing would be trained, a warning where nothing is evaluated."""
     hint = r"loader \(chain\) gave no batch in .* An iterator is used up after one pass: give an object"
-    if call == "fit":
-        with pytest.raises(ValueError, match=f"The train {hint}"):
-            fit(tmp_path, train=once, max_epochs=2)
-        with pytest.warns(UserWarning, match=f"The val {hint}"):
-            fit(tmp_path, val=once, max_epochs=2)
-        return
-
-    class Tests(Classifier):
-        def test_step(self, batch, batch_idx):
-            self.log("loss", self(batch[0]).sum())
-
-        def predict_step(self, batch, batch_idx):
-            return self(batch[0])
-
-    loop, module, _ = fit(tmp_path, Tests, max_epochs=1)
-    batches = once()
-    getattr(loop, call)(module, batches)
-    stage = "val" if call == "validate" else call
-    with pytest.warns(UserWarning, match=f"The {stage} {hint}"):
-        getattr(loop, call)(module, batches)
+    with pytest.raises(ValueError, match=f"The train {hint}"):
+        fit(tmp_path, train=once, max_epochs=2)
+    with pytest.warns(UserWarning, match=f"The val {hint}"):
+        fit(tmp_path, val=once, max_epochs=2)
