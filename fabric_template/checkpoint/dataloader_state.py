@@ -149,6 +149,8 @@ class ResumableLoader:
             replaced = {"collate_fn": recorder.collate, "worker_init_fn": recorder.start_worker}
         if indices is not None:
             replaced[self._index_name] = indices
+        if not replaced:
+            return iter(self.loader)
         with replaced_attributes(self.loader, replaced):
             if self._is_persistent and self.loader._iterator is not None:
                 # Persistent workers keep the indices of their first pass.
@@ -393,10 +395,8 @@ def replaced_attributes(loader: Any, values: dict[str, Any]) -> Iterator[None]:
     """Give a loader other attributes while an iterator is made, which keeps them."""
     previous = {name: getattr(loader, name) for name in values}
     # A DataLoader refuses to change its samplers through its own __setattr__.
-    for name, value in values.items():
-        object.__setattr__(loader, name, value)
+    vars(loader).update(values)
     try:
         yield
     finally:
-        for name, value in previous.items():
-            object.__setattr__(loader, name, value)
+        vars(loader).update(previous)

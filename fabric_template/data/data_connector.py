@@ -144,10 +144,10 @@ class DataConnector:
 
     def setup_eval_loaders(self, stage: str) -> None:
         """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""
-        is_due, restored = self._should_reload(stage), self._restored_eval
+        run, is_due, restored = self.run, self._should_reload(stage), self._restored_eval
         if self._eval_stage == stage and not is_due:
             return
-        run, self._restored_eval = self.run, None
+        self._restored_eval = None
         if is_due:
             # A sanity check before an epoch that does not validate does not count as a load.
             every = run.config.check_val_every_n_epoch
@@ -176,23 +176,26 @@ class DataConnector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of the loaders, those of the validation between two passes."""
-        progress, restored = self.run.progress.state_dict(), self._restored_eval
-        has_eval = self.eval_loaders is not None and self._eval_stage == "val"
+        progress = self.run.progress.state_dict()
+        val = self.eval_loaders.state_dict() if self._has_val_loaders() else self._restored_eval
         return {
             "loaded_in_epoch": dict(sorted(self._loaded_in_epoch.items())),
             "train": None if self.train is None else self.train.state_dict(progress),
-            "val": self.eval_loaders.state_dict() if has_eval else restored,
+            "val": val,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # The loader that exists was made for this run. It is due again as it was before the resume.
         self._loaded_in_epoch.update(state["loaded_in_epoch"])
-        if state["val"] is not None and self.eval_loaders is not None and self._eval_stage == "val":
+        if state["val"] is not None and self._has_val_loaders():
             self.eval_loaders.load_state_dict(state["val"])
-        elif state["val"] is not None:
+        else:
             self._restored_eval = state["val"]
         if self.train is not None and state["train"] is not None:
             self.train.load_state_dict(state["train"], self.run.progress.is_in_epoch)
+
+    def _has_val_loaders(self) -> bool:
+        return self.eval_loaders is not None and self._eval_stage == "val"
 
     def loader_states(self) -> list[Any]:
         """Return the states of the training loaders with ``state_dict``, which Trainer saves, too."""
@@ -228,39 +231,26 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
         return share_tensors(run, loader, stage) if has_shares else loader
     if not isinstance(loader, DataLoader):
         return loader
-    warn_of_loader(run, loader, stage)
     if run.config.overfit_batches and run.stage == "fit":
         loader = _without_shuffling(run, loader, stage)
-    prepare_workers(run, loader, stage)
+    warn_of_loader(run, loader, stage)
+    if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
     is_map_style = not isinstance(loader.dataset, IterableDataset)
     is_distributed = isinstance(loader.sampler, DistributedSampler)
     if has_shares and is_map_style and not is_distributed:
-        loader = with_sampler(loader, *share_samples(run, loader, stage))
+        loader = with_samplers(loader, *share_samples(run, loader, stage))
     if stage == "predict" and is_map_style and loader.batch_sampler is not None:
         batch_sampler = loader.batch_sampler
         if type(batch_sampler) is BatchSampler:
             # As Trainer: no sample is dropped, and a BatchSampler of the user's own loses its order.
             batch_sampler = BatchSampler(loader.sampler, batch_sampler.batch_size, False)
-        loader = with_batch_sampler(loader, TrackingBatchSampler(batch_sampler))
+        loader = with_samplers(loader, loader.sampler, TrackingBatchSampler(batch_sampler))
     return loader
 
 
-def prepare_workers(run: RunState, loader: DataLoader, stage: str) -> None:
-    """Seed the workers of a loader as Trainer does, and warn where there are few."""
-    most = suggested_max_num_workers(run.loop.num_devices)
-    if loader.num_workers < 2 and most > 1:
-        run.warn_once(
-            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider"
-            f" increasing the value of the `num_workers` argument` to `num_workers={most}` in the"
-            " `DataLoader` to improve performance.",
-            PossibleUserWarning,
-        )
-    if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
-
-
 def warn_of_loader(run: RunState, loader: DataLoader, stage: str) -> None:
-    """Warn of evaluations in random order, and of streams whose length may be wrong."""
+    """Warn of evaluations in random order, streams whose length may be wrong, and few workers."""
     if run.stage != "fit" and isinstance(loader.sampler, RandomSampler):
         run.warn_once(
             f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you"
@@ -273,6 +263,14 @@ def warn_of_loader(run: RunState, loader: DataLoader, stage: str) -> None:
             " (when num_workers > 1), `__len__` could be inaccurate if each worker is not configured"
             " independently to avoid having duplicate data."
         )
+    most = suggested_max_num_workers(run.loop.num_devices)
+    if loader.num_workers < 2 and most > 1:
+        run.warn_once(
+            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider"
+            f" increasing the value of the `num_workers` argument` to `num_workers={most}` in the"
+            " `DataLoader` to improve performance.",
+            PossibleUserWarning,
+        )
 
 
 def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoader:
@@ -284,23 +282,15 @@ def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoa
     )
     dataset: Any = loader.dataset
     sampler = SequentialSampler(dataset)
-    return with_sampler(loader, sampler, remake_batch_sampler(loader.batch_sampler, sampler))
+    return with_samplers(loader, sampler, remake_batch_sampler(loader.batch_sampler, sampler))
 
 
-def with_sampler(loader: DataLoader, sampler: Any, batch_sampler: Any) -> DataLoader:
-    """Return a copy of a loader that takes its samples in another order."""
-    clone = with_batch_sampler(loader, batch_sampler)
-    object.__setattr__(clone, "sampler", sampler)
-    return clone
-
-
-def with_batch_sampler(loader: DataLoader, batch_sampler: Any) -> DataLoader:
-    """Return a copy of a loader with other batches of indices.
+def with_samplers(loader: DataLoader, sampler: Any, batch_sampler: Any) -> DataLoader:
+    """Return a copy of a loader that takes its samples in another order.
 
     A copy keeps the class of the loader and its attributes, also those of subclasses that cannot be
     constructed again. A DataLoader refuses to change its samplers through its own ``__setattr__``.
     """
     clone = copy.copy(loader)
-    object.__setattr__(clone, "batch_sampler", batch_sampler)
-    object.__setattr__(clone, "_iterator", None)
+    vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
     return clone

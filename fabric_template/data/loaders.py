@@ -304,22 +304,18 @@ class TrackingBatchSampler(BatchSampler):
     """A batch sampler that remembers the indices of each batch that it gave, for predictions."""
 
     def __init__(self, batch_sampler: Any) -> None:
-        self.batch_sampler = batch_sampler
+        vars(self).update(vars(batch_sampler))
+        self._batch_sampler = batch_sampler
         self.seen: list[list[int]] = []
 
     def __iter__(self) -> Iterator[Any]:
         self.seen = []
-        for indices in self.batch_sampler:
+        for indices in self._batch_sampler:
             self.seen.append(list(indices))
             yield indices
 
     def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
+        return len(self._batch_sampler)
 
 
 def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:

@@ -75,10 +75,9 @@ class TensorLoader:
             return self
         other = copy.copy(self)
         samples: Any = range(len(self.tensors[0]))
-        is_shuffled = self.shuffle if shuffle is None else shuffle
-        other._sampler = DistributedSampler(
-            samples, world_size, rank, shuffle=is_shuffled, seed=seed
-        )
+        if shuffle is None:
+            shuffle = self.shuffle
+        other._sampler = DistributedSampler(samples, world_size, rank, shuffle=shuffle, seed=seed)
         if not (repeats_samples or self.drop_last):
             remove_padding(other._sampler)
         return other
@@ -131,16 +130,11 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor[rows]
 
 
-def has_samples(tensor: Any) -> bool:
-    """Return whether an object is a tensor of samples, or behaves like one."""
-    if isinstance(tensor, Tensor):
-        return tensor.dim() > 0
-    return hasattr(tensor, "device") and hasattr(tensor, "__len__")
-
-
 def check_tensors(tensors: tuple[Any, ...]) -> None:
     """Refuse what is no tensor of samples, and tensors of different lengths."""
-    wrong = [type(part).__name__ for part in tensors if not has_samples(part)]
+    wrong = [
+        type(part).__name__ for part in tensors if not isinstance(part, Tensor) or part.dim() == 0
+    ]
     if wrong:
         raise TypeError(
             f"TensorLoader: got {', '.join(wrong)}, expected tensors with a first dimension of samples. Write"
