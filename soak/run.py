@@ -4,8 +4,7 @@
     python soak/run.py --part kills --kills 100      one part, smaller
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
-Parts: `workers` and `nodes` are tests/faults/elastic.py (a worker killed under torchrun, and a whole node), `workers_sharded`
-and `nodes_sharded` with a model in parts,
+Parts: `workers` is tests/faults/elastic.py (a worker killed under torchrun), `workers_sharded` with a sharded model,
 `failing` is tests/distributed/test_failing_ranks.py (one rank of two fails, in each way),
 `launchers` is soak/launchers.py (launchers x strategies x verbs, and signals to torchrun),
 `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
@@ -37,8 +36,6 @@ PARTS = (
     "ranks",
     "sharded",
     "workers",
-    "nodes",
-    "nodes_sharded",
     "workers_sharded",
     "failing",
     "launchers",
@@ -53,15 +50,17 @@ def command_of(part, words, seed):
     """What is typed for a part by itself."""
     python = [sys.executable]
     drawn = [*python, FAULTS / "configurations.py", "--seed", seed]
-    if part.startswith(("workers", "nodes")):
-        where, _, kind = part.partition("_")
-        more = (
-            ["--nodes", 2, "--kills", words.node_kills]
-            if where == "nodes"
-            else ["--kills", words.worker_kills]
-        )
-        more += [f"--{kind}", "--forked"] if kind else []
-        return [*python, FAULTS / "elastic.py", *more, "--seed", seed]
+    if part.startswith("workers"):
+        more = ["--sharded"] if part == "workers_sharded" else []
+        return [
+            *python,
+            FAULTS / "elastic.py",
+            *more,
+            "--kills",
+            words.worker_kills,
+            "--seed",
+            seed,
+        ]
     return {
         "kills": [*python, FAULTS / "kills.py", "--kills", words.kills, "--seed", seed],
         "ranks": [
@@ -133,13 +132,18 @@ def rows_of(part, seconds, figures):
             f"the first save; seed {figures['seed']}"
         )
         return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
-    if part.startswith(("workers", "nodes")):
+    if part.startswith("workers"):
         how = ", sharded" if figures["kind"] == "sharded" else ""
-        what = f"SIGKILL of {'one node of two' if part.startswith('nodes') else 'a worker under torchrun'}{how}"
         remark = f"{figures['rounds']} runs, {figures['hangs']} hung; seed {figures['seed']}"
-        if part.startswith("nodes"):
-            remark = f"{figures['came_back']} nodes came back, {figures['came_late']} of them behind the end; {remark}"
-        return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
+        return [
+            (
+                f"SIGKILL of a worker under torchrun{how}",
+                figures["kills"],
+                len(figures["losses"]),
+                seconds,
+                remark,
+            )
+        ]
     if part == "launchers":
         count = len(figures["table"]) + len(figures["signals"])
         remark = f"{len(figures['table'])} launchers with a strategy, each with all verbs; {len(figures['signals'])} signals"
@@ -231,9 +235,6 @@ def main():
     )
     parser.add_argument(
         "--worker-kills", type=int, default=100, help="SIGKILLs of a worker under torchrun (100)"
-    )
-    parser.add_argument(
-        "--node-kills", type=int, default=30, help="SIGKILLs of one node of two (30)"
     )
     parser.add_argument("--faults", type=int, default=1000, help="system calls that fail (1000)")
     parser.add_argument(

@@ -143,11 +143,6 @@ def remove_padding(sampler: DistributedSampler) -> DistributedSampler:
     return sampler
 
 
-def longest_share(sampler: DistributedSampler) -> int:
-    """Return the number of samples of the process that has most of them."""
-    return math.ceil(sampler.total_size / sampler.num_replicas)
-
-
 class EvenBatchSampler(BatchSampler):
     """Gives every process the same number of batches, though shares may differ by one sample.
 
@@ -176,8 +171,10 @@ class EvenBatchSampler(BatchSampler):
 
 def count_even_batches(sampler: DistributedSampler, batch_size: int) -> int:
     """Return the number of batches of each process. Batches of one sample cannot be split."""
-    longest = len(sampler) if batch_size == 1 else longest_share(sampler)
-    return math.ceil(longest / batch_size)
+    if batch_size == 1:
+        return len(sampler)
+    longest_share = math.ceil(sampler.total_size / sampler.num_replicas)
+    return math.ceil(longest_share / batch_size)
 
 
 def even_cuts(

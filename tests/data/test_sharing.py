@@ -10,7 +10,6 @@ from modules import quiet
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
     SequentialSampler,
     TensorDataset,
@@ -94,19 +93,6 @@ def test_evaluation_sees_each_sample_once_where_trainer_repeats_some(tmp_path, k
     assert result == {"mean": 3.0}
 
 
-def test_an_own_distributed_sampler_repeats_samples_as_under_trainer(tmp_path):
-    """What Trainer does; a DistributedSampler of one's own asks for it here, too."""
-    trainer = pl.Trainer(**quiet(**FORK))
-    (expected,) = trainer.validate(Sees(tmp_path), LOADERS["DataLoader"](7, 3), verbose=False)
-    assert expected == {"mean": 21 / 8, "sum": 21.0}
-
-    class Own(pl.LightningDataModule):
-        def val_dataloader(self):
-            return DataLoader(numbers(7), batch_size=3, sampler=DistributedSampler(numbers(7), shuffle=False))
-
-    assert FabricLoop(**quiet(**FORK)).validate(Sees(tmp_path), datamodule=Own(), verbose=False) == [expected]
-
-
 def test_every_process_has_as_many_validation_batches(tmp_path):
     """Of 9 samples one process has batches of 4 and 1, the other 3 and 1. Steps that reduce values do not wait forever."""
     loop = FabricLoop(**quiet(max_epochs=1, num_sanity_val_steps=0, **FORK))
@@ -114,12 +100,6 @@ def test_every_process_has_as_many_validation_batches(tmp_path):
     assert seen(tmp_path, "validate") == [[[0, 2, 4, 6], [8]], [[1, 3, 5], [7]]]
     assert loop.callback_metrics["mean_epoch"] == 4.0
     assert loop.callback_metrics["sum"] == 36.0
-
-
-def test_fewer_samples_than_processes_are_repeated(tmp_path):
-    (result,) = FabricLoop(**quiet(**FORK)).validate(Sees(tmp_path), LOADERS["DataLoader"](1, 3), verbose=False)
-    assert seen(tmp_path, "validate") == [[[0]], [[0]]]
-    assert result["mean"] == 0.0
 
 
 def test_drop_last(tmp_path):

@@ -184,6 +184,19 @@ def test_weights_and_metrics_equal_trainers(name):
     assert (loop.current_epoch, loop.global_step) == (2, 4 if "accumulate_grad_batches" in words else 10)
 
 
+def weighted():
+    sampler = WeightedRandomSampler(torch.arange(40) + 1.0, 40, generator=torch.Generator().manual_seed(2))
+    return DataLoader(make_data(), batch_size=4, sampler=sampler)
+
+
+@pytest.mark.parametrize("make", [lambda: make_loader(shuffle=False), weighted], ids=["unshuffled", "weighted"])
+def test_training_loaders_have_trainers_order(make):
+    """With several processes Trainer shuffles every training loader without a DistributedSampler."""
+    _, expected = run_trainer(Synced, make, max_epochs=2, **FORK)
+    _, module = run_loop(Synced, make, max_epochs=2, **FORK)
+    assert_same_weights(expected, module)
+
+
 @pytest.mark.usefixtures("quick_spawn")
 def test_spawned_processes_give_the_same_bits_as_forked_ones():
     """Spawned processes get the weights in shared memory, and need their own."""
@@ -248,59 +261,6 @@ def test_callbacks_come_back_with_their_state(tmp_path):
     assert stopping.stopped_epoch == 1
     assert saving.best_model_path == str(tmp_path / "best.ckpt")
     assert files(tmp_path) == ["best.ckpt"]
-
-
-# ---- samples
-
-
-class Samples:
-    """A plain object whose steps note their samples."""
-
-    def __init__(self, folder):
-        self.net, self.folder = nn.Linear(1, 1), folder
-        self.seen = {"train": [[], []], "val": [[], []]}
-        self.epoch = 0
-
-    def training_step(self, batch):
-        (x,) = batch
-        self.seen["train"][self.epoch] += x[:, 0].int().tolist()
-        return self.net(x).square().mean()
-
-    def validation_step(self, batch):
-        (x,) = batch
-        self.seen["val"][self.epoch] += x[:, 0].int().tolist()
-        return self.net(x).square().mean()
-
-    def on_train_epoch_end(self):
-        self.epoch += 1
-
-    def on_train_end(self):
-        torch.save(self.seen, f"{self.folder}/samples{torch.distributed.get_rank()}.pt")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.0)
-
-
-def numbered(num):
-    return TensorDataset(torch.arange(num).float()[:, None])
-
-
-@pytest.mark.parametrize("kind", ["DataLoader", "TensorLoader"])
-def test_the_sampler_shares_the_samples_and_reshuffles_every_epoch(tmp_path, kind):
-    if kind == "DataLoader":
-        loaders = DataLoader(numbered(20), batch_size=4, shuffle=True), DataLoader(numbered(8), batch_size=2)
-    else:
-        x, y = torch.arange(20).float()[:, None], torch.arange(8).float()[:, None]
-        loaders = TensorLoader(x, batch_size=4, shuffle=True), TensorLoader(y, batch_size=2)
-    pl.seed_everything(1, verbose=False)
-    FabricLoop(**quiet(max_epochs=2, num_sanity_val_steps=0, **FORK)).fit(Samples(tmp_path), *loaders)
-    one, other = (torch.load(tmp_path / f"samples{rank}.pt") for rank in range(2))
-    for epoch in range(2):
-        assert sorted(one["train"][epoch] + other["train"][epoch]) == list(range(20))
-        assert (one["val"][epoch], other["val"][epoch]) == ([0, 2, 4, 6], [1, 3, 5, 7])
-    for rank in (one, other):
-        assert rank["train"][0] != rank["train"][1]
-        assert rank["train"][0] != sorted(rank["train"][0])
 
 
 # ---- gradients

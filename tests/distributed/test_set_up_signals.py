@@ -7,11 +7,8 @@ import time
 
 import pytest
 from externally import externally
-from lightning.fabric.strategies import DDPStrategy
-from modules import Classifier, make_loader, quiet
-from runs import fit, tree, val_loader
-
-from fabric_template import FabricLoop
+from modules import Classifier
+from runs import fit, val_loader
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
@@ -43,9 +40,6 @@ class Hit(Classifier):
     def setup(self, stage):
         self._maybe("setup")
 
-    def configure_model(self):
-        self._maybe("configure_model")
-
     def validation_step(self, batch, batch_idx):
         self._maybe("sanity")
         return super().validation_step(batch, batch_idx)
@@ -64,8 +58,7 @@ def set_up(rank, strategy, *hit):
     ("hook", "rank", "number"),
     [
         ("prepare_data", 0, "SIGTERM"),
-        ("setup", 1, "SIGINT"),
-        ("configure_model", 0, "SIGUSR1"),
+        ("setup", 1, "SIGUSR1"),
         ("sanity", 1, "SIGTERM"),
     ],
 )
@@ -78,7 +71,7 @@ def test_ranks_that_come_by_themselves(hook, rank, number):
 
 @pytest.mark.parametrize(
     ("who", "hook", "number"),
-    [("parent", "setup", "SIGINT"), ("parent", "prepare_data", "SIGTERM"), ("child", "setup", "SIGINT")],
+    [("parent", "setup", "SIGINT"), ("child", "setup", "SIGINT")],
 )
 def test_ranks_that_are_forked(who, hook, number):
     """The script that has forked them gets it, or one of them: the script ends so, and nobody stays."""
@@ -86,36 +79,3 @@ def test_ranks_that_are_forked(who, hook, number):
     assert code == CODES[number], error
     assert "trains" not in error
     assert "went on" not in error
-
-
-class NotYet(DDPStrategy):
-    """The signal comes while the ranks find each other."""
-
-    def setup_environment(self):
-        if os.environ["LOCAL_RANK"] == "1":
-            os.kill(os.getppid(), signal.SIGINT)
-            time.sleep(10_000)  # until it is passed on, which may be at once
-        super().setup_environment()
-
-
-def launch(rank):
-    fit("run", strategy=NotYet(start_method="fork"), devices=2, max_epochs=1)
-
-
-def test_while_they_are_launched():
-    (code,), (error,) = externally(launch, ranks=1, is_launched=False)
-    assert code == 130, error
-    assert "SIGKILL" not in error  # which torch sends after half a minute
-
-
-def test_alone_a_signal_ends_the_set_up_at_once():
-    """... as it always does in Python; nothing is left."""
-    with pytest.raises(KeyboardInterrupt):
-        FabricLoop(**quiet(max_epochs=1)).fit(Alone(), make_loader(16))
-    assert tree(".") == []
-
-
-class Alone(Classifier):
-    def setup(self, stage):
-        signal.raise_signal(signal.SIGINT)
-        raise AssertionError("went on")
