@@ -5,7 +5,6 @@
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
 Parts: `workers` is tests/faults/elastic.py (a worker killed under torchrun), `workers_sharded` with a sharded model,
-`failing` is tests/distributed/test_failing_ranks.py (one rank of two fails, in each way),
 `launchers` is soak/launchers.py (launchers x strategies x verbs, and signals to torchrun),
 `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
 `configurations` is tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py
@@ -37,7 +36,6 @@ PARTS = (
     "sharded",
     "workers",
     "workers_sharded",
-    "failing",
     "launchers",
     "reads",
     "sweep",
@@ -82,7 +80,6 @@ def command_of(part, words, seed):
             "--seed",
             seed,
         ],
-        "failing": [*python, ROOT / "tests" / "distributed" / "test_failing_processes.py"],
         "launchers": [*python, ROOT / "soak" / "launchers.py"],
         "configurations": [*drawn, "--count", words.configurations],
         "configurations2": [*drawn, "--count", words.configurations // 20, "--ranks", 2],
@@ -149,17 +146,6 @@ def rows_of(part, seconds, figures):
         remark = f"{len(figures['table'])} launchers with a strategy, each with all verbs; {len(figures['signals'])} signals"
         return [
             ("launchers, strategies and signals", count, len(figures["losses"]), seconds, remark)
-        ]
-    if part == "failing":
-        remark = f"each ended within {max(figures['seconds'].values()):.0f} s, of which a hanging group's timeout is 10"
-        return [
-            (
-                "one rank of two fails",
-                len(figures["seconds"]),
-                len(figures["losses"]),
-                seconds,
-                remark,
-            )
         ]
     if part == "reads":
         remark = f"{figures['looks']} looks of a resumed run, each alone and with a later one"

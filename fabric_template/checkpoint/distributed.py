@@ -236,19 +236,16 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
     """
     index = checkpoint.get(SHARDS_KEY)
     if index is not None:
-        folder = shard_folder(index, str(run.checkpoint_path))
-        reader = ShardReader(folder)
+        path = str(run.checkpoint_path)
+        verify_shards(path, index)
+        reader = ShardReader(shard_folder(index, path))
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
         places = {name: place for name, place in index["places"].items() if place[0] == key}
         tensors = {n: _empty(run, place, saved[n]) for n, place in places.items()}
-        try:
-            with warnings.catch_warnings():
-                # One process reads by itself, as it should.
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                dcp.load(tensors, storage_reader=reader)
-        except CheckpointException as error:
-            cause, _ = next(iter(error.failures.values()))
-            raise cause from None
+        with warnings.catch_warnings():
+            # One process reads by itself, as it should.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=reader)
         for name, place in places.items():
             container = checkpoint
             for part in place[:-1]:

@@ -367,6 +367,15 @@ def test_an_error_in_a_process_reaches_the_caller():
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Broken(), train())
 
 
+def test_closures_are_refused_by_strategies_that_spawn():
+    net = nn.Linear(8, 3)
+    loop = FabricLoop(**quiet(max_epochs=1, devices=2), strategy="ddp_spawn")
+    with pytest.raises(TypeError) as caught:
+        loop.fit(net, make_loader(), training_step=lambda net, batch: step_function(net, batch), optimizer=sgd(net))
+    assert "strategy: got one that spawns processes" in str(caught.value)
+    assert "<lambda>" in str(caught.value)
+
+
 class LogsNothing(nn.Module):
     """Returns different values in each process."""
 

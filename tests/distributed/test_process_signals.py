@@ -1,14 +1,18 @@
-"""Signals while several ranks are launched and set up: all end, soon, with the signal's code. And their group at the end."""
+"""Signals to one of several processes, and their group at the end."""
 
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 from externally import externally
-from modules import Classifier
+from modules import Classifier, make_loader, quiet
 from runs import fit, val_loader
+
+from fabric_template import FabricLoop
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
@@ -79,3 +83,57 @@ def test_ranks_that_are_forked(who, hook, number):
     assert code == CODES[number], error
     assert "trains" not in error
     assert "went on" not in error
+
+
+# ---- signals during training
+
+
+class HitLater(Classifier):
+    """In the third step of the second process the script that has started it gets a signal."""
+
+    def __init__(self, number, script):
+        super().__init__()
+        self.number, self.script = number, script
+
+    def training_step(self, batch, batch_idx):
+        if (self.global_step, self.global_rank) == (2, 1):
+            os.kill(self.script, self.number)
+        time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def fork(rank, number):
+    script = os.getpid()
+    fit("run", lambda: HitLater(number, script), max_epochs=20, strategy="ddp_fork", devices=2)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_script_passes_signals_on_to_its_forked_processes(number, code):
+    (found,), (error,) = externally(fork, number, ranks=1, is_launched=False, timeout=100)
+    assert found == code, error
+    assert Path("run/checkpoints/run/version_0/last.ckpt").exists()
+
+
+# ---- the group
+
+
+def again(rank, is_own):
+    if is_own:
+        torch.distributed.init_process_group("gloo")
+    loop = FabricLoop(**quiet(strategy="ddp", devices=2, max_epochs=1))
+    module = Classifier()
+    loop.fit(module, make_loader(16))
+    assert torch.distributed.is_initialized()
+    loop.validate(module, val_loader(), verbose=False)
+    loop.fit(module, make_loader(16))
+    sums = torch.ones(1)
+    torch.distributed.all_reduce(sums)
+    print("sum", sums.item(), file=sys.stderr)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_they_leave_their_group_at_the_end(is_own):
+    """Not before, because another run may follow. A group that the script has opened stays open."""
+    codes, errors = externally(again, is_own)
+    end = "the group stands" if is_own else "left"
+    assert (codes, [error.splitlines()[-2:] for error in errors]) == ([0, 0], [["sum 2.0", end]] * 2), errors
