@@ -9,8 +9,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from modules import assert_same_weights
 from resume_loaders import tensors
-from test_exact_resume import Net, fit, quiet
+from runs import loud
+from test_exact_resume import Net, fit
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric_template.checkpoint import checkpoint_io
@@ -61,14 +63,6 @@ def test_auto_starts_where_there_is_nothing_and_last_does_not(tmp_path):
     assert (loop.current_epoch, loop.ckpt_path) == (2, str(tmp_path / FOLDER / "last.ckpt"))
     assert loop.checkpoint_dir == tmp_path / FOLDER
     assert loop.checkpoint_path("last") == tmp_path / FOLDER / "last.ckpt"
-
-
-def test_load_takes_the_weights_only(tmp_path):
-    _, weights, _ = fit(tmp_path / "first", max_epochs=1)
-    path = tmp_path / "first" / FOLDER / "last.ckpt"
-    loop, loaded, rows = fit(tmp_path / "second", load=path, max_epochs=1, limit_train_batches=0)
-    assert all(torch.equal(weights[name], loaded[name]) for name in weights)
-    assert (loop.global_step, loop.current_epoch, rows.count("\n")) == (0, 0, 1)
 
 
 class Disk:
@@ -173,9 +167,8 @@ def test_what_a_run_syncs(tmp_path, monkeypatch):
 def test_a_failed_save_costs_a_warning(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2])
     with pytest.warns(UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"):
-        loop, weights, _ = fit(tmp_path / "cut", callbacks=[disk])
-    whole = fit(tmp_path / "whole")
-    assert all(torch.equal(weights[name], whole[1][name]) for name in weights)
+        loop, module, _ = fit(tmp_path / "cut", callbacks=[disk])
+    assert_same_weights(module, fit(tmp_path / "whole")[1])
     assert read_checkpoint(loop.checkpoint_path())["epoch"] == 2
     assert [path.name for path in loop.checkpoint_dir.iterdir() if path.name != ".lock"] == ["last.ckpt"]
 
@@ -260,7 +253,7 @@ def test_files_cross_to_trainer_and_back(tmp_path, first, step):
         pl.seed_everything(1, verbose=False)
         module = Saved()
         saver = pl.callbacks.ModelCheckpoint(tmp_path / kind, "{step}", every_n_train_steps=3, save_top_k=-1)
-        options = {**quiet(tmp_path), "max_epochs": 3, "callbacks": [saver], **options}
+        options = {**loud(tmp_path), "max_epochs": 3, "callbacks": [saver], **options}
         trainer = pl.Trainer(**options) if kind == "trainer" else FabricLoop(**options)
         trainer.fit(module, ordered(), ckpt_path=path)
         return trainer.global_step, trainer.current_epoch, module.state_dict()

@@ -13,10 +13,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import runs
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from modules import assert_same_weights
 from resume_loaders import LOADERS, PERSISTENT, Endless, loader, seeded, tensors, with_sampler
+from runs import Snapshots, assert_same_end, logs_of, loud, tree
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -127,53 +130,21 @@ KILLS = {
 }
 
 
-class Snapshots(Callback):
-    """Copies the run's folder before each batch, as a kill would leave it there."""
-
-    def __init__(self, root, copies):
-        self.root, self.copies, self.batches = root, copies, itertools.count()
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        shutil.copytree(self.root, self.copies / str(next(self.batches)))
+def make_val():
+    return DataLoader(TensorDataset(*tensors(8)), batch_size=4)
 
 
-def quiet(root):
-    """Options that keep a loop off the terminal."""
-    bars = {"enable_progress_bar": False, "enable_model_summary": False}
-    return {"accelerator": "cpu", "default_root_dir": str(root), **bars}
-
-
-def fit(root, make_train=loader, make_module=Net, make_val=None, seed=1, **options):
-    """Train into a folder. Returns (loop, weights, rows without their time)."""
-    pl.seed_everything(seed, verbose=False)
-    fit_options = {name: options.pop(name) for name in ("resume", "load") if name in options}
-    module, train = make_module(), make_train()
-    val = make_val() if make_val else DataLoader(TensorDataset(*tensors(8)), batch_size=4)
-    loop = FabricLoop(**{**quiet(root), "log_every_n_steps": 1, "max_epochs": 3, **options})
-    history = loop.fit(module, train, val, **fit_options)
-    weights = getattr(module, "net", module).state_dict()
-    return loop, weights, history.drop(columns="time", errors="ignore").to_csv()
-
-
-def files(root):
-    """Every file of a run by name; CSV files with their text, but for the time."""
-    found = {}
-    for path in Path(root).rglob("*.*"):
-        text = None
-        if path.suffix == ".csv":
-            with path.open() as file:
-                text = [{k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(file)]
-        found[str(path.relative_to(root))] = text
-    return {name: text for name, text in found.items() if not name.endswith(".lock")}
+def fit(root, make_train=loader, make_module=Net, make_val=make_val, **options):
+    """Train into a folder. Returns (loop, module, history)."""
+    options = {"log_every_n_steps": 1, "max_epochs": 3, **options}
+    return runs.fit(root, make_module, make_train, make_val, **options)
 
 
 def assert_same(one, other, root, other_root):
-    assert one[2] == other[2]
-    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
-    assert files(root) == files(other_root)
-    assert (one[0].current_epoch, one[0].global_step) == (other[0].current_epoch, other[0].global_step)
-    metrics = [{n: float(v) for n, v in run[0].callback_metrics.items()} for run in (one, other)]
-    assert metrics[0] == metrics[1]
+    """Compare what fit() returned, the log files and the names of all files."""
+    assert_same_end(one, other)
+    assert logs_of(root) == logs_of(other_root)
+    assert tree(root) == tree(other_root)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -235,9 +206,9 @@ def test_every_batch_is_trained_once_after_an_exception(tmp_path, hook, options)
         fit(tmp_path / "cut", train, callbacks=[Raises(hook, at, error)], **options)
     resumed = fit(tmp_path / "cut", train, resume="last", seed=9, **options)
     # The sum of the training loss holds the failed batch twice.
-    columns = [[line.split(",")[:3] + line.split(",")[4:] for line in run[2].split()] for run in (whole, resumed)]
-    assert columns[0] == columns[1]
-    assert all(torch.equal(whole[1][name], resumed[1][name]) for name in whole[1])
+    rows = [run[2].drop(columns=["time", "train_loss"]).to_csv() for run in (whole, resumed)]
+    assert rows[0] == rows[1]
+    assert_same_weights(whole[1], resumed[1])
     assert not list(tmp_path.rglob("exception.ckpt"))
 
 
@@ -311,7 +282,7 @@ class Data(pl.LightningDataModule):
 def test_state_of_callbacks_and_datamodules(tmp_path):
     for max_epochs, resume in ((1, None), (3, "last")):
         counts, data = Counts(), Data()
-        loop = FabricLoop(**quiet(tmp_path), max_epochs=max_epochs, callbacks=[counts])
+        loop = FabricLoop(**loud(tmp_path), max_epochs=max_epochs, callbacks=[counts])
         loop.fit(Net(), data, resume=resume)
     assert (counts.count, data.count) == (18, 2)
 
@@ -321,15 +292,14 @@ def test_a_finished_run_stays_as_it_ended(tmp_path):
         def on_train_epoch_end(self, trainer, module):
             trainer.should_stop = trainer.current_epoch >= 1
 
+    def times():
+        return [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))]
+
     first = fit(tmp_path, resume="auto", callbacks=[Stops()], max_epochs=9)
-
-    def state():
-        return files(tmp_path), [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))]
-
-    before = state()
+    before = times()
     again = fit(tmp_path, resume="auto", callbacks=[Stops()], seed=9, max_epochs=12)
-    assert_same(first, again, tmp_path, tmp_path)
-    assert before == state()
+    assert_same_end(first, again)
+    assert before == times()
     assert fit(tmp_path, resume="last", max_epochs=4)[0].current_epoch == 4
 
 
