@@ -355,12 +355,6 @@ def test_a_given_loader_is_not_changed():
     assert loop.predict_dataloaders.batch_sampler.seen == [[0, 1], [2, 3], [4]]
 
 
-def test_tensor_loader_among_others():
-    x = torch.arange(5.0)
-    _, seen = both(lambda loop, module: loop.fit(module, {"a": TensorLoader(x, batch_size=2), "b": ones(2)}))[1]
-    assert [place[1]["a"][0].tolist() for place in seen] == [[0, 1], [2, 3], [4]]
-
-
 # ---- steps with dataloader_iter
 
 
