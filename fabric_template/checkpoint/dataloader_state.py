@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -209,10 +209,11 @@ class ResumableLoader:
                 iter(self.loader)
             indices = iter(sampler)
             if not state["num_workers"]:
-                # Without workers the order is drawn at the first batch.
+                # Without workers the order is drawn at the first batch, whose step may not be done.
                 self._restore(self._at_first_batch)
-            for _ in islice(indices, self.batches):
-                pass
+            if self._at_first_batch is not None:
+                first = list(islice(indices, max(1, self.batches)))
+                indices = chain(first[self.batches :], indices)
         return self._drop(self._iterate(indices), done - self.batches)
 
     def _drop(self, iterator: Iterator[Any], count: int) -> Generator[Any]:

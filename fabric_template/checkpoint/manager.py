@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigurationError
+from ..training.hooks import is_instance_of
 from .checkpoint_io import refused_classes
 from .distributed import remove_checkpoint, save_checkpoint
 from .state import build_checkpoint
@@ -48,6 +49,10 @@ class CheckpointManager:
     @property
     def is_enabled(self) -> bool:
         return self.folder is not None
+
+    def _path(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / name
 
     @property
     def dirpath(self) -> str | None:
@@ -108,13 +113,13 @@ class CheckpointManager:
     def save_last(self, run: RunState) -> None:
         if run.stop.is_diverging:
             return
-        path = self.folder / "last.ckpt"
+        path = self._path("last.ckpt")
         if self.write(run, path):
             self.last_model_path, self.saved_step = str(path), run.progress.global_step
             if self.config.monitor is None:
                 self.best_model_path = str(path)
             if run.fabric.is_global_zero:
-                remove_checkpoint(self.folder / "exception.ckpt")
+                remove_checkpoint(self._path("exception.ckpt"))
 
     def save_best(self, run: RunState) -> None:
         """Save the run if its monitored value is new and among the best k."""
@@ -150,7 +155,7 @@ class CheckpointManager:
         if k == 1:
             if not self._is_better(value, self.best_model_score):
                 return None, []
-            path = self.folder / "best.ckpt"
+            path = self._path("best.ckpt")
             self.best_model_score, self.best_model_path = value, str(path)
             return path, []
         is_full = k != -1 and len(self._kept) >= k
@@ -159,7 +164,7 @@ class CheckpointManager:
         name = (
             f"epoch={self._epoch(run)}-step={run.progress.global_step}-{config.monitor}={value:.4g}"
         )
-        path = self.folder / (re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
+        path = self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
         self._kept[str(path)] = value
         removed = []
         while k != -1 and len(self._kept) > k:
@@ -191,14 +196,14 @@ class CheckpointManager:
         drew and logged nothing. With several processes the others cannot take part, and nothing is saved.
         """
         is_new = run.progress.global_step > max(self.saved_step, 0)
-        if (
-            not self.is_enabled
-            or not is_new
-            or run.optimization is None
-            or run.fabric.world_size > 1
-        ):
+        # Weight averaging exchanges the weights while a fit validates.
+        averages = any(is_instance_of(c, "WeightAveraging") for c in run.hooks.callbacks)
+        are_weights_exchanged = averages and run.progress.stage == "validate"
+        if not self.is_enabled or not is_new or are_weights_exchanged:
             return
-        if self.write(run, self.folder / "exception.ckpt"):
+        if run.optimization is None or run.fabric.world_size > 1:
+            return
+        if self.write(run, self._path("exception.ckpt")):
             self.saved_step = run.progress.global_step
 
     def finish(self, run: RunState) -> None:

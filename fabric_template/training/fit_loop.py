@@ -220,6 +220,9 @@ class ValidationSchedule:
         self._is_enabled = self.run.should_validate
         if self._seconds is None and not self.run.config.validate_every_n_steps:
             self.every_n_batches = self._batches_between(self.run.config.val_check_interval)
+            if takes_iterator(self.run.hooks.source.training_step):
+                # The number of steps is not known, so the last batch decides when to validate.
+                self.every_n_batches = math.inf
 
     def _batches_between(self, interval: int | float) -> int | float:
         num_batches = self.run.progress.num_train_batches

@@ -6,7 +6,6 @@ moved to the device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,14 +49,14 @@ class StepIterator:
 def train_with_iterator(run: RunState, end_batch: Callable[[RunState], None]) -> None:
     """Train an epoch whose step fetches its batches."""
     progress, hooks = run.progress, run.hooks
-    # The number of steps is not known, so the last batch decides when to validate.
-    run.validation_schedule.every_n_batches = math.inf
+    if run.stop.is_reached:
+        return
     loaders = run.data.train
     first = progress.batches_done + loaders.extra_batches
     raw = loaders.raw_batches(progress.batches_done)
     fetched = ((batch, index, 0) for index, (batch, _) in enumerate(raw, first))
     iterator = StepIterator(fetched, loaders.num_batches - first)
-    while not iterator.is_done and not run.stop.is_reached:
+    while not iterator.is_done:
         progress.start_batch(is_last=False)
         run.results.start_batch(None)
         if hooks.call("on_train_batch_start", *iterator.current[:2]) == -1:
@@ -72,6 +71,8 @@ def train_with_iterator(run: RunState, end_batch: Callable[[RunState], None]) ->
         hooks.call("on_train_batch_end", outputs, *iterator.current[:2])
         run.results.end_batch()
         end_batch(run)
+        if run.stop.is_reached:
+            return
     progress.is_last_batch, progress.phase = True, None
     if not first + iterator.num_fetched:
         loaders.check_short_pass(0)

@@ -114,6 +114,26 @@ EXCLUDED = [  # (why, which)
         "batch samplers of one's own on two ranks: Lightning asks for torch's BatchSampler there",
         lambda w: w["ranks"] > 1 and "lazy" in kinds_of(w),
     ),
+    (
+        "a batch sampler that draws each batch while workers load ahead mixes its draws with those of the steps",
+        lambda w: "lazy" in kinds_of(w) and w["workers"] and ("dropout" in w["parts"] or w["metric"] == "BootStrapper"),
+    ),
+    (
+        "OnExceptionCheckpoint saves in a folder of its own, so the resumed run starts a new version",
+        lambda w: "on_exception" in w["callbacks"],
+    ),
+    (
+        "ModelCheckpoint does not save the step that it saved last, and saves it again where a batch has no step",
+        lambda w: "keeps" in w["callbacks"] and (w["shape"] == "manual" or "accumulate_grad_batches" in w["loop"]),
+    ),
+    (
+        "weight averaging exchanges the weights at the end of training, which a finished run does not repeat",
+        lambda w: {"ema", "averages"} & set(w["callbacks"]) and any(e["kind"].startswith("SIG") for e in w["ends"]),
+    ),
+    (
+        "a validation loader that is made again while its generator is shared between both loaders",
+        lambda w: w["val"] == "shuffled" and "reload_dataloaders_every_n_epochs" in w["loop"],
+    ),
 ]
 
 
