@@ -78,6 +78,7 @@ def fit(make: Callable, epochs: int) -> None:
 def draw_once() -> None:
     """No bar looks at the clock: time passes fifty times as slowly here."""
     import tqdm
+
     from fabric_template.loggers import console
 
     class Still(tqdm.tqdm):

@@ -282,6 +282,7 @@ class Nets(nn.Module):
         self.head = nn.Linear(6, 3)
         self.embedding = nn.Embedding(8, 3, sparse=True) if "sparse" in parts else None
         self.dropout = nn.Dropout(0.3 if "dropout" in parts else 0.0)
+
     def forward(self, x):
         if self.embedding is not None:
             return self.embedding(x.argmax(1))

@@ -279,5 +279,7 @@ def test_names(word, kind):
 def test_no_profiler():
     loop = FabricLoop(accelerator="cpu")
     assert type(loop.profiler).__name__ == "PassThroughProfiler"
-    with pytest.raises(ValueError, match="it can only be one of .'advanced', 'pytorch', 'simple'.. profiler: got 'fast'"):
+    with pytest.raises(
+        ValueError, match="it can only be one of .'advanced', 'pytorch', 'simple'.. profiler: got 'fast'"
+    ):
         FabricLoop(accelerator="cpu", profiler="fast")

@@ -138,17 +138,6 @@ class Breaks(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_what_was_logged_last_is_seen_after_an_error(error, tmp_path):
-    found = []
-    for kind in LOOPS.values():
-        trainer = kind(**quiet(**WORDS, default_root_dir=str(tmp_path)))
-        with pytest.raises(RuntimeError, match="broken"):
-            trainer.fit(Breaks())
-        found.append([dict(trainer.callback_metrics), dict(trainer.logged_metrics), trainer.progress_bar_metrics])
-    assert found[0] == found[1] == [{"a": 1.0, "a_step": 1.0}, {"a_step": 1.0}, {"a_step": 1.0}]
-
-
 class ByHand(BoringModel):
     """Returns a loss for each sample."""
 

@@ -10,7 +10,7 @@ import torch
 from interpreter import ready, ready_python
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from modules import Classifier, make_data, make_loader
-from runs import assert_same_end, fit, same, source_of, val_loader
+from runs import fit, same, source_of, val_loader
 from torch.utils.data import DataLoader, Dataset
 
 from fabric_template import TensorLoader
@@ -158,19 +158,6 @@ class UnreadableOnce(Dataset):
             self.marker.write_text("")
             raise Broken("cannot read 17")
         return self.data[index]
-
-
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_unreadable_sample_resumes_exactly(tmp_path, options):
-    """The error of a worker strikes between two steps."""
-    options = {"max_epochs": 2, "log_every_n_steps": 2, **options}
-    make = lambda: Classifier(on_step=True)  # noqa: E731
-    (tmp_path / "read").write_text("")
-    loader = lambda name: lambda: DataLoader(UnreadableOnce(tmp_path / name), batch_size=4, num_workers=1)  # noqa: E731
-    whole = fit(tmp_path / "whole", make, loader("read"), **options)
-    with pytest.raises(Broken):
-        fit(tmp_path / "cut", make, loader("unread"), **options)
-    assert_same_end(whole, fit(tmp_path / "cut", make, loader("unread"), seed=9, resume="auto", **options))
 
 
 def test_loader_that_fails_early(tmp_path):

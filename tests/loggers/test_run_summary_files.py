@@ -51,9 +51,7 @@ def folder(root, version=0):
 def test_exact_files(tmp_path):
     _, _, history = fit(tmp_path, Known, four, four, max_epochs=2, log_every_n_steps=2)
     assert without_time(folder(tmp_path) / "metrics.csv") == (
-        "epoch,step,train_loss,val_loss,loss_of_batch,epoch_only,lr\n"
-        "0,4,0.0,10.0,1.5,3.0,0.5\n"
-        "1,8,0.0,11.0,1.5,3.0,0.5"
+        "epoch,step,train_loss,val_loss,loss_of_batch,epoch_only,lr\n0,4,0.0,10.0,1.5,3.0,0.5\n1,8,0.0,11.0,1.5,3.0,0.5"
     )
     assert (folder(tmp_path) / "steps.csv").read_bytes() == (
         b"step,epoch,loss_of_batch_step\n"  #
