@@ -24,7 +24,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
@@ -621,15 +621,22 @@ class MiniLoop:
     def _recorded_state(self) -> Iterator[None]:
         """Record how the run ends, for the list of runs. Ctrl-C ends it without an error."""
         state = "failed"
-        try:
-            yield
-            state = "finished"
-        except KeyboardInterrupt:
-            state = "interrupted"
-            print(f"Ctrl-C in epoch {self.current_epoch}. To continue: resume='last'.")
-        finally:
-            if self.fabric.is_global_zero:
-                (self.log_dir / ".lock").write_text(f"{os.getpid()}\n{state}\n")
+        with open(
+            self.log_dir / ".lock" if self.fabric.is_global_zero else os.devnull, "w"
+        ) as lock:
+            with suppress(ImportError, OSError):  # Windows and some network drives cannot lock.
+                import fcntl
+
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            print(os.getpid(), file=lock, flush=True)
+            try:
+                yield
+                state = "finished"
+            except KeyboardInterrupt:
+                state = "interrupted"
+                print(f"Ctrl-C in epoch {self.current_epoch}. To continue: resume='last'.")
+            finally:
+                print(state, file=lock)
 
     @contextmanager
     def _attached(self) -> Iterator[None]:

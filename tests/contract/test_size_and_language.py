@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 SIZE_LIMITS = {
-    "package lines": 18_217,
+    "package lines": 18_224,
     "package files": 85,
     "test lines": 26_594,
     "docs lines": 3_055,
