@@ -91,13 +91,12 @@ def run_config(run: RunState) -> dict[str, Any]:
     return {**config, "about": about}
 
 
-def class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, Any]:
+def class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, Any] | None:
     """Return the class of an object and the arguments that ``save_hyperparameters`` kept."""
-    kind, config = type(given), {}
+    kind = type(given)
     if kind.__module__ == "__main__" or "." in kind.__qualname__:
         unknown[part] = f"{kind.__qualname__} of {kind.__module__}, which cannot be imported"
-    else:
-        config["class"] = f"{kind.__module__}:{kind.__qualname__}"
+        return None
     saved = dict(getattr(given, "hparams_initial", None) or {})
     parameters = inspect.signature(kind).parameters.values()
     names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -106,7 +105,8 @@ def class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, An
     for name in names:
         if name not in saved:
             unknown[f"{part}.{name}"] = "not kept by save_hyperparameters"
-    return {**config, **keep_plain(saved, unknown, f"{part}.")}
+    arguments = keep_plain(saved, unknown, f"{part}.")
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
 
 
 def keep_plain(

@@ -18,22 +18,9 @@ SUFFIXES = (".ckpt", ".pt", ".pth")  # of checkpoints
 
 
 def fit_command(
-    loop: FabricLoop,
-    model: Any,
-    data: Any,
-    *,
-    resume: str | None = None,
-    load: str | None = None,
+    loop: FabricLoop, model: Any, data: Any, *, resume: str | None, load: str | None
 ) -> int:
-    """Train, then print what came out and what to type next.
-
-    Args:
-        loop: The loop.
-        model: The model.
-        data: The object with the loaders.
-        resume: Continue exactly from "last", "best", "auto" (last, if there is one) or a path.
-        load: Start with the weights of "last", "best" or a path.
-    """
+    """Train, then print what came out and what to type next."""
     try:
         loop.fit(model, data, resume=resume, load=load)
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -60,8 +47,11 @@ def summarize(loop: FabricLoop) -> dict[str, list[str]]:
     folder = run_folder(loop)
     if folder is None:
         return summary
-    if draw_history(folder):
-        summary["picture"] = [f"{folder}/history.png"]
+    # A picture that fails may not spoil a training.
+    with contextlib.suppress(Exception):
+        from .plots import save_picture
+
+        summary["picture"] = [str(save_picture([folder], Path(folder, "history.png")))]
     if loop.checkpoint_path("last"):
         longer = ""
         for name in ("max_epochs", "max_steps"):
@@ -82,74 +72,28 @@ def run_folder(loop: FabricLoop) -> str | None:
     return shlex.quote(os.path.relpath(loop.log_dir))
 
 
-def draw_history(folder: str) -> bool:
-    """Draw the run's logs into its folder. A picture that fails may not spoil a training."""
-    with contextlib.suppress(Exception):
-        import matplotlib
-
-        from .plots import save_picture
-
-        matplotlib.use("Agg")
-        save_picture([folder], Path(folder, "history.png"))
-        return True
-    return False
-
-
-def validate_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None = None) -> int:
-    """Validate and print what was logged.
-
-    Args:
-        loop: The loop.
-        model: The model.
-        data: The object with the loaders.
-        load: Take the weights of "last", "best" or a path.
-    """
+def validate_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:
+    """Validate and print what was logged."""
     warn_of_new_weights(loop, load)
     loop.validate(model, data, load=load)
     return 0
 
 
-def test_command(
-    loop: FabricLoop,
-    model: Any,
-    data: Any,
-    *,
-    load: str | None = None,  # noqa: PT028
-) -> int:
-    """Test and print what was logged.
-
-    Args:
-        loop: The loop.
-        model: The model.
-        data: The object with the loaders.
-        load: Take the weights of "last", "best" or a path.
-    """
+def test_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:
+    """Test and print what was logged."""
     warn_of_new_weights(loop, load)
     loop.test(model, data, load=load)
     return 0
 
 
 def predict_command(
-    loop: FabricLoop,
-    model: Any,
-    data: Any,
-    *,
-    load: str | None = None,
-    out: str | None = None,
+    loop: FabricLoop, model: Any, data: Any, *, load: str | None, out: str | None
 ) -> int:
-    """Predict and save what predict_step returned.
-
-    Args:
-        loop: The loop.
-        model: The model.
-        data: The object with the loaders.
-        load: Take the weights of "last", "best" or a path.
-        out: The file: .csv (a row per sample) or .pt (a list by batch).
-    """
-    from .predictions import check_output, save_predictions
-
+    """Predict and save what predict_step returned."""
     if out is not None:
-        check_output(Path(out))
+        if Path(out).suffix not in (".csv", ".pt"):
+            raise ValueError(f"--out: got {out}, expected a file name in .csv or .pt.")
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
     warn_of_new_weights(loop, load)
     batches = loop.predict(model, data, load=load) or []
     if loop.fabric.is_global_zero:
@@ -167,12 +111,57 @@ def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
         print(f"{program()}: {hint}", file=sys.stderr)
 
 
-def verify_command(path: str) -> int:
-    """Read checkpoints from end to end and compare their checksums.
+def save_predictions(batches: list[Any], out: Path) -> None:
+    """Write a row per sample as CSV, or the list of batches. What is no table is saved as a list.
 
     Args:
-        path: A checkpoint, or a folder of them. The exit code is 1 if one is damaged.
+        batches: The results of predict_step.
+        out: A file name in .csv or .pt.
     """
+    import torch
+
+    if out.suffix == ".pt":
+        torch.save(batches, out)
+        return
+    try:
+        make_table(batches).to_csv(out, index=False)
+    except (ValueError, TypeError) as error:
+        torch.save(batches, f"{out}.pt")
+        raise ValueError(f"--out: got {out}, but {error}. They are saved as {out}.pt.") from error
+
+
+def make_table(batches: list[Any]) -> Any:
+    """Return a DataFrame with a column per key of the predictions, or per class of a key."""
+    import numpy as np
+    import pandas as pd
+    import torch
+
+    parts: dict[str, list[Any]] = {}
+    for batch in batches:
+        named = batch if isinstance(batch, dict) else {"prediction": batch}
+        if isinstance(batch, list | tuple):
+            named = dict(enumerate(batch))
+        for name, value in named.items():
+            if isinstance(value, torch.Tensor):
+                # NumPy has no bfloat16.
+                value = value.float() if value.dtype == torch.bfloat16 else value
+                value = value.detach().cpu().numpy()
+            parts.setdefault(str(name), []).append(np.atleast_1d(np.asarray(value)))
+    columns: dict[str, Any] = {}
+    for name, arrays in parts.items():
+        array = np.concatenate(arrays)
+        if array.ndim > 2 or array.dtype == object:
+            raise ValueError(f"{name} has shape {array.shape[1:]} and {array.dtype} per sample")
+        if array.ndim == 1:
+            columns[name] = array
+        else:
+            prefix = "" if name == "prediction" else f"{name}_"
+            columns |= {f"{prefix}{index}": array[:, index] for index in range(array.shape[1])}
+    return pd.DataFrame(columns)
+
+
+def verify_command(path: str) -> int:
+    """Read checkpoints from end to end and compare their checksums."""
     from ..checkpoint.checkpoint_io import verify_checkpoint
     from ..errors import DamagedCheckpointError
 

@@ -307,29 +307,19 @@ class Stopwatch:
 
 
 def tune_command(
-    build: Callable[[dict[str, Any]], tuple[Any, Any, Any]],
-    arguments: dict[str, Any],
+    loop: Any,
+    model: Any,
+    data: Any,
     *,
-    lr: bool = False,
-    only: list[str] | None = None,
-    same_numbers: bool = False,
-    seconds: float = 2.0,
-    out: str = "tuned.yaml",
+    lr: bool,
+    only: list[str] | None,
+    same_numbers: bool,
+    seconds: float,
+    out: str,
 ) -> int:
-    """Find the settings that make a training faster on this machine, or a learning rate.
-
-    Args:
-        build: makes loop, model and data, given options that replace the typed ones.
-        arguments: the arguments of model and data that can be options.
-        lr: find a learning rate: raise it until the loss blows up. Writes a CSV and a PNG file.
-        only: the settings to try.
-        same_numbers: leave out the settings that change the numbers.
-        seconds: the length of a trial.
-        out: the file to write, for fit --config; with --lr its name with .csv and .png.
-    """
+    """Find the settings that make a training faster on this machine, or a learning rate."""
     import yaml
 
-    loop, model, data = build({})
     if lr:
         ramp = LearningRateRamp()
         options = trial_options(loop) | {"max_steps": ramp.steps}
@@ -340,12 +330,13 @@ def tune_command(
     tuned = tune(
         loop, model, data, only=only, seconds=seconds, same_numbers=same_numbers, verbose=True
     )
-    options = dict(tuned.options)
-    for part, owner in (("data", data), ("model", model)):
-        own = {k: v for k, v in tuned.choice.items() if f"{part}.{k}" in arguments}
-        if own:
-            options[part] = {"class": f"{type(owner).__module__}:{type(owner).__name__}", **own}
-    Path(out).write_text(yaml.safe_dump(options), encoding="utf-8")
+    config = {**loop.recipe, **tuned.options}
+    for name, value in tuned.choice.items():
+        for part in ("data", "model"):
+            arguments = (config.get(part) or {}).get("init_args", {})
+            if name in arguments:
+                arguments[name] = value
+    Path(out).write_text(yaml.safe_dump(config), encoding="utf-8")
     table = str(tuned).splitlines()
     print("\n".join([*table[len(tuned.trials) :], f"config      {out}, for fit --config"]))
     return 0

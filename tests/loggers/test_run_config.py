@@ -48,7 +48,7 @@ def test_options_classes_and_what_is_not_known(tmp_path):
     loop.recipe |= {"profiler": Profiler(), "compile": {"backend": len}, "callbacks": [Profiler(), Profiler()]}
     loop.fit(Classifier(), make_loader())
     found = yaml.safe_load((tmp_path / FILE).read_text())
-    assert found["model"]["class"] == "modules:Classifier"
+    assert found["model"]["class_path"] == "modules.Classifier"
     assert found["max_time"] == {"days": 1, "seconds": 2, "microseconds": 0}
     assert (found["default_root_dir"], found["version"], found["accelerator"]) == (str(tmp_path), None, "cpu")
     assert set(found["about"]) == {"command", "folder", "versions", "git", "unknown"}

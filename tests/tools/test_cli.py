@@ -1,19 +1,28 @@
-"""The command line: help, options and mistakes."""
+"""The command line: help, options, files, runs, predictions and mistakes."""
 
+import importlib
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from clock import DURATION
+from runs import without_time
 
+from fabric_template import FabricLoop, LoopConfig
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.tools import cli
-from fabric_template.tools.arguments import join_values
+from fabric_template.tools.commands import make_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIT = """
+import signal
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -65,6 +74,24 @@ class Picky(Lit):
         raise ValueError("inside the constructor")
 
 
+class Wide(Lit):
+    def predict_step(self, batch):
+        return {"score": self.net(batch[0])[:, 0], "both": batch[0][:, :2].double(), "name": ["a"] * len(batch[0])}
+
+
+class Image(Lit):
+    def predict_step(self, batch):
+        return batch[0].reshape(-1, 2, 2)
+
+
+class Stops(Lit):
+    number = 15
+
+    def training_step(self, batch):
+        signal.raise_signal(self.number)
+        return super().training_step(batch)
+
+
 def make_wide(factor: int = 2):
     return Lit(hidden=3 * factor)
 
@@ -114,7 +141,7 @@ def weights(place):
 # Help
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+@pytest.mark.parametrize("argv", [[], ["--help"], ["help"]])
 def test_help_lists_the_commands(capsys, argv):
     code, out, _ = run(capsys, *argv)
     assert code == 0
@@ -126,7 +153,6 @@ def test_no_help_imports_torch():
     code = """
 import sys
 from fabric_template.tools import cli
-from fabric_template.tools.arguments import join_values
 for name in cli.COMMANDS:
     assert cli.main([name, "--help"]) == 0
     assert not {"torch", "lightning", "pandas", "matplotlib"} & {*sys.modules}, name
@@ -135,46 +161,23 @@ for name in cli.COMMANDS:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_package_is_lazy_and_complete():
+def test_the_package_is_lazy_and_complete(capsys):
     import fabric_template
 
     assert {*fabric_template.__all__} <= {*dir(fabric_template)}
     assert all(getattr(fabric_template, name) is not None for name in fabric_template.__all__)
     with pytest.raises(AttributeError, match="module 'fabric_template' has no attribute 'FabricLop'"):
         _ = fabric_template.FabricLop
+    assert run(capsys, "--version") == (0, f"fabric_template {fabric_template.__version__}\n", "")
 
 
-def test_fit_help_has_every_option_with_its_documentation(capsys):
-    from fabric_template import LoopConfig
-
-    code, out, _ = run(capsys, "fit", "--help")
-    text = " ".join(out.split())
-    assert code == 0
-    assert all(f"--{name} " in text for name in LoopConfig.__dataclass_fields__)
+def test_help_has_every_option_with_its_documentation(capsys):
+    text = " ".join(run(capsys, "fit", "--help")[1].split())
+    names = [*LoopConfig.__dataclass_fields__, "precision", "resume", "load", "config", "run"]
+    assert all(f"--{name} " in text for name in names)
     assert "--max_epochs MAX_EPOCHS Stop after this many epochs. -1: no limit." in text
-    assert all(f"--{name} " in text for name in ("precision", "resume", "load", "config", "run"))
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [*FIT, "--help"],
-        [*FIT, "--model.help", "--max_epochs", "3"],
-        ["fit", "--model.help", "lit:Lit"],
-        ["predict", "--model.help=lit.Lit"],
-    ],
-)
-def test_the_help_of_a_model_has_its_own_arguments(capsys, argv):
-    code, out, _ = run(capsys, *argv)
-    assert code == 0
-    assert "--model.hidden HIDDEN Width of the layer between. (type: int, default: 3)" in " ".join(out.split())
-    assert ("--max_epochs MAX" in out) == ("--help" in argv)
-
-
-def test_version(capsys):
-    from fabric_template import __version__
-
-    assert run(capsys, "--version") == (0, f"fabric_template {__version__}\n", "")
+    text = " ".join(run(capsys, "fit", "--model.help", "lit:Lit")[1].split())
+    assert "--model.hidden HIDDEN Width of the layer between. (type: int, default: 3)" in text
 
 
 # Options
@@ -183,92 +186,183 @@ def test_version(capsys):
 def test_options_of_model_data_and_fabric(capsys):
     options = ["--max_epochs", 2, "--precision", "bf16-mixed", "--model.hidden", 7, "--data.batch_size", 16]
     code, out, _ = run(capsys, *FIT, *QUIET, *options)
-    assert code == 0
-    assert "trained     Lit on Data: 2 epochs, 4 steps" in out
+    assert (code, "trained     Lit on Data: 2 epochs, 4 steps" in out) == (0, True)
     assert weights("run/version_0")["net.0.weight"].shape == (7, 4)
-
-
-def test_dotted_paths_functions_and_objects_as_arguments(capsys):
     argv = ["fit", "--model=lit.make_wide", "--model.factor=3", "--data=lit.Data", "--max_epochs=1", *QUIET]
     assert run(capsys, *argv)[0] == 0
-    assert weights("run/version_0")["net.0.weight"].shape == (9, 4)
+    assert weights("run/version_1")["net.0.weight"].shape == (9, 4)
     assert run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--model.act", "torch.nn.PReLU")[0] == 0
-    assert "net.1.weight" in weights("run/version_1")
-
-
-def test_the_seed_decides_the_first_weights(capsys):
-    for name in ("a", "b"):
-        torch.rand(3)
-        assert run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--seed", 5, "--name", name)[0] == 0
-    a, b = weights("a/version_0"), weights("b/version_0")
-    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert "net.1.weight" in weights("run/version_2")
 
 
 def test_a_switch_needs_no_value(capsys):
     code, out, _ = run(capsys, *FIT, "--fast_dev_run", *QUIET)
+    assert (code, "1 epoch, 1 step," in out) == (0, True)
+    assert not {"logs", "checkpoints"} & {path.name for path in Path().iterdir()}
+
+
+def test_callbacks_and_loggers_by_their_class(capsys):
+    argv = ["--callbacks+=EarlyStopping", "--callbacks.monitor=val_loss", "--callbacks.stopping_threshold", 100]
+    argv += ["--callbacks+=lit:Hears", "--callbacks.word", "hello", "--callbacks+", "Timer"]
+    argv += ["--logger", "TensorBoardLogger", "--logger.save_dir", "boards", "--logger.name=mine"]
+    code, out, _ = run(capsys, *FIT, *QUIET, "--max_epochs", 5, *argv, "--callbacks.duration=00:01:00:00")
+    assert (code, "heard hello\n" in out, "1 epoch, 4 steps" in out) == (0, True, True)
+    assert len([*Path("boards/mine/version_0").glob("events*")]) == 1
+    assert not {"resume", "validate", "plot", "picture"} & {*lines(out)}  # they need our logs
+
+
+# The end of a training
+
+
+def lines(out):
+    """Return the lines at the end of a training by their first word."""
+    return dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", out, re.MULTILINE))
+
+
+def test_the_default_trains_the_digits_and_names_the_next_commands(capsys):
+    code, out, _ = run(capsys, "fit", "--max_epochs", 1, "--accelerator", "cpu", "--devices", 1, *QUIET)
+    shown, folder = lines(out), "logs/digits/version_0"
     assert code == 0
-    assert "1 epoch, 1 step," in out
-    assert not Path("logs").exists()
-    assert not Path("checkpoints").exists()
+    assert re.fullmatch(rf"DigitsClassifier on DigitsData: 1 epoch, 20 steps, {DURATION}", shown["trained"])
+    assert re.fullmatch(r"val_acc 0\.\d+ in epoch 0", shown["best"])
+    assert (shown["log"], shown["picture"]) == (f"{folder}/metrics.csv", f"{folder}/history.png")
+    assert all(Path(shown[name]).stat().st_size for name in ("log", "picture", "checkpoint"))
+    assert shown["resume"] == f"fabric-template fit --run {folder} --resume last --max_epochs 2"
+    assert shown["validate"] == f"fabric-template validate --run {folder} --load best"
+    assert shown["plot"] == f"fabric-template plot {folder}"
+    code, out, _ = run(capsys, *shlex.split(shown["resume"])[1:])
+    assert (code, "2 epochs, 40 steps" in out) == (0, True)
+    code, out, _ = run(capsys, *shlex.split(shown["validate"])[1:])
+    assert (code, "val_acc" in out) == (0, True)
 
 
-def test_validate_test_and_predict(capsys):
-    run(capsys, *FIT, *QUIET, "--max_epochs", 1)
-    code, out, err = run(capsys, "validate", *FIT[1:], "--load", "last")
-    assert (code, err, "val_loss" in out) == (0, "", True)
-    code, out, err = run(capsys, "test", *FIT[1:])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_names_the_command_to_continue(capsys, number):
+    Path("lit.py").write_text(LIT.replace("number = 15", f"number = {number:d}"))
+    code, _, err = run(capsys, "fit", "--model=lit:Stops", *FIT[3:], *QUIET, "--save_every_n_steps", 1)
+    assert code == 128 + number
+    command = "fabric-template fit --run logs/run/version_0 --resume last"
+    assert err.endswith(f"\ninterrupted; continue with\n{command}\n")
+
+
+# Files and runs
+
+OPTIONS = ["--max_epochs", 2, "--model.hidden", 6, "--data.batch_size", 16, "--seed", 7, "--monitor", "val_loss"]
+FOLDER = ["--run", "logs/run/version_0"]
+
+
+def assert_same_run(one, other):
+    """Compare weights bit for bit, and every row but its time."""
+    first, second = weights(one), weights(other)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert without_time(Path("logs", one, "metrics.csv")) == without_time(Path("logs", other, "metrics.csv"))
+
+
+def config_of(place):
+    return yaml.safe_load(Path("logs", place, "config.yaml").read_text("utf-8"))
+
+
+def test_a_run_is_repeated_bit_for_bit(capsys):
+    argv = [*FIT, *QUIET, *OPTIONS, "--callbacks+=lit:Hears"]
+    Path("run.yaml").write_text(run(capsys, *argv, "--print_config")[1])
+    assert run(capsys, *argv)[0] == 0
+    found = config_of("run/version_0")
+    assert {*LoopConfig.__dataclass_fields__} <= {*found}
+    assert found["model"] == {"class_path": "lit.Lit", "init_args": {"hidden": 6, "lr": 0.1, "act": None}}
+    assert found["callbacks"] == [{"class_path": "lit.Hears", "init_args": {"word": "nothing"}}]
+    assert found["about"]["command"].startswith("fabric-template fit --model lit:Lit --data lit:Data --accelerator cpu")
+    torch.rand(3)
+    repeats = [["--config", "run.yaml"], ["--config", "logs/run/version_0/config.yaml"], FOLDER]
+    for version, repeat in enumerate(repeats, start=1):
+        assert run(capsys, "fit", *repeat)[0] == 0
+        assert_same_run("run/version_0", f"run/version_{version}")
+
+
+def test_the_last_file_wins_and_what_is_typed_beats_all(capsys):
+    text = "model: {class_path: lit.Lit, init_args: {hidden: 5, lr: 0.2}}\ndata: lit.Data\nmax_epochs: 7\nname: a\n"
+    Path("a.yaml").write_text(text)
+    Path("b.yaml").write_text("model: {class_path: lit.Lit, init_args: {hidden: 6}}\nmax_epochs: 1\n")
+    argv = ["fit", "--name", "typed", "--config", "a.yaml", "--config", "b.yaml", "--model.lr", 0.3, "--print_config"]
+    found = yaml.safe_load(run(capsys, *argv)[1])
+    assert (found["max_epochs"], found["name"]) == (1, "typed")
+    assert found["model"] == {"class_path": "lit.Lit", "init_args": {"hidden": 6, "lr": 0.3, "act": None}}
+
+
+def test_every_command_works_in_the_run(capsys):
+    assert run(capsys, *FIT, *QUIET, *OPTIONS)[0] == 0
+    run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer version, of another model
+    code, out, err = run(capsys, "validate", *FOLDER, "--load", "best")
+    row = Path("logs/run/version_0/metrics.csv").read_text().splitlines()[-1]
+    assert (code, err) == (0, "")
+    assert float(re.search(r"val_loss +([\d.]+)", out)[1]) == pytest.approx(float(row.split(",")[3]), rel=1e-6)
+    code, out, err = run(capsys, "test", *FOLDER)
     assert (code, "test_loss" in out) == (0, True)
     assert err == "fabric-template: the weights are new; --load best takes those of the last fit\n"
-    code, out, _ = run(capsys, "predict", *FIT[1:], "--load", "last")
-    assert (code, "predicted   4 batches; the first: tensor([0, 0, 0" in out) == (0, True)
+    assert "predicted   4 batches" in run(capsys, "predict", *FOLDER, "--data.batch_size", 8, "--load", "best")[1]
+    assert not Path("logs/run/version_2").exists()
+
+
+def test_a_run_is_continued_or_gives_its_weights_to_a_new_one(capsys):
+    run(capsys, *FIT, *QUIET, *OPTIONS)
+    first = Path("logs/run/version_0/config.yaml").read_bytes()
+    run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer version, of another model
+    code, out, _ = run(capsys, "fit", *FOLDER, "--resume", "last", "--max_epochs", 4)
+    assert (code, "4 epochs, 8 steps" in out, "logs/run/version_0/metrics.csv" in out) == (0, True, True)
+    assert Path("logs/run/version_0/config.yaml").read_bytes() == first
+    assert run(capsys, "fit", *FOLDER, "--load", "last", "--max_epochs", 1)[0] == 0
+    assert config_of("run/version_2")["load"].endswith("checkpoints/run/version_0/last.ckpt")
+    assert run(capsys, "fit", "--run", "logs/run/version_2")[0] == 0
+    assert_same_run("run/version_2", "run/version_3")
+
+
+def test_a_run_of_a_script(capsys, monkeypatch):
+    """The command line shows which options the run does not record."""
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    lit = importlib.import_module("lit")
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_model_summary": False}
+    FabricLoop(**options).fit(lit.Lit(hidden=5), lit.Data().train_dataloader())
+    capsys.readouterr()
+    code, out, err = run(capsys, "validate", *FOLDER, "--data", "lit:Data", "--model.hidden", 5, "--load", "last")
+    assert (code, "val_loss" in out) == (0, True)
+    assert "version_0 does not record model.hidden (not kept by save_hyperparameters)" in err
+    assert "data (fit was given loaders): give these options if needed\n" in err
 
 
 # Mistakes
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "expected"),
     [
         (["fut"], f"got the command fut, expected one of {', '.join(cli.COMMANDS)}."),
         (["fit", "--max_epoch", "3"], "--max_epoch: fabric-template fit has no such option. Did you mean --max_epochs?"),
         (["validate", "--zzzz", "x"], "--zzzz: fabric-template validate has no such option. fabric-template validate"),
         (["fit", "ten"], "Unrecognized arguments: ten"),
         (["fit", "--max_epochs"], "argument --max_epochs: expected one argument"),
-        (["verify"], "fabric-template verify needs path."),
-        ([*FIT, "--max_epochs", "ten"], "--max_epochs: got ten, expected null or int."),
+        (["verify"], "Option 'path' is required"),
+        ([*FIT, "--max_epochs", "ten"], "--max_epochs: got ten, expected NoneType or int."),
         ([*FIT, "--seed=-1"], "--seed: got -1, expected"),
-        ([*FIT, "--model.depth", "3"], "--model.depth is no argument of lit.Lit. --model.help=lit.Lit lists all."),
-        ([*FIT, "--model.hidden", "wide"], "--model.hidden: got wide, expected int."),
-        ([*FIT[:3], "--data.batch_size", "3"], "--data.batch_size: got no --data, expected --data package.module:Class."),
+        ([*FIT, "--model.depth", "3"], "--model: Problem with given class_path 'lit.Lit': Option 'depth' is not accepted"),
+        ([*FIT, "--model.hidden", "wide"], "--model.hidden: Problem with given class_path 'lit.Lit': Expected a int. Got"),
         (["fit", "--data", "lit:Data"], "--model: got no class, expected --model package.module:Class."),
         (["fit", "--model", "lit"], "--model: got lit, expected package.module:Class."),
         (["fit", "--model", "lit:Lot"], "--model: got lit:Lot, expected a class in the module lit. Did you mean Lit?"),
-        (["fit", "--model", "lot.net:Lit"], "--model: got lot.net:Lit, expected a class in the module lot.net."),
-        (["fit", "--model", "demos.gna"], "--model: got demos.gna, expected a class in the module demos. The demos are"),
+        (["fit", "--model", "demos.gna"], "--model: got demos.gna, expected a class in the module demos. Did you mean gan?"),
         ([*FIT, "--accelerator", "tpux"], "You selected an invalid accelerator name: `accelerator='tpux'`."),
         (["fit", "--data.batch_size", "0"], "DigitsData(batch_size): got 0, expected at least 1."),
-        (["fit", "--config", "no.yaml"], "--config: got no.yaml, expected a YAML file ([Errno 2] No such file"),
-        (["fit", "--config", "lit.py"], "--config: got lit.py, expected a YAML file (mapping values are not allowed"),
-        (["fit", "--run", "none"], "--run: got none/config.yaml, expected a YAML file ([Errno 2] No such file"),
+        (["fit", "--config", "no.yaml"], "--config: File does not exist"),
+        (["fit", "--run", "none"], "--run: got none, expected a run's folder ([Errno 2] No such file"),
         ([*FIT, "--callbacks+=EarlyStoping"], "--callbacks: got EarlyStoping, expected a class in the module"
          " lightning.pytorch.callbacks. Did you mean EarlyStopping?"),
-        ([*FIT, "--callbacks+=EarlyStopping"], "--callbacks.monitor is required by"),
-        ([*FIT, "--callbacks+=Timer", "--callbacks.durtion=3"], "--callbacks.durtion is no argument of"),
-        ([*FIT, "--callbacks+=lit:Hears", "--callbacks.word=[1]"], "--callbacks.word: got [1], expected str."),
-        ([*FIT, "--callbacks.monitor=x"], "--callbacks.monitor: got no --callbacks, expected --callbacks"),
+        ([*FIT, "--callbacks+=EarlyStopping"], "--callbacks: Problem with given class_path 'lightning.pytorch.callbacks."
+         "EarlyStopping': Option 'monitor' is required"),
         ([*FIT, "--callbacks+=EarlyStopping", "--callbacks.monitor=x", "--callbacks.mode=x"], "`mode` can be min, max"),
-        ([*FIT, "--logger", "tensorboard"], "--logger: got tensorboard, expected a class in the module"
-         " lightning.pytorch.loggers. Did you mean TensorBoardLogger?"),
+        ([*FIT[:3], "--accelerator=cpu"], "; or give --data package.module:Class"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_and_writes_nothing(capsys, argv, words):
-    assert refused(capsys, *argv).startswith(words)
-    assert not Path("logs").exists()
-    assert not Path("checkpoints").exists()
-
-
-def test_missing_data_names_the_option(capsys):
-    assert refused(capsys, *FIT[:3]).endswith("; or give --data package.module:Class")
+def test_a_mistake_is_one_line_and_writes_nothing(capsys, argv, expected):
+    assert expected in refused(capsys, *argv)
+    assert not {"logs", "checkpoints"} & {path.name for path in Path().iterdir()}
 
 
 def test_errors_in_code_of_the_user_keep_their_traceback():
@@ -282,22 +376,32 @@ def test_errors_in_code_of_the_user_keep_their_traceback():
         cli.main(FIT)
 
 
-# Callbacks, loggers, verify
+# Predictions and verify
 
 
-def test_callbacks_by_their_class_in_their_order(capsys):
-    argv = ["--callbacks+=EarlyStopping", "--callbacks.monitor=val_loss", "--callbacks.stopping_threshold", 100]
-    argv += ["--callbacks+=lit:Hears", "--callbacks.word", "hello", "--callbacks+", "Timer"]
-    code, out, _ = run(capsys, *FIT, *QUIET, "--max_epochs", 5, *argv, "--callbacks.duration=00:01:00:00")
-    assert (code, "heard hello\n" in out, "1 epoch, 4 steps" in out) == (0, True, True)
+def test_predictions_are_a_table_or_the_list_of_batches(capsys):
+    argv = ["predict", "--model", "lit:Wide", *FIT[3:], "--seed", 1, "--out"]
+    for out in ("new/preds.csv", "preds.pt"):
+        assert run(capsys, *argv, out)[0] == 0
+    scores = torch.cat([batch["score"] for batch in torch.load("preds.pt")]).tolist()
+    header, *rows = Path("new/preds.csv").read_text().splitlines()
+    assert (header, len(rows)) == ("score,both_0,both_1,name", 32)
+    assert torch.tensor([float(row.split(",")[0]) for row in rows]).tolist() == scores
+    argv[2] = "lit:Image"
+    assert run(capsys, *argv, "images.csv")[0] == 2
+    assert torch.load("images.csv.pt")[0].shape == (8, 2, 2)
+    assert refused(capsys, *argv, "x.json") == "--out: got x.json, expected a file name in .csv or .pt."
 
 
-def test_a_logger_by_its_class(capsys):
-    argv = ["--logger", "TensorBoardLogger", "--logger.save_dir", "boards", "--logger.name=mine"]
-    assert run(capsys, *FIT, *QUIET, "--max_epochs", 1, *argv)[0] == 0
-    assert [path.name.partition(".")[0] for path in Path("boards/mine/version_0").iterdir()].count("events") == 1
-    assert run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--logger", "false")[0] == 0
-    assert not Path("logs").exists()
+def test_the_columns_of_a_table():
+    tables = {
+        "0,1\n1.5,2.0\n5.0,6.0\n": [torch.tensor([[1.5, 2.0]]), torch.tensor([[5.0, 6.0]])],
+        "prediction\n3\n4\n": [torch.tensor([3]), torch.tensor([4])],
+        "prediction\n0.25\n": [torch.tensor(0.25, dtype=torch.bfloat16)],
+        "0,1_0,1_1\n1,0.5,1.0\n": [(torch.tensor([1]), torch.tensor([[0.5, 1.0]]))],
+    }
+    for text, batches in tables.items():
+        assert make_table(batches).to_csv(index=False) == text
 
 
 def test_verify(capsys):
@@ -311,37 +415,6 @@ def test_verify(capsys):
     code, out, _ = run(capsys, "verify", folder)
     assert code == 1
     assert out.startswith(f"{whole}damaged     {folder}/last.ckpt: the file is damaged")
-    (folder / "last.ckpt").write_bytes(data[:100])
-    assert run(capsys, "verify", folder / "last.ckpt")[0] == 1
     assert run(capsys, "verify", "nothing.ckpt")[0] == 2
     Path("empty").mkdir()
     assert refused(capsys, "verify", "empty").startswith("verify: got empty, expected a folder with .ckpt")
-
-
-def test_a_tool_makes_a_training_again_with_other_options(capsys):
-    """What tune gets: a function that makes loop, model and data, and the arguments that it may change."""
-    found = []
-
-    def try_options(build, arguments, *, seconds: float = 1.0, only: list[str] | None = None) -> int:
-        """Try.
-
-        Args:
-            build: Makes loop, model and data.
-            arguments: What the classes take.
-            seconds: How long.
-            only: What to try.
-        """
-        for options in ({}, {"precision": "bf16-mixed", "data.batch_size": 16, "model.act": None}):
-            loop, model, data = build(options)
-            found.append((loop.fabric.strategy.precision.precision, data.batch_size, type(model).__name__))
-        found.append((arguments, seconds, only))
-        return 3
-
-    argv = [*FIT[1:], *QUIET, "--data.batch_size=4", "--seconds", "2", "--only", "workers", "precision"]
-    assert cli.LoopCommand("tune", try_options).run(argv) == 3
-    arguments = {"model.hidden": 3, "model.lr": 0.1, "model.act": None, "data.batch_size": 4}
-    assert found == [("32-true", 4, "Lit"), ("bf16-mixed", 16, "Lit"), (arguments, 2.0, ["workers", "precision"])]
-
-
-def test_a_command_without_options():
-    assert join_values([], []) == []

@@ -83,9 +83,7 @@ def test_the_command_writes_the_curve_and_prints_the_rate(tmp_path, capsys):
         def train_dataloader(self):
             return TensorLoader(torch.ones(64, 2), batch_size=8)
 
-    def build(options):
-        return FabricLoop(accelerator="cpu"), Model(2, 1), Data()
-
-    assert tune_command(build, {}, lr=True, out=str(tmp_path / "tuned.yaml")) == 0
+    options = {"lr": True, "only": None, "same_numbers": False, "seconds": 2.0, "out": str(tmp_path / "tuned.yaml")}
+    assert tune_command(FabricLoop(accelerator="cpu"), Model(2, 1), Data(), **options) == 0
     assert "suggested   0." in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES

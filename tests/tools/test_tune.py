@@ -212,11 +212,10 @@ class Model(nn.Linear):
 
 
 def test_the_command_writes_a_file_for_fit(tmp_path, capsys):
-    def build(options):
-        return FabricLoop(accelerator="cpu"), Model(2, 1), Data()
-
-    out = tmp_path / "tuned.yaml"
-    names = {"only": ["batch_size"], "seconds": 0.1, "out": str(out)}
-    assert tune_command(build, {"data.batch_size": 32}, **names) == 0
-    assert yaml.safe_load(out.read_text()) == {"data": {"class": f"{__name__}:Data", "batch_size": 256}}
+    loop, out = FabricLoop(accelerator="cpu"), tmp_path / "tuned.yaml"
+    loop.recipe["data"] = {"class_path": f"{__name__}.Data", "init_args": {"batch_size": 32}}
+    options = {"lr": False, "only": ["batch_size"], "same_numbers": False, "seconds": 0.1, "out": str(out)}
+    assert tune_command(loop, Model(2, 1), Data(), **options) == 0
+    found = yaml.safe_load(out.read_text())
+    assert (found["data"]["init_args"], found["max_epochs"]) == ({"batch_size": 256}, None)
     assert capsys.readouterr().out.splitlines()[-1] == f"config      {out}, for fit --config"
