@@ -341,8 +341,7 @@ def restore_mini_run(run: RunState, own: dict[str, Any]) -> None:
         path = Path(logger.log_dir, "steps.csv")
         columns, rows = read_table(path)[:2] if path.exists() else ([], [])
         count = sum(int(row["step"]) <= progress["global_step"] for row in rows)
-        steps = {"rows": count, "columns": columns, "waiting": []}
-        logger.rewind({"steps.csv": steps}, run.history.rows)
+        logger.rewind({"rows": count, "columns": columns}, run.history.rows)
     best = "best.ckpt" if score is not None else ""
     state = {"best": best, "score": score, "kept": {}, "is_validated": False}
     run.checkpoints.load_state_dict({**state, "last_step": progress["global_step"]})

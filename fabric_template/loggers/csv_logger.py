@@ -15,7 +15,6 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from .read_logs import read_table
 
 # Types that YAML has, besides lists and mappings.
 PLAIN_TYPES = (type(None), bool, int, float, str, Path)
-# The files of a run, with the columns that come first.
-FILES = {"metrics.csv": ("epoch", "step"), "steps.csv": ("step", "epoch")}
 
 
 class CSVLogger(Logger):
@@ -78,10 +75,11 @@ class CSVLogger(Logger):
     def version(self) -> int | str:
         """The version, which is chosen when it is first asked for."""
         if self._version is None:
-            folder = Path(self._root_dir, self._name)
-            others = [] if self._checkpoint_dir is None else [Path(self._checkpoint_dir)]
-            claim = claim_version if is_first_process() else next_version
-            self._version = claim(folder, *others)
+            folders = [Path(self.root_dir, self._name)]
+            if self._checkpoint_dir is not None:
+                folders.append(Path(self._checkpoint_dir))
+            is_first_process = getattr(rank_zero_only, "rank", 0) == 0
+            self._version = (claim_version if is_first_process else next_version)(*folders)
         return self._version
 
     @version.setter
@@ -97,15 +95,13 @@ class CSVLogger(Logger):
     def root_dir(self) -> str:
         return self._root_dir
 
-    @property
-    def save_dir(self) -> str:
-        return self._root_dir
+    save_dir = root_dir
 
     @property
     def log_dir(self) -> str:
         version = self.version
         folder = f"version_{version}" if isinstance(version, int) else version
-        return os.path.join(self._root_dir, self._name, folder)
+        return os.path.join(self.root_dir, self._name, folder)
 
     @property
     def experiment(self) -> CSVLogger:
@@ -128,9 +124,8 @@ class CSVLogger(Logger):
         """Append a row to steps.csv. Without a step, rows are counted."""
         if metrics:
             table = self._table("steps.csv")
-            if step is None:
-                step = metrics["step"] if "step" in metrics else table.count_rows()
-            table.append({**metrics, "step": step})
+            first = {"step": metrics.get("step", table.num_rows) if step is None else step}
+            table.append({**first, **metrics, **first})
 
     @rank_zero_only
     def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -144,33 +139,27 @@ class CSVLogger(Logger):
             self._hparams.update(values)
         write_text(Path(self.log_dir, "hparams.yaml"), to_yaml(self._hparams))
 
-    def position(self) -> dict[str, dict[str, Any]]:
-        """Return the rows and columns of each file, for a checkpoint."""
-        if not is_first_process():
+    def position(self) -> dict[str, Any]:
+        """Return the number of rows and the columns of steps.csv. Rows that wait for the disk count."""
+        if getattr(rank_zero_only, "rank", 0) > 0:
             return {}
-        tables = {name: self._table(name) for name in FILES}
-        return {name: table.position() for name, table in tables.items()}
+        table = self._table("steps.csv")
+        columns = columns_of([dict.fromkeys(table.columns), *table.waiting])
+        return {"rows": table.num_rows + len(table.waiting), "columns": columns}
 
     @rank_zero_only
-    def rewind(
-        self, position: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
-        """Drop the rows and columns that were written after a position.
+    def rewind(self, position: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Drop what was written after a checkpoint.
 
         Args:
-            position: What `position` returned. Empty: drop everything.
-            rows: The rows of metrics.csv up to there. Those that the file lacks are written again.
-                Files of another run are renamed.
+            position: What `position` returned. Empty: drop all of steps.csv.
+            rows: All rows of metrics.csv up to there.
         """
-        metrics = self._table("metrics.csv")
-        is_other_run = not metrics.agrees_with(rows)
-        for name in FILES:
-            place = position.get(name, {"rows": 0, "columns": [], "waiting": []})
-            if is_other_run:
-                self._table(name).set_aside()
-            self._table(name).rewind(place["rows"], list(place["columns"]), place["waiting"])
-        for row in rows[metrics.count_rows() :]:
-            metrics.append(row)
+        self._tables = {}
+        steps = self._table("steps.csv")
+        kept = read_table(steps.path)[1][: position.get("rows", 0)] if steps.num_rows else []
+        steps.rewind(list(position.get("columns", [])) if kept else [], kept)
+        self._table("metrics.csv").rewind(columns_of(rows), rows)
 
     @rank_zero_only
     def sync(self) -> None:
@@ -179,53 +168,54 @@ class CSVLogger(Logger):
             table.sync()
 
     @rank_zero_only
-    def save(self) -> None:
-        """Do nothing, because every row is written when it is logged."""
-
-    @rank_zero_only
     def finalize(self, status: str) -> None:
         with suppress(OSError):
             self.sync()
 
     def _table(self, name: str) -> Table:
         if name not in self._tables:
-            path = Path(os.path.abspath(self.log_dir), name)
-            self._tables[name] = Table(path, FILES[name])
+            self._tables[name] = Table(Path(os.path.abspath(self.log_dir), name))
         return self._tables[name]
 
 
 class Table:
     """A CSV file that is appended to. A new column rewrites it, through a file beside it.
 
-    Args:
-        path: The file. Its rows are read if it exists.
-        first_columns: The columns that come first.
+    A row that the disk refuses waits in memory, and is written with the next one.
     """
 
-    def __init__(self, path: Path, first_columns: tuple[str, ...]) -> None:
-        self.path, self._first_columns = path, first_columns
-        self._columns: list[str] = []
-        self._num_rows = 0
-        self._waiting: list[dict[str, Any]] = []
-        self._stamp: tuple[int, int] | None = None
-        self._synced_stamp: tuple[int, int] | None = None
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_rows = 0
+        self.columns: list[str] = []
+        self.waiting: list[dict[str, Any]] = []
+        self._size: int | None = None
+        self._is_synced = True
+        self.open()
 
-    def count_rows(self) -> int:
-        """Return the rows in the file and those that wait for the disk.
+    def open(self) -> None:
+        """Read the file if this object has not written it as it is, and drop an unfinished last row."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size == self._size:
+            return
+        columns, rows, is_complete = read_table(self.path) if size else ([], [], True)
+        self.columns, self.num_rows, self._size = columns, len(rows), size
+        if not is_complete:
+            self.write(columns, rows)
 
-        Raises:
-            OSError: The file cannot be read.
-        """
-        self._read_changes()
-        return self._num_rows + len(self._waiting)
+    def rewind(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the rows by those of a checkpoint. A file that has them already is not touched."""
+        cells = [[str(row.get(name, "")) for name in columns] for row in rows]
+        found = read_table(self.path)[1] if self._size else []
+        if (columns, cells) != (self.columns, [list(row.values()) for row in found]):
+            self.write(columns, rows)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row. It waits in memory where the disk refuses it, and is written with the next one."""
-        self._waiting.append({name: to_cell(name, value) for name, value in row.items()})
+        self.waiting.append({name: to_cell(name, value) for name, value in row.items()})
         try:
             self.write_waiting()
         except OSError as error:
-            if len(self._waiting) == 1:
+            if len(self.waiting) == 1:
                 warnings.warn(
                     f"{self.path}: rows could not be written: {error.strerror}. They are written as soon as"
                     " that is possible, and training continues.",
@@ -234,25 +224,18 @@ class Table:
 
     def write_waiting(self) -> None:
         """Write the rows that wait, all of them or none."""
-        if not self._waiting:
+        if not self.waiting:
             return
-        self._read_changes()
-        names = dict.fromkeys(name for row in self._waiting for name in row)
-        if set(names) <= set(self._columns):
-            self._append_lines(to_lines(self._columns, self._waiting))
+        self.open()
+        columns = columns_of([dict.fromkeys(self.columns), *self.waiting])
+        if columns == self.columns and self._size:
+            self._append_lines(to_lines(columns, self.waiting))
+            self.num_rows += len(self.waiting)
         else:
-            # New columns. Their cells are empty in earlier rows.
-            rows = read_table(self.path)[1] if self._num_rows else []
-            columns = list(dict.fromkeys([*self._columns, *names]))
-            if not self._columns:
-                columns.sort(key=self._place_of)
-            self._rewrite(columns, [*rows, *self._waiting])
-        self._num_rows += len(self._waiting)
-        self._waiting = []
-
-    def _place_of(self, name: str) -> int:
-        first = self._first_columns
-        return first.index(name) if name in first else len(first)
+            # Cells of a new column are empty in earlier rows.
+            rows = read_table(self.path)[1] if self._size else []
+            self.write(columns, [*rows, *self.waiting])
+        self.waiting = []
 
     def _append_lines(self, lines: str) -> None:
         content = lines.encode("utf-8", "backslashreplace")
@@ -266,92 +249,32 @@ class Table:
                 # A row that was written in part would be read as a whole one.
                 os.truncate(self.path, size)
                 raise
-        self._note_stamp()
+        self._size, self._is_synced = size + len(content), False
 
-    def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
-        write_text(self.path, to_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]))
-        self._columns = columns
-        self._note_stamp()
-
-    def _note_stamp(self) -> None:
-        """Note that the file is as this object wrote it. Where the disk does not tell, it is read again."""
-        self._stamp = (-1, -1)
-        with suppress(OSError):
-            self._stamp = self._current_stamp()
-
-    def _current_stamp(self) -> tuple[int, int] | None:
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_size, found.st_mtime_ns
-
-    def _read_changes(self) -> None:
-        """Read the file if it is new here, or if another program has changed it."""
-        stamp = self._current_stamp()
-        if stamp == self._stamp:
-            return
-        columns, rows, is_complete = read_table(self.path) if stamp is not None else ([], [], True)
-        self._columns, self._num_rows, self._stamp = columns, len(rows), stamp
-        if not is_complete and columns:
-            # A last row that was not finished is dropped.
-            self._rewrite(columns, rows)
-
-    def position(self) -> dict[str, Any]:
-        """Return the rows and columns of the file, and the rows that the disk has refused so far."""
-        with suppress(OSError):
-            self._read_changes()
-        return {
-            "rows": self._num_rows,
-            "columns": list(self._columns),
-            "waiting": list(self._waiting),
-        }
-
-    def rewind(self, rows: int, columns: list[str], waiting: list[dict[str, Any]]) -> None:
-        """Keep the first rows and columns only, and write those that were waiting."""
-        self._read_changes()
-        self._waiting = list(waiting)
-        if not columns and self.path.exists():
-            self.path.unlink()
-        elif rows < self._num_rows or (self._num_rows and columns != self._columns):
-            kept = [name for name in columns if name in self._columns]
-            self._rewrite(kept, read_table(self.path)[1][:rows])
-            self._num_rows = min(rows, self._num_rows)
-        self.write_waiting()
-
-    def agrees_with(self, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the file and these rows are equal up to the end of the shorter one."""
-        found = read_table(self.path)[1] if self.path.exists() else []
-        for old, row in zip(found, rows, strict=False):
-            cells = {name: str(to_cell(name, value)) for name, value in row.items()}
-            if any(old.get(name, "") != cell for name, cell in cells.items()):
-                return False
-        return True
-
-    def set_aside(self) -> None:
-        """Rename a file of another run."""
-        if self.path.exists():
-            os.replace(self.path, self.path.with_name(f"{self.path.name}.before"))
+    def write(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the file. Without columns it is removed."""
+        if columns:
+            write_text(
+                self.path, to_lines(columns, [dict(zip(columns, columns, strict=True)), *rows])
+            )
+        else:
+            self.path.unlink(missing_ok=True)
+        self.columns, self.num_rows = columns, len(rows)
+        self._size = self.path.stat().st_size if columns else 0
 
     def sync(self) -> None:
         """Write what waits, and flush the file to the disk."""
         self.write_waiting()
-        if self._stamp is not None and self._stamp != self._synced_stamp:
+        if not self._is_synced:
             with self.path.open("rb+") as file:
                 os.fsync(file.fileno())
-            self._synced_stamp = self._stamp
-
-
-def is_first_process() -> bool:
-    return getattr(rank_zero_only, "rank", 0) == 0
+            self._is_synced = True
 
 
 def to_cell(name: str, value: Any) -> Any:
-    """Return the number of a scalar, tensor or array; of anything else the text."""
+    """Return the number of a scalar tensor or array, and anything else as it is."""
     if not hasattr(value, "item"):
-        return (
-            value if isinstance(value, bool | int | float) else "" if value is None else str(value)
-        )
+        return value
     try:
         return value.item()
     except (RuntimeError, ValueError):
@@ -359,6 +282,10 @@ def to_cell(name: str, value: Any) -> Any:
         raise ValueError(
             f"log {name!r}: got a tensor of shape {shape}, expected one number. Log {name}.mean()."
         ) from None
+
+
+def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -413,8 +340,6 @@ def to_plain(value: Any) -> Any:
     """
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, Enum):
-        return to_plain(value.value)
     for kind in (int, float, str):
         if isinstance(value, kind):
             return kind(value)
@@ -425,5 +350,4 @@ def to_plain(value: Any) -> Any:
         return [to_plain(item) for item in value]
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return to_plain(value.item())
-    # An address in a text would differ between two runs.
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
+    return str(value)

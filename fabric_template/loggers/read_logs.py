@@ -41,46 +41,35 @@ def read_logs(path: str | os.PathLike, steps: bool = False) -> pd.DataFrame:
         raise TypeError(
             f"read_logs(path): got a {type(path).__name__}, expected a path. Write read_logs('logs')."
         )
-    root, is_steps = Path(os.path.abspath(path)), steps or Path(path).name == "steps.csv"
-    runs = []
-    for file in find_files(root, "steps.csv" if steps else "metrics.csv"):
+    root = Path(os.path.abspath(path))
+    filename = "steps.csv" if steps or root.name == "steps.csv" else "metrics.csv"
+    if root.is_file():
+        files = [root.with_name("steps.csv") if steps else root]
+    else:
+        files = [root / filename] if (root / filename).is_file() else sorted(root.rglob(filename))
+    if not files or not files[0].is_file():
+        problem = f"which has no {filename}" if root.exists() else "which does not exist"
+        raise ValueError(f"read_logs(path): got {str(root)!r}, {problem}; expected {EXPECTED}.")
+    table: list[dict[str, Any]] = []
+    for file in files:
         columns, rows, is_complete = read_table(file)
         if not is_complete:
             warnings.warn(f"{file}: the last line is incomplete and was left out.", stacklevel=2)
-        run = file.parent.parent
-        number = re.fullmatch(r"version_(\d+)", file.parent.name)
+        run, number = file.parent.parent, re.fullmatch(r"version_(\d+)", file.parent.name)
         name = run.relative_to(root).as_posix() if root in run.parents else run.name
-        version = int(number[1]) if number else file.parent.name
-        runs.append((name, version, columns, rows if is_steps else join_rows(rows)))
-    runs.sort(key=lambda run: (run[0], isinstance(run[1], str), run[1]))
-
-    table: dict[str, list[Any]] = {"name": [], "version": []}
-    for name, version, _, rows in runs:
-        table["name"] += [name] * len(rows)
-        table["version"] += [version] * len(rows)
-    names = dict.fromkeys(column for run in runs for column in run[2])
+        place = {"name": name, "version": int(number[1]) if number else file.parent.name}
+        table += [
+            {**row, **place} for row in (rows if filename == "steps.csv" else join_rows(rows))
+        ]
+    table.sort(key=lambda row: (row["name"], isinstance(row["version"], str), row["version"]))
+    names = dict.fromkeys(name for row in table for name in row)
     first = [
-        name for name in (("step", "epoch") if is_steps else ("epoch", "step")) if name in names
+        "name",
+        "version",
+        *(("step", "epoch") if filename == "steps.csv" else ("epoch", "step")),
     ]
-    for column in dict.fromkeys([*first, *names]):
-        if column not in ("name", "version"):
-            table[column] = to_values([row.get(column, "") for run in runs for row in run[3]])
-    return pd.DataFrame(table)
-
-
-def find_files(root: Path, filename: str) -> list[Path]:
-    """Return the CSV files at a path or below it."""
-    if root.is_file():
-        files = [root.with_name(filename) if filename == "steps.csv" else root]
-    else:
-        files = [root / filename] if (root / filename).is_file() else sorted(root.rglob(filename))
-    if files and files[0].is_file():
-        return files
-    folder = next(parent for parent in (root, *root.parents) if parent.is_dir())
-    content = ", ".join(sorted(item.name for item in folder.iterdir())[:10]) or "nothing"
-    fix = f"{str(folder)!r} holds {content}."
-    problem = f"which has no {filename}" if root.exists() else "which does not exist"
-    raise ValueError(f"read_logs(path): got {str(root)!r}, {problem}; expected {EXPECTED}. {fix}")
+    ordered = dict.fromkeys([*(name for name in first if name in names), *names])
+    return pd.DataFrame({name: to_values([row.get(name, "") for row in table]) for name in ordered})
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
@@ -96,7 +85,7 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
     return columns, [dict(zip(columns, line, strict=False)) for line in lines[1:]], is_complete
 
 
-def to_values(cells: list[str]) -> list[Any]:
+def to_values(cells: list[Any]) -> list[Any]:
     """Return cells as numbers if all of them are: Python's float reads back the exact value."""
     with suppress(ValueError):
         return [int(cell) for cell in cells]
@@ -107,19 +96,20 @@ def to_values(cells: list[str]) -> list[Any]:
 
 
 def join_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return one row per epoch, or per step where no epoch is known, with each column's last value."""
+    """Return one row per epoch, with each column's last value, where a file has half-empty rows."""
     places = [(row.get("epoch"), row.get("step")) for row in rows]
     is_complete = all(all(place) for place in places) and len(set(places)) == len(places)
-    if is_complete and not any(name.endswith("_step") for row in rows[:1] for name in row):
+    is_of_steps = any(name.endswith("_step") for row in rows[:1] for name in row)
+    has_epochs = any(row.get("epoch") for row in rows)
+    if (is_complete and not is_of_steps) or not has_epochs:
         # A run that validates several times in an epoch has a complete row for each validation.
         return rows
-    key = "epoch" if any(row.get("epoch") for row in rows) else "step"
     # LearningRateMonitor's rows have no epoch. They belong to the next row, the last to the one before.
     for ordered in (reversed(rows), rows):
-        latest = ""
+        epoch = ""
         for row in ordered:
-            latest = row[key] = row.get(key) or latest
+            epoch = row["epoch"] = row.get("epoch") or epoch
     joined: dict[str, dict[str, str]] = {}
     for row in rows:
-        joined.setdefault(row[key], {}).update({name: cell for name, cell in row.items() if cell})
+        joined.setdefault(row["epoch"], {}).update({name: v for name, v in row.items() if v})
     return list(joined.values())

@@ -1,27 +1,123 @@
-"""Format the block at the end of a run and the results of an evaluation."""
+"""Describe a run: config.yaml, which rebuilds it, the block at its end, and the results of an evaluation."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+import platform
 import signal
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning
+import torch
+
+from .. import __version__
+from ..errors import describe
 from ..training.hooks import is_instance_of
+from .csv_logger import PLAIN_TYPES, to_plain, to_yaml, write_text
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
+HEAD = "# `fabric-template fit --config` with this file repeats this run. It ignores `about`.\n"
+
+
+def write_run_config(run: RunState) -> None:
+    """Write config.yaml beside metrics.csv. It never stops a run.
+
+    A resumed run keeps the file of its first start. A file of another program, such as LightningCLI's, stays.
+    """
+    for logger in run.loggers.csv_loggers:
+        path = Path(logger.log_dir, "config.yaml")
+        try:
+            is_own = path.exists() and path.read_text("utf-8", "replace").startswith(HEAD)
+            if not path.exists() or (is_own and not run.resumes):
+                write_text(path, HEAD + to_yaml(run_config(run)))
+        except Exception as error:
+            warnings.warn(
+                f"{path}: it could not be written, and training continues: {error!r}", stacklevel=2
+            )
+
+
+def run_config(run: RunState) -> dict[str, Any]:
+    """Return the options, model and data of a run as plain values.
+
+    A model made by a script is recorded as its class and the arguments that it saved. "about" has the
+    versions, and "unknown" names everything that a file cannot hold.
+    """
+    unknown: dict[str, str] = {}
+    options = dict(run.loop.recipe)
+    config: dict[str, Any] = {}
+    for part, given in (("model", run.model), ("data", run.datamodule)):
+        recorded = options.pop(part, None)
+        if recorded is None and given is not None:
+            recorded = class_config(part, given, unknown)
+        if recorded is not None:
+            config[part] = recorded
+    if "data" not in config and any(loader is not None for loader in run.data.given.values()):
+        unknown["data"] = "fit was given loaders"
+    functions = getattr(run.module, "functions", {})
+    given_parts = {**functions, "optimizer": run.given_optimizer}
+    options |= {name: part for name, part in given_parts.items() if part is not None}
+    config |= keep_plain(options, unknown)
+    # The next free version, so that nothing is written over this run.
+    config["version"] = None
+    if run.checkpoint_path is not None:
+        config["resume" if run.resumes else "load"] = str(run.checkpoint_path)
+    versions = {
+        "fabric_template": __version__,
+        "torch": str(torch.__version__),
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+    }
+    return {**config, "about": {"versions": versions, "unknown": unknown}}
+
+
+def class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, Any] | None:
+    """Return the class of an object and the arguments that ``save_hyperparameters`` kept."""
+    kind = type(given)
+    if kind.__module__ == "__main__" or "." in kind.__qualname__:
+        unknown[part] = f"{kind.__qualname__} of {kind.__module__}, which cannot be imported"
+        return None
+    saved = dict(getattr(given, "hparams_initial", None) or {})
+    parameters = inspect.signature(kind).parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if len(names) == len(parameters):
+        saved = {name: value for name, value in saved.items() if name in names}
+    for name in names:
+        if name not in saved:
+            unknown[f"{part}.{name}"] = "not kept by save_hyperparameters"
+    arguments = keep_plain(saved, unknown, f"{part}.")
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
+
+
+def keep_plain(
+    values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
+) -> dict[str, Any]:
+    """Return the values that YAML can hold. The names of the others are added to unknown."""
+    kept = {}
+    for name, value in values.items():
+        if is_plain(value):
+            kept[name] = to_plain(value)
+        else:
+            unknown[prefix + name] = describe(value)
+    return kept
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(is_plain(item) for item in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(is_plain(item) for item in value)
+    return isinstance(value, PLAIN_TYPES)
+
 
 def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
-    """Return the result of a fit, the reason of its end and its files, as lines by heading.
-
-    Args:
-        run: A fit.
-        checkpoints: The files to name.
-    """
+    """Return the result of a fit, the reason of its end and its files, as lines by heading."""
     config, rows, progress = run.config, run.history.rows, run.progress
     seconds = sum(row["time"] for row in rows)
     data = "" if run.datamodule is None else f" on {type(run.datamodule).__name__}"
@@ -29,23 +125,26 @@ def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[
     name = getattr(run.model, "__name__", type(run.model).__name__)
     devices = f", {run.fabric.world_size} processes" if run.fabric.world_size > 1 else ""
     logs = [Path(logger.log_dir, "metrics.csv") for logger in run.loggers.csv_loggers]
+    newest: dict[str, Any] = {}
+    for row in rows:
+        newest |= row
+    metrics = [
+        f"{name} {format_value(name, value)}"
+        for name, value in newest.items()
+        if name not in ("epoch", "step", "time") and not name.startswith("lr")
+    ]
     lines = {
         "trained": [f"{name}{data}: {done}, {format_duration(seconds)}"],
         "ended": [end_reason(run)],
-        "at the end": [", ".join(last_values(rows))],
-        "best": [best_value(rows, config.monitor, config.mode)],
+        "at the end": [", ".join(metrics)],
+        "best": [best_value(rows, config.monitor or "", config.mode)],
         "device": [f"{run.fabric.device}, {run.fabric.strategy.precision.precision}{devices}"],
         "log": [short_path(path) for path in logs if path.is_file()],
         "checkpoint": [short_path(path) for path in dict.fromkeys(checkpoints)],
     }
     if any(path.name == "last.ckpt" for path in checkpoints):
-        longer = ""
-        for option in ("max_epochs", "max_steps"):
-            limit = getattr(config, option)
-            longer += "" if limit in (None, -1) else f", with {option}={2 * limit}"
-        lines["resume"] = [f"fit(..., resume='last'){longer}"]
-    shown = {heading: [text for text in texts if text] for heading, texts in lines.items()}
-    return {heading: texts for heading, texts in shown.items() if texts}
+        lines["resume"] = ["fit(..., resume='last')"]
+    return {heading: texts for heading, texts in lines.items() if texts and texts[0]}
 
 
 def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
@@ -74,61 +173,39 @@ def end_reason(run: RunState) -> str:
         return f"max_epochs={stop.max_epochs} is reached"
     if not stop.is_requested:
         return ""
-    names = []
     for callback in run.hooks.callbacks:
         if is_instance_of(callback, "EarlyStopping") and callback.stopped_epoch:
-            names.append(f"EarlyStopping on {callback.monitor!r}")
-        elif is_instance_of(callback, "Timer") and callback.time_remaining() == 0:
-            names.append("Timer")
-    if not names:
-        return "should_stop was set"
-    return f"should_stop was set by {', '.join(names)}"
+            return f"should_stop was set by EarlyStopping on {callback.monitor!r}"
+        if is_instance_of(callback, "Timer") and callback.time_remaining() == 0:
+            return "should_stop was set by Timer"
+    return "should_stop was set"
 
 
-def last_values(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the latest value of each metric, with its epoch where that is not the last one."""
-    values = {}
-    for row in rows:
-        epoch = "" if row is rows[-1] else f" (epoch {row['epoch']})"
-        for name, value in row.items():
-            is_metric = name not in ("epoch", "step", "time") and not name.startswith("lr")
-            if is_metric and isinstance(value, int | float):
-                values[name] = f"{name} {format_value(name, value)}{epoch}"
-    return list(values.values())
-
-
-def best_value(rows: Sequence[Mapping[str, Any]], monitor: str | None, mode: str) -> str:
+def best_value(rows: Sequence[Mapping[str, Any]], monitor: str, mode: str) -> str:
     """Return the best value of the monitored metric and its epoch; an empty text if there is none."""
-    monitor = monitor or ""
-    found = [
-        row
-        for row in rows
-        if isinstance(row.get(monitor), int | float) and not math.isnan(row[monitor])
-    ]
+    found = [row for row in rows if not math.isnan(row.get(monitor, math.nan))]
     if not found:
         return ""
-    best = (max if mode == "max" else min)(found, key=lambda row: row[monitor])
+    choose = max if mode == "max" else min
+    best = choose(found, key=lambda row: row[monitor])
     return f"{monitor} {format_value('', best[monitor])} in epoch {best['epoch']}"
 
 
 def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
     """Return the metrics of an evaluation as a table with a column for each loader."""
     loaders = [
-        {name.split("/dataloader_idx_")[0]: result[name] for name in result} for result in results
+        {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
+        for result in results
     ]
     names = sorted({name for loader in loaders for name in loader})
     if not names:
         return ""
-    heads = [
-        f"{stage} metric".capitalize(),
-        *(f"DataLoader {index}" for index in range(len(loaders))),
-    ]
-    table = [heads]
-    for name in names:
-        table.append([name, *(str(loader.get(name, "")) for loader in loaders)])
-    width = max(25, *(len(text) for text in [*names, *heads]))
+    heads = [f"DataLoader {index}" for index in range(len(loaders))]
+    table = [[f"{stage} metric".capitalize(), *heads]]
+    table += [[name, *(str(loader.get(name, "")) for loader in loaders)] for name in names]
+    width = max(25, *map(len, names))
     lines = [" ".join(f"{cell:^{width}}" for cell in row).rstrip() for row in table]
-    rule = "─" * (width + 1) * len(heads)
+    rule = "─" * (width + 1) * len(table[0])
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
 
@@ -141,11 +218,9 @@ def format_value(name: str, value: Any) -> str:
     """
     if isinstance(value, bool) or not isinstance(value, float):
         return " ".join(str(value).split())[:20]
-    if not math.isfinite(value):
-        return str(value)
-    if name in ("time", "left"):
+    if name == "time":
         return format_duration(value)
-    if name == "lr" or name.startswith("lr_"):
+    if name == "lr" or name.startswith("lr_") or not math.isfinite(value):
         return f"{value:.3g}"
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.2e}"
 

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import importlib
 import re
-import shlex
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -206,7 +205,7 @@ def run_command(name: str, argv: list[str]) -> int:
         resolve_checkpoint(name, words, settings)
         if settings.model is None:
             raise ValueError("--model: got no class, expected --model package.module:Class.")
-        parts = build(parser, settings, f"{program()} {name} {shlex.join(argv)}".rstrip())
+        parts = build(parser, settings)
     function = getattr(
         importlib.import_module(f".{COMMANDS[name][0]}", __package__), f"{name}_command"
     )
@@ -275,7 +274,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     return f"--{'.'.join(dict.fromkeys(keys))}: {text}" if keys else text
 
 
-def build(parser: ArgumentParser, settings: Namespace, command: str) -> tuple[FabricLoop, Any, Any]:
+def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any, Any]:
     """Make the loop, the model and the data."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -289,7 +288,6 @@ def build(parser: ArgumentParser, settings: Namespace, command: str) -> tuple[Fa
         raise ValueError(explain(parser, str(error))) from error
     classes = settings.as_dict()
     loop.recipe = {**plain, **{name: classes[name] for name in CLASS_OPTIONS}}
-    loop.recipe["about"] = {"command": command}
     # The loop has seeded the random numbers, so the first weights depend on the seed.
     made = instantiate(parser, settings, "model", "data")
     return loop, made["model"], made["data"]

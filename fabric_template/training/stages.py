@@ -32,8 +32,7 @@ from ..distributed.signals import (
 )
 from ..lightning_compat.callbacks import add_model_callbacks, as_list
 from ..lightning_compat.private import set_profiled_module
-from ..loggers.run_config import write_run_config
-from ..loggers.run_summary import end_reason, short_path
+from ..loggers.run_summary import end_reason, short_path, write_run_config
 from .evaluation_loop import evaluate
 from .fit_loop import fit
 from .hooks import is_instance_of

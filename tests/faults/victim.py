@@ -116,12 +116,8 @@ def _content(path, root):
 
 
 def without_names(value, names):
-    """The nest without what stands under these names; rows that the disk refused count as written in a log's position."""
+    """The nest without what stands under these names."""
     if isinstance(value, dict):
-        if "waiting" in value:
-            waiting = value["waiting"]
-            columns = [*value["columns"], *(c for row in waiting for c in row if c not in value["columns"])]
-            value = {"rows": value["rows"] + len(waiting), "columns": list(dict.fromkeys(columns))}
         return {key: without_names(part, names) for key, part in value.items() if key not in names}
     if isinstance(value, list | tuple):
         return [without_names(part, names) for part in value]

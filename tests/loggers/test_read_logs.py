@@ -100,10 +100,10 @@ def test_an_incomplete_line_is_left_out_with_a_warning(tmp_path):
 
 def test_wrong_paths(tmp_path, three_runs):
     missing = three_runs / "digitz"
-    with pytest.raises(ValueError, match=r"which does not exist; expected a metrics\.csv, .* holds a, digits\."):
+    with pytest.raises(ValueError, match=r"which does not exist; expected a metrics\.csv"):
         read_logs(missing)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"which has no metrics\.csv; .* holds nothing\."):
+    with pytest.raises(ValueError, match=r"which has no metrics\.csv; expected"):
         read_logs(tmp_path / "empty")
     with pytest.raises(TypeError, match=r"read_logs\(path\): got a DataFrame, expected a path"):
         read_logs(pd.DataFrame())

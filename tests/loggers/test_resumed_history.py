@@ -77,17 +77,6 @@ def test_a_checkpoint_of_a_callback(tmp_path):
     assert_same_rows(whole, resumed)
 
 
-def test_files_of_another_run_are_kept(tmp_path):
-    """A resumed run is given the version of another one."""
-    fit(tmp_path, ManyKinds, two, max_epochs=1)
-    fit(tmp_path, ManyKinds, lambda: make_loader(12), max_epochs=3)
-    other = (tmp_path / "logs/run/version_1/metrics.csv").read_bytes()
-    resumed = fit(tmp_path, ManyKinds, two, version=1, resume=tmp_path / LAST, max_epochs=2)[2]
-    assert (tmp_path / "logs/run/version_1/metrics.csv.before").read_bytes() == other
-    assert_same_rows(fit(tmp_path / "whole", ManyKinds, two, max_epochs=2)[2], resumed)
-    assert without_time(tmp_path / "logs/run/version_1/metrics.csv") == logs_of(tmp_path / "whole")[0]
-
-
 def test_the_time_of_a_resumed_epoch_is_that_of_the_whole_epoch(tmp_path, monkeypatch):
     from fabric_template.loggers import history
 

@@ -270,7 +270,6 @@ def test_a_run_is_repeated_bit_for_bit(capsys):
     assert {*LoopConfig.__dataclass_fields__} <= {*found}
     assert found["model"] == {"class_path": "lit.Lit", "init_args": {"hidden": 6, "lr": 0.1, "act": None}}
     assert found["callbacks"] == [{"class_path": "lit.Hears", "init_args": {"word": "nothing"}}]
-    assert found["about"]["command"].startswith("fabric-template fit --model lit:Lit --data lit:Data --accelerator cpu")
     torch.rand(3)
     repeats = [["--config", "run.yaml"], ["--config", "logs/run/version_0/config.yaml"], FOLDER]
     for version, repeat in enumerate(repeats, start=1):
