@@ -14,12 +14,16 @@ import torch
 from lightning.fabric.plugins import precision
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..errors import ConfigurationError
 from ..training.hooks import is_instance_of
 from ..training.optimizers import is_optimizer
+
+try:
+    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+except ImportError:  # torch 2.5
+    from torch.distributed._composable.fsdp import FSDPModule, register_fsdp_forward_method
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
