@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import Callback, ModelSummary, Timer
 
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
-from ..training.hooks import HOOK_ARGUMENTS, OTHER_HOOKS, is_instance_of, overridden
-from ..training.nonfinite_loss import StopOnNonFiniteLoss
+from ..training.hooks import is_instance_of, overridden
+from ..training.optimization import StopOnNonFiniteLoss
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
@@ -88,10 +88,8 @@ def check_callbacks(callbacks: list[Any]) -> None:
     keys = set()
     for callback in callbacks:
         check_object("callbacks", callback)
-        hooks = (*HOOK_ARGUMENTS, *OTHER_HOOKS)
-        if not hasattr(callback, "state_key") and not any(
-            hasattr(callback, hook) for hook in hooks
-        ):
+        has_hooks = any(name.startswith("on_") for name in dir(callback))
+        if not has_hooks and not hasattr(callback, "setup"):
             raise ConfigurationTypeError(
                 f"callbacks: got {describe(callback)}, expected objects with methods named like"
                 " hooks. Write callbacks=[EarlyStopping('val_loss')]."

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.state import loops_state
 from ..training.hooks import overridden
+from ..training.optimization import is_step_due
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -165,8 +166,7 @@ class FitLoopAPI(LoopAPI):
 
     def _should_accumulate(self) -> bool:
         """Return whether no optimizer step follows the batch, for ThroughputMonitor."""
-        optimization = self._run.optimization
-        return bool(optimization and optimization.is_accumulating)
+        return not is_step_due(self._run)
 
     def _should_check_val_epoch(self) -> bool:
         """Return whether this epoch is validated, for the totals of progress bars."""

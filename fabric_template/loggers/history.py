@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError, ConfigurationTypeError, describe
-from ..training.lr_schedulers import learning_rates
+from ..training.optimization import learning_rates
 from .result_collection import extract_batch_size
 
 if TYPE_CHECKING:

@@ -216,7 +216,8 @@ def check_signature(run: RunState, name: str) -> None:
     """Refuse a step that cannot be called with a batch, or with a batch and its index."""
     functions = run.module.functions if isinstance(run.module, ModuleAdapter) else {}
     step = functions.get(name) or overridden(run.hooks.source, name)
-    if step is None or takes_iterator(step):
+    # In a LightningModule Python's own error names the step, as in Trainer.
+    if step is None or run.is_lightning_module or takes_iterator(step):
         return
     called = overridden(run.hooks.source, name)
     with_batch_idx = called is not None and takes_batch_idx(called)

@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .iterator_steps import evaluate_with_iterator
-from .module_adapter import takes_argument, takes_batch_idx, takes_iterator
+from .hooks import overridden
+from .module_adapter import (
+    evaluate_with_iterator,
+    takes_argument,
+    takes_batch_idx,
+    takes_iterator,
+)
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -132,7 +137,7 @@ def check_dataloader_idx(run: RunState, name: str, has_several: bool) -> None:
     if not run.is_lightning_module:
         return
     for hook in (f"{name}_step", f"on_{name}_batch_start", f"on_{name}_batch_end"):
-        method = run.hooks.module_method(hook)
+        method = overridden(run.module, hook)
         if method is None or takes_iterator(method):
             continue
         loader = "val_dataloaders" if name == "validation" else f"{name}_dataloaders"

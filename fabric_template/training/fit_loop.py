@@ -13,10 +13,13 @@ from ..checkpoint.state import restore_position
 from ..config import parse_duration
 from ..errors import ConfigurationError
 from .evaluation_loop import evaluate
-from .iterator_steps import train_with_iterator
-from .lr_schedulers import after_optimizer_step, learning_rates, step_lr_schedulers
-from .module_adapter import takes_iterator
-from .optimization import is_step_due
+from .module_adapter import takes_iterator, train_with_iterator
+from .optimization import (
+    after_optimizer_step,
+    is_step_due,
+    learning_rates,
+    step_lr_schedulers,
+)
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -73,10 +76,11 @@ def train_epoch(run: RunState) -> None:
     else:
         resume_epoch(run)
     run.console.start_epoch(run)
-    if takes_iterator(run.hooks.source.training_step):
-        train_with_iterator(run, end_batch)
-    elif not run.stop.is_reached and not progress.is_epoch_complete:
-        train_batches(run)
+    if not run.stop.is_reached and not progress.is_epoch_complete:
+        if takes_iterator(run.hooks.source.training_step):
+            train_with_iterator(run, end_step)
+        else:
+            train_batches(run)
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
@@ -117,15 +121,20 @@ def train_batches(run: RunState) -> None:
             break
         else:
             outputs = train_batch(batch, batch_idx)  # forward, loss, backward, clip, step
-        progress.phase = "batch_end"
-        after_optimizer_step(run)
-        hooks.call("on_train_batch_end", outputs, batch, batch_idx)
-        results.end_batch()
-        end_batch(run)
+        end_step(run, outputs, batch, batch_idx)
         if progress.is_epoch_complete or run.stop.is_reached:
             break
     else:
         end_short_epoch(run)
+
+
+def end_step(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:
+    """Step the schedulers, call ``on_train_batch_end``, and end the batch."""
+    run.progress.phase = "batch_end"
+    after_optimizer_step(run)
+    run.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+    run.results.end_batch()
+    end_batch(run)
 
 
 def end_short_epoch(run: RunState) -> None:
@@ -186,9 +195,7 @@ def end_epoch(run: RunState) -> None:
         run.results.end_batches()
         run.history.end_train_batches()
         run.progress.phase = "epoch_end"
-        run.hooks.call_callbacks("on_train_epoch_end", only_monitors=False)
-        run.hooks.call_module("on_train_epoch_end")
-        run.hooks.call_callbacks("on_train_epoch_end", only_monitors=True)
+        run.hooks.call_train_epoch_end()
     run.results.update_metrics()
     if run.progress.is_epoch_complete:
         step_lr_schedulers(run, "epoch", plateau=True)

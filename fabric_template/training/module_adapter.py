@@ -1,20 +1,31 @@
-"""Functions, modules and plain objects as a LightningModule, so that the loop has one case."""
+"""Give a LightningModule's interface to functions and objects, and run their steps.
+
+Plain Fabric runs ``model.training_step`` on one device outside of its precision: ``bf16-mixed`` trains
+in float32 silently. Here every step has precision, strategy and compilation around it.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.fabric import is_wrapped
+import torch
+from lightning.fabric import Fabric, is_wrapped
+from lightning.fabric.plugins.precision import MixedPrecision, Precision
+from lightning.fabric.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ..distributed.strategies import no_gradient_sync, shard_network, wrap_step
 from ..errors import ConfigurationTypeError, check_object, describe
 from .hooks import is_instance_of
 
-STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+if TYPE_CHECKING:
+    from .run_state import RunState
 
 
 class ModuleAdapter(LightningModule):
@@ -84,24 +95,14 @@ def find_network(model: Any) -> nn.Module:
     for name, value in getattr(model, "__dict__", {}).items():
         if isinstance(value, nn.Parameter):
             network.register_parameter(name, value)
-        elif (module := _as_module(value)) is not None:
-            network.add_module(name, module)
+        elif isinstance(value, nn.Module):
+            network.add_module(name, value)
     if not list(network.children()) and not list(network.parameters()):
         raise ConfigurationTypeError(
             f"model: got {describe(model)}, expected a torch.nn.Module, or an object with modules among"
             " its attributes. Write self.net = ... in its __init__."
         )
     return network
-
-
-def _as_module(value: Any) -> nn.Module | None:
-    if isinstance(value, nn.Module):
-        return value
-    if isinstance(value, list | tuple) and value and all(isinstance(v, nn.Module) for v in value):
-        return nn.ModuleList(value)
-    if isinstance(value, dict) and value and all(isinstance(v, nn.Module) for v in value.values()):
-        return nn.ModuleDict(value)
-    return None
 
 
 def unwrap(part: Any) -> Any:
@@ -131,12 +132,20 @@ def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[A
     return adapter, adapter.source, network
 
 
+# The arguments of steps
+
+
+def parameters_of(method: Callable) -> Mapping[str, inspect.Parameter]:
+    """Return a method's parameters by name. Builtins may have none."""
+    try:
+        return inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def takes_argument(method: Callable, name: str) -> bool:
     """Return whether a method has an argument of this name, or takes any number of arguments."""
-    try:
-        parameters = inspect.signature(method).parameters
-    except (TypeError, ValueError):
-        return True
+    parameters = parameters_of(method)
     has_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     return name in parameters or has_any
 
@@ -154,7 +163,7 @@ def takes_batch_idx(step: Callable) -> bool:
         return True
     parameters = [
         parameter
-        for parameter in inspect.signature(step).parameters.values()
+        for parameter in parameters_of(step).values()
         if parameter.name != "dataloader_idx" and parameter.kind < parameter.KEYWORD_ONLY
     ]
     if isinstance(step, partial):
@@ -164,7 +173,223 @@ def takes_batch_idx(step: Callable) -> bool:
 
 def takes_iterator(step: Callable) -> bool:
     """Return whether a step fetches its batches itself, from an argument ``dataloader_iter``."""
-    try:
-        return "dataloader_iter" in inspect.signature(step).parameters
-    except (TypeError, ValueError):
-        return False
+    return "dataloader_iter" in parameters_of(step)
+
+
+# Running steps
+
+
+class _CallStep(nn.Module):
+    """The module that the strategy wraps: its forward calls any step of the network."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+class StepRunner:
+    """Prepares the network for its device and strategy, and calls steps on it.
+
+    Args:
+        fabric: Gives device, precision and strategy.
+        source: The object whose methods are the steps.
+        network: The module that holds the parameters.
+        compile: The option of this name.
+    """
+
+    def __init__(
+        self, fabric: Fabric, source: Any, network: nn.Module, compile: Any = False
+    ) -> None:
+        self.fabric, self.source, self.network, self.compile = fabric, source, network, compile
+        self.precision = fabric.strategy.precision
+        name = str(self.precision.precision)
+        self.converts_dtype = name.endswith("-true") and name != "32-true"
+        is_single = type(fabric.strategy) is SingleDeviceStrategy
+        self.is_plain = is_single and type(self.precision) is Precision
+        self.is_model_parallel = isinstance(fabric.strategy, ModelParallelStrategy)
+        self.wrapped: Any = None
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The wrapper that reduces gradients over the processes, if there is one."""
+        return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
+
+    def convert_network(self) -> None:
+        """Give the network its precision's dtype, before weights are loaded into it."""
+        if self.converts_dtype:
+            self.precision.convert_module(self.network)
+
+    def setup(self, is_training: bool) -> None:
+        """Move the network to its device, and shard or wrap it for the strategy if it is trained."""
+        self.convert_network()
+        if self.is_model_parallel:
+            shard_network(self.fabric, self.network, type(self.source).__name__)
+            return
+        has_parameters = any(parameter.requires_grad for parameter in self.network.parameters())
+        self.fabric.to_device(self.network)
+        is_alone = isinstance(self.fabric.strategy, SingleDeviceStrategy)
+        if is_training and has_parameters and not is_alone:
+            self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
+        for module in self.network.modules():
+            # Metrics and LightningModules keep their device and dtype in attributes of their own.
+            if type(module).to is not nn.Module.to:
+                module.to(self.fabric.device)
+                if self.converts_dtype:
+                    self.precision.convert_module(module)
+
+    def get(self, name: str, method: Callable) -> Callable:
+        """Return a step with everything around it that this run needs."""
+        if self.compile is not False:
+            mode = None if self.compile is True else self.compile
+            options = self.compile if isinstance(self.compile, dict) else {"mode": mode}
+            method = torch.compile(method, **options)
+        if self.is_model_parallel:
+            method = wrap_step(self.network, method)
+        if self.wrapped is not None:
+            method = self._call_wrapped(method, name == "training_step")
+        context = self._precision_context()
+        if context is None:
+            return method
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return method(*args, **kwargs)
+
+        return step
+
+    def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
+        """Return a step that runs as the forward of the strategy's wrapper.
+
+        In manual optimization DDP prepares for each backward in it, not for one at its end.
+        """
+        ddp = self.ddp
+        is_automatic = getattr(self.source, "automatic_optimization", True)
+        if ddp is None or is_automatic or not is_training:
+            return lambda *args, **kwargs: self.wrapped(partial(method, *args, **kwargs))
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            def call() -> Any:
+                output = method(*args, **kwargs)
+                ddp.require_backward_grad_sync = False
+                return output
+
+            try:
+                return ddp(call)
+            finally:
+                ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+
+        return step
+
+    def _precision_context(self) -> Callable[[], AbstractContextManager] | None:
+        """Return what makes the context of a step, or None where the precision needs none."""
+        if isinstance(self.precision, MixedPrecision):
+            is_bfloat16 = self.precision.precision == "bf16-mixed"
+            dtype = torch.bfloat16 if is_bfloat16 else torch.float16
+            # Trainer switches the cache of casts off, so a weight that is used twice is cast twice.
+            return partial(torch.autocast, self.precision.device, dtype=dtype, cache_enabled=False)
+        return None if self.precision.precision == "32-true" else self.precision.forward_context
+
+    def no_backward_sync(self) -> AbstractContextManager:
+        """Return a context in which gradients are not reduced over the processes."""
+        if self.is_model_parallel:
+            return no_gradient_sync(self.network)
+        return nullcontext() if self.ddp is None else self.ddp.no_sync()
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients, scaled where the precision scales."""
+        if self.is_plain:
+            loss.backward(*args, **kwargs)
+        else:
+            self.fabric.strategy.backward(loss, None, *args, **kwargs)
+
+
+# Steps with an argument dataloader_iter, which fetch their batches themselves. Trainer calls this
+# flavor experimental. Hooks get the last batch that was fetched.
+
+
+class StepIterator:
+    """The iterator of a step that calls ``batch, batch_idx, dataloader_idx = next(dataloader_iter)``.
+
+    Attributes:
+        current: What was fetched last.
+        num_fetched: How many batches were fetched.
+        is_done: Whether nothing is left.
+    """
+
+    def __init__(self, batches: Iterator[tuple[Any, int, int]], num_batches: int | float) -> None:
+        self._batches, self._num_batches = batches, num_batches
+        self.num_fetched = 0
+        self.current: tuple[Any, int, int] = (None, 0, 0)
+        self.is_done = num_batches == 0
+
+    def __iter__(self) -> StepIterator:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        try:
+            self.current = next(self._batches)
+        except StopIteration:
+            self.is_done = True
+            raise
+        self.num_fetched += 1
+        self.is_done = self.num_fetched >= self._num_batches
+        return self.current
+
+
+def train_with_iterator(run: RunState, end_step: Callable[..., None]) -> None:
+    """Train an epoch whose step fetches its batches.
+
+    Args:
+        end_step: Does what follows a step: ``end_step(run, outputs, batch, batch_idx)``.
+    """
+    progress, loaders = run.progress, run.data.train
+    first = progress.batches_done + loaders.extra_batches
+    raw = loaders.raw_batches(progress.batches_done)
+    fetched = ((batch, index, 0) for index, (batch, _) in enumerate(raw, first))
+    iterator = StepIterator(fetched, loaders.num_batches - first)
+    while not iterator.is_done:
+        progress.start_batch(is_last=False)
+        run.results.start_batch(None)
+        if run.hooks.call("on_train_batch_start", *iterator.current[:2]) == -1:
+            break
+        try:
+            outputs = run.optimization.train_batch(iterator, iterator.current[1])
+        except StopIteration:
+            break
+        loaders.extra_batches = first + iterator.num_fetched - progress.batches_done
+        progress.is_last_batch = iterator.is_done
+        end_step(run, outputs, *iterator.current[:2])
+        if run.stop.is_reached:
+            return
+    progress.is_last_batch, progress.phase = True, None
+    if not first + iterator.num_fetched:
+        loaders.check_short_pass(0)
+
+
+def evaluate_with_iterator(
+    run: RunState,
+    name: str,
+    step: Callable,
+    max_batches: int | float | None,
+    outputs: list[list[Any]],
+) -> None:
+    """Run a validation, test or prediction step that fetches its batches.
+
+    Args:
+        outputs: What the step returned is added to the list of the loader.
+    """
+    loaders = run.data.eval_loaders
+    iterator = StepIterator(loaders.raw_batches(max_batches), loaders.count_batches(max_batches))
+    num_places = 3 if loaders.has_several else 2
+    while not iterator.is_done:
+        run.progress.count_eval_batch()
+        run.hooks.call(f"on_{name}_batch_start", *iterator.current[:num_places])
+        try:
+            output = step(iterator)
+        except StopIteration:
+            break
+        outputs[iterator.current[2]].append(output)
+        run.hooks.call(f"on_{name}_batch_end", output, *iterator.current[:num_places])

@@ -1,13 +1,16 @@
-"""From one batch to the optimizer step: forward, backward, clipping, accumulation."""
+"""From one batch to the optimizer step: forward, loss, backward, clip, step, zero_grad, schedulers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -15,13 +18,12 @@ from torch.optim import LBFGS, Optimizer
 from ..distributed.strategies import clip_grad_norm
 from ..errors import ConfigurationError, ConfigurationTypeError
 from ..lightning_compat.private import set_step_callback
-from .hooks import overridden
 from .module_adapter import takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
-    from .run_state import RunState
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-_BACKWARD_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+    from .run_state import RunState
 
 
 def is_step_due(run: RunState) -> bool:
@@ -34,7 +36,107 @@ def is_step_due(run: RunState) -> bool:
     return is_full or run.progress.is_epoch_complete
 
 
-class AutomaticOptimization:
+def starts_window(run: RunState) -> bool:
+    """Return whether the current batch is the first one after an optimizer step."""
+    return run.progress.batches_done - 1 == run.progress.batches_at_last_step
+
+
+class Optimization:
+    """Call steps and prepare gradients, for automatic and manual optimization."""
+
+    def __init__(self, run: RunState) -> None:
+        self.run = run
+        # StochasticWeightAveraging updates the statistics of BatchNorm by forward passes alone.
+        self.skip_backward = False
+        self.last_loss: Tensor | None = None
+        self.setup()
+
+    def setup(self) -> None:
+        """Look up what each batch needs. Called again when the optimizers change."""
+        run, hooks = self.run, self.run.hooks
+        step = hooks.source.training_step
+        self._step = run.make_step("training_step", step)
+        self._takes_batch_idx = takes_batch_idx(step) and not takes_iterator(step)
+        self._scaler = getattr(run.fabric.strategy.precision, "scaler", None)
+        self._own_backward = hooks.module_method("backward")
+        self._own_clipping = hooks.module_method("configure_gradient_clipping")
+        action = f"[Strategy]{type(run.fabric.strategy).__name__}.backward"
+        self._backward = hooks.with_profiler(action, self._run_backward)
+
+    def call_step(self, batch: Any, batch_idx: int) -> Any:
+        """Run ``training_step``."""
+        return self._step(batch, batch_idx) if self._takes_batch_idx else self._step(batch)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients, with the hooks around it."""
+        self._backward(loss, *args, **kwargs)
+
+    def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.run.hooks.call("on_before_backward", loss)
+        if self._own_backward is None:
+            self.run.steps.backward(loss, *args, **kwargs)
+        else:
+            scaled = loss if self._scaler is None else self._scaler.scale(loss)
+            self._own_backward(scaled, *args, **kwargs)
+        self.run.hooks.call("on_after_backward")
+
+    def prepare_step(self, optimizer: Optimizer) -> None:
+        """Call the hook that sees the gradients, and clip them."""
+        self.run.hooks.call("on_before_optimizer_step", optimizer)
+        if not self.run.module.automatic_optimization:
+            return
+        value = self.run.config.gradient_clip_val
+        algorithm = self.run.config.gradient_clip_algorithm
+        if self._own_clipping is not None:
+            kind = GradClipAlgorithmType(algorithm.lower()) if algorithm else None
+            self._own_clipping(optimizer, gradient_clip_val=value, gradient_clip_algorithm=kind)
+        elif value:
+            clip_gradients(self.run, optimizer, value, algorithm)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
+        """Run the closure, prepare the gradients and step the optimizer.
+
+        A gradient scaler unscales the gradients before anybody reads them, and skips the step where
+        they are not finite.
+        """
+        scaler = self._scaler
+        if scaler is None:
+
+            def closure_and_clip() -> Any:
+                result = closure()
+                self.prepare_step(optimizer)
+                return result
+
+            strategy = self.run.fabric.strategy
+            return strategy.optimizer_step(optimizer, closure=closure_and_clip, **kwargs)
+        result = closure()
+        is_skipped = result is None and self.run.module.automatic_optimization
+        if not is_skipped and not unscales_itself(optimizer):
+            scaler.unscale_(optimizer)
+        self.prepare_step(optimizer)
+        if is_skipped:
+            return result
+        step_output = scaler.step(optimizer, **kwargs)
+        scaler.update()
+        return step_output
+
+    def waiting_gradients(self) -> dict[str, Tensor]:
+        """Return a copy of all gradients, for a checkpoint inside of an accumulation window."""
+        if self.run.steps.is_model_parallel:
+            # FSDP holds them unsharded, where nobody reads them.
+            self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
+            return {}
+        parameters = self.run.network.named_parameters()
+        return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        gradients = state["gradients"]
+        for name, parameter in self.run.network.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device, copy=True)
+
+
+class AutomaticOptimization(Optimization):
     """One batch of automatic optimization: the loop steps the optimizer.
 
     Hooks fire in Trainer's order::
@@ -43,156 +145,51 @@ class AutomaticOptimization:
         on_before_zero_grad, zero_grad              # first batch of an accumulation window
         on_before_backward, backward, on_after_backward
         on_before_optimizer_step, clipping, step    # last batch of an accumulation window
-
-    Attributes:
-        is_accumulating: Whether gradients wait for more batches.
-        skip_backward: Set by StochasticWeightAveraging, which updates the statistics of BatchNorm by
-            forward passes alone.
     """
 
-    def __init__(self, run: RunState) -> None:
-        self.run = run
-        self.is_accumulating = False
-        self.skip_backward = False
-        self._outputs: dict[str, Any] = {}
-        self._arguments: tuple = ()
-        self._batch_idx = 0
-        self._last_loss: Tensor | None = None
-        self.setup()
-
     def setup(self) -> None:
-        """Look up what each batch needs. Called again when callbacks or optimizers change."""
+        super().setup()
         run, hooks = self.run, self.run.hooks
-        step = hooks.source.training_step
-        name = type(hooks.source).__name__
-        strategy = type(run.fabric.strategy).__name__
-        self._step = run.make_step("training_step", step)
-        self._takes_batch_idx = takes_batch_idx(step) and not takes_iterator(step)
-        self._optimizer = run.optimizers[0]
-        self._scaler = getattr(run.fabric.strategy.precision, "scaler", None)
-        self._has_backward_hooks = any(map(hooks.is_used, _BACKWARD_HOOKS))
-        self._keeps_outputs = hooks.is_used("on_train_batch_end")
-        self._own_backward = self._own_method("backward")
-        self._own_zero_grad = self._own_method("optimizer_zero_grad")
-        # Measured as _take_step below.
-        own_step = overridden(hooks.source, "optimizer_step")
-        self._own_step = None if own_step is None else hooks.inside("optimizer_step", own_step)
-        self._before_step = prepare_step_functions(run)
-        self._backward = hooks.with_profiler(f"[Strategy]{strategy}.backward", self._run_backward)
-        self._take_step = hooks.with_profiler(
-            f"[LightningModule]{name}.optimizer_step",
-            self._step_with_closure if self._needs_closure() else self._step_plainly,
-        )
-        if self._scaler is not None and isinstance(self._optimizer, LBFGS):
+        self._optimizer = optimizer = run.optimizers[0]
+        self._own_zero_grad = hooks.module_method("optimizer_zero_grad")
+        # The profiler measures every optimizer step under the name of this hook.
+        self._own_step = hooks.module_method("optimizer_step", is_profiled=False)
+        is_lbfgs = isinstance(optimizer, LBFGS)
+        # torch's own optimizers, but LBFGS, run a closure once before they step. Without it they
+        # compute the same bits for less.
+        needs_closure = is_lbfgs or not type(optimizer).__module__.startswith("torch.optim.")
+        if self._own_step is not None or self._scaler is not None:
+            needs_closure = True
+        action = f"[LightningModule]{type(hooks.source).__name__}.optimizer_step"
+        step = self._step_with_closure if needs_closure else self._step_plainly
+        self._take_step = hooks.with_profiler(action, step)
+        if self._scaler is not None and is_lbfgs:
             raise ConfigurationError("AMP and the LBFGS optimizer are not compatible.")
-        unscales_itself = getattr(self._optimizer, "_step_supports_amp_scaling", False)
-        if self._scaler is not None and unscales_itself and run.config.gradient_clip_val:
+        if self._scaler is not None and run.config.gradient_clip_val and unscales_itself(optimizer):
             raise RuntimeError(
-                f"The current optimizer, {type(self._optimizer).__qualname__}, does not allow for gradient"
+                f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient"
                 " clipping because it performs unscaling of gradients internally. HINT: Are you using a"
                 " 'fused' optimizer?"
             )
 
-    def _own_method(self, name: str) -> Callable | None:
-        method = self.run.hooks.module_method(name)
-        return None if method is None else self.run.hooks.inside(name, method)
-
-    def _needs_closure(self) -> bool:
-        """Return whether ``optimizer.step`` needs a closure.
-
-        torch's own optimizers, but LBFGS, run the closure once before they step. Without it they
-        compute the same bits for less.
-        """
-        optimizer = self._optimizer
-        is_simple = type(optimizer).__module__.startswith("torch.optim.")
-        if isinstance(optimizer, LBFGS) or self._scaler is not None:
-            return True
-        return self._own_step is not None or not is_simple
-
-    def end_training(self) -> None:
-        """Free the graph of the last loss."""
-        self._last_loss = None
-
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Train on one batch. Returns what ``on_train_batch_end`` gets as its outputs."""
-        self._arguments = (batch, batch_idx) if self._takes_batch_idx else (batch,)
-        self._batch_idx = batch_idx
-        self.is_accumulating = not is_step_due(self.run)
-        if self.is_accumulating:
-            with self.run.steps.no_backward_sync():
-                self._forward_backward()
-        else:
+        self._batch, self._batch_idx = batch, batch_idx
+        self._outputs: dict[str, Any] = {}
+        if is_step_due(self.run):
             self._take_step()
             self.run.progress.global_step += 1
             self.run.progress.optimizer_steps_in_epoch += 1
-        outputs, self._outputs, self._arguments = self._outputs, {}, ()
+        else:
+            with self.run.steps.no_backward_sync():
+                self._forward_backward()
+        outputs, self._outputs, self._batch = self._outputs, {}, None
         return outputs
 
-    def _forward_backward(self) -> Tensor | None:
-        """Run the step and backward. Returns the loss, or None if the step skipped the batch."""
-        output = self._step(*self._arguments)
-        loss = self._loss_of(output)
-        if loss is not None:
-            self._keep(output, loss)
-            if self.run.accumulate_grad_batches > 1:
-                loss = loss / self.run.accumulate_grad_batches
-        if self.skip_backward:
-            return loss
-        # The first batch of an accumulation window, also where the batch that ended the last one was None.
-        if self._batch_idx % self.run.accumulate_grad_batches == 0:
-            self._zero_grad()
-        if loss is None:
-            return None
-        self._backward(loss)
-        return loss
-
-    def _loss_of(self, output: Any) -> Tensor | None:
-        if not isinstance(output, Tensor):
-            output = find_loss(output, self.run)
-        if output is not None and not output.requires_grad and not self.skip_backward:
-            raise ConfigurationError(
-                f"training_step: got a loss without gradient at batch {self._batch_idx}, expected a"
-                " tensor computed from the model's parameters. Remove detach(), no_grad() or"
-                " requires_grad=False."
-            )
-        return output
-
-    def _keep(self, output: Any, loss: Tensor) -> None:
-        """Keep what the step returned for the history and for ``on_train_batch_end``."""
-        self.run.history.add_train_output(output, loss)
-        if self._keeps_outputs:
-            value = loss.detach()
-            if self.run.accumulate_grad_batches > 1:
-                value = value / self.run.accumulate_grad_batches
-            self._outputs = (
-                {**output, "loss": value} if isinstance(output, Mapping) else {"loss": value}
-            )
-
-    def _zero_grad(self) -> None:
-        self.run.hooks.call("on_before_zero_grad", self._optimizer)
-        if self._own_zero_grad is None:
-            self._optimizer.zero_grad()
-        else:
-            epoch = self.run.progress.epochs_done
-            self._own_zero_grad(epoch, self._batch_idx, self._optimizer)
-
-    def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        hooks = self.run.hooks
-        if self._has_backward_hooks:
-            hooks.call("on_before_backward", loss)
-        if self._own_backward is None:
-            self.run.steps.backward(loss, *args, **kwargs)
-        else:
-            scaled = loss if self._scaler is None else self._scaler.scale(loss)
-            self._own_backward(scaled, *args, **kwargs)
-        if self._has_backward_hooks:
-            hooks.call("on_after_backward")
-
     def _step_plainly(self) -> None:
-        """Run the step, backward and clipping, then the optimizer."""
+        """Forward, loss, backward, clip, step."""
         loss = self._forward_backward()
-        for prepare in self._before_step:
-            prepare(self._optimizer)
+        self.prepare_step(self._optimizer)
         if self.run.steps.is_plain:
             self._optimizer.step()
         else:
@@ -200,7 +197,7 @@ class AutomaticOptimization:
         # Keep the graph alive until the next forward, as a hand-written loop does. Freeing it here
         # makes autograd create its node of each parameter again, and slows the optimizer.
         # What keeps its graph by itself would double its memory.
-        self._last_loss = loss if self._own_backward is None else None
+        self.last_loss = loss if self._own_backward is None else None
 
     def _step_with_closure(self) -> None:
         """Let the optimizer, or the module's ``optimizer_step``, call the closure."""
@@ -225,92 +222,87 @@ class AutomaticOptimization:
                 " `optimizer.step(optimizer_closure)` call did not execute it internally."
             )
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
-        """Step an optimizer with its closure, the hooks before it and the gradient scaler."""
-        return step_with_closure(self.run, optimizer, closure, self._before_step, **kwargs)
+    def _forward_backward(self) -> Tensor | None:
+        """Run the step and backward. Returns the loss, or None if the step skipped the batch."""
+        output = self.call_step(self._batch, self._batch_idx)
+        loss = output if isinstance(output, Tensor) else find_loss(output, self.run)
+        if loss is not None:
+            if not loss.requires_grad and not self.skip_backward:
+                raise ConfigurationError(
+                    f"training_step: got a loss without gradient at batch {self._batch_idx}, expected"
+                    " a tensor computed from the model's parameters. Remove detach(), no_grad() or"
+                    " requires_grad=False."
+                )
+            self.run.history.add_train_output(output, loss)
+            if self.run.accumulate_grad_batches > 1:
+                loss = loss / self.run.accumulate_grad_batches
+            if self.run.hooks.is_used("on_train_batch_end"):
+                extras = output if isinstance(output, Mapping) else {}
+                self._outputs = {**extras, "loss": loss.detach()}
+        if self.skip_backward:
+            return loss
+        if starts_window(self.run):
+            self._zero_grad()
+        if loss is not None:
+            self._backward(loss)
+        return loss
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward with its hooks, for ``manual_backward``."""
-        self._run_backward(loss, *args, **kwargs)
+    def _zero_grad(self) -> None:
+        self.run.hooks.call("on_before_zero_grad", self._optimizer)
+        if self._own_zero_grad is None:
+            self._optimizer.zero_grad()
+        else:
+            epoch = self.run.progress.epochs_done
+            self._own_zero_grad(epoch, self._batch_idx, self._optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients of an accumulation window that has not ended."""
         # A checkpoint of the middle of a step resumes at the start of its accumulation window.
-        is_accumulating = self.is_accumulating and self.run.progress.phase != "step"
-        gradients = self._waiting_gradients() if is_accumulating else {}
-        return {"is_accumulating": is_accumulating, "gradients": gradients}
-
-    def _waiting_gradients(self) -> dict[str, Tensor]:
-        if self.run.steps.is_model_parallel:
-            # FSDP holds them unsharded, where nobody reads them.
-            self.run.warn_once(
-                "A checkpoint in an accumulation window lacks the gradients of a sharded model. Write"
-                " val_check_interval= with a multiple of accumulate_grad_batches."
-            )
-            return {}
-        parameters = self.run.network.named_parameters()
-        return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.is_accumulating = state["is_accumulating"]
-        gradients = state["gradients"]
-        for name, parameter in self.run.network.named_parameters():
-            if name in gradients:
-                parameter.grad = gradients[name].to(parameter.device, copy=True)
+        is_waiting = not is_step_due(self.run) and self.run.progress.phase != "step"
+        return {"gradients": self.waiting_gradients() if is_waiting else {}}
 
 
-class ManualOptimization(AutomaticOptimization):
+class ManualOptimization(Optimization):
     """One batch of manual optimization: ``training_step`` steps its optimizers itself."""
 
     def setup(self) -> None:
-        run, hooks = self.run, self.run.hooks
+        super().setup()
         # Optimizers that have stepped since the last backward. The gradients of the others may wait.
         self.stepped: set[int] = set()
-        step = hooks.source.training_step
-        self._step = run.make_step("training_step", step)
-        self._takes_batch_idx = takes_batch_idx(step) and not takes_iterator(step)
-        self._scaler = getattr(run.fabric.strategy.precision, "scaler", None)
-        self._has_backward_hooks = any(map(hooks.is_used, _BACKWARD_HOOKS))
-        self._own_backward = self._own_method("backward")
-        self._before_step = [partial(hooks.call, "on_before_optimizer_step")]
         # DDP adds gradients over the processes only if it was prepared for this backward.
-        self._is_prepared = run.steps.ddp is None or run.is_lightning_module
+        self._is_prepared = self.run.steps.ddp is None or self.run.is_lightning_module
 
-    @contextmanager
-    def counting_plain_steps(self) -> Iterator[None]:
+    def count_plain_steps(self, stack: ExitStack) -> None:
         """Count steps of the optimizers themselves, which step functions and plain objects have."""
-        handles = []
         for index, optimizer in enumerate(self.run.optimizers):
-            handles.append(optimizer.register_step_post_hook(partial(self._count_step, index)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            handle = optimizer.register_step_post_hook(partial(self._count_step, index))
+            stack.callback(handle.remove)
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Run the step. Returns what ``on_train_batch_end`` gets as its outputs."""
-        if self.run.is_lightning_module:
+        run = self.run
+        if run.is_lightning_module:
             # A module may have set its own callbacks in the batch before.
-            for index, optimizer in enumerate(self.run.loop.strategy.lightning_optimizers):
+            for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
             self.stepped.clear()
-        output = self._step(batch, batch_idx) if self._takes_batch_idx else self._step(batch)
-        if not isinstance(output, Tensor | Mapping | None):
+        output = self.call_step(batch, batch_idx)
+        run.progress.optimizer_steps_in_epoch = run.progress.batches_done
+        if output is None:
+            return {}
+        if not isinstance(output, Tensor | Mapping):
             raise ConfigurationTypeError(
                 "In manual optimization, `training_step` must either return a Tensor or have no"
                 f" return. training_step: got a {type(output).__name__}."
             )
-        self.run.progress.optimizer_steps_in_epoch = self.run.progress.batches_done
-        if output is None:
-            return {}
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
-        if isinstance(loss := outputs.get("loss"), Tensor):
-            if self.run.progress.batches_done == 1 and not self.run.is_lightning_module:
+        loss = outputs.get("loss")
+        if isinstance(loss, Tensor):
+            if run.progress.batches_done == 1 and not run.is_lightning_module:
                 self._check_gradients(loss)
             outputs["loss"] = loss.detach()
-            self.run.history.add_train_output(output, outputs["loss"])
+            run.history.add_train_output(output, outputs["loss"])
         return outputs
 
     def _check_gradients(self, loss: Tensor) -> None:
@@ -335,42 +327,25 @@ class ManualOptimization(AutomaticOptimization):
             self.run.progress.global_step += 1
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward with its hooks, for ``manual_backward``."""
+        """Compute the gradients for ``manual_backward``, and add them over the processes."""
         if (ddp := self.run.steps.ddp) is not None:
-            from lightning.pytorch.overrides.distributed import prepare_for_backward
-
             prepare_for_backward(ddp, loss)
             self._is_prepared = True
-        self._run_backward(loss, *args, **kwargs)
+        super().backward(loss, *args, **kwargs)
         self.stepped.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients that no optimizer has used yet."""
         optimizers = [o for index, o in enumerate(self.run.optimizers) if index not in self.stepped]
-        parameters = {
-            id(p) for o in optimizers for group in o.param_groups for p in group["params"]
-        }
-        names = {name for name, p in self.run.network.named_parameters() if id(p) in parameters}
-        gradients = {n: g for n, g in self._waiting_gradients().items() if n in names}
-        return {"is_accumulating": False, "gradients": gradients}
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        unused = {id(parameter) for group in groups for parameter in group["params"]}
+        names = {name for name, p in self.run.network.named_parameters() if id(p) in unused}
+        return {"gradients": {n: g for n, g in self.waiting_gradients().items() if n in names}}
 
 
-def prepare_step_functions(run: RunState) -> list[Callable[[Optimizer], Any]]:
-    """Return what is done with the gradients before the optimizer steps, in order."""
-    hooks, config = run.hooks, run.config
-    functions: list[Callable[[Optimizer], Any]] = []
-    if hooks.is_used("on_before_optimizer_step"):
-        functions.append(partial(hooks.call, "on_before_optimizer_step"))
-    value, algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
-    own_clipping = hooks.module_method("configure_gradient_clipping")
-    if own_clipping is not None:
-        own = hooks.inside("configure_gradient_clipping", own_clipping)
-        if algorithm is not None:
-            algorithm = GradClipAlgorithmType(algorithm.lower())
-        functions.append(partial(own, gradient_clip_val=value, gradient_clip_algorithm=algorithm))
-    elif value:
-        functions.append(partial(clip_gradients, run, value=value, algorithm=algorithm))
-    return functions
+def unscales_itself(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer unscales its gradients, as torch's fused ones do."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def clip_gradients(
@@ -388,58 +363,8 @@ def clip_gradients(
         torch.nn.utils.clip_grad_norm_(parameters, value)
 
 
-def step_with_closure(
-    run: RunState,
-    optimizer: Optimizer,
-    closure: Callable,
-    before_step: list[Callable[[Optimizer], Any]],
-    **kwargs: Any,
-) -> Any:
-    """Run the closure, prepare the gradients and step the optimizer.
-
-    With a gradient scaler the closure runs first, because gradients must be unscaled before anybody
-    reads them. A step whose gradients are not finite is skipped by the scaler.
-    """
-    scaler = getattr(run.fabric.strategy.precision, "scaler", None)
-    if scaler is None:
-
-        def closure_and_clip() -> Any:
-            result = closure()
-            for prepare in before_step:
-                prepare(optimizer)
-            return result
-
-        return run.fabric.strategy.optimizer_step(optimizer, closure=closure_and_clip, **kwargs)
-    result = closure()
-    is_skipped = result is None and run.module.automatic_optimization
-    if not is_skipped and not getattr(optimizer, "_step_supports_amp_scaling", False):
-        scaler.unscale_(optimizer)
-    for prepare in before_step:
-        prepare(optimizer)
-    if is_skipped:
-        return result
-    step_output = scaler.step(optimizer, **kwargs)
-    scaler.update()
-    return step_output
-
-
 def find_loss(output: Any, run: RunState) -> Tensor | None:
     """Return the loss in what a step returned. None skips the batch."""
-    if output is None:
-        if not run.is_lightning_module:
-            raise ConfigurationError(
-                "training_step: got None, expected the loss, a tensor. Write return loss at its end."
-            )
-        if run.fabric.world_size > 1:
-            raise RuntimeError(
-                "Skipping the `training_step` by returning None in distributed training is not"
-                " supported. It is recommended that you rewrite your training logic to avoid having"
-                " to skip the step in the first place."
-            )
-        run.warn_once(
-            "`training_step` returned `None`. If this was on purpose, ignore this warning..."
-        )
-        return None
     loss = output
     if isinstance(output, tuple) and len(output) == 2 and not run.is_lightning_module:
         loss = output[0]
@@ -450,9 +375,126 @@ def find_loss(output: Any, run: RunState) -> Tensor | None:
                 "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to"
                 f" be present. training_step: got the keys {sorted(map(str, output))}."
             )
-    if not isinstance(loss, Tensor):
-        raise ConfigurationTypeError(
+    if isinstance(loss, Tensor):
+        return loss
+    if loss is not None or not run.is_lightning_module:
+        lightnings = (
             "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the"
-            f" step will be skipped). training_step: got a {type(loss).__name__}. Write return loss."
+            " step will be skipped). "
         )
-    return loss
+        raise ConfigurationTypeError(
+            f"{lightnings if run.is_lightning_module else ''}training_step: got a {type(loss).__name__},"
+            " expected the loss, a tensor. Write return loss at its end."
+        )
+    if run.fabric.world_size > 1:
+        raise RuntimeError(
+            "Skipping the `training_step` by returning None in distributed training is not supported."
+        )
+    run.warn_once("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+    return None
+
+
+# Learning rate schedulers
+
+
+def after_optimizer_step(run: RunState) -> None:
+    """Step the schedulers that do not follow a metric."""
+    if not run.lr_schedulers:
+        return
+    if run.progress.is_epoch_complete or run.stop.has_max_steps:
+        run.history.learning_rates = learning_rates(run)
+    step_lr_schedulers(run, "step", plateau=False)
+    if run.progress.is_epoch_complete:
+        step_lr_schedulers(run, "epoch", plateau=False)
+
+
+def step_lr_schedulers(run: RunState, interval: str, plateau: bool) -> None:
+    """Step the schedulers that count this interval.
+
+    Args:
+        interval: "step", after each optimizer step, or "epoch".
+        plateau: Step those that follow a monitored metric; False: the others.
+    """
+    if not run.lr_schedulers or not run.module.automatic_optimization:
+        return
+    if interval == "step" and not is_step_due(run):
+        return
+    # epochs_done counts whole epochs, and the current one is not counted yet.
+    count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
+    for config in run.lr_schedulers:
+        is_due = config.interval == interval and count % config.frequency == 0
+        if is_due and config.reduce_on_plateau == plateau:
+            _step_scheduler(run, config)
+
+
+def _step_scheduler(run: RunState, config: LRSchedulerConfig) -> None:
+    scheduler: Any = config.scheduler
+    monitored = None
+    if config.reduce_on_plateau:
+        metrics = run.loggers.monitored_metrics()
+        monitored = metrics.get(str(config.monitor))
+        if monitored is None:
+            text = (
+                f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available"
+            )
+            if config.strict:
+                raise ConfigurationError(f"{text}. Available metrics are: {sorted(metrics)}.")
+            run.warn_once(f"{text} but strict is set to `False`.", RuntimeWarning)
+            return
+    own_step = run.hooks.module_method("lr_scheduler_step")
+    if own_step is not None:
+        own_step(scheduler, monitored)
+    elif monitored is None:
+        scheduler.step()
+    else:
+        scheduler.step(monitored)
+
+
+def learning_rates(run: RunState) -> list[float]:
+    """Return the learning rate of each optimizer's first parameter group."""
+    rates = [group["lr"] for o in run.optimizers for group in o.param_groups[:1] if "lr" in group]
+    return [float(rate) for rate in rates]
+
+
+# The option on_nan with a number
+
+
+class StopOnNonFiniteLoss(Callback):
+    """Stop after a number of batches in a row whose loss is NaN or infinite, on all processes together.
+
+    From the first of these batches on no checkpoint is saved, so that the last good one stays.
+
+    Args:
+        patience: How many batches in a row.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self._count = 0
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        is_finite = torch.ones((), device=trainer.fabric.device)
+        if loss is not None:
+            is_finite = torch.isfinite(loss).all().float()
+        if trainer.fabric.world_size > 1:
+            is_finite = trainer.fabric.all_reduce(is_finite, reduce_op="min")
+        self._count = 0 if is_finite else self._count + 1
+        stop = trainer.run.stop
+        stop.is_diverging = self._count > 0
+        if self._count == self.patience:
+            first = trainer.run.progress.total_batches - self.patience
+            stop.divergence = (
+                f"the loss is not finite (NaN or inf) since batch {first} (on_nan={self.patience})"
+            )
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        reason, path = trainer.run.stop.divergence, trainer.checkpoint_path("last")
+        if reason and trainer.is_global_zero:
+            kept = f"The last good checkpoint is '{path}'." if path else "No checkpoint was saved."
+            warnings.warn(
+                f"on_nan: {reason}. Training stops after step {trainer.global_step}. {kept}",
+                stacklevel=2,
+            )

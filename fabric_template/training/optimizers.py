@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -19,7 +19,6 @@ _SHAPES = (
     "an optimizer, a list of them, ([optimizers], [schedulers]),"
     ' {"optimizer": ..., "lr_scheduler": ..., "monitor": ...}, or a list of such dicts'
 )
-_OPTIMIZER_METHODS = ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
 
 
 class NoOptimizer(Optimizer):
@@ -43,18 +42,13 @@ class NoOptimizer(Optimizer):
 
 def is_optimizer(item: Any) -> bool:
     """Return whether an object has the interface of an optimizer."""
-    return all(hasattr(item, name) for name in _OPTIMIZER_METHODS)
+    methods = ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
+    return all(hasattr(item, name) for name in methods)
 
 
 def has_several_optimizers(given: Any) -> bool:
-    """Return whether a list of optimizers was given, alone or before schedulers.
-
-    Example:
-        >>> optimizer = NoOptimizer()
-        >>> [has_several_optimizers(given) for given in (optimizer, [optimizer] * 2, ([optimizer], []))]
-        [False, True, False]
-    """
-    while isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple):
+    """Return whether a list of optimizers was given, alone or before schedulers."""
+    if isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple):
         given = given[0]
     return isinstance(given, list | tuple) and sum(map(is_optimizer, given)) > 1
 
@@ -87,19 +81,8 @@ def parse_optimizers(
         ConfigurationTypeError: The shape is not known.
         ConfigurationError: A scheduler lacks its monitor, or its optimizer was not returned.
     """
-    found = _split(returned)
-    if found is None:
-        lightnings = (
-            "Unknown configuration for model optimizers. Output from `model.configure_optimizers()`"
-            f" should be one of: {_SHAPES}. "
-        )
-        raise ConfigurationTypeError(
-            f"{lightnings if where == 'configure_optimizers' else ''}{where}: got"
-            f" {describe(returned)}, expected an optimizer. Write"
-            " torch.optim.SGD(model.parameters(), lr=0.1)."
-        )
-    optimizers, schedulers, monitor = found
-    configs = [_parse_scheduler(item, monitor, is_automatic) for item in schedulers]
+    optimizers, schedulers = _split(returned, where)
+    configs = [_parse_scheduler(item, is_automatic) for item in schedulers]
     if is_automatic and not optimizers:
         raise ConfigurationTypeError(f"{where}: got an empty list, expected {_SHAPES}.")
     if is_automatic and len(optimizers) > 1:
@@ -119,136 +102,117 @@ def parse_optimizers(
     return optimizers, configs
 
 
-def _split(returned: Any) -> tuple[list[Any], list[Any], str | None] | None:
-    """Return (optimizers, schedulers, monitor), or None for an unknown shape."""
+def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
+    """Return the optimizers, and the schedulers as they were given."""
     if returned is None:
         warnings.warn(
             "`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer",
             stacklevel=4,
         )
-        return [NoOptimizer()], [], None
-    if is_optimizer(returned):
-        return [returned], [], None
-    if isinstance(returned, Mapping):
-        return _split_dict(returned)
-    if isinstance(returned, list | tuple):
-        return _split_sequence(returned)
-    return None
-
-
-def _split_dict(returned: Mapping) -> tuple[list[Any], list[Any], str | None]:
-    _check_keys(returned)
-    scheduler = returned.get("lr_scheduler")
-    schedulers = [] if scheduler is None else [scheduler]
-    return [returned["optimizer"]], schedulers, returned.get("monitor")
-
-
-def _split_sequence(returned: Any) -> tuple[list[Any], list[Any], str | None] | None:
-    if len(returned) == 2 and isinstance(returned[0], list) and all(map(is_optimizer, returned[0])):
-        optimizers, schedulers = returned
-        is_list = isinstance(schedulers, list | tuple)
-        return list(optimizers), list(schedulers) if is_list else [schedulers], None
-    if returned and all(isinstance(item, Mapping) for item in returned):
-        optimizers, schedulers = [], []
-        for item in returned:
-            _check_keys(item)
-            optimizers.append(item["optimizer"])
-            if (scheduler := item.get("lr_scheduler")) is not None:
-                as_dict = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
-                schedulers.append({"monitor": item.get("monitor"), **as_dict})
-        return optimizers, schedulers, None
-    if all(map(is_optimizer, returned)):
-        return list(returned), [], None
-    if isinstance(returned, tuple) and len(returned) == 2 and is_optimizer(returned[0]):
-        return [returned[0]], [returned[1]], None
-    return None
-
-
-def _check_keys(returned: Mapping) -> None:
-    if "optimizer" not in returned:
-        raise ConfigurationError(
-            f"optimizer: got a dict with the keys {sorted(map(str, returned))}, expected"
-            ' "optimizer" among them.'
+        return [NoOptimizer()], []
+    is_sequence = isinstance(returned, list | tuple)
+    optimizers: Any = returned if is_sequence else [returned]
+    schedulers: Any = []
+    if optimizers and all(isinstance(item, Mapping) for item in optimizers):
+        return _split_dicts(optimizers)
+    if is_sequence and len(returned) == 2 and not is_optimizer(returned[1]):
+        # ([optimizers], [schedulers]), or one of each.
+        optimizers, schedulers = (
+            part if isinstance(part, list | tuple) else [part] for part in returned
         )
-    unknown = sorted(set(returned) - {"optimizer", "lr_scheduler", "monitor", "frequency"})
-    if unknown:
-        warnings.warn(
-            f"Found unsupported keys in the optimizer configuration: {set(unknown)}", stacklevel=5
+    if not all(map(is_optimizer, optimizers)):
+        lightnings = (
+            "Unknown configuration for model optimizers. Output from `model.configure_optimizers()`"
+            f" should be one of: {_SHAPES}. "
         )
+        raise ConfigurationTypeError(
+            f"{lightnings if where == 'configure_optimizers' else ''}{where}: got"
+            f" {describe(returned)}, expected an optimizer. Write"
+            " torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+    return list(optimizers), list(schedulers)
 
 
-def _parse_scheduler(item: Any, monitor: str | None, is_automatic: bool) -> LRSchedulerConfig:
-    if isinstance(item, LRSchedulerConfig):
-        return item
+def _split_dicts(given: Sequence[Mapping]) -> tuple[list[Any], list[Any]]:
+    optimizers, schedulers = [], []
+    for item in given:
+        if "optimizer" not in item:
+            raise ConfigurationError(
+                f"optimizer: got a dict with the keys {sorted(map(str, item))}, expected"
+                ' "optimizer" among them.'
+            )
+        known = {"optimizer", "lr_scheduler", "monitor", "frequency"}
+        _warn_of_keys("optimizer configuration", item, known)
+        optimizers.append(item["optimizer"])
+        scheduler = item.get("lr_scheduler")
+        if scheduler is not None:
+            as_dict = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+            monitor = {"monitor": item["monitor"]} if "monitor" in item else {}
+            schedulers.append({**monitor, **as_dict})
+    return optimizers, schedulers
+
+
+def _warn_of_keys(what: str, item: Mapping, known: set[str]) -> None:
+    if unknown := set(item) - known:
+        warnings.warn(f"Found unsupported keys in the {what}: {unknown}", RuntimeWarning, 6)
+
+
+def _parse_scheduler(item: Any, is_automatic: bool) -> LRSchedulerConfig:
     if not isinstance(item, Mapping):
-        config = LRSchedulerConfig(item)
-    else:
-        config = (_parse_scheduler_dict if is_automatic else _parse_manual_dict)(item)
-        monitor = item.get("monitor", monitor)
-    config.monitor = monitor if monitor is not None else config.monitor
-    config.reduce_on_plateau |= isinstance(config.scheduler, ReduceLROnPlateau)
-    if is_automatic and config.reduce_on_plateau and config.monitor is None:
+        item = {"scheduler": item}
+    if "scheduler" not in item:
+        raise ConfigurationError(
+            'The lr scheduler dict must have the key "scheduler" with its item'
+        )
+    known = {field.name for field in fields(LRSchedulerConfig)}
+    config = LRSchedulerConfig(**{name: item[name] for name in item if name in known})
+    is_plateau = isinstance(config.scheduler, ReduceLROnPlateau)
+    config.reduce_on_plateau = config.reduce_on_plateau or is_plateau
+    if not is_automatic:
+        ignored = [key for key in item if key in ("reduce_on_plateau", "monitor", "strict")]
+        if ignored:
+            warnings.warn(
+                f"The lr scheduler dict contains the key(s) {ignored}, but the keys will be ignored. Call"
+                " `lr_scheduler.step()` in manual optimization.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        return config
+    _warn_of_keys("lr scheduler dict", item, known)
+    if config.interval not in ("step", "epoch"):
+        raise ConfigurationError(
+            f'The "interval" key in lr scheduler dict must be "step" or "epoch" but is "{config.interval}"'
+        )
+    if config.reduce_on_plateau and config.monitor is None:
         raise ConfigurationError(
             "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is"
             ' used. For example: {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor":'
             ' "metric_to_track"}'
         )
+    if isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch":
+        warnings.warn(
+            "A `OneCycleLR` scheduler is using 'interval': 'epoch'. Are you sure you didn't mean"
+            " 'interval': 'step'?",
+            RuntimeWarning,
+            stacklevel=5,
+        )
     return config
 
 
-def _parse_manual_dict(item: Mapping) -> LRSchedulerConfig:
-    ignored = [key for key in item if key in ("reduce_on_plateau", "monitor", "strict")]
-    if ignored:
-        warnings.warn(
-            f"The lr scheduler dict contains the key(s) {ignored}, but the keys will be ignored. You need"
-            " to call `lr_scheduler.step()` manually in manual optimization.",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-    return LRSchedulerConfig(**{key: value for key, value in item.items() if key not in ignored})
-
-
-def _parse_scheduler_dict(item: Mapping) -> LRSchedulerConfig:
-    known = {field.name for field in fields(LRSchedulerConfig)}
-    if unknown := sorted(set(item) - known):
-        warnings.warn(
-            f"Found unsupported keys in the lr scheduler dict: {set(unknown)}. HINT: remove them from the"
-            " output of `configure_optimizers`.",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-    if "scheduler" not in item:
-        raise ConfigurationError(
-            'The lr scheduler dict must have the key "scheduler" with its item'
-        )
-    interval = item.get("interval", "epoch")
-    if interval not in ("step", "epoch"):
-        raise ConfigurationError(
-            f'The "interval" key in lr scheduler dict must be "step" or "epoch" but is "{interval}"'
-        )
-    scheduler = item["scheduler"]
-    if isinstance(scheduler, OneCycleLR) and interval == "epoch":
-        warnings.warn(
-            "A `OneCycleLR` scheduler is using 'interval': 'epoch'. Are you sure you didn't mean 'interval': 'step'?",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-    return LRSchedulerConfig(**{name: value for name, value in item.items() if name in known})
-
-
 def _check_interface(scheduler: Any) -> None:
-    if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
-        needed = ("step", "state_dict", "load_state_dict")
-        if not all(hasattr(scheduler, name) for name in needed):
-            raise TypeError(
-                f"The provided lr scheduler `{type(scheduler).__name__}` is invalid. It should have"
-                " `state_dict` and `load_state_dict` methods defined."
-            )
-        raise ConfigurationError(
-            f"The provided lr scheduler `{type(scheduler).__name__}` doesn't follow PyTorch's LRScheduler"
-            " API. You should override the `LightningModule.lr_scheduler_step` hook with your own logic"
-            " if you are using a custom LR scheduler."
+    if isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
+        return
+    name = type(scheduler).__name__
+    if not all(hasattr(scheduler, part) for part in ("state_dict", "load_state_dict")):
+        raise TypeError(
+            f"The provided lr scheduler `{name}` is invalid. It should have `state_dict` and"
+            " `load_state_dict` methods defined."
         )
+    raise ConfigurationError(
+        f"The provided lr scheduler `{name}` doesn't follow PyTorch's LRScheduler API. You should"
+        " override the `LightningModule.lr_scheduler_step` hook with your own logic if you are using a"
+        " custom LR scheduler."
+    )
 
 
 def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:

@@ -9,8 +9,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from .evaluation_loop import check_dataloader_idx, evaluation_mode, step_arguments
 from .hooks import overridden
-from .iterator_steps import evaluate_with_iterator
-from .module_adapter import takes_iterator
+from .module_adapter import evaluate_with_iterator, takes_iterator
 
 if TYPE_CHECKING:
     from .run_state import RunState

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ..loggers.result_collection import ResultCollection
     from .fit_loop import ValidationSchedule
     from .hooks import Hooks
+    from .module_adapter import StepRunner
     from .optimization import AutomaticOptimization, ManualOptimization
     from .prediction_loop import Predictions
-    from .step_runner import StepRunner
 
 
 @dataclass

@@ -21,11 +21,10 @@ from ..loggers.logger_connector import LoggerConnector
 from ..loggers.result_collection import ResultCollection
 from .checks import LOADER_OF_STAGE, check_call, check_sources, missing_model
 from .hooks import Hooks, is_instance_of, overridden
-from .module_adapter import adapt_model, unwrap
+from .module_adapter import StepRunner, adapt_model, unwrap
 from .optimizers import check_parameters, has_several_optimizers, parse_optimizers
 from .progress import Progress, StopCondition
 from .run_state import RunState
-from .step_runner import StepRunner
 
 if TYPE_CHECKING:
     from ..config import LoopConfig

@@ -156,10 +156,11 @@ def fit_stage(run: RunState) -> None:
         if run.fabric.world_size == 1:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
-            stack.enter_context(run.optimization.counting_plain_steps())
+            run.optimization.count_plain_steps(stack)
         fit(run)
     run.results.active = None
-    run.optimization.end_training()
+    # Free the graph of the last loss.
+    run.optimization.last_loss = None
     finish_signal(run)
 
 
@@ -287,7 +288,7 @@ def handle_exception(run: RunState, error: BaseException) -> None:
             add_note(run, error)
     for callback in list(run.hooks.callbacks):
         with warn_of_failure(error, f"on_exception of {type(callback).__name__} failed"):
-            run.hooks.call_callback(callback, "on_exception", error)
+            run.hooks.call_callbacks("on_exception", error, callbacks=[callback])
     with warn_of_failure(error, "on_exception of the datamodule failed"):
         run.hooks.call_datamodule(run.datamodule, "on_exception", error)
     with warn_of_failure(error, "the loggers could not be closed"):

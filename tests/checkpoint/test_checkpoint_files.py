@@ -188,12 +188,12 @@ def test_rows_that_the_disk_refuses_are_written_later(tmp_path, monkeypatch):
     folder = tmp_path / "logs/run/version_0"
 
     class Closes:
-        def on_train_epoch_start(self, loop):
+        def on_train_epoch_start(self, loop, net):
             if loop.current_epoch == 1:
                 (folder / "metrics.csv").rename(folder / "moved")
                 (folder / "metrics.csv").mkdir()
 
-        def on_train_epoch_end(self, loop):
+        def on_train_epoch_end(self, loop, net):
             if loop.current_epoch == 2:
                 (folder / "metrics.csv").rmdir()
                 (folder / "moved").rename(folder / "metrics.csv")

@@ -105,8 +105,12 @@ def test_validation_loader_without_step(tmp_path):
 @pytest.mark.parametrize(
     ("step", "kind", "message"),
     [
-        (lambda self, batch: None, ValueError, "training_step: got None, expected the loss, a tensor."),
-        (lambda self, batch: 0.5, TypeError, "training_step: got a float. Write return loss."),
+        (lambda self, batch: None, TypeError, "training_step: got a NoneType, expected the loss, a tensor."),
+        (
+            lambda self, batch: 0.5,
+            TypeError,
+            "training_step: got a float, expected the loss, a tensor. Write return loss",
+        ),
         (lambda self, batch: {"los": torch.zeros(())}, ValueError, "training_step: got the keys ['los']."),
         (
             lambda self, batch: self.net(batch[0]).sum().detach(),

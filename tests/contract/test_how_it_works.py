@@ -96,8 +96,8 @@ def traced(tmp_path_factory):
 
 def test_the_files_of_a_batch_are_named(traced):
     batch, log_call, resume = traced
-    # The adapter of an nn.Module, and properties of the run.
-    assert batch - {"training/module_adapter.py", "training/run_state.py"} == named("A batch")
+    # Properties of the run.
+    assert batch - {"training/run_state.py"} == named("A batch")
     assert log_call <= named("A call of self.log")
     assert len(log_call) <= 2
     assert resume - {"loggers/log_arguments.py", "loggers/read_logs.py", "loggers/torchmetrics_state.py"} <= named(

@@ -213,7 +213,7 @@ def test_validate_every_n_steps(accumulated, expected):
     net, steps = make_net(), []
 
     class Note:
-        def on_validation_end(self, loop):
+        def on_validation_end(self, loop, net):
             steps.append(loop.global_step)
 
     options = {"accumulate_grad_batches": accumulated, "validate_every_n_steps": 5, "num_sanity_val_steps": 0}

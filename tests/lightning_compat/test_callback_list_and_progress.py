@@ -12,87 +12,50 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from modules import quiet
 
-from fabric_template.training.hooks import HOOK_ARGUMENTS, OTHER_HOOKS
-
 WORDS = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2, "limit_test_batches": 2}
 
 
-def _heard():
-    """A callback that notes each of its hooks."""
+class Heard(Callback):
+    """Notes the ends of batches and epochs."""
 
-    def hook(name):
-        def note(self, trainer, *args, **words):
-            self.heard.append((self.name, name, trainer.global_step))
-
-        return note
-
-    def init(self, name, heard):
+    def __init__(self, name, heard):
         self.name, self.heard = name, heard
 
-    names = {*HOOK_ARGUMENTS, *OTHER_HOOKS} & set(dir(Callback))
-    return type("Heard", (Callback,), {"__init__": init, **{name: hook(name) for name in names}})
+    def on_train_batch_end(self, trainer, *args):
+        self.heard.append((self.name, "batch", trainer.global_step))
+
+    def on_train_epoch_end(self, trainer, *args):
+        self.heard.append((self.name, "epoch", trainer.global_step))
 
 
-Heard = _heard()
 CHANGES = {
-    "append": lambda callbacks, new: callbacks.append(new),
-    "extend": lambda callbacks, new: callbacks.extend([new, Heard("another", new.heard)]),
-    "iadd": lambda callbacks, new: callbacks.__iadd__([new]),
-    "insert": lambda callbacks, new: callbacks.insert(len(callbacks), new),
-    "remove": lambda callbacks, new: callbacks.remove(callbacks[0]),
-    "delete": lambda callbacks, new: callbacks.__delitem__(0),
-    "pop": lambda callbacks, new: callbacks.pop(0),
-    "replace": lambda callbacks, new: callbacks.__setitem__(0, new),
-    "slice": lambda callbacks, new: callbacks.__setitem__(slice(2), [new]),
-    "reverse": lambda callbacks, new: callbacks.reverse(),
-    "sort": lambda callbacks, new: callbacks.sort(key=lambda callback: callback.name),
-    "clear": lambda callbacks, new: callbacks.clear(),
+    "append": lambda trainer, new: trainer.callbacks.append(new),
+    "remove": lambda trainer, new: trainer.callbacks.pop(0),
+    "replace": lambda trainer, new: trainer.callbacks.__setitem__(0, new),
+    "set": lambda trainer, new: setattr(trainer, "callbacks", [*trainer.callbacks[1:], new]),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_train_epoch_start", "on_train_batch_end"])
-def test_a_changed_list_of_callbacks_counts_at_once(hook, change):
+@pytest.mark.parametrize("hook", ["setup", "on_train_epoch_start"])
+def test_a_changed_list_of_callbacks_counts_from_the_next_hook_on(hook, change):
     class Changes(Callback):
-        """Changes the list in the second of these hooks, or the only one, as the last that hears it."""
+        name, is_changed = "changes", False
 
-        name, times = "changes", 0
-
-        def change(self, trainer, *args, **words):
-            self.times += 1
-            if self.times == 2 or hook in ("setup", "on_train_start"):
-                CHANGES[change](trainer.callbacks, Heard("new", heard))
+        def change(self, trainer, *args, **options):
+            if not self.is_changed:
+                CHANGES[change](trainer, Heard("new", heard))
+            self.is_changed = True
 
     setattr(Changes, hook, Changes.change)
-    told = []
+    results = []
     for kind in LOOPS.values():
         heard = []
         trainer = kind(**quiet(**WORDS, callbacks=[Heard("two", heard), Heard("one", heard), Changes()]))
         trainer.fit(BoringModel())
-        told.append((heard, [callback.name for callback in trainer.callbacks]))
-    assert told[1] == told[0]
-    assert len(told[1][0]) > 10 or change == "clear"
-
-
-def test_another_list_of_callbacks_takes_the_place_of_the_first():
-    told = []
-    for kind in LOOPS.values():
-        heard = []
-        new = Heard("new", heard)
-
-        class Replaces(Callback):
-            def on_train_start(self, trainer, module, new=new):
-                trainer.callbacks = [*(one for one in trainer.callbacks if one is not self), new]
-
-        trainer = kind(**quiet(**WORDS, callbacks=[Heard("one", heard), Replaces()]))
-        trainer.fit(BoringModel())
-        told.append(
-            ([one for one in heard if one[1] != "on_train_start"], [callback.name for callback in trainer.callbacks])
-        )
-        trainer.callbacks = []
-        assert trainer.callbacks == []
-    assert told[0] == told[1]
-    assert {name for name, _, _ in told[1][0]} == {"one", "new"}
+        results.append((heard, [callback.name for callback in trainer.callbacks]))
+    assert results[1] == results[0]
+    assert len(results[1][0]) >= 8
 
 
 def test_a_callback_may_bring_a_checkpoint_callback(tmp_path):

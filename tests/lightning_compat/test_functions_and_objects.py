@@ -239,8 +239,8 @@ class Positional:
     def __init__(self):
         self.heard = []
 
-    def setup(self, who, what, when):
-        self.heard.append((who, what, when))
+    def setup(self, who, what, stage):
+        self.heard.append((who, what, stage))
 
     def on_train_epoch_end(self, loop, net):
         self.heard.append((loop, net))
@@ -249,22 +249,10 @@ class Positional:
         self.heard.append((loop, net, i))
 
 
-class Named:
-    def __init__(self):
-        self.heard = []
-
-    def on_train_batch_end(self, batch_idx, loop):
-        self.heard.append((batch_idx, loop))
-
-    def on_train_epoch_end(self, loop, batches=3):
-        self.heard.append((loop, batches))
-
-
-def test_a_plain_callback_gets_its_arguments_by_position_or_by_name():
-    positional, named = Positional(), Named()
-    loop, net, _ = fit("functions", callbacks=[positional, named], max_epochs=1, enable_checkpointing=False)
+def test_a_plain_callback_gets_its_arguments_by_position():
+    positional = Positional()
+    loop, net, _ = fit("functions", callbacks=[positional], max_epochs=1, enable_checkpointing=False)
     assert positional.heard == [(loop, net, "fit"), *[(loop, net, i) for i in range(4)], (loop, net)]
-    assert named.heard == [*[(i, loop) for i in range(4)], (loop, 3)]
 
 
 # ---- several loaders

@@ -498,27 +498,6 @@ def test_state_of_callbacks(tmp_path):
     assert [side.callbacks[0].batches for side in (expected, ours)] == [30, 30]
 
 
-def test_a_plain_object_is_called_with_the_arguments_that_it_names(tmp_path):
-    seen = []
-
-    class Small:
-        log = seen  # its own: not self.log
-
-        def on_train_epoch_end(self, loop, model):
-            seen.append((loop.current_epoch, type(model).__name__))
-
-        def on_train_batch_end(self, batch_idx, outputs):
-            if batch_idx == 9:
-                seen.append(sorted(outputs))
-
-        def on_validation_batch_start(self, batch, dataloader_idx=7):
-            seen.append((len(batch[0]), dataloader_idx))
-
-    loop = FabricLoop(**quiet(max_epochs=1, callbacks=Small(), num_sanity_val_steps=0, limit_val_batches=1))
-    loop.fit(Classifier(), make_loader(), val_loader())
-    assert seen == [["loss"], (4, 7), (0, "Classifier")]
-
-
 # ---- errors
 
 
