@@ -1,4 +1,4 @@
-"""Kinds of LightningModules under lightning.Trainer and FabricLoop: the same bits, the same hooks in the same order."""
+"""Kinds of LightningModules under lightning.Trainer and FabricLoop: the same bits."""
 
 import warnings
 
@@ -7,9 +7,8 @@ import pytest
 import pytorch_lightning
 import torch
 import torchmetrics
-from modules import Classifier, assert_parity, make_data, make_loader, run_loop, run_trainer
+from modules import Classifier, assert_parity, make_loader, run_loop, run_trainer
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
 
 
 def train():
@@ -18,71 +17,6 @@ def train():
 
 def val():
     return make_loader(18, shuffle=False, seed=5)
-
-
-class Manual(Classifier):
-    """Two optimizers in turn, with schedulers, toggled."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.head = nn.Linear(3, 3)
-
-    def training_step(self, batch, batch_idx):
-        body, head = self.optimizers()
-        x, y = batch
-        self.toggle_optimizer(body)
-        loss = nn.functional.cross_entropy(self.head(self(x)), y)
-        body.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(body, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-        body.step()
-        self.untoggle_optimizer(body)
-        loss = nn.functional.cross_entropy(self.head(self(x).detach()), y)
-        head.zero_grad()
-        self.manual_backward(loss)
-        head.step()
-        self.log("train_loss", loss, on_epoch=True)
-        if self.trainer.is_last_batch:
-            for scheduler in self.lr_schedulers():
-                scheduler.step()
-
-    def configure_optimizers(self):
-        body = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
-        head = torch.optim.Adam(self.head.parameters(), lr=0.01)
-        schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (body, head)]
-        return [body, head], schedulers
-
-
-class Overriding(Classifier):
-    """Its own optimizer_step, zero_grad, backward, clipping and lr_scheduler_step."""
-
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-        optimizer.step(closure=optimizer_closure)
-
-    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-        optimizer.zero_grad(set_to_none=False)
-
-    def backward(self, loss):
-        (loss * 2).backward()
-
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-
-    def lr_scheduler_step(self, scheduler, metric):
-        scheduler.step()
-        scheduler.step()
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
-
-
-class Closure(Classifier):
-    """LBFGS evaluates its closure several times a step."""
-
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 class WithMetrics(Classifier):
@@ -140,30 +74,6 @@ class Everywhere(Classifier):
         self.log("val_batch_end", float(batch_idx), on_step=True, on_epoch=True)
 
 
-class Skipping(Classifier):
-    """Some steps return None; the rest of an epoch is skipped."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        return None if batch_idx % 3 == 2 else {"loss": loss, "extra": batch[0].mean()}
-
-    def on_train_batch_start(self, batch, batch_idx):
-        return -1 if self.current_epoch == 1 and batch_idx == 6 else None
-
-
-class Several(Classifier):
-    """Two validation loaders; a dict of training loaders."""
-
-    def training_step(self, batch, batch_idx):
-        first = super().training_step(batch["a"], batch_idx)
-        return first + nn.functional.cross_entropy(self(batch["b"][0]), batch["b"][1])
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
-        self.log("val_loss", loss)
-        self.log(f"own_{dataloader_idx}", loss, add_dataloader_idx=False)
-
-
 class Stepped(Classifier):
     """Asks for the number of steps when it makes its scheduler."""
 
@@ -194,48 +104,48 @@ class Frozen(Classifier):
         return self.net(self.bn(x + 1))
 
 
-MODULES = {
-    c.__name__: c for c in (Manual, Overriding, Closure, WithMetrics, Everywhere, Skipping, Stepped, NoIdx, Frozen)
-}
+class Clips(Classifier):
+    """Clips as the options say."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
 
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("words", [{}, {"val_check_interval": 0.5}], ids=["plain", "val_twice"])
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_module(name, words):
-    assert_parity(MODULES[name], train, val, max_epochs=3, **words)
+CLIPPING = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
 
 
-@pytest.mark.parametrize("name", ["Overriding", "Everywhere", "Skipping", "Stepped"])
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_module_accumulating(name):
-    assert_parity(MODULES[name], train, val, max_epochs=3, accumulate_grad_batches=3)
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (WithMetrics, {"val_check_interval": 0.5}),
+        (Everywhere, {"val_check_interval": 0.5}),
+        (Everywhere, {"accumulate_grad_batches": 3}),
+        (Stepped, {"accumulate_grad_batches": 3}),
+        (NoIdx, {}),
+        (Frozen, {}),
+        (Clips, CLIPPING),
+    ],
+)
+def test_module(module, options):
+    assert_parity(module, train, val, max_epochs=3, **options)
 
 
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
-def test_several_loaders():
-    def loaders():
-        return {"a": make_loader(40), "b": make_loader(24, batch_size=3, seed=9)}
-
-    assert_parity(Several, loaders, lambda: [val(), make_loader(7, shuffle=False)], max_epochs=2)
-
-
-class Stream(IterableDataset):
-    def __init__(self, shuffle):
-        self.shuffle = shuffle
-
-    def __iter__(self):
-        data = make_data(20)
-        order = torch.randperm(20) if self.shuffle else range(20)
-        return iter([data[int(i)] for i in order])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_train_batches": 0.5, "limit_val_batches": 0.6},
+        {"max_epochs": -1, "max_steps": 5, "accumulate_grad_batches": 4},
+        {"val_check_interval": 7, "check_val_every_n_epoch": None, "num_sanity_val_steps": -1},
+        {"fast_dev_run": 2},
+        {"precision": "bf16-true"},
+    ],
+)
+def test_options(options):
+    assert_parity(Classifier, train, val, **{"max_epochs": 3, **options})
 
 
-@pytest.mark.parametrize("words", [{}, {"limit_train_batches": 3}, {"val_check_interval": 2}])
-def test_without_length(words):
-    def stream(shuffle=True):
-        return DataLoader(Stream(shuffle), batch_size=4)
-
-    assert_parity(Classifier, stream, lambda: stream(False), max_epochs=2, **words)
+def test_workers():
+    assert_parity(Classifier, lambda: make_loader(40, num_workers=2), val, max_epochs=2)
 
 
 def test_pytorch_lightning():
@@ -270,18 +180,13 @@ def test_pytorch_lightning():
     }
 
 
-# ---- every hook, in order, with its arguments
+# ---- the arguments of every hook; test_parity_table.py compares their order
 
 HOOKS = [
-    "configure_model", "prepare_data", "setup", "configure_optimizers", "on_fit_start", "on_sanity_check_start",
-    "on_validation_model_eval", "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start",
-    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_validation_batch_end",
-    "on_validation_epoch_end", "on_validation_end", "on_validation_model_train", "on_sanity_check_end",
-    "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "optimizer_zero_grad",
-    "on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step",
-    "configure_gradient_clipping", "lr_scheduler_step", "on_train_batch_end", "on_validation_model_zero_grad",
-    "on_train_epoch_end", "on_train_end", "on_fit_end", "teardown", "on_save_checkpoint", "on_load_checkpoint",
-    "on_exception", "train_dataloader", "val_dataloader",
+    "on_train_batch_start", "on_train_batch_end", "on_validation_batch_start", "on_validation_batch_end",
+    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_before_zero_grad",
+    "optimizer_zero_grad", "on_before_backward", "backward", "on_before_optimizer_step", "optimizer_step",
+    "configure_gradient_clipping", "lr_scheduler_step", "setup", "teardown",
 ]  # fmt: skip
 
 
@@ -292,21 +197,17 @@ def describe(value):
         return [describe(part) for part in value]
     if isinstance(value, dict):
         return {key: describe(part) for key, part in value.items()}
-    if isinstance(value, int | float | str | type(None)):
-        return str(value)
-    if callable(value):
-        return "callable"
-    return "optimizer" if isinstance(value, torch.optim.Optimizer) else "object"
+    return str(value) if isinstance(value, int | float | str | type(None)) else "object"
 
 
-def spying(base, calls, who, skip=0):
+def spying(base, calls, skip=0):
     """A subclass that notes each hook with its arguments and then does what the base does."""
 
     def make(name):
         original = getattr(base, name)
 
         def hook(self, *args, **kwargs):
-            calls.append((who, name, describe(args[skip:]), sorted(kwargs)))
+            calls.append((name, describe(args[skip:]), sorted(kwargs)))
             return original(self, *args, **kwargs)
 
         return hook
@@ -314,28 +215,15 @@ def spying(base, calls, who, skip=0):
     return type(f"Spying{base.__name__}", (base,), {name: make(name) for name in HOOKS if hasattr(base, name)})
 
 
-class Loaded(Classifier):
-    def train_dataloader(self):
-        return make_loader(12)
-
-    def val_dataloader(self):
-        return make_loader(8, shuffle=False)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-
-@pytest.mark.parametrize(
-    "words", [{}, {"accumulate_grad_batches": 2}, {"num_sanity_val_steps": 0, "gradient_clip_val": 1.0}]
-)
-def test_hooks_in_order(words):
-    def record(run):
+@pytest.mark.parametrize("base", [Stepped, pl.Callback])
+def test_arguments_of_hooks(base):
+    found = []
+    for run in (run_trainer, run_loop):
         calls = []
-        module = spying(Loaded, calls, "module")
-        callback = spying(pl.Callback, calls, "callback", skip=2)()
-        run(module, lambda: None, None, max_epochs=2, callbacks=[callback], **words)
-        return calls
-
-    expected, found = record(run_trainer), record(run_loop)
-    assert found == expected
+        if base is pl.Callback:
+            run(Classifier, train, val, max_epochs=2, callbacks=[spying(base, calls, skip=2)()])
+        else:
+            run(spying(base, calls), train, val, max_epochs=2, gradient_clip_val=1.0)
+        found.append(calls)
+    assert found[0] == found[1]
+    assert len(found[0]) > 50

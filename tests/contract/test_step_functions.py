@@ -80,19 +80,6 @@ def test_log_and_scheduler_give_trainers_numbers():
     assert optimizer.param_groups[0]["lr"] == trainer.optimizers[0].param_groups[0]["lr"] < 0.1
 
 
-def test_logged_and_returned_values_are_columns():
-    loop, net = FabricLoop(**quiet(max_epochs=1)), make_net()
-    step = logged(loop, lambda loop, name, value: loop.log(name, value, on_step=False, on_epoch=True))
-    history = loop.fit(net, make_loader(), optimizer=sgd(net), training_step=step)
-    assert list(history.columns) == ["epoch", "step", "train_loss", "half", "lr", "time"]
-    assert history.train_loss[0] / 2 == pytest.approx(history.half[0], abs=1e-7)
-
-
-def test_log_outside_of_a_run():
-    with pytest.raises(RuntimeError, match=r"^FabricLoop.log: nothing has run yet\. Call fit, validate"):
-        FabricLoop(**quiet()).log("loss", 1.0)
-
-
 def test_a_list_of_schedulers_and_one_that_waits_for_a_metric():
     net = make_net()
     optimizer = sgd(net)
@@ -105,14 +92,6 @@ def test_a_list_of_schedulers_and_one_that_waits_for_a_metric():
         validation_step=validation_step,
     )  # fmt: skip
     assert optimizer.param_groups[0]["lr"] == 0.1 / 4 / 2
-
-
-def test_scheduler_with_several_optimizers():
-    net = make_net()
-    optimizer = sgd(net)
-    given = {"optimizer": [optimizer], "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
-    with pytest.raises(TypeError, match=r"^scheduler: got it with optimizer=a list, expected one optimizer\."):
-        FabricLoop(**quiet(max_epochs=1)).fit(net, make_loader(), training_step=training_step, **given)
 
 
 # ---- several validation loaders with names
@@ -136,25 +115,6 @@ def test_loaders_have_names():
     assert (first, second) == ({"a_loss": history.val_loss[1]}, {"b_loss": alone["val_loss"]})
     one = loop.validate(net, {"only": val_loader()}, verbose=False)
     assert one == [{"only_loss": history.val_loss[1]}]
-
-
-def test_a_loader_named_train():
-    net = make_net()
-    functions = {"training_step": training_step, "validation_step": validation_step}
-    with pytest.raises(ConfigurationError, match="^val_dataloaders: got a loader named 'train', expected another"):
-        FabricLoop(**quiet(max_epochs=1)).fit(
-            net, make_loader(), {"train": val_loader()}, optimizer=sgd(net), **functions
-        )
-
-
-def test_lightning_modules_keep_trainers_names():
-    class Lit(Classifier):
-        def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            super().validation_step(batch, batch_idx)
-
-    loop = FabricLoop(**quiet(max_epochs=1))
-    loop.fit(Lit(), make_loader(), {"a": val_loader(), "b": val_loader()})
-    assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"} <= set(loop.callback_metrics)
 
 
 # ---- an epoch's end
@@ -223,11 +183,6 @@ def test_validate_every_n_steps(accumulated, expected):
     assert steps == expected
     inside = [int(row["step"]) for row in rows_of(loop, "steps.csv")]
     assert inside == [step for step in expected if accumulated > 1 or step % 10]
-
-
-def test_validate_every_n_steps_excludes_val_check_interval():
-    with pytest.raises(ConfigurationError, match="^validate_every_n_steps: got 3 together with val_check_interval=4"):
-        FabricLoop(validate_every_n_steps=3, val_check_interval=4)
 
 
 # ---- several optimizers
@@ -304,20 +259,6 @@ def test_several_optimizers_that_nobody_steps():
         FabricLoop(**quiet(max_epochs=1)).fit(
             parts, make_loader(), optimizer=optimizers, training_step=lambda net, batch: net["g"](batch[0]).mean()
         )
-
-
-def test_several_optimizers_that_step_after_some_batches():
-    """A step function with a replay buffer returns no loss in its first batches."""
-    parts, optimizers = make_gan()
-    step, seen = gan_step(parts, optimizers), []
-
-    def gather(net, batch):
-        seen.append(batch)
-        return step(net, batch) if len(seen) > 3 else None
-
-    loop = FabricLoop(**quiet(max_epochs=1))
-    loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gather)
-    assert loop.global_step == 2 * 7
 
 
 def test_backward_of_the_loss_in_several_processes(monkeypatch):

@@ -1,9 +1,8 @@
 """A list of callbacks that changes during a run, progress counters, loggers' versions, a CheckpointIO, errors."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from both import LOOPS, Notes
+from both import LOOPS
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -137,24 +136,6 @@ def test_the_training_loader_can_be_made_early():
 # ---- what is logged, and where
 
 
-class Late(Notes):
-    """A logger whose version is found when it is first asked for, as by those that begin an experiment then."""
-
-    asked = 0
-
-    @property
-    def version(self):
-        self.asked += 1
-        return "late"
-
-
-def test_a_loop_that_is_made_asks_no_logger_for_its_version(tmp_path):
-    for kind in LOOPS.values():
-        logger = Late()
-        kind(**quiet(**WORDS, logger=logger))
-        assert logger.asked == 0
-
-
 class Logs(BoringModel):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)["loss"]
@@ -205,29 +186,6 @@ def test_one_name_of_two_loaders_is_refused(kind):
     assert trainer.validate(TwoLoaders("x_{}"), verbose=False) == [{"x_0": 0.0}, {"x_1": 1.0}]
 
 
-# ---- a hook by its old name
-
-
-@pytest.mark.filterwarnings("ignore:You have overridden `Old.configure_sharded_model`")
-def test_a_model_may_be_made_in_configure_sharded_model():
-    class Old(BoringModel):
-        def __init__(self):
-            super().__init__()
-            self.layer = None
-
-        def configure_sharded_model(self):
-            if self.layer is None:
-                self.layer = torch.nn.Linear(32, 2)
-
-    ends = []
-    for kind in LOOPS.values():
-        pl.seed_everything(1, verbose=False)
-        module = Old()
-        kind(**quiet(**WORDS)).fit(module)
-        ends.append(module.layer.weight.detach())
-    assert torch.equal(*ends)
-
-
 # ---- a CheckpointIO
 
 
@@ -266,26 +224,3 @@ def test_a_checkpoint_plugin_is_told_that_an_evaluation_is_over(verb, tmp_path):
 
 
 # ---- where an error came
-
-
-@pytest.mark.parametrize("step", ["training_step", "validation_step", "test_step", "predict_step"])
-@pytest.mark.parametrize("sanity", [0, 1])
-def test_whoever_hears_of_an_error_sees_the_stage_in_which_it_came(step, sanity):
-    class Hears(Callback):
-        def on_exception(self, trainer, module, exception):
-            state = trainer.state
-            told.append(
-                (state.fn.value, state.stage.value, trainer.validating, trainer.sanity_checking, trainer.training)
-            )
-
-    class Fails(BoringModel):
-        def predict_step(self, batch, batch_idx):
-            raise RuntimeError
-
-    setattr(Fails, step, Fails.predict_step)
-    told = []
-    for kind in LOOPS.values():
-        trainer = kind(**quiet(**WORDS, callbacks=[Hears()], num_sanity_val_steps=sanity))
-        with pytest.raises(RuntimeError):
-            getattr(trainer, {"test_step": "test", "predict_step": "predict"}.get(step, "fit"))(Fails())
-    assert told[0] == told[1]

@@ -119,17 +119,6 @@ def test_evaluation_uses_the_functions_of_fit():
         assert result == {name: pytest.approx(v) for name, v in loop.callback_metrics.items() if "val" in name}
 
 
-@pytest.mark.parametrize("kind", LEVELS)
-def test_evaluation_without_a_model_uses_that_of_fit(kind):
-    loop, model, net = fit(kind, monitor="val_loss", name="verbs")
-    _, val = make_loaders()
-    with pytest.warns(UserWarning, match="The best model of the previous `fit` call will be used"):
-        (result,) = loop.validate(dataloaders=val, verbose=False)
-    loss, acc = by_hand(net, val)
-    assert result == pytest.approx({"val_loss": loss, "val_acc": acc})
-    assert loop.model is loop.lightning_module is model
-
-
 def test_evaluation_in_a_new_process_takes_functions():
     _, net, _ = fit("functions", name="verbs")
     _, val = make_loaders()
@@ -220,14 +209,6 @@ def test_lightnings_callbacks_do_what_they_do_for_a_module(kind, name, capsys, t
     last = loop.checkpoint_path("last")
     weights = torch.load(last, weights_only=True)["state_dict"]
     assert list(weights) == list((mine if kind == "functions" else nn.ModuleDict({"net": mine})).state_dict())
-
-
-@pytest.mark.parametrize("kind", LEVELS)
-def test_a_run_with_averaged_weights_is_resumed(kind):
-    _, _, whole = fit(kind, max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.5)], name="whole")
-    fit(kind, max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)], name="parts")
-    _, _, net = fit(kind, max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.5)], name="parts", resume="last")
-    assert_same_weights(whole, net)
 
 
 # ---- a callback's arguments

@@ -13,7 +13,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from modules import (
     Classifier,
-    assert_parity,
     assert_same_metrics,
     assert_same_weights,
     by_step,
@@ -22,7 +21,7 @@ from modules import (
     run_loop,
     run_trainer,
 )
-from runs import fit, same, tree, val_loader
+from runs import fit, val_loader
 
 from fabric_template import FabricLoop
 
@@ -55,53 +54,6 @@ def test_checkpoint_hooks_are_shown_trainers_keys(tmp_path):
     assert ours.saved[1:] == (1, 12)
     _, again, _ = fit(tmp_path, Listening, plain_loader, val_loader, max_epochs=3, resume="last")
     assert again.loaded == ours.saved
-
-
-class Alters(Classifier):
-    """Changes what is loaded, by a function of the checkpoint."""
-
-    def __init__(self, alter=dict):
-        super().__init__(by_step, dropout=0.0)
-        self.alter = alter
-
-    def on_load_checkpoint(self, checkpoint):
-        self.alter(checkpoint)
-
-
-@pytest.mark.filterwarnings("ignore:resume=.*no optimizer's state is taken")
-@pytest.mark.parametrize("keys", [("optimizer_states",), ("lr_schedulers",), ("optimizer_states", "lr_schedulers")])
-def test_a_hook_may_leave_out_optimizers_and_schedulers(tmp_path, keys):
-    """As one does whose parameters have changed since."""
-    ends = []
-    for name, run in (("trainer", run_trainer), ("loop", run_loop)):
-        path = tmp_path / f"{name}.ckpt"
-        run(Alters, plain_loader, max_epochs=1)[0].save_checkpoint(path)
-        make = lambda: Alters(lambda checkpoint: checkpoint.update((key, []) for key in keys))  # noqa: E731
-        ends.append(run(make, plain_loader, max_epochs=2, fit={"ckpt_path": path}))
-    (trainer, expected), (loop, module) = ends
-    assert_same_weights(expected, module)
-    assert same(*([optimizer.state_dict() for optimizer in one.optimizers] for one in (trainer, loop)))
-    assert loop.global_step == trainer.global_step == 12
-
-
-def test_a_hook_set_on_the_object_is_called():
-    """... also one that wraps the empty one that it inherits, as spies do."""
-    seen = []
-
-    def make():
-        module = Classifier()
-        inherited = module.on_train_epoch_end
-
-        def spy():
-            seen.append("on_train_epoch_end")
-            return inherited()
-
-        spy.__module__ = inherited.__module__  # as functools.wraps does
-        module.on_train_epoch_end = spy
-        return module
-
-    run_loop(make, plain_loader, max_epochs=2)
-    assert seen == ["on_train_epoch_end"] * 2
 
 
 class WithTest(Classifier):
@@ -184,30 +136,6 @@ def test_resume_from_a_model_checkpoint_in_the_middle_of_an_epoch(tmp_path):
         assert_same_weights(straight, module)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
-def test_a_checkpoint_that_is_saved_after_a_test_goes_on(tmp_path, kind):
-    """It is of the training: with its optimizer and counters, by either way to the same bits."""
-
-    def train(epochs, **words):
-        pl.seed_everything(1, verbose=False)
-        module, trainer = WithTest(by_step, dropout=0.0), kind(**quiet(max_epochs=epochs))
-        trainer.fit(module, plain_loader(), **words)
-        return trainer, module
-
-    path = str(tmp_path / "tested.ckpt")
-    trainer, module = train(2)
-    trainer.test(module, val_loader(), verbose=False)
-    trainer.save_checkpoint(path)
-    trainer, resumed = train(3, **{"resume" if kind is FabricLoop else "ckpt_path": path})
-    assert_same_weights(train(3)[1], resumed)
-    assert (trainer.current_epoch, trainer.global_step) == (3, 18)
-    trainer.test(WithTest(), val_loader(), verbose=False)
-    trainer.save_checkpoint(path)  # another module, of which nothing was trained
-    other = torch.load(path, weights_only=False)["state_dict"]
-    assert not torch.equal(other["net.0.weight"], resumed.net[0].weight)
-
-
 # ---- which weights an evaluation takes
 
 
@@ -241,35 +169,7 @@ def test_without_a_model_the_best_weights_are_tested(tmp_path, own):
     assert loop.test(load="best", dataloaders=val_loader(), verbose=False) == best
 
 
-def test_last_of_a_model_checkpoint_of_another_process(tmp_path):
-    words = {"train": plain_loader, "logger": False}
-    fit(tmp_path, Scored, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)], **words)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-        loop, _, _ = fit(tmp_path, Scored, max_epochs=2, callbacks=[ModelCheckpoint()], resume="last", **words)
-    assert loop.ckpt_path == str(tmp_path / "checkpoints" / "last.ckpt")
-
-
-def test_a_checkpoint_that_is_not_there_is_a_file_not_found(tmp_path):
-    with pytest.raises(FileNotFoundError, match="Checkpoint file not found: "):
-        fit(tmp_path, Scored, plain_loader, max_epochs=1, resume=tmp_path / "none.ckpt")
-
-
 # ---- what a module finds around it
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("own", [True, False])
-def test_a_module_that_clips(algorithm, own):
-    """... by the algorithm that it names, or the configuration's: LightningModule gives it on as its enum's member."""
-
-    class Clips(Classifier):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-            words = (0.05, algorithm) if own else (gradient_clip_val, gradient_clip_algorithm)
-            self.clip_gradients(optimizer, *words)
-
-    words = {} if own else {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
-    assert_parity(Clips, plain_loader, max_epochs=1, **words)
 
 
 class Ignores(torch.optim.SGD):
@@ -319,14 +219,6 @@ def test_hyperparameters_of_one_name(tmp_path, kind):
     kind(**quiet(**{**words, "logger": False})).fit(Named(0.1), datamodule=NamedData(0.2))
 
 
-@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
-def test_nothing_to_save(kind, tmp_path):
-    with pytest.raises(
-        AttributeError, match="Saving a checkpoint is only possible if a model is attached to the Trainer"
-    ):
-        kind(**quiet()).save_checkpoint(tmp_path / "nothing.ckpt")
-
-
 def test_optimizers_are_lightnings_too():
     loop, module = run_loop(Classifier, plain_loader, max_epochs=1)
     optimizer = module.optimizers()
@@ -334,44 +226,6 @@ def test_optimizers_are_lightnings_too():
     assert isinstance(optimizer, LightningOptimizer)
     assert optimizer.optimizer is loop.optimizers[0]
     assert str(optimizer) == f"Lightning{loop.optimizers[0]}"
-
-
-@pytest.mark.parametrize("logger", [True, [], False])
-def test_a_fast_dev_run_has_a_logger_that_writes_nothing(tmp_path, logger):
-    """Code that draws on ``self.logger.experiment`` runs, as under Trainer."""
-
-    class Drawing(Classifier):
-        def on_train_start(self):
-            seen.append(self.logger and type(self.logger).__name__)
-            if self.logger:
-                self.logger.experiment.add_histogram("weights", 1)
-
-    seen = []
-    for run in (run_trainer, run_loop):
-        run(Drawing, plain_loader, fast_dev_run=True, logger=logger, default_root_dir=str(tmp_path))
-    assert seen == (["DummyLogger"] if logger else [None]) * 2
-    assert tree(tmp_path) == []
-
-
-class Configured(Classifier):
-    """Hydra's way: the whole configuration is the hyperparameter."""
-
-    def __init__(self, config):
-        super().__init__(hidden=config.net.hidden)
-        self.save_hyperparameters(config)
-
-
-def test_hyperparameters_of_hydra_go_through_a_checkpoint(tmp_path):
-    """... as under Trainer, their kind included; and the run goes on from its own file."""
-    omegaconf = pytest.importorskip("omegaconf")
-    config = omegaconf.OmegaConf.create({"net": {"hidden": 5}, "rates": [0.1, {"x": None}]})
-    fit(tmp_path, lambda: Configured(config), plain_loader, max_epochs=1)
-    path = tmp_path / "checkpoints/run/version_0/last.ckpt"
-    loaded = Configured.load_from_checkpoint(path, weights_only=False)
-    assert isinstance(loaded.hparams, omegaconf.DictConfig)
-    assert loaded.hparams == config
-    loop, _, _ = fit(tmp_path, lambda: Configured(config), plain_loader, max_epochs=2, resume="last")
-    assert loop.current_epoch == 2
 
 
 # ---- a batch of None
@@ -419,40 +273,7 @@ def test_a_batch_of_none_is_left_out(nones, window):
     assert_same_metrics(trainer, loop)
 
 
-# ---- what is said, in the cases in which Trainer says it
-
-
-def test_predictions_that_are_none():
-    class Silent(Classifier):
-        def predict_step(self, batch, batch_idx):
-            return None
-
-    with pytest.warns(UserWarning, match="predict returned None if it was on purpose, ignore this warning"):
-        assert FabricLoop(**quiet()).predict(Silent(), val_loader()) == [None] * 5
-
-
-def test_deterministic_and_benchmark():
-    with pytest.warns(UserWarning, match="You passed `deterministic=True` and `benchmark=True`"):
-        run_loop(Classifier, plain_loader, max_epochs=1, deterministic=True, benchmark=True)
-
-
 # ---- attributes
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
-def test_interrupted(kind):
-    class Fails(Classifier):
-        def on_train_epoch_end(self):
-            raise RuntimeError("mine")
-
-    trainer = kind(**quiet(max_epochs=1))
-    assert not trainer.interrupted
-    with pytest.raises(RuntimeError, match="mine"):
-        trainer.fit(Fails(), plain_loader())
-    assert trainer.interrupted
-    trainer.fit(Classifier(), plain_loader())
-    assert not trainer.interrupted
 
 
 @pytest.mark.filterwarnings("ignore")

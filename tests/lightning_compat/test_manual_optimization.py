@@ -45,7 +45,7 @@ class Shown:
 
     automatic_optimization = False
 
-    def __init__(self, clips=False):
+    def __init__(self):
         self.one, self.two = nn.Linear(8, 4), nn.Linear(4, 3)
 
     def training_step(self, batch):
@@ -75,17 +75,3 @@ def test_a_plain_object_steps_what_the_loop_shows(tmp_path, words, end):
     assert (loop.current_epoch, loop.global_step) == end
     assert history["step"].iloc[-1] == end[1]
     assert all(isinstance(optimizer, torch.optim.SGD) for optimizer in loop.optimizers)
-
-
-def test_automatic_needs_one():
-    class Automatic(Own):
-        returned = []  # noqa: RUF012
-
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = True
-
-    from modules import run_loop
-
-    with pytest.raises(TypeError, match="configure_optimizers: got an empty list, expected"):
-        run_loop(Automatic, make_loader, max_epochs=1)

@@ -72,16 +72,6 @@ def test_a_logger_is_shown_the_model_and_told_to_save(tmp_path):
     assert theirs[:2] == [("graph", "BoringModel"), "save"]
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_should_stop_at_the_start_of_an_epoch(epoch, tmp_path):
-    class Stops(BoringModel):
-        def on_train_epoch_start(self):
-            self.trainer.should_stop = self.current_epoch == epoch
-
-    trainers = on_both(Stops, tmp_path, max_epochs=4)
-    assert [(trainer.current_epoch, trainer.global_step) for trainer in trainers] == [(epoch + 1, 3 * epoch)] * 2
-
-
 def test_steps_with_keyword_arguments(tmp_path):
     class Words(BoringModel):
         def training_step(self, batch, **words):

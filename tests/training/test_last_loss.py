@@ -3,10 +3,9 @@
 import gc
 import weakref
 
-import pytest
 from modules import Classifier, make_loader, quiet
 
-from fabric_template import FabricLoop, MiniLoop
+from fabric_template import FabricLoop
 
 
 class Noting(Classifier):
@@ -21,20 +20,12 @@ class Noting(Classifier):
         return loss
 
 
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-@pytest.mark.parametrize("words", [{}, {"barebones": True, "logger": None, "enable_checkpointing": None}])
-def test_the_last_one_and_no_other(words):
+def test_the_last_one_and_no_other():
     module = Noting()
-    FabricLoop(**quiet(max_epochs=2, **words)).fit(module, make_loader(16))
+    FabricLoop(**quiet(max_epochs=2)).fit(module, make_loader(16))
     assert module.alive == [[False] * (count - 1) + [True] * (count > 0) for count in range(8)]
     gc.collect()
     assert not any(loss() is not None for loss in module.losses)
-
-
-def test_of_the_one_file(tmp_path):
-    module = Noting()
-    MiniLoop(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path).fit(module, make_loader(16))
-    assert module.alive == [[], [True], [False, True], [False, False, True]]
 
 
 class Keeping(Noting):

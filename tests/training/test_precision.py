@@ -18,141 +18,69 @@ def scaled(kind=MixedPrecision, **words):
     return {"plugins": kind("16-mixed", device="cpu", scaler=scaler)}
 
 
-# precision: (the loop's words, dtype of a Linear's output, of the batch, of the weights, of a new tensor)
+# precision: (dtype of a Linear's output, dtype of the batch, the weights and new tensors)
 PRECISIONS = {
-    "32-true": (lambda: {"precision": "32-true"}, torch.float32, torch.float32, torch.float32, torch.float32),
-    "16-mixed": (scaled, torch.float16, torch.float32, torch.float32, torch.float32),
-    "bf16-mixed": (
-        lambda: {"precision": "bf16-mixed"},
-        torch.bfloat16,
-        torch.float32,
-        torch.float32,
-        torch.float32,
-    ),
-    "bf16-true": (
-        lambda: {"precision": "bf16-true"},
-        torch.bfloat16,
-        torch.bfloat16,
-        torch.bfloat16,
-        torch.bfloat16,
-    ),
-    "64-true": (lambda: {"precision": "64-true"}, torch.float64, torch.float64, torch.float64, torch.float64),
+    "32-true": (torch.float32, torch.float32),
+    "16-mixed": (torch.float16, torch.float32),
+    "bf16-mixed": (torch.bfloat16, torch.float32),
+    "bf16-true": (torch.bfloat16, torch.bfloat16),
+    "64-true": (torch.float64, torch.float64),
 }
 
 
-def look(seen, stage, net, batch):
-    """Note the dtypes as a step sees them; returns the loss."""
-    x, y = batch
-    output = net(x)
-    seen.add((stage, output.dtype, x.dtype, net.weight.dtype, torch.zeros(1).dtype))
-    assert y.dtype == torch.int64  # labels stay labels
-    return cross_entropy(output.float(), y)
+class Look(nn.Module):
+    """Notes the dtypes that its steps see."""
 
-
-class LitLook(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net, self.seen = nn.Linear(8, 3), set()
 
+    def look(self, stage, batch):
+        x, y = batch
+        output = self.net(x)
+        self.seen.add((stage, output.dtype, x.dtype, self.net.weight.dtype, torch.zeros(1).dtype))
+        assert y.dtype == torch.int64
+        return cross_entropy(output.float(), y)
+
     def training_step(self, batch, batch_idx):
-        return look(self.seen, "training", self.net, batch)
+        return self.look("training", batch)
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", look(self.seen, "validation", self.net, batch))
+        return self.look("validation", batch)
 
     def test_step(self, batch, batch_idx):
-        self.log("test_loss", look(self.seen, "test", self.net, batch))
+        return self.look("test", batch)
 
     def predict_step(self, batch, batch_idx):
-        return look(self.seen, "predict", self.net, batch)
+        return self.look("predict", batch)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class ModuleLook(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net, self.seen = nn.Linear(8, 3), set()
-
-    def training_step(self, batch):
-        return look(self.seen, "training", self.net, batch)
-
-    def validation_step(self, batch):
-        return look(self.seen, "validation", self.net, batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+class LitLook(Look, pl.LightningModule):
+    pass
 
 
-class ObjectLook:
-    def __init__(self):
-        self.net, self.seen = nn.Linear(8, 3), set()
-
-    def training_step(self, batch, batch_idx):
-        return look(self.seen, "training", self.net, batch)
-
-    def validation_step(self, batch, batch_idx):
-        return look(self.seen, "validation", self.net, batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-
-def fit_functions(loop, seen):
-    net = nn.Linear(8, 3)
-    loop.fit(
-        net,
-        make_loader(8),
-        make_loader(8),
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        training_step=lambda net, batch: look(seen, "training", net, batch),
-        validation_step=lambda net, batch: look(seen, "validation", net, batch),
-    )
-    return net
+def training_step(model, batch):
+    return model.look("training", batch)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("rung", ["functions", "object", "module", "lightning_module"])
-def test_dtypes_inside_the_steps(precision, rung):
-    words, output, batch, weights, new = PRECISIONS[precision]
-    loop = FabricLoop(**quiet(max_epochs=1, **words()))
-    if rung == "functions":
-        seen = set()
-        net = fit_functions(loop, seen)
-    else:
-        owner = {"object": ObjectLook, "module": ModuleLook, "lightning_module": LitLook}[rung]()
-        loop.fit(owner, make_loader(8), make_loader(8))
-        seen, net = owner.seen, owner.net
-    dtypes = (output, batch, weights, new)
-    assert seen == {("training", *dtypes), ("validation", *dtypes)}
-    assert net.weight.dtype == weights
+@pytest.mark.parametrize("level", ["functions", "module", "lightning_module"])
+def test_dtypes_inside_the_steps(precision, level):
+    options = scaled() if precision == "16-mixed" else {"precision": precision}
+    output, other = PRECISIONS[precision]
+    model = LitLook() if level == "lightning_module" else Look()
+    given = {"training_step": training_step} if level == "functions" else {}
+    loop = FabricLoop(**quiet(max_epochs=1, **options))
+    loop.fit(model, make_loader(8), make_loader(8), **given)
+    loop.test(model, make_loader(8), verbose=False)
+    loop.predict(model, make_loader(8))
+    stages = ("training", "validation", "test", "predict")
+    assert model.seen == {(stage, output, other, other, other) for stage in stages}
     assert loop.precision == precision
-    assert torch.get_default_dtype() == torch.float32  # as found
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_dtypes_inside_the_steps_without_training(precision):
-    """validate, test and predict go through the same door as fit."""
-    words, *dtypes = PRECISIONS[precision]
-    module = LitLook()
-    loop = FabricLoop(**quiet(**words()))
-    loop.validate(module, make_loader(8), verbose=False)
-    loop.test(module, make_loader(8), verbose=False)
-    predictions = loop.predict(module, make_loader(8))
-    assert module.seen == {(stage, *dtypes) for stage in ("validation", "test", "predict")}
-    assert len(predictions) == 2
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
-def test_precision_changes_the_result(precision):
-    """A precision that is accepted and ignored would give the float32 run's loss."""
-    losses = {}
-    for name in {"32-true", precision}:
-        loop, _ = run_loop(Classifier, lambda: make_loader(40), max_epochs=1, precision=name)
-        losses[name] = loop.callback_metrics["train_loss"].double().item()
-    assert (losses["32-true"] == losses[precision]) == (precision == "32-true")
-    assert losses[precision] == pytest.approx(losses["32-true"], rel=0.02)
+    assert torch.get_default_dtype() == torch.float32
 
 
 # ---- the gradient scaler
@@ -206,104 +134,48 @@ def test_scaler_skips_steps_that_overflow_as_in_trainer():
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
-def test_scaler_against_plain_pytorch():
-    """The loop of PyTorch's AMP page, written out, with clipping and accumulation."""
-    torch.manual_seed(1)
-    net = nn.Linear(8, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
-    for _ in range(3):
-        batches = list(make_loader(40))
-        for start in range(0, len(batches), 2):
-            optimizer.zero_grad()
-            for x, y in batches[start : start + 2]:
-                with torch.autocast("cpu", dtype=torch.float16):
-                    loss = cross_entropy(net(x), y)
-                scaler.scale(loss / 2).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-
-    torch.manual_seed(1)
-    ours = nn.Linear(8, 3)
-    words = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    loop = FabricLoop(**quiet(max_epochs=3, **words, **scaled(growth_interval=4)))
-    loop.fit(
-        ours,
-        make_loader(40),
-        optimizer=torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9),
-        training_step=lambda net, batch: cross_entropy(net(batch[0]), batch[1]),
-    )
-    assert_same_weights(net, ours)
-    assert loop.scaler.state_dict() == scaler.state_dict()
-
-
 class Gradients(Classifier):
-    """Keeps the gradients as the hooks see them."""
+    """Keeps the norms of the gradients that the hooks see."""
 
     def __init__(self):
-        super().__init__(lambda m: torch.optim.SGD(m.parameters(), lr=1.0), dropout=0.0)
-        self.after_backward, self.before_step, self.at_zero = [], [], []
+        super().__init__(dropout=0.0)
+        self.before_step, self.at_end = [], []
 
-    def _norm(self):
+    def norm(self):
         return nn.utils.get_total_norm([p.grad for p in self.parameters()]).item()
 
-    def on_after_backward(self):
-        self.after_backward.append(self._norm())
-
     def on_before_optimizer_step(self, optimizer):
-        self.before_step.append(self._norm())
+        self.before_step.append(self.norm())
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.at_zero.append(self._norm())
-
-
-def test_gradients_are_unscaled_in_on_before_optimizer_step():
-    """Scaled by 256 after backward; before the step as they are without a scaler. Powers of two: exact."""
-    _, module = run_loop(Gradients, train, max_epochs=1, **scaled())
-    assert module.after_backward == pytest.approx([256 * norm for norm in module.before_step], rel=1e-6)
-    _, without = run_loop(Gradients, train, max_epochs=1)
-    assert module.before_step == pytest.approx(without.before_step, rel=0.05)
+        self.at_end.append(self.norm())
 
 
 def test_clipping_under_the_scaler_clips_the_true_gradients():
     """Scaled gradients would all be clipped: their norm is 256 times larger than what a limit of 1 means."""
     _, module = run_loop(Gradients, train, max_epochs=2, gradient_clip_val=1.0, **scaled())
     limited = [min(norm, 1.0) for norm in module.before_step]
-    assert module.at_zero == pytest.approx(limited, rel=1e-4)
+    assert module.at_end == pytest.approx(limited, rel=1e-4)
     assert {norm > 1.0 for norm in module.before_step} == {True, False}  # both kinds occur
 
 
 def test_scaler_is_saved_and_restored(tmp_path):
-    """2 + 2 epochs equal 4, with a scale that moves at the updates 5, 10, ..., in the middle of its counting, too."""
-    words = {"save_last": True, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    """2 + 2 epochs equal 4, with a scale that grows at every seventh step."""
 
     def fit(folder, max_epochs, resume=None):
         pl.seed_everything(1, verbose=False)
+        options = {"enable_checkpointing": True, "default_root_dir": tmp_path / folder, "max_epochs": max_epochs}
+        loop = FabricLoop(**quiet(**options, **scaled(growth_interval=7, init_scale=16.0)))
         module = Classifier()
-        loop = FabricLoop(
-            max_epochs=max_epochs,
-            default_root_dir=str(tmp_path / folder),
-            **words,
-            **scaled(growth_interval=7, init_scale=16.0),
-        )
         loop.fit(module, train(), val(), resume=resume)
         return loop, module
 
     whole, expected = fit("whole", 4)
-    first, _ = fit("parts", 2)
-    path = tmp_path / "parts" / "checkpoints" / "run" / "version_0" / "last.ckpt"
-    saved = torch.load(path, weights_only=True)["MixedPrecision"]
-    assert saved == first.scaler.state_dict()
-    assert (saved["scale"], saved["_growth_tracker"]) == (
-        64.0,
-        6,
-    )  # 20 updates: grown twice, six steps towards the next
-    second, module = fit("parts", 4, resume=path)
+    fit("parts", 2)
+    loop, module = fit("parts", 4, resume="last")
     assert_same_weights(expected, module)
-    assert second.scaler.state_dict() == whole.scaler.state_dict()
-    assert second.scaler.get_scale() == 16.0 * 2**5  # 40 updates
+    assert loop.scaler.state_dict() == whole.scaler.state_dict()
+    assert loop.scaler.get_scale() == 16.0 * 2**5  # 40 steps
 
 
 def test_scaler_refuses_lbfgs():
