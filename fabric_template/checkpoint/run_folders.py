@@ -83,6 +83,8 @@ def read_checkpoint_of_run(
         check_resumable(run.checkpoint, path)
     run.own_state = run.checkpoint.pop(OWN_KEY, None)
     run.resumes = resumes
+    if resumes and run.own_state is not None:
+        run.data.sampler_seed = run.own_state.get("sampler_seed")
     run.resume_keyword = "auto" if resumes and keyword == "auto" else None
     if resumes and run.config.version is None:
         version = version_of_checkpoint(Path(path), Path(loop.default_root_dir), run.config.name)

@@ -16,7 +16,7 @@ import torch
 from lightning.fabric import __version__ as lightning_version
 from lightning.fabric.utilities import move_data_to_device
 
-from ..data.distributed_samplers import shares_of
+from ..data.loaders import shares_of
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError, WeightsOnlyError
 from ..lightning_compat.private import hyperparameters_name
@@ -97,7 +97,7 @@ def own_state(run: RunState) -> dict[str, Any]:
         "frozen_at_start": run.frozen_at_start,
         "frozen_parameters": find_frozen_parameters(run),
         "settings": run_settings(run),
-        "sampler_seed": run.data.saved_sampler_seed,
+        "sampler_seed": run.data.sampler_seed,
         "ranks": gather_objects(run, of_rank),
     }
 

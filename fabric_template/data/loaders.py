@@ -1,24 +1,39 @@
-"""Loaders in every shape that Trainer takes, with limits, positions and transfer to the device."""
+"""From what was given to a call to batches on their device: loaders, limits, shares of processes."""
 
 from __future__ import annotations
 
 import copy
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities import move_data_to_device, suggested_max_num_workers
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
-from ..checkpoint.dataloader_state import ResumableLoader
+from ..checkpoint.dataloader_state import ResumableLoader, has_state, samplers_of
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
+from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.private import combined_mode
+from ..training.checks import check_loader, loader_argument
 from ..training.hooks import is_instance_of, overridden
-from .distributed_samplers import check_lengths
+from .tensor_loader import TensorLoader
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -35,19 +50,187 @@ _TRANSFER_HOOKS = (
 )
 
 
+class DataConnector:
+    """Makes the loaders of a run, at first and whenever they are to be reloaded.
+
+    Args:
+        loaders: What was given to the call, by stage: "train", "val", "test", "predict".
+        source: The datamodule or module that has ``train_dataloader()`` and the like.
+
+    Attributes:
+        sampler_seed: The seed by which processes draw one order of the samples. A resumed run has that of
+            its checkpoint.
+    """
+
+    def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
+        self.given = {stage: given for stage, given in loaders.items() if given is not None}
+        self.source = source
+        self.run: RunState = None  # type: ignore[assignment]
+        self.train: TrainLoaders = None  # type: ignore[assignment]
+        self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
+        self.sampler_seed: int | None = None
+        self._eval_stage: str | None = None
+        self._loaded_in_epoch: dict[str, int | float] = {}
+        self._restored_eval: list[dict[str, Any]] | None = None
+        # Whether the run continues a checkpoint of Trainer, whose iterator starts with its loader.
+        self.keeps_first_iterator = False
+
+    def has_loader(self, stage: str) -> bool:
+        """Return whether there is a loader for this stage, given or made by a method."""
+        return stage in self.given or overridden(self.source, f"{stage}_dataloader") is not None
+
+    def request(self, stage: str) -> Any:
+        """Return the given loaders, or call the method that makes them."""
+        if stage in self.given:
+            call, source = self.run.stage, self.given[stage]
+            where = f"passed to `Trainer.{call}({loader_argument(call, stage)}=...)`"
+        else:
+            name, owner = f"{stage}_dataloader", self.source
+            kind = "LightningDataModule" if owner is self.run.datamodule else "LightningModule"
+            with self.run.hooks.profiled(f"[{kind}]{type(owner).__name__}.{name}"):
+                source = self.run.hooks.inside(name, getattr(owner, name))()
+            where = f"returned from `{type(owner).__name__}.{name}()`"
+        for loader in combine_loaders(source, "sequential").flattened:
+            check_loader(loader, where)
+        return source
+
+    def _prepare(self, stage: str, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
+        """Return the loaders of a stage, with the samplers that this run needs."""
+        combined = combine_loaders(self.request(stage), mode)
+        for loader in combined.flattened:
+            # Trainer calls iter() to check a loader, which counts where it draws random numbers.
+            if not isinstance(loader, DataLoader | TensorLoader):
+                iter(loader)
+        loaders = [prepare_loader(self.run, loader, stage) for loader in combined.flattened]
+        return with_loaders(combined, loaders)
+
+    def _should_reload(self, stage: str) -> bool:
+        if stage not in self._loaded_in_epoch:
+            return True
+        every = self.run.config.reload_dataloaders_every_n_epochs
+        return bool(every) and self.run.progress.epochs_done - self._loaded_in_epoch[stage] >= every
+
+    def setup_train_loader(self) -> None:
+        """Make the training loader, at first and whenever it is to be reloaded."""
+        run = self.run
+        if run.config.limit_train_batches == 0 or not self._should_reload("train"):
+            return
+        self._loaded_in_epoch["train"] = run.progress.epochs_done
+        self.train = TrainLoaders(run, self._prepare("train", "max_size_cycle"))
+        run.progress.num_train_batches = self.train.num_batches
+        every = run.config.log_every_n_steps or 0
+        # Our own logger has the rows of the epochs in any case.
+        has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
+        if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
+            run.warn_once(
+                f"The number of training batches ({self.train.num_batches}) is smaller than the logging"
+                f" interval Trainer(log_every_n_steps={every}). Set a lower value for log_every_n_steps if"
+                " you want to see logs for the training epoch.",
+                PossibleUserWarning,
+            )
+        # The first epoch's iterator starts with its loader, as in Trainer.
+        if run.checkpoint is None or (self.keeps_first_iterator and not run.progress.is_in_epoch):
+            self.train.start()
+
+    def start_train_batches(self) -> None:
+        """Start the iterator of an epoch, unless it has started with its loader."""
+        is_later = self.run.progress.epochs_done > 0 and not self.keeps_first_iterator
+        self.keeps_first_iterator = False
+        if is_later or self.train.is_used or not self.train.is_started:
+            self.train.start()
+
+    def resume_train_batches(self) -> None:
+        """Continue the epoch that a checkpoint was saved in."""
+        self.set_epoch("train", self.run.progress.epochs_done)
+        self.train.start()
+        self.train.set_batches_done(self.run.progress.batches_done)
+
+    def train_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Return an iterator of (batch on the device, whether it is the last one)."""
+        return self.train.batches(self.run.progress.batches_done)
+
+    def setup_eval_loaders(self, stage: str) -> None:
+        """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""
+        run, is_due, restored = self.run, self._should_reload(stage), self._restored_eval
+        if self._eval_stage == stage and not is_due:
+            return
+        self._restored_eval = None
+        if is_due:
+            # A sanity check before an epoch that does not validate does not count as a load.
+            every = run.config.check_val_every_n_epoch
+            is_counted = not run.loop.sanity_checking or every in (None, 1)
+            self._loaded_in_epoch[stage] = run.progress.epochs_done if is_counted else -math.inf
+            if self.eval_loaders is not None or restored is not None:
+                run.loggers.restart_evaluation_count()
+        self._eval_stage = stage
+        self.eval_loaders = EvalLoaders(run, self._prepare(stage, "sequential"), stage)
+        if restored is not None and not is_due:
+            self.eval_loaders.load_state_dict(restored)
+
+    def set_epoch(self, stage: str, epoch: int) -> None:
+        """Tell every sampler the epoch, so that shuffled epochs differ."""
+        loaders = self.train.loaders if stage == "train" else self.eval_loaders.loaders
+        for loader in loaders:
+            for part in (loader, *samplers_of(loader)):
+                if callable(getattr(part, "set_epoch", None)):
+                    part.set_epoch(epoch)
+
+    def teardown(self) -> None:
+        """End the workers of every loader."""
+        for part in (self.train, self.eval_loaders):
+            if part is not None:
+                part.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions of the loaders, those of the validation between two passes."""
+        progress = self.run.progress.state_dict()
+        val = self.eval_loaders.state_dict() if self._eval_stage == "val" else self._restored_eval
+        return {
+            "loaded_in_epoch": dict(sorted(self._loaded_in_epoch.items())),
+            "train": None if self.train is None else self.train.state_dict(progress),
+            "val": val,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # The loader that exists was made for this run. It is due again as it was before the resume.
+        self._loaded_in_epoch.update(state["loaded_in_epoch"])
+        self._restored_eval = state["val"]
+        if state["val"] is not None and self._eval_stage == "val":
+            self.eval_loaders.load_state_dict(state["val"])
+        if self.train is not None and state["train"] is not None:
+            self.train.load_state_dict(state["train"], self.run.progress.is_in_epoch)
+
+    def loader_states(self) -> list[Any]:
+        """Return the states of the training loaders with ``state_dict``, which Trainer saves, too."""
+        if self.train is None or not any(map(has_state, self.train.loaders)):
+            return []
+        positions = self.train.state_dict(self.run.progress.state_dict())["loaders"]
+        pairs = zip(self.train.loaders, positions, strict=True)
+        return [position["state"] for loader, position in pairs if has_state(loader)]
+
+    def load_loader_states(self, states: list[Any]) -> None:
+        """Restore the states that Trainer saved."""
+        loaders = [] if self.train is None else list(filter(has_state, self.train.loaders))
+        if states and len(states) != len(loaders):
+            raise RuntimeError(
+                f"The CombinedLoader has {len(loaders)} stateful loaders, but found {len(states)} states in"
+                " the checkpoint. Please make sure you define the same dataloaders that were used when"
+                " saving the checkpoint."
+            )
+        for loader, state in zip(loaders, states, strict=False):
+            loader.load_state_dict(state)
+            if not self.run.progress.is_in_epoch:
+                # It continues the pass that has ended. The next iterator starts a new one.
+                iter(loader)
+
+
 class StageLoaders:
     """The loaders of a stage, prepared for this run.
 
-    Args:
-        prepared: The loaders with the samplers that this run needs, in the shape in which they were given.
-
     Attributes:
-        loaders: These loaders in a list.
-        limits: How many batches of each count.
-        as_given: The loaders in the shape in which they were given.
-        resumable: The loaders again, with their positions.
-        combined: Gives batches of the resumable loaders as (batch, batch_idx, dataloader_idx).
-        mode: How it combines them, by CombinedLoader's names.
+        loaders: The loaders with the samplers that this run needs; in the shape as given: ``as_given``.
+        resumable: The loaders with their positions; ``combined`` gives (batch, batch_idx, dataloader_idx).
+        limits: How many batches of each loader count.
     """
 
     def __init__(self, run: RunState, prepared: CombinedLoader, stage: str) -> None:
@@ -96,10 +279,9 @@ class TrainLoaders(StageLoaders):
         self.is_started = self.is_used = False
         self.extra_batches = 0
         self._num_given = 0
-        self._fetch: Callable = next
         self._iterator: Iterator[Any] = iter(())
         # Samples that workers read depend on the random numbers of the workers.
-        self._reads_in_process = not all(getattr(part, "num_workers", 0) for part in self.loaders)
+        self.reads_in_process = not all(getattr(part, "num_workers", 0) for part in self.loaders)
         # A loader of unknown length is read one batch ahead.
         self._following: Any = _END
         self._states_before_ahead: list[Any] = []
@@ -127,30 +309,33 @@ class TrainLoaders(StageLoaders):
     def raw_batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
         self.set_batches_done(batches_done)
-        action = "[_TrainingEpochLoop].train_dataloader_next"
-        self._fetch = self.run.hooks.with_profiler(action, next)
-        if self.num_batches != math.inf:
-            for index in range(self._num_given, int(self.num_batches)):
-                try:
-                    batch = self._fetch(self._iterator)
-                except StopIteration:
-                    return
-                self._num_given = index + 1
-                yield self._unpack(batch), index + 1 == self.num_batches
+        if self.num_batches == math.inf:
+            yield from self._batches_of_unknown_length()
             return
+        action = "[_TrainingEpochLoop].train_dataloader_next"
+        fetch = self.run.hooks.with_profiler(action, next)
+        for index in range(self._num_given, int(self.num_batches)):
+            try:
+                item = fetch(self._iterator)
+            except StopIteration:
+                return
+            self._num_given = index + 1
+            yield (item if self.is_single else item[0]), index + 1 == self.num_batches
+
+    def _batches_of_unknown_length(self) -> Iterator[tuple[Any, bool]]:
         self._following = self._read_ahead()
         while self._following is not _END:
-            batch = self._following
+            item: Any = self._following
             self._following = self._read_ahead()
             self._num_given += 1
-            yield self._unpack(batch), self._following is _END
+            yield (item if self.is_single else item[0]), self._following is _END
 
     def _read_ahead(self) -> Any:
         """Read the next batch. The first one after a resume was read before the checkpoint was saved."""
         self._states_before_ahead = [loader.part_state() for loader in self.resumable]
         restored, self._restored_rng = self._restored_rng, None
         if restored is None:
-            self._rng_before_ahead = capture_rng_state() if self._reads_in_process else None
+            self._rng_before_ahead = capture_rng_state() if self.reads_in_process else None
             return next(self._iterator, _END)
         current, self._rng_before_ahead = capture_rng_state(), restored
         restore_rng_state(restored)
@@ -198,21 +383,16 @@ class TrainLoaders(StageLoaders):
         self._restored_rng = state["rng_before_ahead"]
 
     def check_short_pass(self, batches_done: int) -> None:
-        """Warn of a pass without batches, and of one that was shorter than its length says.
-
-        Raises:
-            ConfigurationError: There was no batch, and there will be none.
-        """
+        """Warn of a pass that was shorter than its length says, and refuse epochs without batches."""
         names = ", ".join(type(loader).__name__ for loader in self.loaders)
         if not batches_done:
+            message = no_batch_message(f"train loader ({names})")
             is_used_up = any(isinstance(loader, Iterator) for loader in self.loaders)
             if is_used_up or self.run.stop.max_epochs == -1:
                 # All further epochs would be empty, too.
-                when = f"in epoch {self.run.progress.epochs_done}"
-                raise ConfigurationError(no_batch_message(f"train loader ({names})", when))
-            self.run.warn_once(no_batch_message(f"train loader ({names})"))
-            return
-        if self.num_batches != math.inf:
+                raise ConfigurationError(message)
+            self.run.warn_once(message)
+        elif self.num_batches != math.inf:
             self.run.warn_once(
                 f"The train loader ({names}) gave {batches_done} batches, expected {self.num_batches} by its"
                 " len() or limit_train_batches. The epoch ends here. Give the loader its true length, or"
@@ -223,9 +403,6 @@ class TrainLoaders(StageLoaders):
         self.extra_batches = 0
         for loader in self.resumable:
             loader.end_pass()
-
-    def _unpack(self, item: Any) -> Any:
-        return item if self.is_single else item[0]
 
 
 class EvalLoaders(StageLoaders):
@@ -318,6 +495,9 @@ class TrackingBatchSampler(BatchSampler):
         return len(self._batch_sampler)
 
 
+# The shapes and lengths of loaders
+
+
 def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
     """Return the CombinedLoader that was given, or one around the loaders that were given.
 
@@ -344,41 +524,24 @@ def with_loaders(combined: CombinedLoader, loaders: list[Any]) -> CombinedLoader
     return other
 
 
-def no_batch_message(loader: str, when: str = "in this pass") -> str:
-    """Return what to do about a loader that gave no batch."""
+def no_batch_message(loader: str) -> str:
     return (
-        f"The {loader} gave no batch {when}. An iterator is used up after one pass: give an object that"
-        " starts from its beginning with each iter(), such as a DataLoader or a list."
+        f"The {loader} gave no batch in this pass. An iterator is used up after one pass: give an object"
+        " that starts from its beginning with each iter(), such as a DataLoader or a list."
     )
 
 
-def loader_length(loader: Any) -> int | float:
-    """Return the number of batches of a loader; infinite where the length is unknown.
-
-    Example:
-        >>> loader_length(range(3)), loader_length(iter([1]))
-        (3, inf)
-    """
-    is_iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    if is_iterable and not hasattr(loader.dataset, "__len__"):
-        return math.inf
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return math.inf
-
-
 def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
-    """Return how many batches of a loader count under a limit.
-
-    Raises:
-        ConfigurationError: A fraction of a loader without length, or of less than one batch.
+    """Return how many batches of a loader count under a limit; infinite where nobody knows.
 
     Example:
-        >>> count_batches(range(10), 0.25, "val"), count_batches(range(10), 4, "val")
+        >>> count_batches(range(10), 0.25, "val"), count_batches(iter([1]), 4, "val")
         (2, 4)
     """
-    length = loader_length(loader)
+    try:
+        length: int | float = len(loader)
+    except (TypeError, NotImplementedError):
+        length = math.inf
     if length == 0:
         warnings.warn(
             f"Total length of `{type(loader).__name__}` across ranks is zero. Please make sure this was"
@@ -403,6 +566,152 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
             f" `limit_{stage}_batches={1.0 / length}`"
         )
     return batches
+
+
+def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None:
+    """Refuse loaders whose numbers of batches differ between processes that wait for each other."""
+    if run.fabric.world_size == 1:
+        return
+    for found in zip(*gather_objects(run, lengths), strict=False):
+        if len(set(found)) == 1:
+            continue
+        if 0 in found:
+            raise RuntimeError(
+                "`DataLoader` within local rank has zero length. Please make sure that it returns at least 1"
+                " batch."
+            )
+        if run.stage == "fit":
+            raise ConfigurationError(
+                f"{stage}_dataloader: got {list(found)} batches by process, expected one number. Write"
+                f" limit_{stage}_batches={min(found)}, or leave the sampler out."
+            )
+
+
+# Samplers
+
+
+def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
+    """Return a loader with the sampler that this run needs."""
+    if callable(getattr(loader, "for_rank", None)):
+        return share_tensors(run, loader)
+    if not isinstance(loader, DataLoader):
+        return loader
+    if run.config.overfit_batches and run.stage == "fit":
+        loader = _without_shuffling(run, loader, stage)
+    warn_of_loader(run, loader, stage)
+    if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
+    is_map_style = not isinstance(loader.dataset, IterableDataset)
+    is_distributed = isinstance(loader.sampler, DistributedSampler)
+    if shares_of(run)[0] > 1 and is_map_style and not is_distributed:
+        loader = share_samples(run, loader, stage)
+    if stage == "predict" and is_map_style and loader.batch_sampler is not None:
+        batch_sampler = loader.batch_sampler
+        if type(batch_sampler) is BatchSampler:
+            # As Trainer: no sample is dropped, and a BatchSampler of the user's own loses its order.
+            batch_sampler = BatchSampler(loader.sampler, batch_sampler.batch_size, False)
+        loader = with_samplers(loader, loader.sampler, TrackingBatchSampler(batch_sampler))
+    return loader
+
+
+def shares_of(run: RunState) -> tuple[int, int]:
+    """Return the number of shares and the one of this process. A tensor-parallel group has one share."""
+    fabric = run.fabric
+    if fabric.world_size == 1:
+        return 1, 0
+    default = {"num_replicas": fabric.world_size, "rank": fabric.global_rank}
+    kwargs = getattr(fabric.strategy, "distributed_sampler_kwargs", default)
+    return kwargs["num_replicas"], kwargs["rank"]
+
+
+def sampler_options(run: RunState, shuffle: bool) -> dict[str, Any]:
+    """Return the arguments of a DistributedSampler."""
+    shares, share = shares_of(run)
+    if run.data.sampler_seed is None:
+        run.data.sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
+    is_shuffled = shuffle and not is_overfitting
+    seed = run.data.sampler_seed
+    return {"num_replicas": shares, "rank": share, "shuffle": is_shuffled, "seed": seed}
+
+
+def share_tensors(run: RunState, loader: TensorLoader) -> TensorLoader:
+    """Return a TensorLoader of this process's share."""
+    if shares_of(run)[0] == 1:
+        return loader
+    options = sampler_options(run, loader.shuffle)
+    return loader.for_rank(options.pop("rank"), options.pop("num_replicas"), **options)
+
+
+def share_samples(run: RunState, loader: DataLoader, stage: str) -> DataLoader:
+    """Return a loader of this process's share, with Trainer's samplers."""
+    given = loader.sampler
+    options = sampler_options(run, stage == "train" or isinstance(given, RandomSampler))
+    sampler: Any
+    if stage == "predict":
+        sampler = UnrepeatedDistributedSamplerWrapper(given, **options)
+    elif isinstance(given, RandomSampler | SequentialSampler):
+        sampler = DistributedSampler(loader.dataset, **options)
+    else:
+        sampler = DistributedSamplerWrapper(given, **options)
+    return with_samplers(loader, sampler, remake_batch_sampler(loader.batch_sampler, sampler))
+
+
+def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
+    """Return a batch sampler of the same class around another sampler; None for batch_size=None."""
+    if batch_sampler is None:
+        return None
+    kind = type(batch_sampler)
+    try:
+        return kind(sampler, batch_size=batch_sampler.batch_size, drop_last=batch_sampler.drop_last)
+    except (AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"batch_sampler: got {kind.__name__}, expected the arguments of torch's BatchSampler, so that"
+            f" each process can have its share: {error}. Or give the loader a DistributedSampler."
+        ) from error
+
+
+def warn_of_loader(run: RunState, loader: DataLoader, stage: str) -> None:
+    """Warn of evaluations in random order, streams whose length may be wrong, and few workers."""
+    if run.stage != "fit" and isinstance(loader.sampler, RandomSampler):
+        run.warn_once(
+            f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you"
+            " turn shuffling off for val/test dataloaders.",
+            PossibleUserWarning,
+        )
+    if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
+        run.warn_once(
+            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"
+            " (when num_workers > 1), `__len__` could be inaccurate if each worker is not configured"
+            " independently to avoid having duplicate data."
+        )
+    most = suggested_max_num_workers(run.loop.num_devices)
+    if loader.num_workers < 2 and most > 1:
+        run.warn_once(
+            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider"
+            f" increasing the value of the `num_workers` argument` to `num_workers={most}` in the"
+            " `DataLoader` to improve performance.",
+            PossibleUserWarning,
+        )
+
+
+def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoader:
+    if isinstance(loader.sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    run.warn_once(
+        f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
+        f" {stage} dataloader shuffling for you."
+    )
+    dataset: Any = loader.dataset
+    sampler = SequentialSampler(dataset)
+    return with_samplers(loader, sampler, remake_batch_sampler(loader.batch_sampler, sampler))
+
+
+def with_samplers(loader: DataLoader, sampler: Any, batch_sampler: Any) -> DataLoader:
+    """Return a copy of a loader with other samplers, which its own ``__setattr__`` would refuse."""
+    clone = copy.copy(loader)
+    vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
+    return clone
 
 
 def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from .distributed_samplers import count_even_batches, even_cuts, remove_padding
-
 
 class TensorLoader:
     """Batches cut from tensors that stay where they are: no workers, no collation, no copies from the host.
@@ -57,19 +55,13 @@ class TensorLoader:
         return other
 
     def for_rank(
-        self,
-        rank: int,
-        world_size: int,
-        shuffle: bool | None = None,
-        seed: int = 0,
-        repeats_samples: bool = True,
+        self, rank: int, world_size: int, shuffle: bool | None = None, seed: int = 0
     ) -> TensorLoader:
         """Return a loader of one process's share of the samples; this loader for a single process.
 
         Args:
             shuffle: None: as this loader.
             seed: By which all processes draw one order.
-            repeats_samples: Fill the shares up to the same length, as DistributedSampler does.
         """
         if world_size == 1:
             return self
@@ -78,8 +70,6 @@ class TensorLoader:
         if shuffle is None:
             shuffle = self.shuffle
         other._sampler = DistributedSampler(samples, world_size, rank, shuffle=shuffle, seed=seed)
-        if not (repeats_samples or self.drop_last):
-            remove_padding(other._sampler)
         return other
 
     def set_epoch(self, epoch: int) -> None:
@@ -92,11 +82,8 @@ class TensorLoader:
         return len(self.tensors[0]) if self._sampler is None else len(self._sampler)
 
     def __len__(self) -> int:
-        if self.drop_last:
-            return self._num_samples // self.batch_size
-        if self._sampler is not None:
-            return count_even_batches(self._sampler, self.batch_size)
-        return math.ceil(self._num_samples / self.batch_size)
+        batches = self._num_samples / self.batch_size
+        return math.floor(batches) if self.drop_last else math.ceil(batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         return self.iter_from(0)
@@ -113,8 +100,8 @@ class TensorLoader:
     def _batches(self, order: Tensor | None, first: int) -> Iterator[tuple[Tensor, ...]]:
         if order is not None:
             order = order.to(self.tensors[0].device)
-        for start, stop in even_cuts(self._num_samples, self.batch_size, len(self), first):
-            cut = slice(start, stop)
+        for index in range(first, len(self)):
+            cut = slice(index * self.batch_size, (index + 1) * self.batch_size)
             if order is None:
                 yield tuple([tensor[cut] for tensor in self.tensors])
             else:
@@ -133,7 +120,7 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 def check_tensors(tensors: tuple[Any, ...]) -> None:
     """Refuse what is no tensor of samples, and tensors of different lengths."""
     wrong = [
-        type(part).__name__ for part in tensors if not isinstance(part, Tensor) or part.dim() == 0
+        type(part).__name__ for part in tensors if not isinstance(part, Tensor) or not part.dim()
     ]
     if wrong:
         raise TypeError(

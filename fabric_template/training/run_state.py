@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..checkpoint.manager import CheckpointManager
     from ..config import LoopConfig
-    from ..data.data_connector import DataConnector
+    from ..data.loaders import DataConnector
     from ..distributed.signals import SignalHandler
     from ..loggers.console import Console
     from ..loggers.history import History

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoint.manager import CheckpointManager
-from ..data.data_connector import DataConnector
+from ..data.loaders import DataConnector
 from ..errors import WarnOnce
 from ..lightning_compat.private import set_current_hook
 from ..loggers.console import Console

@@ -82,46 +82,19 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_evaluation_sees_each_sample_once_where_trainer_repeats_some(tmp_path, kind):
-    """Of 7 samples Trainer's DistributedSampler gives sample 0 to both processes: the mean is 21/8 and not 3."""
-    loop = FabricLoop(**quiet(**FORK))
-    (result,) = loop.validate(Sees(tmp_path), LOADERS[kind](7, 3), verbose=False)
-    assert seen(tmp_path, "validate") == [[[0, 2, 4], [6]], [[1, 3], [5]]]  # as many batches on both ranks
-    assert result == {"mean": 3.0, "sum": 21.0}
-    (result,) = loop.test(Sees(tmp_path), LOADERS[kind](7, 2), verbose=False)
-    assert seen(tmp_path, "test") == [[[0, 2], [4, 6]], [[1, 3], [5]]]
-    assert result == {"mean": 3.0}
-
-
-def test_every_process_has_as_many_validation_batches(tmp_path):
-    """Of 9 samples one process has batches of 4 and 1, the other 3 and 1. Steps that reduce values do not wait forever."""
-    loop = FabricLoop(**quiet(max_epochs=1, num_sanity_val_steps=0, **FORK))
-    loop.fit(Sees(tmp_path, on_step=True), LOADERS["DataLoader"](6, 2), LOADERS["DataLoader"](9, 4))
-    assert seen(tmp_path, "validate") == [[[0, 2, 4, 6], [8]], [[1, 3, 5], [7]]]
-    assert loop.callback_metrics["mean_epoch"] == 4.0
-    assert loop.callback_metrics["sum"] == 36.0
-
-
-def test_drop_last(tmp_path):
-    for loader in (
-        DataLoader(numbers(7), batch_size=4, drop_last=True),
-        TensorLoader(torch.arange(7.0)[:, None], batch_size=4, drop_last=True),
-    ):
-        FabricLoop(**quiet(**FORK)).validate(Sees(tmp_path), loader, verbose=False)
-    assert seen(tmp_path, "validate") == [[[0, 2, 4, 6]] * 2, [[1, 3, 5, 0]] * 2]
+def test_evaluation_has_the_samples_of_trainer(tmp_path, kind):
+    for name, run in (("trainer", pl.Trainer), ("loop", FabricLoop)):
+        (tmp_path / name).mkdir()
+        loader = LOADERS["DataLoader" if name == "trainer" else kind](7, 3)
+        run(**quiet(**FORK)).test(Sees(tmp_path / name), loader, verbose=False)
+    assert seen(tmp_path / "loop", "test") == seen(tmp_path / "trainer", "test")
 
 
 def test_predict_sees_each_sample_once(tmp_path):
     """As under Trainer, drop_last is ignored."""
     loader = DataLoader(numbers(7), batch_size=2, drop_last=True)
-    trainer = pl.Trainer(**quiet(**FORK))
-    trainer.predict(Sees(tmp_path), loader, return_predictions=False)
-    expected = seen(tmp_path, "predict")
-    assert expected == [[[0, 2], [4, 6]], [[1, 3], [5]]]
-    for rank in range(2):
-        (tmp_path / f"predict{rank}.jsonl").unlink()
     FabricLoop(**quiet(**FORK)).predict(Sees(tmp_path), loader, return_predictions=False)
-    assert seen(tmp_path, "predict") == expected
+    assert seen(tmp_path, "predict") == [[[0, 2], [4, 6]], [[1, 3], [5]]]
 
 
 class Stream(IterableDataset):
