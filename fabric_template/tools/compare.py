@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from math import hypot, isclose
 from typing import Any
@@ -12,7 +11,6 @@ from .recorder import record_training as record_training
 
 Record = dict[str, Any]
 Run = list[Record]
-Explanation = tuple[str, str]  # the reason and the fix
 Finding = tuple[str, Any, Any, str, str]  # the quantity, both values, the reason and the fix
 
 
@@ -70,26 +68,20 @@ def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
 
 
 def compare_command(first: str, second: str, *, steps: int = 50) -> int:
-    """Run two training scripts and explain the first optimizer step in which they differ.
-
-    Args:
-        first: The script that is right, with its arguments ("train.py --lr 0.1"), or a recording.
-        second: The script to compare with it, or a recording.
-        steps: The number of optimizer steps to compare.
-    """
+    """Run two training scripts and explain the first optimizer step in which they differ."""
     comparison = compare(first, second, steps)
     print(comparison)
     return int(not comparison.is_equal)
 
 
-def _find_changed(first: Record, second: Record, quantity: str) -> list[tuple[Record, Record]]:
+def find_changed(first: Record, second: Record, quantity: str) -> list[tuple[Record, Record]]:
     """Pair parameters by their weights before the step, or by order, and return what differs."""
-    others = defaultdict(list)
+    others: dict[str, list[Record]] = {}
     for parameter in second["parameters"]:
-        others[parameter["weights before"]["digest"]].append(parameter)
+        others.setdefault(parameter["weights before"]["digest"], []).append(parameter)
     pairs = []
     for parameter in first["parameters"]:
-        candidates = others[parameter["weights before"]["digest"]]
+        candidates = others.get(parameter["weights before"]["digest"])
         if candidates:
             pairs.append((parameter, candidates.pop(0)))
     if len(pairs) < min(len(first["parameters"]), len(second["parameters"])):
@@ -97,23 +89,23 @@ def _find_changed(first: Record, second: Record, quantity: str) -> list[tuple[Re
     return [(a, b) for a, b in pairs if a[quantity] != b[quantity]]
 
 
-def _join_names(parameters: list[Record]) -> str:
-    names = [parameter["name"] for parameter in parameters]
+def join_names(pairs: list[tuple[Record, Record]]) -> str:
+    names = [a["name"] for a, _ in pairs]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _check_optimizer(first: Run, second: Run, step: int) -> Finding | None:
+def check_optimizer(first: Run, second: Run, step: int) -> Finding | None:
     a, b = first[step]["optimizer"], second[step]["optimizer"]
     reason = "the optimizers have different classes, or step in a different order"
     return None if a == b else ("optimizer", a, b, reason, f"{a} in both")
 
 
-def _check_weights_before(first: Run, second: Run, step: int) -> Finding | None:
-    pairs = _find_changed(first[step], second[step], "weights before")
+def check_weights_before(first: Run, second: Run, step: int) -> Finding | None:
+    pairs = find_changed(first[step], second[step], "weights before")
     if not pairs:
         return None
     a, b = (parameter["weights before"] for parameter in pairs[0])
-    names = _join_names([a for a, _ in pairs])
+    names = join_names(pairs)
     if a["shape"] != b["shape"]:
         return "shape", a["shape"], b["shape"], f"the models differ in {names}", "the same model"
     if step == 0:
@@ -124,47 +116,39 @@ def _check_weights_before(first: Run, second: Run, step: int) -> Finding | None:
     return "norm of weights before", a["norm"], b["norm"], reason, "the same change in both"
 
 
-def _check_settings(first: Run, second: Run, step: int) -> Finding | None:
-    pairs = _find_changed(first[step], second[step], "settings")
+def check_settings(first: Run, second: Run, step: int) -> Finding | None:
+    pairs = find_changed(first[step], second[step], "settings")
     if not pairs:
         return None
     a, b = (parameter["settings"] for parameter in pairs[0])
     name = next(name for name in a if a[name] != b[name])
     reason, fix = "the optimizers are created with different values", f"{name}={a[name]}"
     groups = [{str(p["settings"]) for p in run[step]["parameters"]} for run in (first, second)]
+    changes = [count_steps_with_first_rate(run) for run in (first, second)]
     if len(groups[0]) != len(groups[1]):
-        changed = [a for a, b in pairs if a["settings"][name] != b["settings"][name]]
-        reason, fix = f"other parameter groups: {_join_names(changed)}", "the same groups in both"
-    elif name == "lr":
-        reason, fix = _explain_schedule(first, second) or (reason, fix)
+        changed = [(a, b) for a, b in pairs if a["settings"][name] != b["settings"][name]]
+        reason, fix = f"other parameter groups: {join_names(changed)}", "the same groups in both"
+    elif name == "lr" and any(changes):
+        interval = "step" if changes[0] == 1 else "epoch"
+        reason = f"a scheduler changes it first after {changes[0]} and after {changes[1]} steps"
+        fix = f'the same scheduler, "interval": "{interval}" or scheduler.step() after each {interval}'
     return "learning rate" if name == "lr" else name, a[name], b[name], reason, fix
 
 
-def _count_steps_with_first_rate(run: Run) -> int:
+def count_steps_with_first_rate(run: Run) -> int:
+    """Return the number of steps before the learning rate changes; 0 if it never does."""
     rates = [step["parameters"][0]["settings"].get("lr") for step in run]
-    return next((i for i, rate in enumerate(rates) if rate != rates[0]), len(rates))
+    return next((i for i, rate in enumerate(rates) if rate != rates[0]), 0)
 
 
-def _explain_schedule(first: Run, second: Run) -> Explanation | None:
-    a, b = _count_steps_with_first_rate(first), _count_steps_with_first_rate(second)
-    interval = "step" if a == 1 else "epoch"
-    fix = f'"interval": "{interval}" for fit, scheduler.step() after each {interval} by hand'
-    if b == len(second):
-        reason = "only the first changes it, as by a scheduler"
-        return None if a == len(first) else (reason, f"the same scheduler, {fix}")
-    if a == len(first):
-        return "only the second changes it, as by a scheduler", "no scheduler in the second"
-    return f"scheduler.step() is called elsewhere: a change after {a} and after {b} steps", fix
-
-
-def _check_accumulation(first: Run, second: Run, step: int) -> Finding | None:
+def check_accumulation(first: Run, second: Run, step: int) -> Finding | None:
     a, b = len(first[step]["passes"]), len(second[step]["passes"])
     reason = "gradients of a different number of batches are added up, or of the rest of an epoch"
     return None if a == b else ("backward passes", a, b, reason, f"accumulate_grad_batches={a}")
 
 
-def _check_batch(first: Run, second: Run, step: int) -> Finding | None:
-    for a, b in zip(first[step]["passes"], second[step]["passes"], strict=False):
+def check_batch(first: Run, second: Run, step: int) -> Finding | None:
+    for a, b in zip(first[step]["passes"], second[step]["passes"], strict=True):
         sizes = a["batch size"], b["batch size"]
         if sizes[0] != sizes[1] and min(sizes) > 0:
             reason, fix = "the loaders have different batch sizes", f"batch_size={sizes[0]}"
@@ -175,33 +159,27 @@ def _check_batch(first: Run, second: Run, step: int) -> Finding | None:
         only_first = set(a["samples"]) - set(b["samples"])
         only_second = set(b["samples"]) - set(a["samples"])
         if only_first and only_second:
-            reason, fix = _explain_batch(first, second, step)
+            reason, fix = explain_samples(first, second, step)
             return "digest of a sample", min(only_first), min(only_second), reason, fix
     return None
 
 
-def _get_batches(run: Run) -> list[set[str]]:
-    return [{sample for one in step["passes"] for sample in one["samples"]} for step in run]
-
-
-def _explain_batch(first: Run, second: Run, step: int) -> Explanation:
-    batches = _get_batches(first), _get_batches(second)
+def explain_samples(first: Run, second: Run, step: int) -> tuple[str, str]:
+    batches = []
+    for run in (first, second):
+        batches.append([{s for one in record["passes"] for s in one["samples"]} for record in run])
     samplers = first[0]["sampler"], second[0]["sampler"]
     if samplers[0] != samplers[1] and set().union(*batches[0]) & set().union(*batches[1]):
         reason = f"the same samples in another order: {samplers[0]} and {samplers[1]}"
         return reason, f"shuffle={samplers[0] != 'SequentialSampler'}"
-    repeats = [run[step] == run[0] for run in batches]
-    if repeats[0] != repeats[1]:
-        reason = f"the {'first' if repeats[0] else 'second'} repeats the order of its first epoch"
-        return reason, "sampler.set_epoch(epoch) at the start of each epoch, or one generator"
     reason = "the samples, their transforms or their order differ"
-    fix = "the same dataset and transforms, and the same generator= for the DataLoader, in both"
-    return _explain_random_state(first, second, step) or (reason, fix)
+    fix = "the same dataset, transforms and generator= in both, and sampler.set_epoch(epoch)"
+    return explain_random_state(first, second, step) or (reason, fix)
 
 
-def _explain_random_state(first: Run, second: Run, step: int) -> Explanation | None:
+def explain_random_state(first: Run, second: Run, step: int) -> tuple[str, str] | None:
     for start in range(step + 1):
-        for a, b in zip(first[start]["passes"], second[start]["passes"], strict=False):
+        for a, b in zip(first[start]["passes"], second[start]["passes"], strict=True):
             states = a["random state"], b["random state"]
             names = [name for name in states[0] if states[0][name] != states[1].get(name)]
             if names:
@@ -210,7 +188,20 @@ def _explain_random_state(first: Run, second: Run, step: int) -> Explanation | N
     return None
 
 
-def _explain_modes(first: list[str], second: list[str], step: int) -> Explanation | None:
+def check_loss(first: Run, second: Run, step: int) -> Finding | None:
+    passes = len(first[step]["passes"])
+    for a, b in zip(first[step]["passes"], second[step]["passes"], strict=True):
+        # NaN differs from itself, its text does not.
+        if str(a["loss"]) != str(b["loss"]):
+            explanation = explain_modes(a["eval modules"], b["eval modules"], step)
+            if explanation is None and a["is random"] and b["is random"]:
+                explanation = explain_random_state(first, second, step)
+            reason, fix = explanation or explain_loss(a, b, passes)
+            return "loss", a["loss"], b["loss"], reason, fix
+    return None
+
+
+def explain_modes(first: list[str], second: list[str], step: int) -> tuple[str, str] | None:
     if len(first) == len(second):
         return None
     which, names = ("first", first) if len(first) > len(second) else ("second", second)
@@ -218,83 +209,70 @@ def _explain_modes(first: list[str], second: list[str], step: int) -> Explanatio
     return reason, f"model.train() {'at the start of each epoch' if step else 'before training'}"
 
 
-def _check_loss(first: Run, second: Run, step: int) -> Finding | None:
-    for a, b in zip(first[step]["passes"], second[step]["passes"], strict=False):
-        # NaN differs from itself, its text does not.
-        if str(a["loss"]) != str(b["loss"]):
-            explanation = _explain_modes(a["eval modules"], b["eval modules"], step)
-            if explanation is None and a["is random"] and b["is random"]:
-                explanation = _explain_random_state(first, second, step)
-            reason, fix = explanation or _explain_loss(a, b, len(first[step]["passes"]))
-            return "loss", a["loss"], b["loss"], reason, fix
-    return None
+def explain_loss(a: Record, b: Record, passes: int) -> tuple[str, str]:
+    def is_close(first: float, second: float, tolerance: float = 1e-3) -> bool:
+        return isclose(first, second, rel_tol=tolerance)
 
-
-def _explain_loss(a: Record, b: Record, passes: int) -> Explanation:
-    if passes > 1 and isclose(a["loss"], b["loss"] * passes, rel_tol=1e-3):
+    if passes > 1 and is_close(a["loss"], b["loss"] * passes):
         reason = f"{passes} times smaller: fit divides by accumulate_grad_batches, the step as well"
         return reason, "return the loss of the batch undivided"
-    if passes > 1 and isclose(a["loss"] * passes, b["loss"], rel_tol=1e-3):
+    if passes > 1 and is_close(a["loss"] * passes, b["loss"]):
         return f"{passes} times larger: not divided by the number of batches", f"loss / {passes}"
-    if a["batch size"] > 1 and isclose(a["loss"] * a["batch size"], b["loss"], rel_tol=1e-3):
+    if a["batch size"] > 1 and is_close(a["loss"] * a["batch size"], b["loss"]):
         return "the mean over the batch in the first, the sum in the second", "reduction='mean'"
     if a["is random"] != b["is random"]:
         which = "first" if a["is random"] else "second"
         return f"the model has dropout or noise in the {which} only", "the same model in both"
-    if isclose(a["loss"], b["loss"], rel_tol=0.02):
+    if is_close(a["loss"], b["loss"], 0.02):
         return "rounding, as of another precision", "the same precision= (or autocast) in both"
     return "other targets, outputs or loss functions", "the same loss of the same outputs in both"
 
 
-def _check_gradients(first: Run, second: Run, step: int) -> Finding | None:
+def check_gradients(first: Run, second: Run, step: int) -> Finding | None:
     a, b = first[step], second[step]
     trained = [sum(p["is trained"] for p in record["parameters"]) for record in (a, b)]
-    frozen = _find_changed(a, b, "is trained")
+    frozen = find_changed(a, b, "is trained")
     if frozen or trained[0] != trained[1]:
         which = "first" if trained[0] < trained[1] else "second"
-        names = _join_names([a for a, _ in frozen]) or "some are not in its optimizer"
+        names = join_names(frozen) or "some are not in its optimizer"
         fix = "requires_grad_() and the optimizer for the same parameters in both"
-        reason = f"frozen or unused in the {which}: {names}"
-        return "trained parameters", trained[0], trained[1], reason, fix
-    pairs = _find_changed(a, b, "gradient")
+        return (
+            "trained parameters",
+            trained[0],
+            trained[1],
+            f"frozen or unused in the {which}: {names}",
+            fix,
+        )
+    pairs = find_changed(a, b, "gradient")
     if not pairs:
         return None
     norms = [hypot(*(p["gradient"]["norm"] for p in run["parameters"])) for run in (a, b)]
     ratios = [b["gradient"]["norm"] / (a["gradient"]["norm"] or 1) for a, b in pairs]
-    reason, fix = _explain_gradients(a, b, norms, ratios)
+    if a["has old gradients"] != b["has old gradients"]:
+        which = "first" if a["has old gradients"] else "second"
+        reason = f"zero_grad() is missing in the {which}: it adds up the gradients of all steps"
+        fix = "optimizer.zero_grad() before each backward"
+    elif all(isclose(ratio, 1, rel_tol=1e-3) for ratio in ratios):
+        reason = "rounding: sums, as of the norm for clipping, in another order"
+        fix = "nothing if the last bits may differ, else the same order of parameters"
+    elif not all(isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios):
+        reason = "a part of the loss is detached, or gradients are clipped by value, in one only"
+        fix = "the same training step and clipping in both"
+    else:
+        which = "first" if norms[0] < norms[1] else "second"
+        reason = f"only the {which} clips or scales gradients, or more"
+        fix = f"gradient_clip_val={norms[0]:.4g}" if which == "first" else "no clipping"
     return "gradient norm", norms[0], norms[1], reason, fix
 
 
-def _explain_gradients(a: Record, b: Record, norms: Any, ratios: list[float]) -> Explanation:
-    which = "first" if a["has old gradients"] else "second"
-    if a["has old gradients"] != b["has old gradients"]:
-        reason = f"zero_grad() is missing in the {which}: it adds up the gradients of all steps"
-        return reason, "optimizer.zero_grad() before each backward"
-    if all(isclose(ratio, 1, rel_tol=1e-3) for ratio in ratios):
-        reason = "rounding: sums, as of the norm for clipping, in another order"
-        return reason, "nothing if the last bits may differ, else the same order of parameters"
-    if not all(isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios):
-        reason = "a part of the loss is detached, or gradients are clipped by value, in one only"
-        return reason, "the same training step and clipping in both"
-    if norms[0] > norms[1]:
-        return "only the second clips or scales gradients, or more", "the clipping of the first"
-    return "only the first clips or scales gradients, or more", f"gradient_clip_val={norms[0]:.4g}"
-
-
-def _check_weights(first: Run, second: Run, step: int) -> Finding | None:
-    pairs = _find_changed(first[step], second[step], "weights")
-    if pairs:
-        a, b = (parameter["weights"]["norm"] for parameter in pairs[0])
-        reason = "the optimizer's state was loaded or cleared in one only, or rounding"
-        return "norm of weights", a, b, reason, "a new optimizer with the same fused= in both"
-    buffers = [run[step]["buffers"] for run in (first, second)]
-    changed = [(a, b) for a, b in zip(*buffers, strict=False) if a != b]
-    if not changed or len(buffers[0]) != len(buffers[1]):
+def check_weights(first: Run, second: Run, step: int) -> Finding | None:
+    pairs = find_changed(first[step], second[step], "weights")
+    if not pairs:
         return None
-    reason = "BatchNorm sees other batches in one only, as in a validation in train mode"
-    a, b = (buffer["norm"] for buffer in changed[0])
-    return "norm of a buffer", a, b, reason, "model.eval() before the validation"
+    a, b = (parameter["weights"]["norm"] for parameter in pairs[0])
+    reason = "the optimizer's state was loaded or cleared in one only, or rounding"
+    return "norm of weights", a, b, reason, "a new optimizer with the same fused= in both"
 
 
-CHECKS = [_check_optimizer, _check_weights_before, _check_settings, _check_accumulation]
-CHECKS += [_check_batch, _check_loss, _check_gradients, _check_weights]
+CHECKS = [check_optimizer, check_weights_before, check_settings, check_accumulation]
+CHECKS += [check_batch, check_loss, check_gradients, check_weights]

@@ -10,11 +10,21 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import numpy
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader
 
 # These settings of an optimizer do not change what a step computes.
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -27,6 +37,10 @@ sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
 with record_training(recording, int(steps), stop=True):
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
+
+
+class EnoughSteps(BaseException):
+    """End a training after the last step to record."""
 
 
 @contextmanager
@@ -60,57 +74,43 @@ def load_steps(training: Any, steps: int) -> list[dict[str, Any]]:
         else:
             path, *arguments = shlex.split(str(training)) or [""]
             if not Path(path).is_file():
-                raise ValueError(
-                    f"compare: got {path!r}, expected the path of a script or of a recording. "
-                    "Write it as in a shell, with the script's arguments after it."
-                )
+                expected = "expected the path of a script or of a recording"
+                raise ValueError(f"compare: got {path!r}, {expected}.")
             if path.endswith(".py"):
-                _run_script(path, arguments, recording, steps)
+                run_script(path, arguments, recording, steps)
             else:
                 recording = Path(path)
         recorded = json.loads(recording.read_text(encoding="utf-8"))[:steps]
     if not recorded:
-        raise ValueError(
-            f"compare: got {training!r}, which takes no optimizer step, expected a training. "
-            "Train in one process with an optimizer of torch.optim."
-        )
+        expected = "expected a training in one process with an optimizer of torch.optim"
+        raise ValueError(f"compare: got {training!r}, which takes no optimizer step, {expected}.")
     return recorded
 
 
-def _run_script(path: str, arguments: list[str], recording: Path, steps: int) -> None:
+def run_script(path: str, arguments: list[str], recording: Path, steps: int) -> None:
+    """Record a script in a process of its own."""
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
     command = [sys.executable, "-c", code, str(recording), str(steps), path, *arguments]
-    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if process.returncode != 0:
-        error = process.stderr.strip().rpartition("\n")[2]
-        raise ValueError(
-            f"compare: got {path!r}, which fails with exit code {process.returncode} ({error}), "
-            "expected a script that trains. Run it alone to see its output."
-        )
-
-
-class EnoughSteps(BaseException):
-    """Ends a training after the last step to record."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        reason = f"exit code {done.returncode} ({done.stderr.strip().rpartition(chr(10))[2]})"
+        expected = "expected a script that trains. Run it alone to see its output"
+        raise ValueError(f"compare: got {path!r}, which fails with {reason}, {expected}.")
 
 
 class Recorder:
-    """Records optimizer steps as dicts of plain values.
-
-    Args:
-        limit: The number of steps to record.
-        stop: Raise `EnoughSteps` after them.
-    """
+    """Records optimizer steps as dicts of plain values."""
 
     def __init__(self, limit: int, stop: bool) -> None:
         self.limit, self.stop, self.is_full = limit, stop, False
         self.steps: list[dict[str, Any]] = []
         self.passes: list[dict[str, Any]] = []
-        self.modules: dict[int, Any] = {}
+        self.modules: dict[int, torch.nn.Module] = {}
         self.inputs: dict[int, list[str]] = {}
         self.batch_size = 0
         self.optimizers: list[Any] = []
-        self.parameters: list[Any] = []
+        self.parameters: list[torch.Tensor] = []
         self.random_state: dict[str, str] = {}
         self.sampler = ""
         self.has_old_gradients = False
@@ -118,11 +118,6 @@ class Recorder:
     @contextmanager
     def register_hooks(self) -> Iterator[None]:
         """Record the training in this block."""
-        import torch
-        from torch.nn.modules.module import register_module_forward_pre_hook
-        from torch.optim import optimizer
-        from torch.utils.data import DataLoader
-
         run_backward, start_loader = torch.autograd.backward, DataLoader.__iter__
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,17 +130,15 @@ class Recorder:
 
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self.before_forward).remove)
-            stack.callback(optimizer.register_optimizer_step_pre_hook(self.before_step).remove)
-            stack.callback(optimizer.register_optimizer_step_post_hook(self.after_step).remove)
+            stack.callback(register_optimizer_step_pre_hook(self.before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self.after_step).remove)
             # PyTorch has no hooks for a loss and for the start of a loader.
             stack.enter_context(mock.patch.object(torch.autograd, "backward", backward))
             stack.enter_context(mock.patch.object(DataLoader, "__iter__", iterate))
             yield
 
-    def before_forward(self, module: Any, args: Any) -> None:
+    def before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """Record the data that enters a module with parameters, and the random state."""
-        import torch
-
         if torch.compiler.is_compiling() or self.is_full or not torch.is_grad_enabled():
             return
         if id(module) not in self.modules:
@@ -192,8 +185,6 @@ class Recorder:
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         number = self.optimizers.index(optimizer) + 1
-        modules = self.modules.values()
-        buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
         self.steps.append(
             {
                 "optimizer": f"{type(optimizer).__name__} (number {number})",
@@ -202,7 +193,6 @@ class Recorder:
                 "has old gradients": self.has_old_gradients,
                 "sampler": self.sampler,
                 "parameters": self.describe_parameters(optimizer),
-                "buffers": [fingerprint(buffer) for buffer in buffers],
             }
         )
         self.passes = []
@@ -212,50 +202,42 @@ class Recorder:
 
     def describe_parameters(self, optimizer: Any) -> list[dict[str, Any]]:
         """Describe each parameter, in the optimizer's order."""
-        import torch
-
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
         # The first module that was called is the outermost one. Its names are the full ones.
         names = {id(parameter): name for name, parameter in reversed(named)}
-        settings: list[dict[str, Any]] = []
+        described: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
-            values = {key: group[key] for key in optimizer.defaults if key not in IMPLEMENTATION}
-            settings += [values for _ in group["params"]]
-        return [
-            {
-                "name": names.get(id(p), f"parameter {i}"),
-                "weights before": self.weights[i],
-                "settings": settings[i],
-                "is trained": p.requires_grad and p.grad is not None,
-                "gradient": fingerprint(torch.zeros(1) if p.grad is None else p.grad),
-                "weights": fingerprint(p),
-            }
-            for i, p in enumerate(self.parameters)
-        ]
+            settings = {key: group[key] for key in optimizer.defaults if key not in IMPLEMENTATION}
+            for parameter in group["params"]:
+                number = len(described)
+                gradient = torch.zeros(1) if parameter.grad is None else parameter.grad
+                described.append(
+                    {
+                        "name": names.get(id(parameter), f"parameter {number}"),
+                        "weights before": self.weights[number],
+                        "settings": settings,
+                        "is trained": parameter.requires_grad and parameter.grad is not None,
+                        "gradient": fingerprint(gradient),
+                        "weights": fingerprint(parameter),
+                    }
+                )
+        return described
 
 
-def find_tensors(value: Any) -> Iterator[Any]:
-    """Yield the tensors in nested lists, tuples and dicts."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from find_tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from find_tensors(item)
+def find_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    tensors: list[torch.Tensor] = []
+    apply_to_collection(value, torch.Tensor, tensors.append)
+    return tensors
 
 
-def digest(tensor: Any) -> str:
+def digest(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's bits."""
-    import torch
-
     bits = tensor.detach().to_dense().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(bits.numpy(), digest_size=8).hexdigest()
+    return hashlib.blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def fingerprint(tensor: Any) -> dict[str, Any]:
+def fingerprint(tensor: torch.Tensor) -> dict[str, Any]:
     """Describe a tensor by its shape, its norm and a digest of its bits."""
     norm = tensor.detach().double().nan_to_num().norm()
     return {"shape": list(tensor.shape), "norm": float(norm), "digest": digest(tensor)}
@@ -263,9 +245,6 @@ def fingerprint(tensor: Any) -> dict[str, Any]:
 
 def get_random_state() -> dict[str, str]:
     """Return a digest of the random state of each library."""
-    import numpy
-    import torch
-
     states: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state()}
     states["torch"] = torch.get_rng_state().numpy()
     if torch.cuda.is_initialized():
