@@ -14,23 +14,29 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from .lr_finder import LearningRateRamp, save_curve
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from ..data.tensor_loader import TensorLoader
 
 # A setting is kept if its slowest of ROUNDS trials beats the fastest one without it by MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
 # The speed is the median of WINDOWS. A trial that takes TIME_LIMIT seconds counts as hung.
 WINDOWS, TIME_LIMIT = 5, 120.0
-IN_EFFECT = "this value is in effect already"
 # The values to try and the line to write, in the order of the trials.
 SETTINGS: dict[str, tuple[tuple, str]] = {
-    "threads": (
-        (1, 2, 4, 8),
-        "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}; last digits may differ",
-    ),
+    "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
     "tensor_loader": ((True,), "TensorLoader(x, y, ...) in place of the DataLoader"),
     "num_workers": (
         (0, 1, 2, 4, 8),
-        "DataLoader(..., num_workers={0}, persistent_workers=bool({0}))",
+        "DataLoader(..., num_workers={0}, persistent_workers={0} > 0)",
     ),
     "fused": ((True,), "fused=True for the optimizer, as in torch.optim.Adam(..., fused=True)"),
     "precision": (("bf16-mixed",), "FabricLoop(precision={0!r})"),
@@ -41,6 +47,7 @@ SAME_NUMBERS = ("threads", "num_workers")
 # A trial takes these options from the loop, since they change the cost of a step.
 KEPT = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile")
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+Choice = dict[str, Any]
 
 
 class Tuned(NamedTuple):
@@ -49,7 +56,7 @@ class Tuned(NamedTuple):
     Trials are tuples: the settings, samples per second, and the reason of a failure.
     """
 
-    choice: dict[str, Any]
+    choice: Choice
     options: dict[str, Any]
     lines: list[str]
     gain: float
@@ -67,7 +74,7 @@ def row(name: str, rate: float, failure: str) -> str:
     return f"{speed:>22}  {name}  {failure}".rstrip()
 
 
-def label(choice: dict[str, Any]) -> str:
+def label(choice: Choice) -> str:
     """Name the settings of a choice, such as "threads 1, fused True"."""
     return ", ".join(f"{name} {value}" for name, value in choice.items()) or "as it is"
 
@@ -87,18 +94,18 @@ def tune(
     """Find the settings that make a training faster, each tried in a process of its own.
 
     Args:
-        loop: the loop that would train. Nothing here is trained or written.
-        model: as for fit.
-        train_dataloaders: as for fit.
-        datamodule: as for fit.
-        only: the settings to try, such as ["threads", "batch_size"].
-        seconds: the length of a trial.
-        same_numbers: leave out the settings that change the numbers.
-        verbose: print each trial when it ends.
+        loop: The loop that would train. Nothing here is trained or written.
+        model: As for fit.
+        train_dataloaders: As for fit.
+        datamodule: As for fit.
+        only: The settings to try, such as ["threads", "batch_size"].
+        seconds: The length of a trial.
+        same_numbers: Leave out the settings that change the numbers.
+        verbose: Print each trial when it ends.
         **fit_arguments: optimizer, training_step and the like, as for fit.
 
     Raises:
-        ValueError: for an unknown setting, or if the training fails as it is.
+        ValueError: For an unknown setting, or if the training fails as it is.
     """
     known = SAME_NUMBERS if same_numbers else tuple(SETTINGS)
     names = known if only is None else tuple(only)
@@ -112,15 +119,13 @@ def tune(
 class Tuner:
     """Measures a training with several settings."""
 
-    def __init__(self, measure: Callable[[dict[str, Any]], float], verbose: bool = False) -> None:
+    def __init__(self, measure: Callable[[Choice], float], verbose: bool = False) -> None:
         self.measure, self.verbose = measure, verbose
         self.trials: list[tuple[str, float, str]] = []
 
     def run(self, names: Iterable[str]) -> Tuned:
         """Try one setting after another, keep what is faster, and measure the gain at the end."""
-        import torch
-
-        choice: dict[str, Any] = {}
+        choice: Choice = {}
         if not self.trial(choice):
             reason = self.trials[0][2]
             raise ValueError(f"tune: got a training that fails ({reason}). Try fit first.")
@@ -141,7 +146,7 @@ class Tuner:
         options = {name: choice[name] for name in choice if name in ("precision", "compile")}
         return Tuned(choice, options, lines, gain, self.trials)
 
-    def compare(self, before: dict[str, Any], after: dict[str, Any]) -> float:
+    def compare(self, before: Choice, after: Choice) -> float:
         """Measure two choices in turn; return the gain, or 0.0 if it is not above the noise."""
         slow: list[float] = []
         fast: list[float] = []
@@ -152,7 +157,7 @@ class Tuner:
                 return 0.0
         return median(fast) / median(slow)
 
-    def trial(self, choice: dict[str, Any]) -> float:
+    def trial(self, choice: Choice) -> float:
         """Return samples per second of a training in a process of its own, 0.0 if it fails."""
         rate, failure = run_in_process(partial(self.measure, choice))
         self.trials.append((label(choice), rate or 0.0, failure))
@@ -163,12 +168,10 @@ class Tuner:
 
 def run_in_process(function: Callable[[], Any]) -> tuple[Any, str]:
     """Call a function in a child process; return its result, or None and the reason."""
-    import torch
-
     method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_result, args=(function, sender, torch.get_num_threads()))
+    child = context.Process(target=send_result, args=(function, sender, torch.get_num_threads()))
     child.start()
     sender.close()
     try:
@@ -185,9 +188,8 @@ def run_in_process(function: Callable[[], Any]) -> tuple[Any, str]:
         child.join()
 
 
-def _send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
-    import torch
-
+def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
+    """Call a function quietly in this process, and send its result or the reason of its failure."""
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         os.dup2(null.fileno(), 1)
         os.dup2(null.fileno(), 2)
@@ -208,73 +210,51 @@ def trial_options(loop: Any) -> dict[str, Any]:
     return options | {"precision": loop.fabric.strategy.precision.precision}
 
 
-def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: dict[str, Any]) -> float:
+def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) -> float:
     """Train with the chosen settings, and return samples per second."""
-    import torch
-
     torch.set_num_threads(choice.get("threads", torch.get_num_threads()))
-    owner = parts["model"] if parts["train_dataloaders"] is None else parts["train_dataloaders"]
-    if hasattr(owner, "train_dataloader"):
-        make_loader = owner.train_dataloader
-        owner.train_dataloader = lambda: change_loader(make_loader(), choice)
+    source = parts["model"] if parts["train_dataloaders"] is None else parts["train_dataloaders"]
+    if hasattr(source, "train_dataloader"):
+        make_loader = source.train_dataloader
+        source.train_dataloader = lambda: change_loader(make_loader(), choice)
     else:
-        parts = {**parts, "train_dataloaders": change_loader(owner, choice)}
+        parts = {**parts, "train_dataloaders": change_loader(source, choice)}
     stopwatch = Stopwatch(seconds / WINDOWS, "fused" in choice)
     options = trial_options(loop)
-    for name in {"precision", "compile"} & {*choice}:
-        if choice[name] == options[name]:
-            raise ValueError(IN_EFFECT)
-        options[name] = choice[name]
+    options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
     type(loop)(callbacks=[stopwatch], **options).fit(**parts)
     return median(stopwatch.rates[1:])
 
 
-def as_tensor_loader(loader: Any) -> Any:
-    """Return a TensorLoader in place of a DataLoader of tensors in memory."""
-    from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset, default_collate
-
-    from ..data.tensor_loader import TensorLoader
-
+def change_loader(loader: Any, choice: Choice) -> Any:
+    """Return a loader of the same samples with the chosen settings."""
+    changes = {name: choice[name] for name in choice if name in ("num_workers", "batch_size")}
+    if not changes and "tensor_loader" not in choice:
+        return loader
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        raise ValueError("the loader is no DataLoader with a batch size")
+    size = changes.get("batch_size")
+    if size and not loader.batch_size < size <= len(loader) * loader.batch_size // 2:
+        raise ValueError(f"it is not between {loader.batch_size} and half of the samples")
+    names = ["batch_size", "drop_last", "generator"]
+    if "tensor_loader" not in choice:
+        names += ["num_workers", "sampler", "collate_fn", "pin_memory", "worker_init_fn"]
+        arguments = {name: getattr(loader, name) for name in names} | changes
+        has_workers = arguments["num_workers"] > 0
+        return DataLoader(loader.dataset, persistent_workers=has_workers, **arguments)
     is_usual = type(loader.sampler) in (RandomSampler, SequentialSampler)
-    is_usual = is_usual and loader.collate_fn is default_collate
+    is_usual = is_usual and loader.collate_fn is default_collate and "num_workers" not in changes
     if type(loader.dataset) is not TensorDataset or not is_usual:
         raise ValueError("the samples are not a TensorDataset with the usual batches")
-    arguments = {name: getattr(loader, name) for name in ("batch_size", "drop_last", "generator")}
+    arguments = {name: getattr(loader, name) for name in names} | changes
     shuffle = type(loader.sampler) is RandomSampler
     return TensorLoader(*loader.dataset.tensors, shuffle=shuffle, **arguments)
 
 
-def change_loader(loader: Any, choice: dict[str, Any]) -> Any:
-    """Return a loader of the same samples with the chosen settings."""
-    from torch.utils.data import DataLoader
-
-    from ..data.tensor_loader import TensorLoader
-
-    if "tensor_loader" in choice:
-        loader = as_tensor_loader(loader)
-    changes = {name: choice[name] for name in choice if name in ("num_workers", "batch_size")}
-    if not changes:
-        return loader
-    names = ["batch_size", "drop_last", "generator"]
-    if isinstance(loader, TensorLoader):
-        names += ["shuffle"]
-    else:
-        names += ["num_workers", "sampler", "collate_fn", "pin_memory", "worker_init_fn"]
-    arguments = {name: getattr(loader, name) for name in names}
-    if loader.batch_size is None:
-        raise ValueError("the loader has its own batches")
-    largest = len(loader.tensors[0] if "shuffle" in names else loader.sampler) // 2
-    if "batch_size" in changes and not loader.batch_size < changes["batch_size"] <= largest:
-        raise ValueError(f"it is not between {loader.batch_size} and half of the samples")
-    if not {*changes} <= {*names}:
-        raise ValueError("a TensorLoader has no workers")
-    if changes.get("num_workers") == arguments.get("num_workers", -1):
-        raise ValueError(IN_EFFECT)
-    arguments |= changes
-    if isinstance(loader, TensorLoader):
-        return TensorLoader(*loader.tensors, **arguments)
-    has_workers = arguments["num_workers"] > 0
-    return DataLoader(loader.dataset, persistent_workers=has_workers, **arguments)
+def stop_schedulers(trainer: Any) -> None:
+    """Stop schedulers, which may need a validation."""
+    for config in trainer.lr_scheduler_configs:
+        config.frequency = 10**9
 
 
 class Stopwatch:
@@ -286,17 +266,14 @@ class Stopwatch:
         self.rates: list[float] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Fuse the optimizers if it is chosen, and stop schedulers: some need a validation."""
-        for config in trainer.lr_scheduler_configs:
-            config.frequency = 10**9
+        """Fuse the optimizers if it is chosen."""
+        stop_schedulers(trainer)
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         for group in groups if self.is_fused else []:
             group["foreach"], group["fused"] = False, True
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
         """End the measurement when its time is over. The first one is a warm-up."""
-        from lightning.pytorch.utilities.data import extract_batch_size
-
         self.samples += extract_batch_size(batch[0])
         elapsed = time.perf_counter() - self.start
         if elapsed > self.window:
@@ -304,6 +281,56 @@ class Stopwatch:
             self.start, self.samples = time.perf_counter(), 0
         if len(self.rates) > WINDOWS:
             trainer.should_stop = True
+
+
+class LearningRateRamp:
+    """Callback that raises the learning rate at each optimizer step until the loss blows up."""
+
+    def __init__(self, low: float = 1e-7, high: float = 10.0, steps: int = 100) -> None:
+        self.low, self.factor, self.steps = low, (high / low) ** (1 / (steps - 1)), steps
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stop schedulers, which would change the rate."""
+        stop_schedulers(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+        """Set the rate of the optimizer step that this batch belongs to."""
+        self.rates.append(self.low * self.factor**trainer.global_step)
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rates[-1]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
+        """Record the loss, and stop if it is not finite or far above the lowest one."""
+        self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+        lowest = min(self.losses)
+        limit = lowest + 4 * max(abs(lowest), self.losses[0] - lowest)
+        if not self.losses[-1] <= limit:
+            trainer.should_stop = True
+
+
+def save_curve(rates: list[float], losses: list[float], path: Path) -> float | None:
+    """Write the curve as CSV and PNG; return the rate where the smoothed loss falls fastest."""
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+    curve = DataFrame({"lr": rates, "loss": losses})
+    curve["smoothed"] = curve["loss"].rolling(9, center=True, min_periods=1).mean()
+    # A loss that blows up can fall steeply, too. It does so after the minimum.
+    change = curve["smoothed"].diff().loc[: curve["smoothed"].idxmin()]
+    suggestion = float(curve["lr"][change.idxmin()]) if change.min() < 0 else None
+    curve.to_csv(path.with_suffix(".csv"), index=False)
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = curve.plot(x="lr", logx=True, ax=figure.subplots())
+    height = losses[0] - min(losses) or 1.0
+    axes.set_ylim(min(losses) - 0.1 * height, losses[0] + height)
+    if suggestion is not None:
+        axes.axvline(suggestion, color="C2", label=f"suggested: {suggestion:.2g}")
+        axes.legend()
+    figure.savefig(path.with_suffix(".png"), dpi=150)
+    return suggestion
 
 
 def tune_command(
@@ -317,7 +344,7 @@ def tune_command(
     seconds: float,
     out: str,
 ) -> int:
-    """Find the settings that make a training faster on this machine, or a learning rate."""
+    """Find the settings that make a training faster, or a learning rate, and write a file."""
     import yaml
 
     if lr:
@@ -331,11 +358,9 @@ def tune_command(
         loop, model, data, only=only, seconds=seconds, same_numbers=same_numbers, verbose=True
     )
     config = {**loop.recipe, **tuned.options}
-    for name, value in tuned.choice.items():
-        for part in ("data", "model"):
-            arguments = (config.get(part) or {}).get("init_args", {})
-            if name in arguments:
-                arguments[name] = value
+    for part in ("data", "model"):
+        arguments = (config.get(part) or {}).get("init_args", {})
+        arguments.update({name: tuned.choice[name] for name in tuned.choice if name in arguments})
     Path(out).write_text(yaml.safe_dump(config), encoding="utf-8")
     table = str(tuned).splitlines()
     print("\n".join([*table[len(tuned.trials) :], f"config      {out}, for fit --config"]))

@@ -1,9 +1,11 @@
 """Tune: what is faster is kept, a trial that fails is a row, and nothing in this process changes."""
 
+import math
 import os
 import signal
 import time
 
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -14,7 +16,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fabric_template import FabricLoop, TensorLoader
 from fabric_template.tools import tune as tune_module
-from fabric_template.tools.tune import Tuner, change_loader, run_in_process, tune, tune_command
+from fabric_template.tools.tune import (
+    LearningRateRamp,
+    Tuner,
+    change_loader,
+    run_in_process,
+    save_curve,
+    trial_options,
+    tune,
+    tune_command,
+)
 
 CLOCK = Clock()
 
@@ -219,3 +230,65 @@ def test_the_command_writes_a_file_for_fit(tmp_path, capsys):
     found = yaml.safe_load(out.read_text())
     assert (found["data"]["init_args"], found["max_epochs"]) == ({"batch_size": 256}, None)
     assert capsys.readouterr().out.splitlines()[-1] == f"config      {out}, for fit --config"
+
+
+# ---- a learning rate
+
+
+def quadratic(net, batch):
+    """SGD on it diverges above a rate of 2 / 4 = 0.5."""
+    return 2 * (net.weight - 3).pow(2).sum() + 0 * batch[0].sum()
+
+
+def ramped(steps, **options):
+    net, ramp = nn.Linear(1, 1, bias=False), LearningRateRamp(1e-4, 10.0, steps)
+    nn.init.zeros_(net.weight)
+    loop = FabricLoop(accelerator="cpu", **options)
+    loader = TensorLoader(torch.zeros(42, 1), batch_size=2)
+    trial = FabricLoop(callbacks=[ramp], **trial_options(loop) | {"max_steps": steps})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
+    trial.fit(net, loader, optimizer=optimizer, training_step=quadratic)
+    return ramp
+
+
+def test_the_ramp_ends_when_the_loss_blows_up_and_the_suggestion_is_below(tmp_path):
+    ramp = ramped(steps=80)
+    assert ramp.losses[0] == pytest.approx(18)
+    assert ramp.rates[1] / ramp.rates[0] == pytest.approx(1e5 ** (1 / 79))
+    assert 0.5 < ramp.rates[-1] < 5
+    assert ramp.losses[-1] > 4 * 18
+    suggestion = save_curve(ramp.rates, ramp.losses, tmp_path / "tuned.yaml")
+    assert 1e-3 < suggestion < 0.5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.csv", "tuned.png"]
+    curve = pd.read_csv(tmp_path / "tuned.csv")
+    assert list(curve.columns) == ["lr", "loss", "smoothed"]
+    assert len(curve) == len(ramp.rates)
+
+
+def test_batches_of_one_optimizer_step_share_a_rate():
+    ramp = ramped(steps=12, accumulate_grad_batches=3)
+    assert len(set(ramp.rates)) == 12
+    assert ramp.rates[:3] == [1e-4] * 3
+    assert ramp.rates[3] > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([1.0] * 40, None),
+        ([2.0] * 20 + [1.0] * 15 + [90.0, 60.0, 3.0, 3.0, 2.0], 20),
+        ([2.0] * 20 + [1.0] * 15 + [math.nan], 20),
+    ],
+    ids=["flat", "oscillating after the minimum", "not finite at the end"],
+)
+def test_the_suggestion_is_the_steepest_descent_before_the_minimum(losses, expected, tmp_path):
+    rates = [10.0 ** (i / 10) for i in range(len(losses))]
+    found = save_curve(rates, losses, tmp_path / "curve")
+    assert found == expected or abs(rates.index(found) - expected) < 6
+
+
+def test_the_command_writes_the_curve_and_prints_the_rate(tmp_path, capsys):
+    options = {"lr": True, "only": None, "same_numbers": False, "seconds": 2.0, "out": str(tmp_path / "tuned.yaml")}
+    assert tune_command(FabricLoop(accelerator="cpu"), Model(2, 1), Data(), **options) == 0
+    assert "suggested   " in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.csv", "tuned.png"]
