@@ -1,0 +1,102 @@
+"""Run the contract tests with several versions of torch and Lightning, each in an environment of its own.
+
+    python soak/versions.py                     # every row; an hour and some 20 GB of downloads
+    python soak/versions.py --only lowest
+    python soak/versions.py --tests tests/contract/test_parity_table.py
+
+Prints a table of what passed and failed. Each environment is kept in the folder of --environments.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TOOLS = [
+    "pytest>=8",
+    "pytest-timeout",
+    "hypothesis",
+    "tensorboard",
+    "torchdata",
+    "click",
+    "safetensors",
+    "rich",
+]
+NOTEBOOKS = ["nbmake", "nbclient", "ipykernel"]
+
+# name: (pip's arguments, versions to ask for beside torch)
+ROWS = {
+    "lowest": ("torch==2.5.1", ["-c", "constraints-lowest.txt", "lightning", "pytorch-lightning"]),
+    "lightning 2.4": ("torch==2.13.0", ["lightning==2.4.0", "pytorch-lightning==2.4.0"]),
+    "lightning 2.5": ("torch==2.13.0", ["lightning==2.5.5", "pytorch-lightning==2.5.5"]),
+    "constraints": ("torch==2.13.0", ["-c", "constraints.txt", "lightning", "pytorch-lightning"]),
+    "newest": ("torch", ["lightning", "pytorch-lightning"]),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=list(ROWS), nargs="*", default=list(ROWS))
+    parser.add_argument("--environments", type=Path, default=REPOSITORY / "build" / "environments")
+    parser.add_argument("--tests", nargs="*", default=["tests/contract"])
+    arguments = parser.parse_args()
+    is_red = False
+    for name in arguments.only:
+        python = make_environment(arguments.environments / name.replace(" ", "-"), *ROWS[name])
+        versions, outcome, failed = run_tests(python, arguments.tests)
+        print(f"{name:14} {versions:60} {outcome}", *failed, sep="\n    ", flush=True)
+        is_red = is_red or bool(failed)
+    sys.exit(is_red)
+
+
+def make_environment(folder, torch, packages):
+    """Return the Python of an environment with these versions; make it if there is none."""
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    if not (folder / "is_complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, torch], check=True, cwd=REPOSITORY)
+        subprocess.run(
+            [*pip, *packages, *TOOLS, *NOTEBOOKS, "--editable", "."], check=True, cwd=REPOSITORY
+        )
+        (folder / "is_complete").touch()
+    return python
+
+
+def run_tests(python, tests):
+    """Return the versions, pytest's last line and the failed tests."""
+    code = "import torch, lightning, numpy, pandas; print(*(m.__version__ for m in (torch, lightning, numpy, pandas)))"
+    versions = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    # Other versions deprecate other things: warnings are no errors here.
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "filterwarnings=",
+        *tests,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    lines = run.stdout.splitlines() or ["no output"]
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, flags=re.MULTILINE)
+    names = ("torch", "lightning", "numpy", "pandas")
+    return (
+        ", ".join(f"{name} {version}" for name, version in zip(names, versions, strict=True)),
+        lines[-1],
+        failed,
+    )
+
+
+if __name__ == "__main__":
+    main()
