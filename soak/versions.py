@@ -59,7 +59,7 @@ def make_environment(folder, torch, packages):
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if not (folder / "is_complete").exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
         subprocess.run([*pip, torch], check=True, cwd=REPOSITORY)
         subprocess.run(
             [*pip, *packages, *TOOLS, *NOTEBOOKS, "--editable", "."], check=True, cwd=REPOSITORY
