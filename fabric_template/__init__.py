@@ -14,7 +14,7 @@ if _TYPE_CHECKING:
     from .loop import FabricLoop as FabricLoop
     from .mini import MiniLoop as MiniLoop
     from .tools.compare import compare as compare
-    from .tools.live_plot import LivePlot as LivePlot
+    from .tools.plots import LivePlot as LivePlot
     from .tools.plots import plot_logs as plot_logs
     from .tools.profile import profile as profile
     from .tools.runs import list_runs as list_runs
@@ -28,7 +28,7 @@ _HOMES = {
     "CSVLogger": "loggers.csv_logger",
     "CheckpointError": "errors",
     "FabricLoop": "loop",
-    "LivePlot": "tools.live_plot",
+    "LivePlot": "tools.plots",
     "LoopConfig": "config",
     "MiniLoop": "mini",
     "TensorLoader": "data.tensor_loader",

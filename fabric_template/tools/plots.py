@@ -6,7 +6,9 @@ import io
 import math
 import os
 import re
+import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..loggers.read_logs import read_logs
+from .runs import LOWER_IS_BETTER, list_runs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +35,6 @@ _KINDS = {
     "accuracy": re.compile(r"(?i)accuracy|(^|[\W_])acc([\W_\d]|$)"),
     "learning rate": re.compile(r"(?i)^(lr|learning[_ ]rate)([\W_\d]|$)"),
 }
-_LOW_IS_GOOD = re.compile(r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|fid)(\W|_|$)")
 _HIGH_IS_GOOD = re.compile(r"(?i)acc|score|precision|recall|auroc|(^|[\W_])(f1|auc|iou)(\W|_|$)")
 
 
@@ -162,8 +164,6 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
 def read_runs(path: Path, seeds: bool) -> list[Run]:
     """Read the runs of a path; join those of one name that differ only in their seed."""
-    from .runs import list_runs
-
     rows_by_run = read_logs(path).groupby(["name", "version"], sort=False)
     listed = list_runs(path.parent if path.is_file() else path).set_index(["name", "version"])
     runs: dict[Any, Run] = {}
@@ -228,7 +228,7 @@ def make_axes(quantities: list[str], x: str) -> list[Axes]:
 
     width = len(quantities) if len(quantities) <= 3 else 2
     height = math.ceil(len(quantities) / width)
-    size = ((6.4, 4.2), (8.4, 4.1), (9.6, 3.8))[width - 1] if height == 1 else (8.4, 2.5 * height)
+    size = ((6.4, 8.4, 9.6)[width - 1], 4.0 if height == 1 else 2.5 * height)
     figure = pyplot.figure(figsize=size, layout="constrained")
     axes: list[Axes] = []
     for number, quantity in enumerate(quantities, start=1):
@@ -267,7 +267,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     # Few points have a dot each. A short run is drawn over a long one that may have resumed it.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     (line,) = ax.plot(points["x"], values, color=run.color, label=label, **style)
-    low_is_good = _LOW_IS_GOOD.search(metric.quantity)
+    low_is_good = LOWER_IS_BETTER.search(metric.quantity)
     has_direction = low_is_good or _HIGH_IS_GOOD.search(metric.quantity)
     if has_direction and metric.split != "train" and len(points):
         best = values.idxmin() if low_is_good else values.idxmax()
@@ -287,8 +287,6 @@ def add_legend(axes: list[Axes], title: str) -> None:
         entries["best"] = entries.pop("best")
     figure: Any = axes[0].figure
     width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))
-    num_lines = math.ceil(len(entries) / width) + bool(title)
-    figure.set_figheight(figure.get_figheight() + 0.27 * (num_lines - 1))
     place = {"loc": "outside lower center", "ncols": width, "title": title}
     legend = figure.legend(entries.values(), entries, **place)
     for text in legend.get_texts():
@@ -325,10 +323,61 @@ def save_picture(paths: Sequence[str | Path], out: str | Path, **options: Any) -
     return partial.replace(out)
 
 
+class LivePlot:
+    """Draw the curves in a notebook while a run trains. Outside of notebooks, do nothing.
+
+    Args:
+        **options: Options of `plot_logs`, such as x="step" or metrics=["loss", "lr"].
+
+    Example:
+        >>> from fabric_template import FabricLoop, LivePlot
+        >>> loop = FabricLoop(max_epochs=10, callbacks=[LivePlot(metrics=["loss"])])
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.display: Any = None
+        self.next_time = 0.0
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        """Start a new picture."""
+        self.display, self.next_time = None, 0.0
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        """Draw at most once a second and in at most 5 % of the time."""
+        start = time.monotonic()
+        if start >= self.next_time:
+            self.on_fit_end(trainer, module)
+            self.next_time = start + max(1.0, 20 * (time.monotonic() - start))
+
+    on_validation_end = on_train_epoch_start
+
+    def on_fit_end(self, trainer: Any, module: Any, error: BaseException | None = None) -> None:
+        """Draw the rows that are logged so far."""
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        log = Path(trainer.log_dir or "", "metrics.csv")
+        if not hasattr(shell, "kernel") or not trainer.is_global_zero or not log.is_file():
+            return
+        from IPython.display import Image, display
+
+        try:
+            image = Image(render_picture(log, **self.options), format="png")
+        except ValueError:
+            # These metrics are not logged yet.
+            return
+        except Exception as problem:
+            warnings.warn(f"LivePlot: the run is not drawn. {problem}", stacklevel=2)
+            return
+        if self.display is None:
+            self.display = display(image, display_id=True)
+        else:
+            self.display.update(image)
+
+    on_exception = on_fit_end
+
+
 def watch_runs(paths: Sequence[str], out: Path, **options: Any) -> None:
     """Draw again whenever the logs have grown, until no run is running."""
-    from .runs import list_runs
-
     folders = [path.parent if path.is_file() else path for path in map(Path, paths)]
     drawn: list[int] = []
     is_running = True
@@ -351,16 +400,7 @@ def plot_command(
     out: str | None = None,
     watch: bool = False,
 ) -> int:
-    """Draw the logs of one run or several into a picture.
-
-    Args:
-        paths: metrics.csv files, folders of a run, or folders of many runs.
-        metrics: The columns or quantities to draw; by default all losses and accuracies.
-        x: The horizontal axis: epoch, step or time.
-        smooth: Weight of the earlier points in a moving average, from 0 to below 1.
-        out: The picture; by default history.png in the folder, or here for several paths.
-        watch: Draw again while the logs grow, until the runs have ended or Ctrl-C.
-    """
+    """Draw the logs of one run or several into a picture."""
     first = Path(paths[0])
     folder = first if first.is_dir() else first.parent
     picture = Path(out or Path("." if len(paths) > 1 else folder, "history.png"))

@@ -23,7 +23,9 @@ HEADER = ("run", "state", "epochs", "metric", "best", "epoch", "trained", "chang
 NOT_METRICS = ("epoch", "step", "time", "name", "version")
 # Options that differ in every run or do not influence the training.
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar")
-LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|(^|_)(nll|r?mse|mae|ppl|wer|cer|fid)(_|$)")
+LOWER_IS_BETTER = re.compile(
+    r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|cer|fid)([\W_]|$)"
+)
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Run:
         """Return the option `mode` for the monitor, else "min" or "max" by the metric's name."""
         if metric == self.options.get("monitor") and self.options.get("mode") in ("min", "max"):
             return str(self.options["mode"])
-        return "min" if LOWER_IS_BETTER.search(metric.lower()) else "max"
+        return "min" if LOWER_IS_BETTER.search(metric) else "max"
 
 
 def list_runs(folder: str | os.PathLike = "logs", metric: str | None = None) -> Any:

@@ -74,13 +74,7 @@ class Copy:
 
 
 def copy_command(path: str, *, mini: bool = False, force: bool = False) -> int:
-    """Copy this package, or its single file, into a project.
-
-    Args:
-        path: The folder to write, such as src/my_loop, or with mini the file, src/train_loop.py.
-        mini: Copy MiniLoop, the single file.
-        force: Renew an older copy. The previous files are kept beside it.
-    """
+    """Copy this package, or its single file, into a project."""
     copy = Copy(path)
     if copy.is_file != mini or not copy.target.name.removesuffix(".py").isidentifier():
         example = "--mini src/train_loop.py" if mini or copy.is_file else "src/my_loop"
@@ -101,11 +95,6 @@ def copy_command(path: str, *, mini: bool = False, force: bool = False) -> int:
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
     """Show what you have changed in a copy, and what the installed version has changed since.
-
-    Args:
-        path: The folder of a copy, or a copied file.
-        yours: Show only what you have changed.
-        upstream: Show only what the installed version has changed.
 
     Returns:
         1 if something differs, else 0.
@@ -133,11 +122,6 @@ def update_command(path: str, *, dry_run: bool = False, force: bool = False) -> 
     """Bring the installed version into a copy, beside what you have changed in it.
 
     Files that both have changed are merged by git. Conflicts are marked in the file.
-
-    Args:
-        path: The folder of a copy, or a copied file.
-        dry_run: Write nothing, only show what would change.
-        force: Update a copy that is not committed, too. The previous files are kept beside it.
 
     Returns:
         1 if you have to look at a file ("conflict" or "kept"), else 0.
@@ -213,7 +197,6 @@ def check_committed(copy: Copy, names: Iterable[str]) -> None:
 
 
 def find_copy(command: str, path: str) -> Copy:
-    """Return the copy at a path."""
     copy = Copy(path)
     if copy.version is None:
         hidden = os.path.relpath(copy.hidden)

@@ -8,7 +8,7 @@ from clock import Clock
 from modules import Classifier, make_loader
 
 from fabric_template import FabricLoop, LivePlot
-from fabric_template.tools import live_plot
+from fabric_template.tools import plots
 
 
 class Notebook:
@@ -20,7 +20,7 @@ class Notebook:
         self.clock, self.shown = Clock(), []
         monkeypatch.setattr("IPython.get_ipython", lambda: self)
         monkeypatch.setattr("IPython.display.display", self.display)
-        monkeypatch.setattr(live_plot, "time", self.clock)
+        monkeypatch.setattr(plots, "time", self.clock)
 
     def display(self, image, display_id):
         assert self.shown == []  # later pictures replace the first one
@@ -49,13 +49,13 @@ def fit(*callbacks, epochs=8, **options):
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 def test_one_picture_is_replaced_once_a_second_and_in_5_percent_of_the_time(notebook, monkeypatch, seconds):
-    render = live_plot.render_picture
+    render = plots.render_picture
 
     def render_slowly(*args, **options):
         notebook.clock.sleep(seconds)
         return render(*args, **options)
 
-    monkeypatch.setattr(live_plot, "render_picture", render_slowly)
+    monkeypatch.setattr(plots, "render_picture", render_slowly)
     fit(notebook, LivePlot(), epochs=16)
     *times, _ = (at for at, _ in notebook.shown)  # the last one is always drawn
     gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
@@ -72,7 +72,7 @@ def test_options_are_those_of_plot_logs(notebook, monkeypatch):
         given.append((folder, options))
         return b"picture"
 
-    monkeypatch.setattr(live_plot, "render_picture", render)
+    monkeypatch.setattr(plots, "render_picture", render)
     loop = fit(LivePlot(x="step", metrics=["loss"]), epochs=1)
     assert given[-1] == (Path(loop.log_dir, "metrics.csv"), {"x": "step", "metrics": ["loss"]})
 
@@ -91,12 +91,12 @@ def test_a_run_that_fails_leaves_its_picture(notebook):
 def test_what_cannot_be_drawn_does_not_stop_the_run(notebook, monkeypatch):
     fit(LivePlot(metrics="unknown"), epochs=1)
     fit(LivePlot(), epochs=1, logger=False)
-    monkeypatch.setattr(live_plot, "render_picture", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(plots, "render_picture", lambda *args, **options: 1 / 0)
     with pytest.warns(UserWarning, match="LivePlot: the run is not drawn. division by zero"):
         fit(LivePlot(), epochs=1)
     assert notebook.shown == []
 
 
 def test_outside_of_a_notebook_nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr(live_plot, "render_picture", lambda *args, **options: pytest.fail("nobody looks"))
+    monkeypatch.setattr(plots, "render_picture", lambda *args, **options: pytest.fail("nobody looks"))
     fit(LivePlot(), epochs=1)

@@ -261,7 +261,9 @@ def test_watch_draws_again_when_the_log_grows_until_the_run_ends(monkeypatch, ca
     logger = write_run("a", 0, [1.0])
     states = ["running", "running", "running", "finished"]
     drawn = []
-    monkeypatch.setattr("fabric_template.tools.runs.list_runs", lambda folder: pd.DataFrame({"state": [states.pop(0)]}))
+    monkeypatch.setattr(
+        "fabric_template.tools.plots.list_runs", lambda folder: pd.DataFrame({"state": [states.pop(0)]})
+    )
     monkeypatch.setattr(plots, "save_picture", lambda paths, out, **options: drawn.append(len(states)) or out)
 
     def sleep(seconds):
