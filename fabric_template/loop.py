@@ -125,7 +125,7 @@ class FabricLoop(TrainerAPI):
         self.run: RunState | None = None
         self.runs: dict[str, RunState] = {}
         self.status = TrainerStatus.INITIALIZING
-        self.strategy_api = StrategyAPI(self)
+        self.strategy = StrategyAPI(self)
         self.next_ckpt_path: Any = None
         # What config.yaml records. The command line adds the model and the data.
         self.recipe: dict[str, Any] = {**vars(given)}
@@ -367,15 +367,13 @@ class FabricLoop(TrainerAPI):
 def make_fabric(fabric: Any, arguments: dict[str, Any]) -> Fabric:
     """Return the ready Fabric, or make one of Fabric's own arguments."""
     if fabric is None:
-        if isinstance(arguments["plugins"], str):
-            arguments = {**arguments, "plugins": [arguments["plugins"]]}
         devices, num_nodes = launched_devices(arguments["devices"], arguments["num_nodes"])
         arguments = {
             **arguments,
             "devices": devices,
             "num_nodes": num_nodes,
             "strategy": convert_strategy(arguments["strategy"]),
-            "plugins": convert_plugins(arguments["plugins"]),
+            "plugins": convert_plugins(as_list(arguments["plugins"])),
         }
         try:
             return Fabric(**arguments)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed.strategies import gather_tensors
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..lightning_compat.private import saves_shards
 from .checkpoint_io import sync_folder
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[s
     """
     if not run.steps.is_model_parallel:
         return checkpoint
-    if not getattr(run.fabric.strategy, "_save_distributed_checkpoint", True):
+    if not saves_shards(run.fabric.strategy):
         return gather_tensors(checkpoint)
     tensors: dict[str, DTensor] = {}
     places: dict[str, list[Any]] = {}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
+from datetime import timedelta
 from functools import partial
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +23,8 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 from lightning.fabric.strategies import DDPStrategy, ParallelStrategy
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 from torch.multiprocessing.spawn import ProcessException
-from torch.optim import Optimizer
 
 from ..errors import ConfigurationError, ConfigurationTypeError
 from ..training.hooks import is_instance_of, overridden
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
-# How long torch itself waits until all processes have come.
-_SECONDS_TO_JOIN = 1800.0
 
 
 # Processes of a launcher, or scripts that Fabric starts
@@ -65,6 +65,11 @@ def join_processes(fabric: Fabric) -> None:
         del store
 
 
+def _leave_group() -> None:
+    if is_joined():
+        torch.distributed.destroy_process_group()
+
+
 def seed_processes(fabric: Fabric) -> None:
     """Seed all processes alike, as Trainer does. Fabric's other strategies do it themselves."""
     if isinstance(fabric.strategy, DDPStrategy):
@@ -80,11 +85,6 @@ def gather_objects(run: RunState, item: Any) -> list[Any]:
     return gathered
 
 
-def _leave_group() -> None:
-    if is_joined():
-        torch.distributed.destroy_process_group()
-
-
 def is_started_externally(fabric: Fabric) -> bool:
     """Return whether somebody else starts the processes, so that they meet only when they join."""
     environment = getattr(fabric.strategy, "cluster_environment", None)
@@ -97,48 +97,44 @@ def end_processes(fabric: Fabric) -> None:
         process.kill()
 
 
-def started_by_launcher() -> tuple[str, int, int] | None:
-    """Return who has started this process, with how many others on each machine, and on how many machines."""
+def launched_processes() -> tuple[int, int] | None:
+    """Return how many processes torchrun or SLURM has started on each machine, and the number of machines."""
     env = os.environ
     if env.get("LT_CLI_USED") == "1":
         return None
     if TorchElasticEnvironment.detect():
-        world_size, devices = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
-        return "torchrun", devices, world_size // devices
-    if SLURMEnvironment.detect() and env["SLURM_NTASKS"] != "1":
-        nodes = int(env.get("SLURM_NNODES", 1))
-        return "SLURM", int(env["SLURM_NTASKS"]) // nodes, nodes
-    return None
+        total, nodes = (
+            int(env["WORLD_SIZE"]),
+            int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"]),
+        )
+    elif SLURMEnvironment.detect():
+        total, nodes = int(env.get("SLURM_NTASKS", 1)), int(env.get("SLURM_NNODES", 1))
+    else:
+        return None
+    return (total // nodes, nodes) if total > 1 else None
 
 
 def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
     """Return the devices and machines of ``devices="auto"``, which Fabric takes as one on the CPU."""
-    started = started_by_launcher()
+    started = launched_processes()
     if devices != "auto" or started is None:
         return devices, num_nodes
-    return started[1], started[2] if num_nodes == 1 else num_nodes
+    return started[0], started[1] if num_nodes == 1 else num_nodes
 
 
-def check_launched(fabric: Fabric, is_fit: bool) -> None:
+def check_launched(fabric: Fabric) -> None:
     """Refuse other numbers of processes than were started, which would wait for each other.
 
     Raises:
         ConfigurationError: devices or num_nodes are not those of the launcher.
     """
-    started, strategy = started_by_launcher(), fabric.strategy
-    if started is None or started[1] * started[2] == 1:
-        return
-    launcher, devices, nodes = started
-    environment = getattr(strategy, "cluster_environment", None)
-    if not (is_fit or is_instance_of(environment, "TorchElasticEnvironment", "SLURMEnvironment")):
-        # One process may evaluate by itself.
-        return
+    strategy, started = fabric.strategy, launched_processes()
     given = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
     is_spawning = is_instance_of(strategy.launcher, "_MultiProcessingLauncher")
-    if is_spawning or given != (devices, nodes):
+    if started is not None and (is_spawning or given != started):
         raise ConfigurationError(
-            f"devices, num_nodes: got {given[0]} and {given[1]}, but {launcher} has started {devices} processes"
-            f" on each of {nodes} machines. Leave both out, and use strategy='ddp' or none."
+            f"devices, num_nodes: got {given[0]} and {given[1]}, but {started[0]} processes were started on each"
+            f" of {started[1]} machines. Leave both out, and use strategy='ddp' or none."
         )
 
 
@@ -146,48 +142,31 @@ def open_store_of_attempt() -> TCPStore | None:
     """Let the processes that torchrun has started again find each other through a new store.
 
     torchrun's own store outlives its workers: torch finds the addresses of dead processes in it and waits
-    for them. So the first process opens a store for this attempt. Every process takes a number in torchrun's
-    store that none had before, and the first one answers each number with the address, until all have come.
+    for them. So the first process opens a store for this attempt and writes its address into torchrun's.
+    The others try the address there until a living process answers.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    shared = TCPStore(host, port, is_master=False)
-    number = shared.add("fabric_template/number", 1)
-    store, last_answered = None, 0
-    deadline = time.monotonic() + _SECONDS_TO_JOIN
-    if os.environ["RANK"] == "0":
-        # As torch does. One machine needs no name that others can resolve.
-        is_alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-        host = "localhost" if is_alone else socket.getfqdn()
+    shared = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    store = None
+    if env["RANK"] == "0":
+        # One machine needs no name that others can resolve.
+        host = "localhost" if env.get("GROUP_WORLD_SIZE", "1") == "1" else socket.getfqdn()
         store = TCPStore(host, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
-        port, joined = store.port, f"fabric_template/joined/{number}"
-        while shared.add(joined, 0) < int(os.environ["WORLD_SIZE"]) - 1:
-            newest = shared.add("fabric_template/number", 0)
-            for other in range(last_answered + 1, newest + 1):
-                shared.set(f"fabric_template/answer/{other}", f"{host} {port} {joined}")
-            last_answered = newest
-            _wait(deadline)
-    else:
-        # A blocking call would hear no signal.
-        answer = f"fabric_template/answer/{number}"
-        while not shared.check([answer]):
-            _wait(deadline)
-        host, port_text, joined = shared.get(answer).decode().split()
-        port = int(port_text)
-        shared.add(joined, 1)
-    os.environ |= {
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
+        shared.set("fabric_template/address", f"{host} {store.port}")
+    # As long as torch itself waits for all processes.
+    deadline = time.monotonic() + 1800
+    while True:
+        host, port = shared.get("fabric_template/address").decode().split()
+        try:
+            TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
+            break
+        except DistError:
+            if time.monotonic() > deadline:
+                raise
+    env |= {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     return store
-
-
-def _wait(deadline: float) -> None:
-    if time.monotonic() > deadline:
-        raise TimeoutError(f"Not all processes have started within {_SECONDS_TO_JOIN:.0f} s.")
-    time.sleep(0.01)
 
 
 # Processes that are spawned or forked for one call
@@ -216,9 +195,7 @@ def launch_processes(run: RunState) -> Any:
                     number = signal_of_exit_code(getattr(error, "exit_code", None))
                 if number is not None:
                     first = error_of_signal(number)
-                if first is None:
-                    raise
-                raise first from error
+                raise (first or error) from error
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise ConfigurationTypeError(
                     "strategy: got one that spawns processes, which get the arguments of the call by pickle:"
@@ -253,8 +230,7 @@ def arguments_of(run: RunState) -> dict[str, Any]:
     given |= getattr(run.module, "functions", {})
     for stage, loaders in run.data.given.items():
         given[f"{stage}_dataloaders" if run.stage == "fit" else "dataloaders"] = loaders
-    if run.stage == "fit":
-        given["optimizer"] = run.given_optimizer
+    given["optimizer"] = run.given_optimizer
     # Only what was given, for subclasses that take fewer arguments.
     given = {name: value for name, value in given.items() if value is not None}
     if run.stage in ("validate", "test"):
@@ -271,7 +247,12 @@ def _call_in_process(
     brings the text only.
     """
     loop.fabric = fabric
-    _unshare(arguments)
+    if isinstance(multiprocessing.current_process(), SpawnProcess):
+        # Spawned processes get tensors in shared memory, and need their own.
+        trained: dict[str, Any] = {"model": arguments["model"]}
+        if "optimizer" in arguments:
+            trained["optimizer"] = arguments["optimizer"]
+        arguments = {**arguments, **deepcopy(trained)}
     ending = result = None
     try:
         result = getattr(loop, stage)(**arguments)
@@ -296,40 +277,20 @@ def _call_in_process(
     torch.distributed.destroy_process_group()
 
 
-def _unshare(arguments: dict[str, Any]) -> None:
-    """Give this process weights and optimizer states of its own: spawned ones get them in shared memory."""
-    model = arguments["model"]
-    for part in [model, *getattr(model, "__dict__", {}).values()]:
-        if isinstance(part, torch.nn.Module):
-            _copy_shared([*part.parameters(), *part.buffers()])
-    optimizers: list[Optimizer] = []
-    apply_to_collection(arguments.get("optimizer"), Optimizer, optimizers.append)
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            _copy_shared(state.values())
-
-
-def _copy_shared(items: Iterable[Any]) -> None:
-    for item in items:
-        if isinstance(item, torch.Tensor) and item.device.type == "cpu" and item.is_shared():
-            item.data = item.data.clone()
-
-
 def _outcome_of(run: RunState) -> dict[str, Any]:
-    manager = run.loop.checkpoint_callback
-    states = [callback.state_dict() for callback in run.hooks.callbacks if _has_state(callback)]
-    return {
-        "weights": move_data_to_device(gather_tensors(run.network.state_dict()), "cpu"),
-        "progress": run.progress.state_dict(),
-        "stop": run.stop.state_dict(),
-        "signal": run.stop.signal,
+    manager = vars(run.checkpoints).items()
+    saver = run.loop.checkpoint_callback
+    outcome = {
+        "weights": gather_tensors(run.network.state_dict()),
+        "metrics": {name: getattr(run.results, name) for name in _METRICS},
+        "stop": run.stop,
         "rows": run.history.rows,
-        "metrics": move_data_to_device({n: getattr(run.results, n) for n in _METRICS}, "cpu"),
-        "callbacks": states,
-        "folder": run.checkpoints.folder,
+        "callbacks": [part.state_dict() for part in run.hooks.callbacks if _has_state(part)],
+        "checkpoints": {name: value for name, value in manager if name != "config"},
+        "paths": {name: getattr(saver, name) for name in _PATHS if hasattr(saver, name)},
         "version": getattr(run.loop.own_logger, "version", None),
-        "paths": {name: getattr(manager, name) for name in _PATHS if hasattr(manager, name)},
     }
+    return move_data_to_device(outcome, "cpu")
 
 
 def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
@@ -341,23 +302,18 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
         if isinstance(tensor, torch.Tensor) and name in weights:
             tensor.data = tensor.data.to(weights[name].dtype)
     run.network.load_state_dict(weights)
-    run.progress.load_state_dict(outcome["progress"])
-    run.stop.load_state_dict(outcome["stop"])
-    run.stop.signal, run.history.rows = outcome["signal"], outcome["rows"]
-    for name, value in outcome["metrics"].items():
-        setattr(run.results, name, value)
-    callbacks = filter(_has_state, run.hooks.callbacks)
-    for callback, state in zip(callbacks, outcome["callbacks"], strict=False):
-        # SpikeDetection looks for an attribute that it lacks.
-        with suppress(AttributeError):
-            callback.load_state_dict(state)
-    run.checkpoints.folder = outcome["folder"]
+    vars(run.results).update(outcome["metrics"])
+    run.stop, run.progress = outcome["stop"], outcome["stop"].progress
+    run.history.rows = outcome["rows"]
+    with_state = filter(_has_state, run.hooks.callbacks)
+    for callback, state in zip(with_state, outcome["callbacks"], strict=False):
+        callback.load_state_dict(state)
+    vars(run.checkpoints).update(outcome["checkpoints"])
+    if outcome["paths"]:
+        vars(run.loop.checkpoint_callback).update(outcome["paths"])
     if run.loop.own_logger is not None:
         run.loop.own_logger.version = outcome["version"]
     run.loop.has_fitted = run.loop.has_fitted or run.stage == "fit"
-    manager = run.loop.checkpoint_callback
-    for name, value in outcome["paths"].items() if manager is not None else ():
-        setattr(manager, name, value)
 
 
 def _has_state(callback: Any) -> bool:

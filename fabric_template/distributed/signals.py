@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, n)]
 SECONDS_BETWEEN_CHECKS = 1.0
+_DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 
 
 class SignalHandler:
@@ -55,7 +56,10 @@ class SignalHandler:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 previous = signal.getsignal(number)
-                if is_default(previous) or self._is_of_user(number, previous):
+                # A run inside of another run leaves the signal to the outer one.
+                is_ours = isinstance(getattr(previous, "__self__", None), SignalHandler)
+                is_of_user = callable(previous) and number != signal.SIGINT and not is_ours
+                if previous in _DEFAULTS or is_of_user:
                     self._previous[number] = previous
                     signal.signal(number, self.handle)
         return self
@@ -65,31 +69,26 @@ class SignalHandler:
             signal.signal(number, handler)
         self._previous.clear()
 
-    def _is_of_user(self, number: int, handler: Any) -> bool:
-        # A run inside of another run leaves the signal to the outer one.
-        is_ours = isinstance(getattr(handler, "__self__", None), SignalHandler)
-        return callable(handler) and number != signal.SIGINT and not is_ours
-
     def handle(self, number: int, frame: Any) -> None:
-        previous, is_first = self._previous.get(number), self.received is None
-        is_of_user = callable(previous) and not is_default(previous)
+        previous = self._previous.get(number)
+        is_of_user = callable(previous) and previous not in _DEFAULTS
+        is_first = self.received is None
         if is_first:
             self.received, self.is_handled_by_user = number, is_of_user
             self._received_at = time.monotonic()
             if not self._is_quiet:
-                write_at_once(
-                    f"{name_of(number)}: stopping after this step. Again: stop at once.\n"
-                )
+                # sys.stderr may be in the middle of another write, which this handler has interrupted.
+                text = f"{signal.Signals(number).name}: stopping after this step. Again: stop at once.\n"
+                with suppress(OSError):
+                    os.write(2, text.encode())
         elif time.monotonic() - self._received_at < self._patience:
             return
         else:
             self.__exit__()
-        if callable(previous) and is_of_user:
-            previous(number, frame)
-        if not is_first and is_of_user:
-            raise error_of_signal(number)
+        if is_of_user:
+            previous(number, frame)  # type: ignore[misc]
         if not is_first:
-            signal.raise_signal(number)
+            raise error_of_signal(number)
 
     def check(self, run: RunState, is_due: bool = False) -> None:
         """Let the run stop if any process has received a signal.
@@ -149,24 +148,6 @@ class SignalForwarder(SignalHandler):
         super().handle(number, frame)
 
 
-def is_default(handler: Any) -> bool:
-    return handler in (signal.default_int_handler, signal.SIG_DFL)
-
-
-def name_of(number: int) -> str:
-    return signal.Signals(number).name
-
-
-def write_at_once(text: str) -> None:
-    """Write to stderr from a signal handler, which may have interrupted another write."""
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except (RuntimeError, OSError, ValueError, AttributeError):
-        with suppress(OSError):
-            os.write(2, text.encode())
-
-
 def error_of_signal(number: int) -> BaseException:
     """Return what ends the program with the exit code of a signal."""
     if number == signal.SIGINT:
@@ -187,11 +168,12 @@ def is_notebook() -> bool:
 
 def requeue_slurm_job(is_saved: bool) -> None:
     """Put a SLURM batch job back into the queue, because its time limit is near."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+    env = os.environ
+    job = env.get("SLURM_JOB_ID")
+    if job is None or env.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    if "SLURM_ARRAY_JOB_ID" in env:
+        job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     if not is_saved:
         warnings.warn(
             f"SLURM job {job} is not requeued, because it has no checkpoint.", stacklevel=2
@@ -203,7 +185,4 @@ def requeue_slurm_job(is_saved: bool) -> None:
         print(f"SLURM job {job} is requeued. resume='auto' continues there.", file=sys.stderr)
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip()
-        text = (
-            f"SLURM job {job} could not be requeued: {reason}. Submit it again with resume='auto'."
-        )
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(f"SLURM job {job} could not be requeued: {reason}.", stacklevel=2)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric import strategies
 from lightning.fabric.plugins import precision
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from lightning.fabric.strategies import STRATEGY_REGISTRY, ModelParallelStrategy
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigurationError
-from ..training.hooks import is_instance_of
+from ..lightning_compat.private import has_communication_hook
 from ..training.optimizers import is_optimizer
 
 try:
@@ -30,28 +29,7 @@ if TYPE_CHECKING:
 
     from ..training.run_state import RunState
 
-_TENSOR_PARALLEL = "tensor_parallel"
-_StartMethod = Literal["popen", "spawn", "fork"]
-_START_METHODS: dict[str, _StartMethod] = {
-    "": "popen",
-    "_spawn": "spawn",
-    "_fork": "fork",
-    "_notebook": "fork",
-}
 _OF_TRAINER = ("lightning.pytorch.", "pytorch_lightning.")
-_MODEL_PARALLEL = (
-    "Use strategy=ModelParallelStrategy(parallelize_fn, data_parallel_size=...) of"
-    " lightning.fabric.strategies, with fully_shard(model, mesh=mesh['data_parallel']) in"
-    " parallelize_fn(model, mesh), or strategy='ddp'."
-)
-# Arguments of Trainer's strategies that Fabric's lack, by the attribute that holds them.
-_TRAINER_ONLY = {
-    "_accelerator": "accelerator",
-    "_precision_plugin": "precision_plugin",
-    "_checkpoint_io": "checkpoint_io",
-    "_ddp_comm_hook": "ddp_comm_hook",
-    "_model_averaging_period": "model_averaging_period",
-}
 
 
 def convert_strategy(strategy: Any) -> Any:
@@ -64,14 +42,17 @@ def convert_strategy(strategy: Any) -> Any:
         >>> type(convert_strategy("ddp_fork_find_unused_parameters_false")).__name__
         'DDPStrategy'
     """
-    is_name = isinstance(strategy, str)
-    names = [strategy] if is_name else [base.__name__ for base in type(strategy).__mro__]
-    if any(name.lower().startswith(("deepspeed", "fsdp")) for name in names):
+    name = strategy.lower() if isinstance(strategy, str) else type(strategy).__name__
+    if name.lower().startswith(("deepspeed", "fsdp")):
         raise ConfigurationError(
-            f"strategy: got {names[0]}, which FabricLoop does not run. {_MODEL_PARALLEL}"
+            f"strategy: got {name}, which FabricLoop does not run. Use strategy=ModelParallelStrategy("
+            "parallelize_fn) of lightning.fabric.strategies, with fully_shard(model, mesh=mesh['data_parallel'])"
+            " in parallelize_fn(model, mesh), or strategy='ddp'."
         )
-    if is_name:
-        return _convert_name(strategy)
+    if name == "single_device":
+        return "auto"
+    if name.startswith("ddp") and name not in STRATEGY_REGISTRY and name in StrategyRegistry:
+        strategy = StrategyRegistry.get(name)
     return _convert_object(strategy) if _is_trainers(strategy) else strategy
 
 
@@ -79,56 +60,24 @@ def _is_trainers(part: Any) -> bool:
     return any(base.__module__.startswith(_OF_TRAINER) for base in type(part).__mro__)
 
 
-def _convert_name(name: str) -> Any:
-    if name.lower() == "single_device":
-        return "auto"
-    pattern = "ddp(|_spawn|_fork|_notebook)_find_unused_parameters_(true|false)"
-    found = re.fullmatch(pattern, name.lower())
-    if found is None:
-        return name
-    return DDPStrategy(
-        start_method=_START_METHODS[found[1]], find_unused_parameters=found[2] == "true"
-    )
-
-
 def _convert_object(strategy: Any) -> Any:
-    """Return Fabric's strategy with the arguments of one of Trainer's."""
+    """Return Fabric's strategy with the settings of one of Trainer's, which has the same attributes."""
     name = type(strategy).__name__
-    if name not in ("DDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"):
+    if name == "ModelParallelStrategy":
+        made: Any = ModelParallelStrategy(_shard_nothing)
+    elif name in ("DDPStrategy", "SingleDeviceStrategy"):
+        made = getattr(strategies, name)()
+    else:
         raise ConfigurationError(
             f"strategy: got {name}, which is made for Trainer, expected a strategy of"
             " lightning.fabric.strategies or a name, such as 'ddp', 'ddp_spawn' or 'ddp_notebook'."
         )
-    for key, argument in _TRAINER_ONLY.items():
-        if getattr(strategy, key, None) is not None:
-            raise ConfigurationError(
-                f"strategy: got {name}({argument}=...), which Fabric's {name} does not have. Leave it out; the"
-                " accelerator, the precision and plugins are options of FabricLoop."
-            )
-    if name == "SingleDeviceStrategy":
-        return SingleDeviceStrategy(strategy.root_device)
-    shared = {
-        "parallel_devices": strategy.parallel_devices,
-        "cluster_environment": strategy.cluster_environment,
-    }
-    if name == "DDPStrategy":
-        return DDPStrategy(
-            process_group_backend=strategy.process_group_backend,
-            timeout=strategy._timeout,
-            start_method=strategy._start_method,
-            **shared,
-            **strategy._ddp_kwargs,
+    if type(strategy.precision_plugin).__name__ != "Precision" or has_communication_hook(strategy):
+        raise ConfigurationError(
+            f"strategy: got a {name} with a precision plugin or a communication hook, which Fabric's {name} does"
+            " not have. Leave it out, and use the options precision and plugins of FabricLoop."
         )
-    made = ModelParallelStrategy(
-        _shard_nothing,
-        data_parallel_size=strategy._data_parallel_size,
-        tensor_parallel_size=strategy._tensor_parallel_size,
-        save_distributed_checkpoint=strategy._save_distributed_checkpoint,
-        process_group_backend=strategy._process_group_backend,
-        timeout=strategy._timeout,
-    )
-    for attribute, value in shared.items():
-        setattr(made, attribute, value)
+    vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
     return made
 
 
@@ -137,7 +86,7 @@ def _shard_nothing(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
-def convert_plugins(plugins: Any) -> Any:
+def convert_plugins(plugins: list[Any]) -> list[Any]:
     """Return Fabric's precision plugins in place of Trainer's, and other plugins as they are.
 
     Raises:
@@ -148,10 +97,7 @@ def convert_plugins(plugins: Any) -> Any:
         >>> type(convert_plugins([DoublePrecision()])[0]).__module__
         'lightning.fabric.plugins.precision.double'
     """
-    if plugins is None:
-        return None
-    given = plugins if isinstance(plugins, list | tuple) else [plugins]
-    return [_convert_precision(plugin) for plugin in given]
+    return [_convert_precision(plugin) for plugin in plugins]
 
 
 def _convert_precision(plugin: Any) -> Any:
@@ -170,30 +116,15 @@ def _convert_precision(plugin: Any) -> Any:
 
 
 def check_strategy(run: RunState) -> None:
-    """Refuse combinations that would train something else, before anything is launched."""
-    strategy, callbacks = run.fabric.strategy, run.loop.callbacks
-    is_static = getattr(strategy, "_ddp_kwargs", {}).get("static_graph")
-    if is_static and run.accumulate_grad_batches != 1:
-        raise ConfigurationError(
-            "strategy: got DDPStrategy(static_graph=True) with"
-            f" accumulate_grad_batches={run.accumulate_grad_batches}, which torch cannot combine. Leave"
-            " static_graph out."
-        )
-    if not isinstance(strategy, ModelParallelStrategy):
-        return
+    """Refuse an optimizer of parameters that the strategy replaces, before anything is launched."""
     given = run.given_optimizer
-    if given is not None and (is_optimizer(given) or not callable(given)):
+    is_ready = given is not None and (is_optimizer(given) or not callable(given))
+    if is_ready and run.steps.is_model_parallel:
         raise ConfigurationError(
             "fit: got optimizer= with ModelParallelStrategy, which replaces the model's parameters, so that it"
             " would train none of them. Write optimizer=lambda model: torch.optim.Adam(model.parameters()), or a"
             " method configure_optimizers."
         )
-    for callback in callbacks:
-        if is_instance_of(callback, "WeightAveraging", "StochasticWeightAveraging", "ModelPruning"):
-            raise ConfigurationError(
-                f"callbacks: got {type(callback).__name__} with ModelParallelStrategy, but it needs whole"
-                " weights, and each process has a shard of them. Leave it out."
-            )
 
 
 # Sharded networks
@@ -213,9 +144,9 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
-    """Let ``parallelize_fn`` shard a network in place. One that is sharded already stays as it is.
+    """Let ``parallelize_fn`` shard a network in place, with the weights of the first process.
 
-    All processes start with the weights of the first one.
+    A network that is sharded already stays as it is.
 
     Args:
         name: What messages call the model.
@@ -224,65 +155,23 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
         ConfigurationError: Processes would train parameters for themselves.
     """
     strategy: Any = fabric.strategy
-    on_meta = [n for n, tensor in _tensors(network) if tensor.is_meta]
-    with _own_random_numbers(fabric) if on_meta else nullcontext():
-        # What is on the meta device gets its memory here, and draws its weights.
-        if is_sharded(network):
-            materialize(network, strategy.root_device)
-        else:
-            synchronize(tensor for _, tensor in _tensors(network))
-            made = strategy.setup_module(network)
-            if made is not network:
-                raise ConfigurationError(
-                    f"parallelize_fn: got another object, a {type(made).__name__}, expected {name} itself,"
-                    " changed in place. To compile it use compile=True."
-                )
-    synchronize(tensor for n, tensor in _tensors(network) if n in on_meta)
+    tensors = [*network.parameters(), *network.buffers()]
+    is_on_meta = any(tensor.is_meta for tensor in tensors)
+    if not is_sharded(network):
+        for tensor in tensors:
+            if not tensor.is_meta:
+                value = tensor.detach().to(strategy.root_device).contiguous()
+                torch.distributed.broadcast(value, src=0)
+                tensor.detach().copy_(value)
+    if is_on_meta or not is_sharded(network):
+        # This also gives memory and weights to what is on the meta device.
+        made = strategy.setup_module(network)
+        if made is not network:
+            raise ConfigurationError(
+                f"parallelize_fn: got another object, a {type(made).__name__}, expected {name} itself, changed"
+                " in place. To compile it use compile=True."
+            )
     check_sharding(strategy.device_mesh, network, name)
-
-
-def materialize(network: nn.Module, device: torch.device) -> None:
-    """Give memory and weights to a network that was sharded on the meta device."""
-    if not any(tensor.is_meta for _, tensor in _tensors(network)):
-        return
-    network.to_empty(device=device)
-    for module in network.modules():
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-
-
-@contextmanager
-def _own_random_numbers(fabric: Fabric) -> Iterator[None]:
-    """Draw other numbers in each process: with one seed the shards would be copies of each other."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # On the CPU each process draws its own numbers anyway.
-        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
-        torch.manual_seed(torch.initial_seed() + fabric.global_rank)
-        yield
-
-
-def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(network.named_parameters(), network.named_buffers())
-
-
-def synchronize(tensors: Iterable[Tensor]) -> None:
-    """Give all processes the first one's values of each tensor, or of the part that several hold."""
-    for tensor in tensors:
-        local: Tensor = tensor
-        groups: list[Any] = [None]
-        if isinstance(tensor, DTensor):
-            mesh, local = tensor.device_mesh, tensor.to_local()
-            dims = [
-                dim for dim, placed in enumerate(tensor.placements) if isinstance(placed, Replicate)
-            ]
-            groups = [mesh.get_group(dim) for dim in dims]
-        if local.is_meta or not local.numel():
-            continue
-        for group in groups:
-            value = local.detach().clone().contiguous()
-            torch.distributed.broadcast(value, group_src=0, group=group)
-            with torch.no_grad():
-                local.copy_(value)
 
 
 def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
@@ -296,8 +185,8 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
         return
     for parameter_name, parameter in network.named_parameters():
         mesh_of: Any = getattr(parameter, "device_mesh", None)
-        names = (_TENSOR_PARALLEL,) if mesh_of is None else mesh_of.mesh_dim_names
-        if parameter.requires_grad and names == (_TENSOR_PARALLEL,):
+        is_whole = mesh_of is None or mesh_of.mesh_dim_names == ("tensor_parallel",)
+        if is_whole and parameter.requires_grad:
             raise ConfigurationError(
                 f"parallelize_fn: got {name} back with the parameter {parameter_name!r} whole in each of the"
                 f" {mesh['data_parallel'].size()} data-parallel processes, which would train it apart. Write"
@@ -331,29 +220,12 @@ def no_gradient_sync(network: nn.Module) -> Iterator[None]:
     """Keep gradients in their process. The last backward of an accumulation window reduces them."""
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
-        part.set_requires_gradient_sync(False, recurse=False)
+        part.set_requires_gradient_sync(False)
     try:
         yield
     finally:
         for part in parts:
-            part.set_requires_gradient_sync(True, recurse=False)
-
-
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> None:
-    """Limit the norm of all gradients, over all processes. torch's own needs parameters of one mesh."""
-    by_mesh: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-    groups = list(by_mesh.values())
-    grads = [[p.grad for p in group if p.grad is not None] for group in groups]
-    norms = [gather_tensors(torch.nn.utils.get_total_norm(group)) for group in grads]
-    if not norms:
-        return
-    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    for group in groups:
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+            part.set_requires_gradient_sync(True)
 
 
 def gather_tensors(item: Any) -> Any:

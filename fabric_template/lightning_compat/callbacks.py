@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence, Set, ValuesView
+from collections.abc import Sequence, Set, ValuesView
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,6 @@ from ..training.optimization import StopOnNonFiniteLoss
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
-
-_ENTRY_POINTS = "lightning.pytorch.callbacks_factory"
-_TUNERS = ("BatchSizeFinder", "LearningRateFinder")
 
 
 def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
@@ -40,15 +37,22 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
     """
     callbacks = as_list(given)
     check_options(callbacks, config)
-    if config.max_time is not None and not _has(callbacks, "Timer"):
+    if config.max_time is not None and not _find(callbacks, "Timer"):
         callbacks.append(Timer(duration=config.max_time, interval="step"))
-    if config.enable_model_summary and not _has(callbacks, "ModelSummary"):
+    if config.enable_model_summary and not _find(callbacks, "ModelSummary"):
         callbacks.append(ModelSummary())
     if isinstance(config.on_nan, int):
         callbacks.append(StopOnNonFiniteLoss(config.on_nan))
-    callbacks += callbacks_of_packages()
+    for entry in _entry_points(tuple(sys.path)):
+        callbacks += as_list(entry.load()())
     check_callbacks(callbacks)
     return sort_callbacks(callbacks)
+
+
+@cache
+def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Return the functions by which installed packages add callbacks to every Trainer."""
+    return tuple(entry_points(group="lightning.pytorch.callbacks_factory"))
 
 
 def as_list(given: Any) -> list[Any]:
@@ -59,25 +63,25 @@ def as_list(given: Any) -> list[Any]:
     return list(given) if is_many else [given]
 
 
-def _has(callbacks: list[Any], kind: str) -> bool:
-    return any(is_instance_of(callback, kind) for callback in callbacks)
+def _find(callbacks: list[Any], kind: str) -> list[Any]:
+    return [callback for callback in callbacks if is_instance_of(callback, kind)]
 
 
 def check_options(callbacks: list[Any], config: LoopConfig) -> None:
     """Refuse callbacks that contradict each other or an option."""
-    bars = [callback for callback in callbacks if is_instance_of(callback, "ProgressBar")]
+    bars = _find(callbacks, "ProgressBar")
     if len(bars) > 1:
         raise ConfigurationError(
             "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar"
             " is supported."
         )
-    savers = [callback for callback in callbacks if is_instance_of(callback, "Checkpoint")]
     if bars and not config.enable_progress_bar:
         raise ConfigurationError(
             "Trainer was configured with `enable_progress_bar=False` but found"
             f" `{type(bars[0]).__name__}` in callbacks list."
         )
-    if savers and config.enable_checkpointing is False and not config.fast_dev_run:
+    is_refused = config.enable_checkpointing is False and not config.fast_dev_run
+    if is_refused and _find(callbacks, "Checkpoint"):
         raise ConfigurationError(
             "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint` in callbacks list."
         )
@@ -94,23 +98,23 @@ def check_callbacks(callbacks: list[Any]) -> None:
                 f"callbacks: got {describe(callback)}, expected objects with methods named like"
                 " hooks. Write callbacks=[EarlyStopping('val_loss')]."
             )
-        if is_instance_of(callback, *_TUNERS):
+        if is_instance_of(callback, "BatchSizeFinder", "LearningRateFinder"):
             raise ConfigurationError(
                 f"callbacks: got a {type(callback).__name__}, which needs Trainer's tuner. Use `fabric-template tune`."
             )
-        if not hasattr(callback, "state_key") or overridden(callback, "state_dict") is None:
-            continue
-        if callback.state_key in keys:
+        key = getattr(callback, "state_key", None)
+        if key in keys:
             raise RuntimeError(
                 f"Found more than one stateful callback of type `{type(callback).__name__}`. In the current"
                 " configuration, this callback does not support being saved alongside other instances of"
                 " the same type. HINT: The `callback.state_key` must be unique among all callbacks in the"
                 " Trainer."
             )
-        keys.add(callback.state_key)
+        if key is not None and overridden(callback, "state_dict") is not None:
+            keys.add(key)
 
 
-def sort_callbacks(callbacks: Iterable[Any]) -> list[Any]:
+def sort_callbacks(callbacks: list[Any]) -> list[Any]:
     """Return the callbacks in the order of their calls: those that save come last."""
     return sorted(callbacks, key=lambda callback: is_instance_of(callback, "Checkpoint"))
 
@@ -121,15 +125,3 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     kept = [callback for callback in callbacks if type(callback) not in replaced]
     check_callbacks([*kept, *own])
     return sort_callbacks([*kept, *own])
-
-
-def callbacks_of_packages() -> list[Any]:
-    """Return the callbacks that installed packages add to every Trainer through an entry point."""
-    return [
-        callback for entry in _factories(tuple(sys.path)) for callback in as_list(entry.load()())
-    ]
-
-
-@cache
-def _factories(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    return tuple(entry_points(group=_ENTRY_POINTS))

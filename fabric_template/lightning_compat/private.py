@@ -1,6 +1,6 @@
 """The underscored names of Lightning that this package reads or sets, each with its reason.
 
-The names that Lightning reads from a Trainer are in loops_api.py and trainer_api.py.
+The names that Lightning reads from a Trainer are in trainer_api.py.
 """
 
 from __future__ import annotations
@@ -62,3 +62,18 @@ def set_profiled_module(profiler: Any, module: Any) -> None:
 def last_checkpoints(callback: Any, trainer: Any) -> set[str]:
     """Return what ModelCheckpoint would resume for "last". It has no public way to ask."""
     return callback._find_last_checkpoints(trainer)
+
+
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """Set what ``LightningModule.device_mesh`` returns, by which ``configure_model`` shards a module."""
+    module._device_mesh = mesh
+
+
+def has_communication_hook(strategy: Any) -> bool:
+    """Return whether Trainer's DDPStrategy was given a ``ddp_comm_hook``, which Fabric's does not have."""
+    return getattr(strategy, "_ddp_comm_hook", None) is not None
+
+
+def saves_shards(strategy: Any) -> bool:
+    """Return the argument ``save_distributed_checkpoint`` of a ModelParallelStrategy."""
+    return getattr(strategy, "_save_distributed_checkpoint", True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import os
 import signal
+from collections.abc import Callable
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import accelerators, profilers
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -16,33 +19,70 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from ..checkpoint.distributed import remove_shards, save_checkpoint
 from ..checkpoint.manager import CheckpointManager
-from ..checkpoint.state import build_checkpoint
+from ..checkpoint.state import build_checkpoint, loops_state
 from ..config import LoopConfig
 from ..distributed.launch import join_processes, starts_processes
 from ..errors import ConfigurationError
-from ..training.hooks import is_instance_of
-from ..training.optimization import clip_gradients
+from ..training.hooks import is_instance_of, overridden
+from ..training.optimization import clip_gradients, is_step_due
 from ..training.progress import Progress, StopCondition
-from .loops_api import LoopsAPI
 from .private import wrap_optimizer
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-_FUNCTIONS = {"fit": TrainerFn.FITTING, "validate": TrainerFn.VALIDATING}
-_FUNCTIONS |= {"test": TrainerFn.TESTING, "predict": TrainerFn.PREDICTING}
-_STAGES = {"train": RunningStage.TRAINING, "validate": RunningStage.VALIDATING}
-_STAGES |= {"sanity_check": RunningStage.SANITY_CHECKING, "test": RunningStage.TESTING}
-_STAGES |= {"predict": RunningStage.PREDICTING}
-# Attributes that are True while a stage runs.
-_STAGE_FLAGS = {"training": "train", "validating": "validate", "testing": "test"}
-_STAGE_FLAGS |= {"predicting": "predict", "sanity_checking": "sanity_check"}
-# Options with setters of their own.
-_SETTERS = ("accumulate_grad_batches", "profiler", "logger", "max_epochs", "max_steps")
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
+# Attributes that are only read, by their name: what returns each for a loop.
+_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    # The current or last run
+    "is_last_batch": lambda loop: bool(loop.run and loop.run.progress.is_last_batch),
+    "enable_validation": lambda loop: bool(loop.run and loop.run.should_validate),
+    "lightning_module": lambda loop: loop.run and loop.run.model,
+    "datamodule": lambda loop: loop.run and loop.run.datamodule,
+    "interrupted": lambda loop: loop.status == TrainerStatus.INTERRUPTED,
+    "evaluating": lambda loop: loop.validating or loop.testing or loop.sanity_checking,
+    "callback_metrics": lambda loop: loop.metrics("callback_metrics"),
+    "logged_metrics": lambda loop: loop.metrics("logged_metrics"),
+    "progress_bar_metrics": lambda loop: loop.metrics("progress_bar_metrics"),
+    "lr_scheduler_configs": lambda loop: (
+        loop.runs["fit"].lr_schedulers if "fit" in loop.runs else []
+    ),
+    # Limits
+    "max_epochs": lambda loop: loop.limits.max_epochs,
+    "min_epochs": lambda loop: loop.limits.min_epochs,
+    "max_steps": lambda loop: loop.limits.max_steps,
+    "num_test_batches": lambda loop: loop.limits_of("test"),
+    "num_predict_batches": lambda loop: loop.limits_of("predict"),
+    # Loaders
+    "val_dataloaders": lambda loop: loop.loaders_of("fit", "validate"),
+    "test_dataloaders": lambda loop: loop.loaders_of("test"),
+    "predict_dataloaders": lambda loop: loop.loaders_of("predict"),
+    # Callbacks
+    "checkpoint_callbacks": lambda loop: loop.callbacks_of("Checkpoint"),
+    "early_stopping_callbacks": lambda loop: loop.callbacks_of("EarlyStopping"),
+    "early_stopping_callback": lambda loop: next(iter(loop.early_stopping_callbacks), None),
+    # Devices
+    "precision": lambda loop: loop.fabric.strategy.precision.precision,
+    "precision_plugin": lambda loop: loop.strategy.precision_plugin,
+    "scaler": lambda loop: getattr(loop.fabric.strategy.precision, "scaler", None),
+    "num_nodes": lambda loop: getattr(loop.fabric.strategy, "num_nodes", 1),
+    "num_devices": lambda loop: len(loop.device_ids),
+    "distributed_sampler_kwargs": lambda loop: getattr(
+        loop.fabric.strategy, "distributed_sampler_kwargs", None
+    ),
+    # Loops, and names with an underscore that Lightning's own code reads
+    "fit_loop": lambda loop: FitLoopAPI(loop, "fit_loop"),
+    "validate_loop": lambda loop: EvaluationLoopAPI(loop, "validate_loop"),
+    "test_loop": lambda loop: EvaluationLoopAPI(loop, "test_loop"),
+    "predict_loop": lambda loop: PredictLoopAPI(loop, "predict_loop"),
+    # ThroughputMonitor counts batches of the evaluation.
+    "_evaluation_loop": lambda loop: EvaluationLoopAPI(loop, "validate_loop"),
+    # ``LightningModule.log(sync_dist=True)`` asks whether there are several processes.
+    "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
+}
 
 
-class TrainerAPI(LoopsAPI):
+class TrainerAPI:
     """The part of FabricLoop that code written for Trainer knows."""
 
     config: LoopConfig
@@ -52,11 +92,13 @@ class TrainerAPI(LoopsAPI):
     run: RunState | None
     runs: dict[str, RunState]
     status: TrainerStatus
-    _callbacks: list[Any]
+    strategy: StrategyAPI
     given_profiler: Any
     next_ckpt_path: Any
+    _callbacks: list[Any]
+    enable_autolog_hparams = True
 
-    # Progress
+    # Progress and limits
 
     @property
     def global_step(self) -> int:
@@ -70,7 +112,7 @@ class TrainerAPI(LoopsAPI):
 
     @property
     def should_stop(self) -> bool:
-        """Return whether training ends after the current batch. Set it to stop."""
+        """Whether training ends after the current batch. Set it to stop."""
         return bool(self.run and self.run.stop.should_stop)
 
     @should_stop.setter
@@ -78,33 +120,11 @@ class TrainerAPI(LoopsAPI):
         self.require_run("should_stop").stop.should_stop = value
 
     @property
-    def is_last_batch(self) -> bool:
-        return bool(self.run and self.run.progress.is_last_batch)
-
-    @property
     def limits(self) -> StopCondition:
         """The limits of the current or the next run, with Trainer's defaults filled in."""
         if self.run is not None:
             return self.run.stop
-        has_timer = any(is_instance_of(callback, "Timer") for callback in self.callbacks)
-        return StopCondition(self.config, Progress(), has_timer)
-
-    @property
-    def max_epochs(self) -> int | None:
-        return self.limits.max_epochs
-
-    @property
-    def min_epochs(self) -> int | None:
-        return self.limits.min_epochs
-
-    @property
-    def max_steps(self) -> int:
-        return self.limits.max_steps
-
-    @property
-    def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
-        algorithm = self.config.gradient_clip_algorithm
-        return None if algorithm is None else GradClipAlgorithmType(algorithm.lower())
+        return StopCondition(self.config, Progress(), bool(self.callbacks_of("Timer")))
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -118,28 +138,25 @@ class TrainerAPI(LoopsAPI):
             self.run.accumulate_grad_batches = value
 
     @property
+    def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
+        algorithm = self.config.gradient_clip_algorithm
+        return None if algorithm is None else GradClipAlgorithmType(algorithm.lower())
+
+    @property
     def num_training_batches(self) -> int | float:
         return self.runs["fit"].progress.num_train_batches if "fit" in self.runs else math.inf
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        stage = "validate" if self.run and self.run.stage == "validate" else "fit"
-        return self._limits_of(stage)
-
-    @property
-    def num_test_batches(self) -> list[int | float]:
-        return self._limits_of("test")
-
-    @property
-    def num_predict_batches(self) -> list[int | float]:
-        return self._limits_of("predict")
+        is_validating = self.run is not None and self.run.stage == "validate"
+        return self.limits_of("validate" if is_validating else "fit")
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         most = self.config.num_sanity_val_steps or 0
-        return [limit if most == -1 else min(most, limit) for limit in self._limits_of("fit")]
+        return [limit if most == -1 else min(most, limit) for limit in self.limits_of("fit")]
 
-    def _limits_of(self, stage: str) -> list[int | float]:
+    def limits_of(self, stage: str) -> list[int | float]:
         run = self.runs.get(stage)
         return run.data.eval_loaders.limits if run and run.data.eval_loaders else []
 
@@ -162,42 +179,19 @@ class TrainerAPI(LoopsAPI):
 
     # What was logged
 
-    @property
-    def callback_metrics(self) -> dict[str, Any]:
-        """Every metric by its name."""
-        return self._metrics("callback_metrics")
-
-    @property
-    def logged_metrics(self) -> dict[str, Any]:
-        """Return what was sent to the loggers."""
-        return self._metrics("logged_metrics")
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, Any]:
-        """Return what was logged with prog_bar=True."""
-        return self._metrics("progress_bar_metrics")
-
-    def _metrics(self, view: str) -> dict[str, Any]:
+    def metrics(self, view: str) -> dict[str, Any]:
         if self.run is None:
             return {}
         if self.run.results.active:
             self.run.results.update_metrics()
         return getattr(self.run.results, view)
 
-    # Parts
-
-    @property
-    def lightning_module(self) -> Any:
-        return self.run and self.run.model
+    # Model, optimizers, loaders
 
     @property
     def model(self) -> Any:
         """The model, or the wrapper of DDP around it."""
         return self.run and (self.run.steps.ddp or self.run.steps.wrapped or self.run.model)
-
-    @property
-    def datamodule(self) -> Any:
-        return self.run and self.run.datamodule
 
     @property
     def optimizers(self) -> list[Any]:
@@ -212,36 +206,22 @@ class TrainerAPI(LoopsAPI):
     def optimizers(self, optimizers: list[Any]) -> None:
         run = self.require_run("optimizers")
         run.optimizers = list(optimizers)
-        run.loop.strategy.reset_lightning_optimizers()
+        self.strategy.reset_lightning_optimizers()
         if run.optimization is not None:
             run.optimization.setup()
-
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        return self.runs["fit"].lr_schedulers if "fit" in self.runs else []
 
     @property
     def train_dataloader(self) -> Any:
         run = self.runs.get("fit")
         return run.data.train.as_given if run and run.data.train else None
 
-    @property
-    def val_dataloaders(self) -> Any:
-        return self._loaders_of("fit", "validate")
-
-    @property
-    def test_dataloaders(self) -> Any:
-        return self._loaders_of("test")
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        return self._loaders_of("predict")
-
-    def _loaders_of(self, *stages: str) -> Any:
+    def loaders_of(self, *stages: str) -> Any:
         run = self.run
         if run is None or run.stage not in stages or run.data.eval_loaders is None:
             return None
         return run.data.eval_loaders.as_given
+
+    # Callbacks, loggers, profiler
 
     @property
     def callbacks(self) -> list[Any]:
@@ -254,14 +234,26 @@ class TrainerAPI(LoopsAPI):
         if self.run is not None:
             self.run.hooks.callbacks[:] = callbacks
 
-    @property
-    def profiler(self) -> Any:
-        """The profiler, one that measures nothing where there is none."""
-        return self.given_profiler or PassThroughProfiler()
+    def callbacks_of(self, kind: str) -> list[Any]:
+        return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
 
-    @profiler.setter
-    def profiler(self, profiler: Any) -> None:
-        self.given_profiler = make_profiler(profiler)
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that saves checkpoints, or the loop's own manager."""
+        if self.checkpoint_callbacks:
+            return self.checkpoint_callbacks[0]
+        if not self.config.enable_checkpointing:
+            return None
+        return self.run.checkpoints if self.run else CheckpointManager(None, self.config)
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The progress bar among the callbacks. Before a run this adds Lightning's in place of the console."""
+        bars = self.callbacks_of("ProgressBar")
+        if not bars and self.config.enable_progress_bar and self.status != TrainerStatus.RUNNING:
+            bars = [TQDMProgressBar()]
+            self.callbacks = [*bars, *self.callbacks]
+        return next(iter(bars), None)
 
     @property
     def logger(self) -> Any:
@@ -282,37 +274,46 @@ class TrainerAPI(LoopsAPI):
         return self.fabric.broadcast(folder) if self.fabric.world_size > 1 and self.run else folder
 
     @property
-    def checkpoint_callbacks(self) -> list[Any]:
-        return self._callbacks_of("Checkpoint")
+    def profiler(self) -> Any:
+        """The profiler, one that measures nothing where there is none."""
+        return self.given_profiler or PassThroughProfiler()
+
+    @profiler.setter
+    def profiler(self, profiler: Any) -> None:
+        self.given_profiler = make_profiler(profiler)
+
+    # Devices
 
     @property
-    def checkpoint_callback(self) -> Any:
-        """The first callback that saves checkpoints, or the loop's own manager."""
-        if self.checkpoint_callbacks:
-            return self.checkpoint_callbacks[0]
-        if not self.config.enable_checkpointing:
-            return None
-        return self.run.checkpoints if self.run else CheckpointManager(None, self.config)
+    def accelerator(self) -> Any:
+        own = self.fabric.accelerator
+        kind = getattr(accelerators, type(own).__name__, None)
+        return own if kind is None else kind()
 
     @property
-    def early_stopping_callbacks(self) -> list[Any]:
-        return self._callbacks_of("EarlyStopping")
+    def device_ids(self) -> list[int]:
+        devices = getattr(self.fabric.strategy, "parallel_devices", None) or [self.fabric.device]
+        return [index if d.index is None else d.index for index, d in enumerate(devices)]
+
+    # Stages
 
     @property
-    def early_stopping_callback(self) -> Any:
-        return next(iter(self.early_stopping_callbacks), None)
+    def state(self) -> TrainerState:
+        """The function and the stage that run."""
+        if self.run is None:
+            return TrainerState(self.status)
+        stage = self.run.progress.stage
+        return TrainerState(
+            self.status, TrainerFn(self.run.stage), RunningStage(stage) if stage else None
+        )
 
     @property
-    def progress_bar_callback(self) -> Any:
-        """The progress bar among the callbacks. Before a run this adds Lightning's in place of the console."""
-        bars = self._callbacks_of("ProgressBar")
-        if not bars and self.config.enable_progress_bar and self.status != TrainerStatus.RUNNING:
-            bars = [TQDMProgressBar()]
-            self.callbacks = [*bars, *self.callbacks]
-        return next(iter(bars), None)
+    def received_sigterm(self) -> bool:
+        if self.run is None or self.run.signals is None:
+            return False
+        return signal.SIGTERM in (self.run.signals.received, self.run.stop.signal)
 
-    def _callbacks_of(self, kind: str) -> list[Any]:
-        return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
+    # Actions
 
     @property
     def ckpt_path(self) -> str | None:
@@ -322,81 +323,6 @@ class TrainerAPI(LoopsAPI):
     @ckpt_path.setter
     def ckpt_path(self, path: Any) -> None:
         self.next_ckpt_path = path
-
-    # Devices
-
-    @property
-    def strategy(self) -> StrategyAPI:
-        return self.strategy_api
-
-    @property
-    def precision(self) -> Any:
-        return self.fabric.strategy.precision.precision
-
-    @property
-    def precision_plugin(self) -> Any:
-        return self.strategy.precision_plugin
-
-    @property
-    def scaler(self) -> Any:
-        return getattr(self.fabric.strategy.precision, "scaler", None)
-
-    @property
-    def accelerator(self) -> Any:
-        from lightning.pytorch import accelerators
-
-        own = self.fabric.accelerator
-        kind = getattr(accelerators, type(own).__name__, None)
-        return own if kind is None else kind()
-
-    @property
-    def num_nodes(self) -> int:
-        return getattr(self.fabric.strategy, "num_nodes", 1)
-
-    @property
-    def num_devices(self) -> int:
-        return len(self.device_ids)
-
-    @property
-    def device_ids(self) -> list[int]:
-        devices = getattr(self.fabric.strategy, "parallel_devices", None) or [self.fabric.device]
-        return [index if d.index is None else d.index for index, d in enumerate(devices)]
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        return getattr(self.fabric.strategy, "distributed_sampler_kwargs", None)
-
-    # Stages
-
-    @property
-    def state(self) -> TrainerState:
-        """The function and the stage that run."""
-        run = self.run
-        stage = _STAGES.get(run.progress.stage or "") if run else None
-        return TrainerState(self.status, _FUNCTIONS[run.stage] if run else None, stage)
-
-    @property
-    def interrupted(self) -> bool:
-        return self.status == TrainerStatus.INTERRUPTED
-
-    def _is_in(self, *stages: str) -> bool:
-        return bool(self.run and self.run.progress.stage in stages)
-
-    @property
-    def evaluating(self) -> bool:
-        return self._is_in("validate", "test", "sanity_check")
-
-    @property
-    def enable_validation(self) -> bool:
-        return bool(self.run and self.run.should_validate)
-
-    @property
-    def received_sigterm(self) -> bool:
-        if self.run is None or self.run.signals is None:
-            return False
-        return signal.SIGTERM in (self.run.signals.received, self.run.stop.signal)
-
-    # Actions
 
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
@@ -412,8 +338,8 @@ class TrainerAPI(LoopsAPI):
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.exception is not None and run.fabric.world_size > 1:
             raise RuntimeError(
-                "save_checkpoint: an error has ended the run in this process, and a checkpoint of several"
-                " processes needs all of them. Resume from the one before: resume='last'."
+                "save_checkpoint: an error has ended the run in this process, and a checkpoint needs all"
+                " processes. Resume from the one before: resume='last'."
             )
         with run.hooks.profiled("save_checkpoint"):
             checkpoint = build_checkpoint(run, bool(weights_only))
@@ -426,6 +352,44 @@ class TrainerAPI(LoopsAPI):
             join_processes(self.fabric)
         return self.fabric.init_module(empty_init=empty_init)
 
+    # Loops, and what Lightning's own code reads by names with an underscore
+
+    @property
+    def _logger_connector(self) -> SimpleNamespace:
+        """LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor and ``LightningModule.log`` use it."""
+        loggers = self.require_run("_logger_connector").loggers
+        return SimpleNamespace(
+            should_update_logs=loggers.is_step_due(),
+            log_metrics=loggers.log_metrics,
+            should_reset_tensors=lambda hook: False,
+            _current_fx=None,
+        )
+
+    @property
+    def _results(self) -> SimpleNamespace | None:
+        """``LightningModule.log`` writes here, where a module overrides ``log`` and calls its parent's."""
+        if self.run is None or self.run.stage == "predict":
+            return None
+        results = self.run.results
+
+        def log(hook: str, name: str, value: Any, sync_dist_fn: Any = None, **rest: Any) -> None:
+            results.log(name, value, **rest)
+
+        return SimpleNamespace(log=log, DATALOADER_SUFFIX="/dataloader_idx_{}")
+
+    @property
+    def _data_connector(self) -> SimpleNamespace:
+        """ModelSummary brings ``example_input_array`` to the device with the transfer hooks."""
+
+        def get_instance(hook_name: str) -> Any:
+            run = self.require_run("_data_connector")
+            has_own = overridden(run.datamodule, hook_name) is not None
+            return run.datamodule if has_own else run.module
+
+        return SimpleNamespace(_datahook_selector=SimpleNamespace(get_instance=get_instance))
+
+    # Everything else
+
     def require_run(self, name: str) -> RunState:
         if self.run is None:
             raise RuntimeError(
@@ -433,35 +397,232 @@ class TrainerAPI(LoopsAPI):
             )
         return self.run
 
-    @property
-    def enable_autolog_hparams(self) -> bool:
-        return True
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an option for the current run and those to come; any other attribute as it is."""
-        config = self.__dict__.get("config")
-        if config is None or name not in vars(config) or name in ("default_root_dir", *_SETTERS):
+        is_option = "config" in vars(self) and name in vars(self.config)
+        if not is_option or name == "default_root_dir" or hasattr(type(self), name):
             super().__setattr__(name, value)
             return
-        LoopConfig(**{name: value})  # Refuses what the constructor refuses.
-        self.config = config.changed(**{name: value})
-        if self.run is not None:
-            self.run.config = self.config
-            if self.run.optimization is not None:
-                self.run.optimization.setup()
+        # It refuses what the constructor refuses.
+        LoopConfig(**{name: value})
+        self.config = self.config.changed(**{name: value})
+        run = self.run
+        if run is None:
+            return
+        run.config = self.config
+        if name in vars(run.stop):
+            vars(run.stop)[name] = value
+        if run.optimization is not None:
+            run.optimization.setup()
 
     def __getattr__(self, name: str) -> Any:
-        config = self.__dict__.get("config")
+        if name in _ATTRIBUTES:
+            return _ATTRIBUTES[name](self)
         if name in _OF_FABRIC:
             return getattr(self.fabric, name)
-        if name in _STAGE_FLAGS:
-            return self._is_in(_STAGE_FLAGS[name])
-        if config is not None and name in vars(config):
-            return getattr(config, name)
+        # training, validating, sanity_checking, testing, predicting
+        if name.upper() in RunningStage.__members__:
+            return self.state.stage == RunningStage[name.upper()]
+        if "config" in vars(self) and name in vars(self.config):
+            return getattr(self.config, name)
         raise AttributeError(
             f"FabricLoop has no attribute {name!r}: it offers what modules and callbacks read from a"
             " Trainer (lightning_compat/trainer_api.py lists it), not all of Trainer."
         )
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_ATTRIBUTES, *vars(self.config)]
+
+
+class LoopAPI:
+    """One of Trainer's loops. What packages neither read nor set is an AttributeError."""
+
+    __slots__ = ("_key", "trainer")
+
+    def __init__(self, trainer: Any, key: str) -> None:
+        self.trainer, self._key = trainer, key
+
+    @property
+    def _run(self) -> RunState:
+        return self.trainer.require_run(self._key)
+
+    def state_dict(self) -> dict[str, Any]:
+        return loops_state(self._run)[self._key]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return counters as a checkpoint has them, such as ``epoch_progress`` and ``batch_progress``."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = {}
+        for key, value in self.state_dict().items():
+            place = key.removeprefix("epoch_loop.")
+            if place == name:
+                return as_namespace(value)
+            if place.startswith(f"{name}."):
+                found[place.removeprefix(f"{name}.")] = value
+        if not found:
+            raise AttributeError(f"FabricLoop's {self._key} has no attribute {name!r}.")
+        return as_namespace(found)
+
+
+class FitLoopAPI(LoopAPI):
+    """``trainer.fit_loop`` and its ``epoch_loop``, in one object."""
+
+    __slots__ = ()
+
+    @property
+    def epoch_loop(self) -> FitLoopAPI:
+        return self
+
+    @property
+    def val_loop(self) -> EvaluationLoopAPI:
+        return EvaluationLoopAPI(self.trainer, "validate_loop")
+
+    @property
+    def max_epochs(self) -> int | None:
+        return self.trainer.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        self.trainer.max_epochs = -1 if value is None else value
+
+    @property
+    def max_steps(self) -> int:
+        return self.trainer.max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int) -> None:
+        self.trainer.max_steps = value
+
+    @property
+    def max_batches(self) -> int | float:
+        return self._run.progress.num_train_batches
+
+    @max_batches.setter
+    def max_batches(self, value: int | float) -> None:
+        self._run.progress.num_train_batches = value
+
+    @property
+    def global_step(self) -> int:
+        return self.trainer.global_step
+
+    @property
+    def total_batch_idx(self) -> int:
+        return self._run.progress.total_batches - 1
+
+    @property
+    def batch_idx(self) -> int:
+        return self._run.progress.batches_done - 1
+
+    @property
+    def manual_optimization(self) -> ManualOptimizationAPI:
+        return ManualOptimizationAPI(self._run)
+
+    @property
+    def _batches_that_stepped(self) -> int:
+        """The loggers' step, for LearningRateMonitor and DeviceStatsMonitor."""
+        return self.trainer.run.progress.logging_step if self.trainer.run else 0
+
+    @property
+    def _skip_backward(self) -> bool:
+        """StochasticWeightAveraging updates the statistics of BatchNorm by forward passes alone."""
+        return self._run.optimization.skip_backward
+
+    @_skip_backward.setter
+    def _skip_backward(self, value: bool) -> None:
+        self._run.optimization.skip_backward = value
+
+    def _should_accumulate(self) -> bool:
+        """Return whether no optimizer step follows the batch, for ThroughputMonitor."""
+        return not is_step_due(self._run)
+
+    def _should_check_val_epoch(self) -> bool:
+        """Return whether this epoch is validated, for the totals of progress bars."""
+        return self._run.should_validate and self._run.validation_schedule.is_in_this_epoch()
+
+    def setup_data(self) -> None:
+        self._run.data.setup_train_loader()
+
+
+class ManualOptimizationAPI:
+    """``manual_optimization.optim_step_progress``: modules count steps there that nobody else counts.
+
+    One object stands for both, and for the ``total`` and ``current`` counts.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self.optim_step_progress = self.total = self.current = self
+
+    @property
+    def completed(self) -> int:
+        return self._run.progress.global_step
+
+    @completed.setter
+    def completed(self, value: int) -> None:
+        self._run.progress.global_step = value
+
+    def increment_completed(self) -> None:
+        self.completed += 1
+
+
+class EvaluationLoopAPI(LoopAPI):
+    """``trainer.validate_loop``, ``trainer.test_loop``, and the validation inside of fit."""
+
+    __slots__ = ()
+
+    @property
+    def max_batches(self) -> list[int | float]:
+        if self.trainer.sanity_checking:
+            return self.trainer.num_sanity_val_batches
+        loaders = self._run.data.eval_loaders
+        return loaders.limits if loaders is not None else []
+
+    @property
+    def num_dataloaders(self) -> int:
+        return len(self.max_batches)
+
+    @property
+    def batch_progress(self) -> SimpleNamespace:
+        names = ("ready", "started", "processed", "completed")
+        current = dict.fromkeys(names, self._run.progress.eval_batches_done)
+        total = dict.fromkeys(names, self._run.progress.total_eval_batches)
+        return as_namespace({"current": current, "total": total})
+
+    @property
+    def _has_run(self) -> bool:
+        """Return whether there was a validation, for ModelCheckpoint's message about a missing monitor."""
+        return self._run.progress.eval_batches_done > 0
+
+    @property
+    def _data_source(self) -> SimpleNamespace:
+        """Return whether there is a validation loader, for modules that choose what to monitor."""
+        return SimpleNamespace(is_defined=lambda: self._run.data.has_loader("val"))
+
+
+class PredictLoopAPI(EvaluationLoopAPI):
+    """``trainer.predict_loop``, for callbacks that write predictions."""
+
+    __slots__ = ()
+
+    @property
+    def predictions(self) -> list[Any]:
+        return self._run.predictions.as_returned()
+
+    @property
+    def epoch_batch_indices(self) -> list[list[list[int]]]:
+        return self._run.predictions.batch_indices
+
+    @property
+    def current_batch_indices(self) -> list[int]:
+        return self._run.predictions.current_indices
+
+
+def as_namespace(value: Any) -> Any:
+    """Return nested dicts as objects with attributes."""
+    if not isinstance(value, dict):
+        return value
+    return SimpleNamespace(**{name: as_namespace(part) for name, part in value.items()})
 
 
 class StrategyAPI:
@@ -486,14 +647,6 @@ class StrategyAPI:
     def reset_lightning_optimizers(self) -> None:
         self._wrapped = None
 
-    def optimizer_step(self, optimizer: Any, closure: Any, **kwargs: Any) -> Any:
-        run = self._loop.require_run("optimizer_step")
-        return run.optimization.optimizer_step(optimizer, closure, **kwargs)
-
-    @property
-    def root_device(self) -> Any:
-        return self._loop.fabric.device
-
     @property
     def optimizers(self) -> list[Any]:
         return self._loop.optimizers
@@ -502,18 +655,9 @@ class StrategyAPI:
     def optimizers(self, optimizers: list[Any]) -> None:
         self._loop.optimizers = optimizers
 
-    @property
-    def precision_plugin(self) -> Any:
-        """Fabric's precision, with ``clip_gradients`` of Trainer's."""
-
-        def clip(optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = None) -> None:
-            algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
-            run = self._loop.require_run("clip_gradients")
-            clip_gradients(run, optimizer, clip_val, algorithm)
-
-        plugin = copy(self._loop.fabric.strategy.precision)
-        plugin.clip_gradients = clip
-        return plugin
+    def optimizer_step(self, optimizer: Any, closure: Any, **kwargs: Any) -> Any:
+        run = self._loop.require_run("optimizer_step")
+        return run.optimization.optimizer_step(optimizer, closure, **kwargs)
 
     def backward(self, loss: Any, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         self._loop.require_run("backward").optimization.backward(loss, *args, **kwargs)
@@ -521,22 +665,29 @@ class StrategyAPI:
     def block_backward_sync(self) -> Any:
         return self._loop.require_run("block_backward_sync").steps.no_backward_sync()
 
+    @property
+    def precision_plugin(self) -> Any:
+        """Fabric's precision, with ``clip_gradients`` of Trainer's."""
+
+        def clip(optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = None) -> None:
+            algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+            clip_gradients(optimizer, clip_val, algorithm)
+
+        plugin = copy(self._loop.fabric.strategy.precision)
+        plugin.clip_gradients = clip
+        return plugin
+
+    @property
+    def root_device(self) -> Any:
+        return self._loop.fabric.device
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
         return self._loop.fabric.all_reduce(tensor, group=group, reduce_op=reduce_op)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._loop.lightning_module.state_dict()
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return optimizer.state_dict()
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         if self._loop.fabric.is_global_zero:
             io = self._loop.checkpoint_io
             io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        return self._loop.checkpoint_io.load_checkpoint(checkpoint_path)
 
     def remove_checkpoint(self, filepath: str | os.PathLike) -> None:
         if self._loop.fabric.is_global_zero:
@@ -552,12 +703,16 @@ class StrategyAPI:
 
 
 def make_profiler(given: Any) -> Any:
-    """Return the profiler of an option: an object, "simple", "advanced" or None."""
-    if given is None or not isinstance(given, str):
-        return None if isinstance(given, PassThroughProfiler) else given
-    from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
-
-    kinds = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+    """Return the profiler of an option: an object, "simple", "advanced", "pytorch" or None."""
+    if given is None or isinstance(given, PassThroughProfiler):
+        return None
+    if not isinstance(given, str):
+        return given
+    kinds = {
+        "simple": profilers.SimpleProfiler,
+        "advanced": profilers.AdvancedProfiler,
+        "pytorch": profilers.PyTorchProfiler,
+    }
     if given.lower() not in kinds:
         raise ConfigurationError(
             "When passing string value for the `profiler` parameter of `Trainer`, it can only be one of"

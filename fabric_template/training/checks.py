@@ -40,7 +40,9 @@ _MINIMUM = (
 
 def check_call(run: RunState) -> None:
     """Refuse a model, functions or loaders that the call cannot work with."""
-    check_launched(run.fabric, run.stage == "fit")
+    if run.stage == "fit":
+        # One process may evaluate by itself.
+        check_launched(run.fabric)
     check_strategy(run)
     if run.stage == "predict":
         check_prediction(run)

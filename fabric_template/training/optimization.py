@@ -15,7 +15,6 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from ..distributed.strategies import clip_grad_norm
 from ..errors import ConfigurationError, ConfigurationTypeError
 from ..lightning_compat.private import set_step_callback
 from .module_adapter import takes_batch_idx, takes_iterator
@@ -91,7 +90,7 @@ class Optimization:
             kind = GradClipAlgorithmType(algorithm.lower()) if algorithm else None
             self._own_clipping(optimizer, gradient_clip_val=value, gradient_clip_algorithm=kind)
         elif value:
-            clip_gradients(self.run, optimizer, value, algorithm)
+            clip_gradients(optimizer, value, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
         """Run the closure, prepare the gradients and step the optimizer.
@@ -348,17 +347,13 @@ def unscales_itself(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def clip_gradients(
-    run: RunState, optimizer: Optimizer, value: float, algorithm: str | None
-) -> None:
+def clip_gradients(optimizer: Optimizer, value: float, algorithm: str | None) -> None:
     """Limit the gradients of an optimizer's parameters, by their common norm or each by value."""
     if not value or value <= 0:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if str(algorithm or "norm").lower() == "value":
         torch.nn.utils.clip_grad_value_(parameters, clip_value=value)
-    elif run.steps.is_model_parallel:
-        clip_grad_norm(parameters, value)
     else:
         torch.nn.utils.clip_grad_norm_(parameters, value)
 

@@ -14,7 +14,7 @@ import torch
 from ..checkpoint.manager import CheckpointManager
 from ..data.loaders import DataConnector
 from ..errors import WarnOnce
-from ..lightning_compat.private import set_current_hook
+from ..lightning_compat.private import set_current_hook, set_device_mesh
 from ..loggers.console import Console
 from ..loggers.history import History
 from ..loggers.logger_connector import LoggerConnector
@@ -209,9 +209,8 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
     for part in {id(part): part for part in (run.module, run.model)}.values():
         if isinstance(getattr(type(part), "trainer", None), property):
             part.trainer = run.loop
-        if run.steps.is_model_parallel and hasattr(part, "_device_mesh"):
-            # Behind LightningModule.device_mesh, by which configure_model shards a module.
-            part._device_mesh = run.fabric.strategy.device_mesh
+        if run.steps.is_model_parallel and run.is_lightning_module:
+            set_device_mesh(part, run.fabric.strategy.device_mesh)
         attach_log(part, run, stack)
     if run.datamodule is not None:
         run.datamodule.trainer = run.loop

@@ -55,7 +55,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
     """Run a call with everything around it, in new processes where the strategy starts them."""
     loop, fabric = run.loop, run.fabric
     loop.run = loop.runs[run.stage] = run
-    loop.strategy_api.reset_lightning_optimizers()
+    loop.strategy.reset_lightning_optimizers()
     loop.status = TrainerStatus.RUNNING
     run.progress.stage = "train" if run.stage == "fit" else run.stage
     try:

@@ -13,13 +13,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from modules import quiet
+from modules import Classifier, make_loader, quiet
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -58,34 +58,13 @@ OF_LIGHTNING = {
     "_mode": lambda: CombinedLoader([]),
     "_lightning_module": PyTorchProfiler,
     "_find_last_checkpoints": ModelCheckpoint,
+    "_device_mesh": pl.LightningModule,
+    "_ddp_comm_hook": DDPStrategy,
+    "_save_distributed_checkpoint": lambda: ModelParallelStrategy(print),
 }
 
 # Names of other files: what has them, the file, the reason.
 ELSEWHERE = [
-    *[
-        (name, DDPStrategy, "distributed/strategies.py", "Settings of Trainer's strategy for Fabric's.")
-        for name in ("_ddp_comm_hook", "_model_averaging_period", "_timeout", "_start_method", "_ddp_kwargs")
-    ],
-    *[
-        (name, DDPStrategy, "distributed/strategies.py", "What Trainer's strategy brings for Fabric.")
-        for name in ("_accelerator", "_precision_plugin", "_checkpoint_io")
-    ],
-    *[
-        (name, ModelParallelStrategy, "distributed/strategies.py", "Settings of Trainer's strategy for Fabric's.")
-        for name in (
-            "_data_parallel_size",
-            "_tensor_parallel_size",
-            "_save_distributed_checkpoint",
-            "_process_group_backend",
-        )
-    ],
-    (
-        "_save_distributed_checkpoint",
-        lambda: FabricModelParallelStrategy(print),
-        "checkpoint/distributed.py",
-        "Whether a sharded checkpoint is one file.",
-    ),
-    ("_device_mesh", pl.LightningModule, "training/setup.py", "The mesh by which configure_model shards."),
     ("_forward_cache", MeanMetric, "loggers/result_collection.py", "A metric's value for the current batch."),
     (
         "_step_supports_amp_scaling",
@@ -170,6 +149,7 @@ def test_a_name_that_another_file_uses_still_exists(name, owner, file, reason):
 def test_lightning_still_asks_for_a_name_that_the_loop_offers(path, file):
     *parents, name = path.split(".")
     trainer, loop = pl.Trainer(**quiet()), fabric_template.FabricLoop(**quiet())
+    loop.fit(Classifier(), make_loader(4))
     for parent in parents:
         trainer, loop = getattr(trainer, parent), getattr(loop, parent)
     assert name in dir(trainer), f"Lightning no longer has trainer.{path}, which FabricLoop offers"

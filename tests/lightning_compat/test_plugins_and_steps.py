@@ -84,13 +84,12 @@ def test_steps_with_keyword_arguments(tmp_path):
     on_both(Words, tmp_path)
 
 
-def test_the_strategys_methods_for_states_and_files(tmp_path):
+def test_the_strategys_methods_for_files(tmp_path):
     seen = []
     for trainer in on_both(BoringModel, tmp_path):
         path = tmp_path / "x.ckpt"
         trainer.strategy.save_checkpoint({"a": 1}, path)
         seen.append(trainer.strategy.load_checkpoint(path))
         trainer.strategy.remove_checkpoint(path)
-        states = trainer.strategy.lightning_module_state_dict(), trainer.strategy.optimizer_state(trainer.optimizers[0])
-        seen[-1] |= {"names": [sorted(state) for state in states], "left": list(tmp_path.glob("*.ckpt"))}
+        seen[-1]["left"] = list(tmp_path.glob("*.ckpt"))
     assert seen[0] == seen[1]
