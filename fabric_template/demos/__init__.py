@@ -24,7 +24,4 @@ DEMOS = {
         "autoencoder", "autoencoder.Autoencoder", "digits.DigitsData", 40, "val_loss"
     ),
     "gan": _demo("gan", "gan.GAN", "gan.RingData", 20, "val_good"),
-    "detection": _demo(
-        "detection", "detection.Detector", "detection.RectanglesData", 12, "val_iou"
-    ),
 }

@@ -68,20 +68,16 @@ def read_idx(path: Path) -> Tensor:
     """
     if not path.exists():
         path = path.with_name(f"{path.name}.gz")
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-        if content[:3] != b"\0\0\x08":
-            raise ValueError(f"header {content[:3]!r}")
-        header = 4 + 4 * content[3]
-        sizes = struct.unpack(f">{content[3]}I", content[4:header])
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).reshape(sizes)
-    except Exception as error:  # A damaged file raises errors of struct, gzip, zlib or torch.
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        content = gzip.decompress(content)
+    if content[:3] != b"\0\0\x08":
         raise ValueError(
-            f"MNISTData: got '{path}' ({error}), expected an IDX file of bytes."
-            " Delete it to download it again, or write path= (--data.path) for another folder."
-        ) from error
+            f"MNISTData: got {path}, expected an IDX file. Delete it to load it again."
+        )
+    header = 4 + 4 * content[3]
+    sizes = struct.unpack(f">{content[3]}I", content[4:header])
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).reshape(sizes)
 
 
 class MNISTNet:

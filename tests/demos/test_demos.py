@@ -10,7 +10,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_score
 
 from fabric_template import FabricLoop, read_logs
-from fabric_template.demos import DEMOS, detection, gan
+from fabric_template.demos import DEMOS, gan
 from fabric_template.demos.autoencoder import Autoencoder
 from fabric_template.demos.digits import DigitsData
 from fabric_template.demos.language_model import GPT, TextData
@@ -32,7 +32,6 @@ def run(command, demo, options=""):
         ("tabular", "--max_epochs 4", "val_r2", 0.85),  # Of a constant 0.
         ("autoencoder", "--max_epochs 15", "val_explained", 0.5),  # Of the mean image 0.
         ("gan", "--max_epochs 4", "val_places", 0.875),  # Of an untrained network 0.
-        ("detection", "--data.count 320 --max_epochs 5", "val_iou", 0.4),  # Of an untrained network below 0.1.
     ],
 )
 def test_demo_learns(demo, options, column, least):
@@ -65,15 +64,6 @@ def test_language_model_beats_byte_frequencies_and_continues_a_text():
     run("predict", "language_model", f"{SMALL_GPT} --load best --out t.pt")
     start, texts = bytes(data.splits["test"][0].tolist()).decode(), torch.load("t.pt")[0]
     assert [texts[0][:33], *map(len, texts)] == [start, 33 + 20, 33 + 20, 33 + 20]
-
-
-def test_language_model_is_causal():
-    model = GPT(width=16, heads=2, layers=2).eval()
-    tokens = torch.randint(0, 256, (1, 12))
-    changed = tokens.clone()
-    changed[0, 8:] = 0
-    assert torch.allclose(model(tokens)[:, :8], model(changed)[:, :8], atol=1e-6)
-    assert not torch.allclose(model(tokens)[:, 8:], model(changed)[:, 8:])
 
 
 def test_splits_are_stratified_seeded_and_do_not_leak():
@@ -122,20 +112,6 @@ def test_tabular_reads_a_csv_file(capsys):
 def test_errors_are_in_the_user_s_terms(call, message):
     with pytest.raises((ValueError, RuntimeError), match=re.escape(message)):
         call()
-
-
-def test_iou_is_zero_for_a_wrong_label_and_for_no_box():
-    target = {"boxes": torch.tensor([[0.0, 0, 4, 4]]), "labels": torch.tensor([1])}
-    half = {**target, "boxes": torch.tensor([[0.0, 0, 2, 4]])}
-    wrong = {**target, "labels": torch.tensor([2])}
-    nothing = {"boxes": torch.empty(0, 4), "labels": torch.empty(0)}
-    assert [detection.compute_iou(found, target) for found in (half, wrong, nothing)] == [0.5, 0, 0]
-
-
-def test_a_missing_torchvision_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("fabric_template.demos.detection.find_spec", lambda name: None)
-    assert main(["fit", "--model", "demos.detection", "--model.net", "ssd300_vgg16", *QUIET]) == 2
-    assert "torchvision is missing. Write pip install torchvision." in capsys.readouterr().err
 
 
 def test_each_file_has_a_short_name():

@@ -64,14 +64,6 @@ def test_mnist_is_downloaded_once(monkeypatch):
     assert sorted(path.suffix for path in Path("data/mnist").iterdir()) == [".gz"] * 4
 
 
-@pytest.mark.parametrize("content", [b"", b"no index", b"\0\0\x08\x03\0\0", b"\0\0\x08\x01\0\0\0\x09short"])
-def test_mnist_names_a_damaged_file(content):
-    write_mnist(Path("idx"))
-    Path("idx", mnist.TEST[0]).write_bytes(content)
-    with pytest.raises(ValueError, match=r"^MNISTData: got 'idx/t10k-images-idx3-ubyte' .* Delete it"):
-        mnist.MNISTData("idx").setup()
-
-
 def test_cifar10_is_learned_after_a_download(monkeypatch):
     write_cifar10(Path("cifar-10-batches-bin"))
     archive = shutil.make_archive("mirror/cifar-10-binary", "gztar", ".", "cifar-10-batches-bin")
@@ -91,9 +83,6 @@ def test_cifar10_reads_binary_batches():
     assert (labels[7], images[7, 1, 2, 3]) == (row[0], row[1 + 1024 + 2 * 32 + 3])
     assert [len(data.splits[split]) for split in ("train", "val", "test")] == [90, 10, 20]
     assert sum(weight.numel() for weight in cifar10.CIFAR10Net().parameters()) == 11_173_962  # ResNet-18
-    Path("bin/data_batch_3.bin").write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"^CIFAR10Data: got 'bin/data_batch_3.bin', expected a binary batch"):
-        cifar10.CIFAR10Data("bin").setup()
 
 
 @pytest.mark.parametrize("demo", ["mnist", "cifar10"])
