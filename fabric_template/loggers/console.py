@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Drawing more often costs steps and shows no more.
 SECONDS_BETWEEN_DRAWS = 0.2
-TEXT_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-LAST_COLUMNS = ("time", "left")
+SECONDS_BETWEEN_LINES = 60.0
+LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 # A notebook sends the whole table each time. All rows are shown at the end.
 MAX_NOTEBOOK_ROWS = 20
 
@@ -31,10 +31,6 @@ class Console:
     """The progress bar and the table of a run, on the process that may print.
 
     An error in it is shown once and turns it off. Training continues.
-
-    Args:
-        config: The options monitor and mode, which mark the best epochs.
-        is_enabled: Whether anything is shown.
     """
 
     def __init__(self, config: Any, is_enabled: bool) -> None:
@@ -49,15 +45,14 @@ class Console:
     @contextmanager
     def shown(self, run: RunState) -> Iterator[None]:
         """Show the run while the context is open. An error leaves the bar at the batch that raised it."""
+        is_complete = False
         try:
             yield
-        except BaseException:
-            self._guard(self._close, run, False)
-            raise
-        self._guard(self._close, run, True)
+            is_complete = True
+        finally:
+            self._guard(self._close, run, is_complete)
 
     def start_epoch(self, run: RunState) -> None:
-        """Start the bar of an epoch."""
         self._guard(self._start, run, run.progress.num_train_batches, run.progress.batches_done)
 
     def start_evaluation(self, run: RunState, num_batches: int | float) -> None:
@@ -71,11 +66,10 @@ class Console:
         self._num_eval_batches = None
         is_in_fit = run.stage == "fit" and run.progress.stage == "validate"
         if is_in_fit and not run.progress.is_epoch_complete:
-            self._guard(self._add_row, run)
+            self._guard(self._add_validation, run)
 
-    def end_epoch(self, run: RunState, row: Mapping[str, Any]) -> None:
-        """Add the row of an epoch to the table."""
-        self._guard(self._add_row, run, row)
+    def end_epoch(self, row: Mapping[str, Any]) -> None:
+        self._guard(self._add_row, row)
 
     def update(self, run: RunState) -> None:
         """Draw the bar if it is time to. Called after every batch."""
@@ -103,7 +97,7 @@ class Console:
         self._screen = find_screen(self._table)
         for row in run.history.rows:
             # A resumed run compares with the epochs before.
-            self._table.mark_best(row)
+            self._table.update_best(row)
         self._due = self._started + self._screen.seconds_between_draws
         if not self._screen.is_log_file:
             self._screen.start()
@@ -117,13 +111,11 @@ class Console:
             # The current batch is not done yet. It may have raised an error.
             done -= 1
         total: int | float | None = None if self._total == math.inf else self._total
-        if description is not None:
-            total = done
         values = [f"{name}={value:.4g}" for name, value in bar_values(run).items()]
         # The arguments of tqdm.format_meter.
         meter = {
             "n": done,
-            "total": total,
+            "total": total if description is None else done,
             "elapsed": time.monotonic() - self._started,
             "initial": self._first,
             "prefix": description or self._describe(run),
@@ -142,14 +134,14 @@ class Console:
             text += f", validating {run.progress.eval_batches_done}{total}"
         return text
 
-    def _add_row(self, run: RunState, row: Mapping[str, Any] | None = None) -> None:
-        """Add the row of an epoch, or without one that of a validation inside of it."""
-        if self._screen is None:
-            return
-        left = None if row is None else seconds_left(run)
-        row = validation_row(run) if row is None else row
-        self._table.mark_best(row)
-        self._screen.add_row(row, left)
+    def _add_row(self, row: Mapping[str, Any]) -> None:
+        if self._screen is not None:
+            self._screen.add_row(row)
+
+    def _add_validation(self, run: RunState) -> None:
+        place = {"epoch": run.progress.epochs_done, "step": run.progress.global_step}
+        values = to_numbers({**run.history.latest(), **run.history.evaluated})
+        self._add_row({**place, **values, "time": run.history.elapsed()})
 
     def _close(self, run: RunState, is_complete: bool) -> None:
         if self._screen is None:
@@ -177,29 +169,6 @@ def bar_values(run: RunState) -> dict[str, float]:
     return values
 
 
-def validation_row(run: RunState) -> dict[str, Any]:
-    """Return what is shown of a validation inside of an epoch."""
-    progress, history = run.progress, run.history
-    place = {"epoch": progress.epochs_done, "step": progress.global_step}
-    values = to_numbers({**history.latest(), **history.evaluated})
-    return {**place, **values, "time": history.elapsed()}
-
-
-def seconds_left(run: RunState) -> float | None:
-    """Estimate the remaining seconds from the last five epochs. None if no limit is set."""
-    rows = run.history.rows[-5:]
-    if not rows or run.stop.should_stop:
-        return None
-    per_epoch = sum(row["time"] for row in rows) / len(rows)
-    left = []
-    if run.stop.max_epochs not in (None, -1):
-        left.append((run.stop.max_epochs - rows[-1]["epoch"] - 1) * per_epoch)
-    if run.stop.max_steps != -1 and run.progress.optimizer_steps_in_epoch:
-        steps = run.stop.max_steps - run.progress.global_step
-        left.append(steps / run.progress.optimizer_steps_in_epoch * per_epoch)
-    return min(left, default=None)
-
-
 class EpochTable:
     r"""The rows of a run as aligned lines. Each new best value has an asterisk.
 
@@ -207,11 +176,10 @@ class EpochTable:
         >>> table = EpochTable("val_loss", "min")
         >>> for epoch, loss in enumerate((0.5, 0.4, 0.6)):
         ...     row = {"epoch": epoch, "val_loss": loss, "lr": 0.001, "time": 61.5}
-        ...     _ = table.mark_best(row)
-        ...     print("\n".join(table.add(row, 61.5 * (2 - epoch))))
-        epoch  val_loss        lr   time   left
-            0   0.5000*     0.001   1:02   2:03
-            1   0.4000*     0.001   1:02   1:02
+        ...     print("\n".join(table.add(row)))
+        epoch  val_loss        lr   time
+            0   0.5000*     0.001   1:02
+            1   0.4000*     0.001   1:02
             2   0.6000      0.001   1:02
     """
 
@@ -219,80 +187,64 @@ class EpochTable:
         self.monitor, self.mode = monitor, mode
         self.rows: list[dict[str, str]] = []
         self._best: float | None = None
-        self._best_row: int | None = None
-        self._is_best = False
-        self._columns: list[str] = []
         self._widths: dict[str, int] = {}
 
-    def mark_best(self, row: Mapping[str, Any]) -> None:
-        """Compare a row with the best one so far."""
+    def update_best(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row has the best value so far."""
         value, best = row.get(self.monitor or ""), self._best
-        self._is_best = False
         if not isinstance(value, int | float) or math.isnan(value):
-            return
-        if best is None or (value < best if self.mode == "min" else value > best):
-            self._is_best, self._best = True, value
+            return False
+        is_best = best is None or (value < best if self.mode == "min" else value > best)
+        if is_best:
+            self._best = value
+        return is_best
 
-    def add(self, row: Mapping[str, Any], left: float | None = None) -> list[str]:
-        """Add a row. Returns its line, after a line of names if the columns have changed.
-
-        Args:
-            left: The seconds that remain.
-        """
+    def add(self, row: Mapping[str, Any]) -> list[str]:
+        """Add a row. Returns its line, after a line of names if there are new columns."""
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
-        if left is not None and left > 0:
-            cells["left"] = format_value("left", left)
         if self.monitor in cells:
-            cells[self.monitor] += "*" if self._is_best else " "
-        if self._is_best:
-            self._best_row = len(self.rows)
+            cells[self.monitor] += "*" if self.update_best(row) else " "
         self.rows.append(cells)
-        has_new_columns = not set(cells) <= set(self._columns)
+        has_new_columns = not cells.keys() <= self._widths.keys()
         if has_new_columns:
-            # A new column comes before those that stood after it in its row.
-            names = list(dict.fromkeys([*cells, *self._columns]))
-            self._columns = [name for name in names if name not in LAST_COLUMNS]
-            self._columns += [name for name in LAST_COLUMNS if name in names]
+            # A new column comes before those that stood after it in its row. The time is the last one.
+            names = list(dict.fromkeys([*cells, *self._widths]))
+            names.sort(key=lambda name: name == "time")
+            self._widths = {name: self._widths.get(name, len(name)) for name in names}
         for name, text in cells.items():
             smallest = 8 if name.startswith("lr") else 5
-            self._widths[name] = max(self._widths.get(name, smallest), len(name), len(text))
-        return [*([self._head()] if has_new_columns else []), self._line(cells)]
+            self._widths[name] = max(self._widths[name], len(text), smallest)
+        head = [self._line({name: name for name in self._widths})]
+        return [*(head if has_new_columns else []), self._line(cells)]
 
-    def text(self, num_rows: int | None = None) -> str:
-        """Return the table, or its last rows."""
-        rows = self.rows if num_rows is None else self.rows[-num_rows:]
-        return "\n".join([self._head(), *map(self._line, rows)]) if rows else ""
+    def text(self, num_rows: int) -> str:
+        """Return the table with its last rows."""
+        head = {name: name for name in self._widths}
+        return "\n".join(map(self._line, [head, *self.rows[-num_rows:]])) if self.rows else ""
 
-    def html(self, num_rows: int | None = None) -> str:
-        """Return the table for a notebook, with the best row in bold."""
-        if not self.rows:
-            return ""
-        first = 0 if num_rows is None else max(0, len(self.rows) - num_rows)
-        lines = [html_row("th", self._columns)]
-        for index, row in enumerate(self.rows[first:], start=first):
-            cells = [row.get(name, "").rstrip("* ") for name in self._columns]
-            lines.append(html_row("td", cells, is_bold=index == self._best_row))
-        return "<table>\n" + "\n".join(lines) + "\n</table>"
-
-    def _head(self) -> str:
-        return self._line({name: name for name in self._columns})
+    def html(self, num_rows: int) -> str:
+        """Return the table with its last rows for a notebook."""
+        lines = [html_row("th", self._widths)]
+        for row in self.rows[-num_rows:]:
+            lines.append(html_row("td", [row.get(name, "") for name in self._widths]))
+        return "<table>\n" + "\n".join(lines) + "\n</table>" if self.rows else ""
 
     def _line(self, cells: Mapping[str, str]) -> str:
-        padded = [f"{cells.get(name, ''):>{self._widths[name]}}" for name in self._columns]
-        return "  ".join(padded).rstrip()
+        return "  ".join(
+            f"{cells.get(n, ''):>{width}}" for n, width in self._widths.items()
+        ).rstrip()
 
 
-def html_row(tag: str, texts: Iterable[str], is_bold: bool = False) -> str:
-    style = ' style="font-weight: bold"' if is_bold else ""
+def html_row(tag: str, texts: Iterable[str]) -> str:
     cells = [f"<{tag}>{html.escape(text)}</{tag}>" for text in texts]
-    return f"<tr{style}>{''.join(cells)}</tr>"
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 class Screen:
     """Write a line per epoch to a log file, and in a long epoch a line per minute."""
 
     is_log_file = True
-    seconds_between_draws = 60.0
+    seconds_between_draws = SECONDS_BETWEEN_LINES
 
     def __init__(self, table: EpochTable) -> None:
         self.table = table
@@ -304,23 +256,22 @@ class Screen:
         """Draw the bar. The meter has the arguments of tqdm.format_meter."""
         from tqdm import tqdm
 
-        self.print(tqdm.format_meter(**meter, bar_format=TEXT_BAR))
+        self.print(tqdm.format_meter(**meter, bar_format=LOG_FILE_BAR))
 
-    def add_row(self, row: Mapping[str, Any], left: float | None) -> None:
+    def add_row(self, row: Mapping[str, Any]) -> None:
         width = terminal_width(sys.stdout)
-        for line in self.table.add(row, left):
+        for line in self.table.add(row):
             # A line as wide as the terminal would be wrapped.
             self.print(line if width is None else line[: width - 1])
 
     def print(self, text: str) -> None:
         print(text, flush=True)
 
-    def close(self) -> None:
-        """Leave everything as it is."""
-        self.restore_streams()
-
     def restore_streams(self) -> None:
         """Undo what `start` has done to sys.stdout and sys.stderr."""
+
+    def close(self) -> None:
+        """End the output of the run."""
 
 
 class TerminalScreen(Screen):
@@ -349,23 +300,14 @@ class TerminalScreen(Screen):
         encoding = (getattr(self._terminal, "encoding", None) or "ascii").lower()
         # Two columns stay free for the ^C that a terminal shows.
         width = (terminal_width(self._terminal) or 80) - 3
-        values = meter["postfix"].split(", ")
-        while (
-            values
-            and len(tqdm.format_meter(**{**meter, "postfix": ", ".join(values)}, ncols=0))
-            > width - 12
-        ):
-            values.pop()
-        meter = {**meter, "postfix": ", ".join(values)}
         self._bar = tqdm.format_meter(**meter, ncols=width, ascii=not encoding.startswith("utf"))
         self.draw_bar()
 
     def draw_bar(self) -> None:
         """Redraw the bar. It waits while a printed line is not finished."""
-        if self.is_line_open:
-            return
-        self._write("\r" + self._bar.ljust(self._drawn_width))
-        self._drawn_width = len(self._bar)
+        if not self.is_line_open:
+            self._write("\r" + self._bar.ljust(self._drawn_width))
+            self._drawn_width = len(self._bar)
 
     def erase_bar(self) -> None:
         """Make space for what is about to be printed."""
@@ -422,44 +364,28 @@ class NotebookScreen(Screen):
         self._handle: Any = None
         self._meter: dict[str, Any] = {}
         self._texts: list[str] = []
-        self._due = 0.0
 
     def draw(self, meter: dict[str, Any]) -> None:
         self._meter = meter
         self._show(MAX_NOTEBOOK_ROWS)
 
-    def add_row(self, row: Mapping[str, Any], left: float | None) -> None:
-        self.table.add(row, left)
-        if time.monotonic() >= self._due:
-            self._show(MAX_NOTEBOOK_ROWS)
+    def add_row(self, row: Mapping[str, Any]) -> None:
+        self.table.add(row)
 
     def print(self, text: str) -> None:
         self._texts.append(text)
 
     def close(self) -> None:
-        self._show(None)
+        self._show(len(self.table.rows))
 
-    def _show(self, num_rows: int | None) -> None:
+    def _show(self, num_rows: int) -> None:
         from IPython.display import display
         from tqdm import tqdm
 
-        self._due = time.monotonic() + SECONDS_BETWEEN_DRAWS
-        table = self.table.html(num_rows)
-        if num_rows is None and len(self.table.rows) > MAX_NOTEBOOK_ROWS:
-            table = f'<div style="max-height: 30em; overflow-y: auto">{table}</div>'
-        parts = [table, *(f"<div>{html.escape(text)}</div>" for text in self._texts)]
-        texts = [self.table.text(num_rows), *self._texts]
-        if self._meter:
-            total = self._meter["total"]
-            bar = (
-                f'<progress value="{self._meter["n"]}" max="{total}"></progress> ' if total else ""
-            )
-            text = html.escape(tqdm.format_meter(**self._meter, bar_format=TEXT_BAR))
-            parts.append(f'<div style="font-family: monospace; white-space: pre">{bar}{text}</div>')
-            texts.append(tqdm.format_meter(**self._meter, ncols=100))
+        lines = "\n".join([tqdm.format_meter(**self._meter, ncols=100), *self._texts])
         data = {
-            "text/html": "\n".join(filter(None, parts)),
-            "text/plain": "\n".join(filter(None, texts)),
+            "text/html": f"{self.table.html(num_rows)}<pre>{html.escape(lines)}</pre>",
+            "text/plain": f"{self.table.text(num_rows)}\n{lines}",
         }
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)

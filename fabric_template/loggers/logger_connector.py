@@ -82,7 +82,7 @@ class LoggerConnector:
         row = run.history.add_row()
         for logger in self.csv_loggers:
             logger.log_epoch(row)
-        run.console.end_epoch(run, row)
+        run.console.end_epoch(row)
 
     def log_metrics(
         self,
