@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import numbers
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from ..errors import ConfigurationError, ConfigurationTypeError, describe
+from ..errors import ConfigurationTypeError, describe
 from ..training.optimization import learning_rates
-from .result_collection import extract_batch_size
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -88,14 +87,12 @@ class History:
         self.train_sums = WeightedMeans()
         # What was returned since the last row.
         self._row: dict[str, float] = {}
-        # Of the current evaluation, by loader: sums of what its steps returned, their means, what was logged.
-        self._sums: list[WeightedMeans] = []
-        self._means: list[dict[str, float]] = []
-        self._logged: list[dict[str, Any]] = []
-        self._prefix = "val"
+        # Of the current evaluation: what the steps of this loader returned, and what each loader before has
+        # returned and logged.
+        self._eval_sums = WeightedMeans()
+        self._eval_results: list[tuple[dict[str, float], dict[str, Any]]] = []
         self._epoch_started = time.monotonic()
         self._seconds_before_resume = 0.0
-        self._is_nan_reported = False
 
     def start_clock(self) -> None:
         """Start the time of the first epoch, so that it does not cover the set-up."""
@@ -105,10 +102,8 @@ class History:
         """Return the seconds of this epoch, those before a resume included."""
         return self._seconds_before_resume + time.monotonic() - self._epoch_started
 
-    # Training
-
     def add_train_output(self, output: Any, loss: Tensor) -> None:
-        """Add what ``training_step`` returned."""
+        """Add what ``training_step`` returned. Of a LightningModule that logs, this is the loss."""
         run = self.run
         if run.config.barebones:
             return
@@ -120,30 +115,25 @@ class History:
         self.train_sums.add(values, self._batch_size())
 
     def _batch_size(self) -> int:
+        """Return the batch_size that the step gave to ``self.log``, or that of the batch."""
         results = self.run.results.active
         assert results is not None
-        if results.batch_size is None and results.logged_batch_size is not None:
-            # The step knows how many samples a batch has whose tensors differ in their first dimension.
-            return extract_batch_size(results.batch, results.logged_batch_size)
+        if results.logged_batch_size is not None:
+            return results.logged_batch_size
         try:
             return results.find_batch_size()
-        except ConfigurationError:
+        except MisconfigurationException:
             return 1
 
     def end_train_batches(self) -> None:
         """Compute the means of the training epoch."""
         means = self._compute(self.train_sums)
         self.train_sums = WeightedMeans()
-        loss = means.get("train_loss", 0.0)
-        if math.isfinite(loss) or self._is_nan_reported or self.run.config.on_nan != "warn":
-            return
-        self._is_nan_reported = True
-        if self.run.fabric.is_global_zero:
-            warnings.warn(
-                f"The training loss is not finite (NaN or inf) in epoch {self.run.progress.epochs_done}."
-                " To find the operation: FabricLoop(detect_anomaly=True). A smaller learning rate or"
-                " gradient_clip_val=1.0 often helps.",
-                stacklevel=2,
+        is_finite = math.isfinite(means.get("train_loss", 0.0))
+        if not is_finite and self.run.config.on_nan == "warn":
+            self.run.warn_once(
+                "The training loss is not finite (NaN or inf). To find the operation:"
+                " FabricLoop(detect_anomaly=True). A smaller learning rate or gradient_clip_val=1.0 often helps."
             )
 
     def _compute(self, sums: WeightedMeans) -> dict[str, float]:
@@ -154,58 +144,55 @@ class History:
         self._row.update(means)
         return means
 
-    # Evaluation
+    def start_evaluation(self) -> None:
+        self.outputs = [[] for _ in self.run.data.eval_loaders.loaders]
+        self._eval_sums, self._eval_results = WeightedMeans(), []
 
-    def start_evaluation(self, run: RunState, stage: str) -> None:
-        num_loaders = len(run.data.eval_loaders.loaders)
-        self._sums = [WeightedMeans() for _ in range(num_loaders)]
-        self.outputs = [[] for _ in range(num_loaders)]
-        self._logged = []
-        self._prefix = "test" if stage == "test" else "val"
-
-    def add_evaluation_output(
-        self, run: RunState, output: Any, batch_idx: int, dataloader_idx: int
-    ) -> None:
-        """Add what an evaluation step returned, but for what it logged under the same name."""
+    def add_evaluation_output(self, output: Any, dataloader_idx: int) -> None:
+        """Add what an evaluation step returned. Of a LightningModule that logs, this is the loss."""
+        run, prefix = self.run, self._prefix()
         self.outputs[dataloader_idx].append(output)
-        values = name_outputs(output, self._prefix)
-        if run.results.active:
-            logged = {metric.arguments.name for metric in run.results.active.current()}
-            values = {name: value for name, value in values.items() if name not in logged}
-            if run.is_lightning_module:
-                # It has logged what it measures. Only its loss is taken from what it returns.
-                values = {name: v for name, v in values.items() if name == f"{self._prefix}_loss"}
-        if values:
-            named = {self._full_name(run, name, dataloader_idx): v for name, v in values.items()}
-            self._sums[dataloader_idx].add(named, self._batch_size())
-
-    def _full_name(self, run: RunState, name: str, dataloader_idx: int) -> str:
-        """Return the name of a returned value, which differs for each of several loaders."""
+        values = name_outputs(output, prefix)
+        if run.results.active and run.is_lightning_module:
+            values = {name: v for name, v in values.items() if name == f"{prefix}_loss"}
         loaders = run.data.eval_loaders
         if loaders.names and not run.is_lightning_module:
-            return loaders.names[dataloader_idx] + name.removeprefix(self._prefix)
-        return f"{name}/dataloader_idx_{dataloader_idx}" if loaders.has_several else name
+            first = loaders.names[dataloader_idx]
+            values = {first + name.removeprefix(prefix): v for name, v in values.items()}
+        elif loaders.has_several:
+            values = {f"{name}/dataloader_idx_{dataloader_idx}": v for name, v in values.items()}
+        if values:
+            self._eval_sums.add(values, self._batch_size())
 
-    def end_loader(self, run: RunState) -> None:
-        """Collect what was logged for the loader whose batches are over."""
+    def _prefix(self) -> str:
+        return "test" if self.run.progress.stage == "test" else "val"
+
+    def end_loader(self) -> None:
+        """Compute the means of the loader whose batches are over. What is logged comes before them."""
+        run = self.run
         run.results.end_batches()
-        self._logged.append(run.results.update_metrics())
-
-    def end_evaluation_batches(self, run: RunState) -> None:
-        """Compute the means of the evaluation, before its last hooks."""
-        self.end_loader(run)
-        run.results.end_loaders()
-        self._means = [self._compute(sums) for sums in self._sums]
-        for means in self._means if not run.is_lightning_module else ():
+        means = self._compute(self._eval_sums)
+        self._eval_sums = WeightedMeans()
+        if not run.is_lightning_module:
             # What a plain model returns are its metrics.
             tensors = {name: torch.tensor(value) for name, value in means.items()}
             run.results.callback_metrics.update(tensors)
+        # As Trainer, the sanity check forgets the values of a loader when its batches are over.
+        logged = {} if run.progress.stage == "sanity_check" else run.results.update_metrics()
+        self._eval_results.append((means, logged))
+
+    def end_evaluation_batches(self) -> None:
+        """Compute what was measured, before the last hooks of the evaluation."""
+        run = self.run
+        self.end_loader()
+        run.results.end_loaders()
         epoch_end = getattr(run.module, "functions", {}).get("epoch_end")
         if epoch_end is not None:
-            self._call_epoch_end(run, epoch_end)
+            self._call_epoch_end(epoch_end)
 
-    def _call_epoch_end(self, run: RunState, epoch_end: Callable) -> None:
+    def _call_epoch_end(self, epoch_end: Callable) -> None:
         """Call the function epoch_end with all outputs, and log what it returns."""
+        run, prefix = self.run, self._prefix()
         loaders = run.data.eval_loaders
         names = loaders.names or ()
         outputs: Any = self.outputs if loaders.has_several else self.outputs[0]
@@ -217,33 +204,32 @@ class History:
                 f"epoch_end: got {describe(values)} from it, expected a dict of numbers. Write return"
                 " {'f1': f1}."
             )
-        prefixes = tuple(f"{name}_" for name in (*names, self._prefix))
+        prefixes = tuple(f"{name}_" for name in (*names, prefix))
         previous, run.hooks.current = run.hooks.current, "on_validation_epoch_end"
         for name, value in values.items():
-            full_name = name if name.startswith(prefixes) else f"{self._prefix}_{name}"
+            full_name = name if name.startswith(prefixes) else f"{prefix}_{name}"
             run.results.log(full_name, value, sync_dist=True)
         run.hooks.current = previous
 
-    def end_evaluation(self, run: RunState) -> list[dict[str, Any]]:
+    def end_evaluation(self) -> list[dict[str, Any]]:
         """Return what was measured, a dict for each loader."""
-        at_end = run.results.update_metrics()
-        logged, returned = {}, {}
-        for values in reversed(self._logged):
-            logged.update(values)
-        for means in self._means:
-            returned.update(means)
-        logged.update(at_end)
-        self.evaluated = {**returned, **logged}
-        self.evaluated_metrics = logged if run.is_lightning_module else self.evaluated
+        is_lightning_module = self.run.is_lightning_module
+        at_end = self.run.results.update_metrics()
+        all_returned: dict[str, Any] = {}
+        all_logged: dict[str, Any] = {}
+        for returned, logged in reversed(self._eval_results):
+            all_returned |= returned
+            all_logged |= logged
+        all_logged |= at_end
+        self.evaluated = all_returned | all_logged
+        self.evaluated_metrics = all_logged if is_lightning_module else self.evaluated
         # Trainer returns what a LightningModule logged. One that logs nothing has what it returned.
-        uses_returned = not (run.is_lightning_module and logged)
+        uses_returned = not (is_lightning_module and all_logged)
         results = []
-        for values, means in zip(self._logged, self._means, strict=False):
-            result = {**values, **at_end}
-            if uses_returned:
-                result = {**means, **result}
-            results.append(to_numbers(result))
-        self.outputs, self._logged = [], []
+        for returned, logged in self._eval_results:
+            first = returned if uses_returned else {}
+            results.append(to_numbers({**first, **logged, **at_end}))
+        self.outputs, self._eval_results = [], []
         return results
 
     def forget_evaluation(self) -> None:
@@ -251,15 +237,12 @@ class History:
         for values in (self.returned, self._row, self.evaluated, self.evaluated_metrics):
             values.clear()
 
-    # Rows
-
     def add_row(self) -> dict[str, Any]:
         """Add the row of the epoch that ends."""
         run = self.run
         values = to_numbers({**self._row, **run.results.take_row()})
         row: dict[str, Any] = {"epoch": run.progress.epochs_done, "step": run.progress.global_step}
-        for name in sorted(values, key=_is_not_of_training):
-            row[name] = values[name]
+        row |= {name: values[name] for name in sorted(values, key=_is_not_of_training)}
         for index, rate in enumerate(self.learning_rates or learning_rates(run)):
             row.setdefault("lr" if index == 0 else f"lr_{index}", rate)
         row["time"] = self.elapsed()
@@ -274,11 +257,9 @@ class History:
         return {name: found[name] for name in sorted(found, key=_is_not_of_training)}
 
     def frame(self) -> Any:
-        """Return the rows as a DataFrame, or as a list of dicts where pandas is missing."""
-        try:
-            import pandas
-        except ModuleNotFoundError:
-            return list(self.rows)
+        """Return the rows as a DataFrame."""
+        import pandas
+
         return pandas.DataFrame(self.rows)
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,20 +14,46 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 
 from ..errors import ConfigurationError
-from .log_arguments import (
-    LogArguments,
-    check_loggable,
-    check_metric_attribute,
-    float_type,
-    hook_error,
-    is_torchmetric,
-    parse_arguments,
-)
-from .torchmetrics_state import find_torchmetrics, load_torchmetrics, torchmetrics_state
 
+# Where self.log may be called.
+_TRAIN_STEP_HOOKS = {
+    "training_step",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "configure_gradient_clipping",
+    "clip_gradients",
+    "on_train_batch_end",
+}
+_EVAL_STEP_HOOKS = {
+    "validation_step",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "test_step",
+    "on_test_batch_start",
+    "on_test_batch_end",
+}
+_EPOCH_HOOKS = {
+    f"on_{stage}_{moment}"
+    for stage in ("train", "validation", "test")
+    for moment in ("start", "epoch_start", "epoch_end")
+}
+_REDUCTIONS = {
+    "mean": ("mean", "avg", torch.mean),
+    "sum": ("sum", torch.sum, sum),
+    "max": ("max", torch.max, max),
+    "min": ("min", torch.min, min),
+}
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "mean": torch.add,
     "sum": torch.add,
@@ -36,16 +62,139 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 }
 # A float is multiplied exactly by these batch sizes, so one operation rounds as two do.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
+# Types that torch.load(weights_only=True) reads.
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
+_ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+@dataclass
+class LogArguments:
+    """The arguments of one ``self.log`` call, with the defaults of its hook."""
+
+    hook: str
+    name: str
+    prog_bar: bool
+    logger: bool
+    on_step: bool
+    on_epoch: bool
+    reduction: str
+    enable_graph: bool
+    sync_dist: bool
+    sync_dist_group: Any
+    add_dataloader_idx: bool
+    rank_zero_only: bool
+    dataloader_idx: int | None
+
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        """Where the value is kept."""
+        return self.hook, self.name, self.dataloader_idx if self.add_dataloader_idx else None
+
+    def full_name(self, fork: str = "") -> str:
+        """Return the name, with the index of one of several evaluation loaders."""
+        if self.add_dataloader_idx and self.dataloader_idx is not None:
+            return f"{self.name}{fork}/dataloader_idx_{self.dataloader_idx}"
+        return self.name + fork
+
+    def forked_name(self, of_step: bool) -> str:
+        """Return the name of the step's or of the epoch's value, where both are logged."""
+        if self.on_step and self.on_epoch:
+            return self.full_name("_step" if of_step else "_epoch")
+        return self.full_name()
+
+
+def parse_arguments(hook: str | None, name: str, given: tuple) -> LogArguments:
+    """Return the arguments of ``self.log`` with the defaults of the hook.
+
+    Args:
+        given: The arguments after name and value, without batch_size and with the dataloader_idx.
+
+    Raises:
+        ConfigurationError: The hook has no step or no epoch to log for, or the reduction is unknown.
+    """
+    prog_bar, logger, on_step, on_epoch, reduce_fx, *others = given
+    on_step, on_epoch = _step_and_epoch(hook, on_step, on_epoch)
+    reduce_fx = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    known = [reduction for reduction, accepted in _REDUCTIONS.items() if reduce_fx in accepted]
+    if not known:
+        raise ConfigurationError(
+            f"Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported. If you need a custom"
+            f" reduction, please log a `torchmetrics.Metric` instance instead. Found: {reduce_fx}"
+        )
+    arguments = LogArguments(
+        str(hook), name, prog_bar, logger is not False, on_step, on_epoch, known[0], *others
+    )
+    if arguments.add_dataloader_idx and "/dataloader_idx_" in name:
+        raise ConfigurationError(
+            f"You called `self.log` with the key `{name}` but it should not contain information about"
+            " `dataloader_idx` when `add_dataloader_idx=True`"
+        )
+    return arguments
+
+
+def _step_and_epoch(
+    hook: str | None, on_step: bool | None, on_epoch: bool | None
+) -> tuple[bool, bool]:
+    """Return on_step and on_epoch, or raise an error where the hook does not allow them."""
+    if hook in _EPOCH_HOOKS:
+        for name, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):
+            if value not in (None, allowed):
+                raise ConfigurationError(
+                    f"You can't `self.log({name}={value})` inside `{hook}`, must be one of ({allowed},)."
+                )
+        return False, True
+    if hook not in _TRAIN_STEP_HOOKS and hook not in _EVAL_STEP_HOOKS:
+        raise hook_error(hook)
+    on_step = hook in _TRAIN_STEP_HOOKS if on_step is None else on_step
+    on_epoch = hook in _EVAL_STEP_HOOKS if on_epoch is None else on_epoch
+    if not on_step and not on_epoch:
+        raise ConfigurationError("`self.log(on_step=False, on_epoch=False)` is not useful.")
+    return on_step, on_epoch
+
+
+def hook_error(hook: str | None) -> ConfigurationError:
+    """Return the error for a call of ``self.log`` where nothing can be logged."""
+    where = f"inside `{hook}`" if hook else "outside of the loop's hooks"
+    return ConfigurationError(
+        f"You can't `self.log()` {where}. HINT: You can still log directly to the logger by using"
+        " `self.logger.experiment`."
+    )
+
+
+def check_loggable(name: str, value: Any) -> None:
+    """Refuse what is neither a number, a tensor nor a torchmetrics object."""
+    if isinstance(value, Tensor | numbers.Number) or is_torchmetric(value):
+        return
+    what = f"`{type(value).__name__}` values"
+    if isinstance(value, Mapping) and any(isinstance(part, Mapping) for part in value.values()):
+        what = "nested dictionaries"
+    raise ConfigurationError(f"`self.log({name}, {value})` was called, but {what} cannot be logged")
+
+
+def is_torchmetric(value: Any) -> bool:
+    """Return whether a value has the interface of a torchmetrics object."""
+    names = ("update", "compute", "reset")
+    return not isinstance(value, Mapping) and all(hasattr(value, name) for name in names)
+
+
+def float_type() -> torch.dtype:
+    """Return the default dtype, but no narrower than float32, so that long sums stay exact."""
+    default = torch.get_default_dtype()
+    return default if default in (torch.float32, torch.float64) else torch.float32
 
 
 class ResultMetric:
-    """The last value of one logged name, and its sum over the epoch."""
+    """The last value of one logged name, and its sum over the epoch.
+
+    Args:
+        given: The arguments as they were given, by which a later call is recognized.
+        all_reduce: Combines values of several processes. None if there is one.
+    """
 
     def __init__(
-        self, arguments: LogArguments, given: tuple, all_reduce: Callable[..., Tensor]
+        self, arguments: LogArguments, given: tuple, all_reduce: Callable[..., Any] | None
     ) -> None:
         self.arguments, self.given, self._all_reduce = arguments, given, all_reduce
-        self._is_synced = arguments.sync_dist and not arguments.rank_zero_only
         self.needs_batch_size = arguments.on_epoch and arguments.reduction == "mean"
         self.torchmetric: Any = None
         self.step_value: Tensor | None = None
@@ -120,9 +269,10 @@ class ResultMetric:
         return self._epoch_value
 
     def _sync(self, value: Tensor) -> Tensor:
-        if not self._is_synced:
+        arguments = self.arguments
+        if self._all_reduce is None or not arguments.sync_dist or arguments.rank_zero_only:
             return value
-        group, reduction = self.arguments.sync_dist_group, self.arguments.reduction
+        group, reduction = arguments.sync_dist_group, arguments.reduction
         return self._all_reduce(value, group=group, reduce_op=reduction)
 
 
@@ -133,6 +283,9 @@ class Results(dict):
         batch: The current batch, whose size is looked up when a mean needs it.
         batch_size: Its size, once it was looked up.
         logged_batch_size: The batch_size that its step gave to ``self.log``.
+        is_first_batch: None outside of the batches of an epoch, True in the first one, False in later ones.
+        last_hook: The hook that logged last.
+        are_views_old: Whether the views lack the values of the last batch.
     """
 
     def __init__(self, is_training: bool) -> None:
@@ -143,12 +296,21 @@ class Results(dict):
         self.logged_batch_size: int | None = None
         self.dataloader_idx: int | None = None
         self.has_step_values = False
+        self.is_first_batch: bool | None = None
+        self.last_hook: str | None = None
+        self.are_views_old = False
 
     def current(self) -> Iterator[ResultMetric]:
         """Yield what was logged since the last reset, for the current loader."""
         for metric in self.values():
             if metric.has_value and metric.arguments.dataloader_idx == self.dataloader_idx:
                 yield metric
+
+    def reset_hook(self, hook: str | None) -> None:
+        """Reset the sums of a hook that logs for the first time in an epoch."""
+        for metric in self.values():
+            if metric.arguments.hook == hook and metric.torchmetric is None:
+                metric.reset()
 
     def find_batch_size(self) -> int:
         """Return the size of the current batch, which is looked up once."""
@@ -183,25 +345,15 @@ class ResultCollection:
         stage: str,
         all_reduce: Callable[..., Any] | None,
         is_enabled: bool,
-        warns_without_logger: bool,
     ) -> None:
         self._hooks, self._module, self._stage = hooks, module, stage
-        self._is_distributed = all_reduce is not None
-        self._all_reduce = all_reduce or _unreduced
-        self._is_enabled, self._warns_without_logger = is_enabled, warns_without_logger
+        self._all_reduce, self._is_enabled = all_reduce, is_enabled
         self.train, self.evaluation = Results(is_training=True), Results(is_training=False)
         self.active: Results | None = None
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, float] = {}
         self.row: dict[str, Tensor] = {}
-        self._last_hook: str | None = None
-        # None outside of the batches of an epoch, True in the first one, False in later ones.
-        self._is_first_batch: bool | None = None
-        # Whether the views lack the values of the last batch.
-        self._are_views_old = False
-        # The two above of the training epoch, while a validation runs inside it.
-        self._paused: tuple[bool | None, str | None] | None = None
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
         """Copies of a module that are made while it runs log into the same run."""
@@ -235,23 +387,16 @@ class ResultCollection:
             return
         index = results.dataloader_idx
         of_name = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist)
-        given = (
-            *of_name,
-            sync_dist_group,
-            add_dataloader_idx,
-            metric_attribute,
-            rank_zero_only,
-            index,
-        )
+        given = (*of_name, sync_dist_group, add_dataloader_idx, rank_zero_only, index)
         metric = results.get((hook, name, index if add_dataloader_idx else None))
         if metric is None or metric.given != given:
-            metric = self._register(results, hook, name, value, given)
-        if self._last_hook != hook:
-            if self._is_first_batch is not False:
-                self._reset_hook(results, hook)
-            self._last_hook = hook
+            metric = self._register(results, hook, name, given)
+        if results.last_hook != hook:
+            if results.is_first_batch is not False:
+                results.reset_hook(hook)
+            results.last_hook = hook
         if isinstance(value, Tensor):
-            value = value.detach() if value.requires_grad else value
+            value = value.detach() if value.requires_grad and not enable_graph else value
         elif isinstance(value, numbers.Number):
             value = torch.tensor(value, dtype=float_type())
         else:
@@ -261,7 +406,7 @@ class ResultCollection:
         if value.dim():
             value = _single_element(name, value)
         if value.dtype is not torch.float32 and value.dtype is not torch.float64:
-            value = _as_float(metric, value)
+            value = value.to(float_type())
         if batch_size is not None:
             results.logged_batch_size = batch_size
         elif metric.needs_batch_size:
@@ -276,20 +421,10 @@ class ResultCollection:
             self.log(name, value, **arguments)
 
     def _register(
-        self, results: Results, hook: str | None, name: str, value: Any, given: tuple
+        self, results: Results, hook: str | None, name: str, given: tuple
     ) -> ResultMetric:
         """Check the arguments of a name that is logged for the first time, or differently than before."""
-        check_loggable(name, value)
         arguments = parse_arguments(hook, name, given)
-        arguments.sync_dist &= self._is_distributed
-        if is_torchmetric(value) and arguments.metric_attribute is None:
-            check_metric_attribute(find_torchmetrics(self._module), name, value)
-        if arguments.logger and given[1] and self._warns_without_logger:
-            warnings.warn(
-                f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can"
-                " enable one by doing `Trainer(logger=ALogger(...))`",
-                stacklevel=4,
-            )
         metric = results.get(arguments.key)
         if metric is None:
             metric = ResultMetric(arguments, given, self._all_reduce)
@@ -312,31 +447,25 @@ class ResultCollection:
             )
         elif self._stage == "predict":
             raise ConfigurationError(
-                "You are trying to `self.log()` but the loop's result collection is not registered yet."
-                " This is most likely because you are trying to log in a `predict` hook, but it doesn't"
-                " support logging"
+                "You are trying to `self.log()` in a `predict` hook, where the loop's result collection is not"
+                " registered yet."
             )
         else:
             raise hook_error(hook)
 
-    @staticmethod
-    def _reset_hook(results: Results, hook: str | None) -> None:
-        """Reset the sums of a hook that logs for the first time in an epoch."""
-        for metric in results.values():
-            if metric.arguments.hook == hook and metric.torchmetric is None:
-                metric.reset()
-
     def start_training(self) -> None:
+        """Log for training from now on, after a validation where it was before."""
         self.active = self.train
 
     def start_evaluation(self) -> None:
+        """Log for an evaluation from now on."""
+        self.update_metrics()
         self.active = self.evaluation
-        self._is_first_batch, self._last_hook = None, None
 
     def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        self._is_first_batch = self._is_first_batch is None
         results = self.active
         assert results is not None
+        results.is_first_batch = results.is_first_batch is None
         results.batch, results.batch_size, results.logged_batch_size = batch, None, None
         results.dataloader_idx = dataloader_idx
 
@@ -344,28 +473,18 @@ class ResultCollection:
         """Clear the current batch. The views are brought up to date when somebody reads them."""
         assert self.active is not None
         self.active.batch = self.active.batch_size = None
-        self._are_views_old = True
+        self.active.are_views_old = True
 
     def end_batches(self) -> None:
         """The batches of an epoch, or of one loader, are over: from now on the epoch's values count."""
-        if self._are_views_old:
+        assert self.active is not None
+        if self.active.are_views_old:
             self.update_metrics()
-        self._is_first_batch = None
+        self.active.is_first_batch = None
 
     def end_loaders(self) -> None:
         """The batches of all evaluation loaders are over."""
         self.evaluation.dataloader_idx = None
-
-    def pause_training(self) -> None:
-        """Keep the position in the training epoch while a validation runs."""
-        self.update_metrics()
-        self._paused = (self._is_first_batch, self._last_hook)
-
-    def resume_training(self) -> None:
-        assert self._paused is not None
-        self.active = self.train
-        self._is_first_batch, self._last_hook = self._paused
-        self._paused = None
 
     def reset(self) -> None:
         """Forget the sums of an epoch, after all its hooks."""
@@ -373,7 +492,13 @@ class ResultCollection:
             for metric in self.active.values():
                 metric.reset()
             self.active.dataloader_idx = None
-        self._is_first_batch = self._last_hook = None
+            self.active.is_first_batch = self.active.last_hook = None
+
+    def end(self) -> None:
+        """Log nothing from now on. The views keep the values of the last batch."""
+        if self.active is not None and self.active.are_views_old:
+            self.update_metrics()
+        self.active = None
 
     def forget_evaluation(self) -> None:
         """Forget all that the sanity check has measured."""
@@ -383,9 +508,9 @@ class ResultCollection:
 
     def update_metrics(self) -> dict[str, Tensor]:
         """Bring the views up to date. Returns what goes to the loggers."""
-        self._are_views_old = False
         if not self.active:
             return {}
+        self.active.are_views_old = False
         views = self.views()
         self.callback_metrics.update(views.callback)
         self.logged_metrics.update(views.logged)
@@ -396,7 +521,7 @@ class ResultCollection:
     def views(self) -> MetricViews:
         """Return the values of this step, or of the epoch after its batches."""
         assert self.active is not None
-        of_step = self._is_first_batch is not None
+        of_step = self.active.is_first_batch is not None
         views = MetricViews({}, {}, {}, {})
         for metric in self.active.current():
             value = metric.value(of_step)
@@ -423,9 +548,9 @@ class ResultCollection:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the training epoch so far. Those of torchmetrics objects are included."""
-        metrics = find_torchmetrics(self._module)
+        train, metrics = self.train, find_torchmetrics(self._module)
         names = {id(metric): name for name, metric in metrics.items()}
-        of_train = {id(metric.torchmetric) for metric in self.train.values()}
+        of_train = {id(metric.torchmetric) for metric in train.values()}
         # Those of an evaluation are reset after it, and a resumed run continues after it.
         of_evaluation = {id(metric.torchmetric) for metric in self.evaluation.values()} - of_train
         kept = {name: part for name, part in metrics.items() if id(part) not in of_evaluation}
@@ -439,7 +564,7 @@ class ResultCollection:
                 "step_value": metric.step_value,
                 "torchmetric": names.get(id(metric.torchmetric)),
             }
-            for metric in self.train.values()
+            for metric in train.values()
             if metric.has_value
         ]
         return {
@@ -447,13 +572,12 @@ class ResultCollection:
             "torchmetrics": torchmetrics_state(kept),
             "callback_metrics": dict(self.callback_metrics),
             "row": dict(self.row),
-            "position": list(self._paused or (self._is_first_batch, self._last_hook)),
-            "are_views_old": self._are_views_old and self._paused is None,
+            "position": (train.is_first_batch, train.last_hook, train.are_views_old),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_torchmetrics(self._module, state["torchmetrics"])
-        metrics = find_torchmetrics(self._module)
+        train, metrics = self.train, find_torchmetrics(self._module)
         for entry in state["train"]:
             arguments = LogArguments(**entry["arguments"])
             # Without given arguments. They are checked when the name is logged again.
@@ -461,11 +585,10 @@ class ResultCollection:
             metric.total, metric.weight = entry["total"], entry["weight"]
             metric.step_value, metric.has_value = entry["step_value"], True
             metric.torchmetric = metrics.get(entry["torchmetric"])
-            self.train[arguments.key] = metric
-            self.train.has_step_values |= arguments.on_step
+            train[arguments.key] = metric
+            train.has_step_values |= arguments.on_step
         self.callback_metrics, self.row = dict(state["callback_metrics"]), dict(state["row"])
-        self._is_first_batch, self._last_hook = state["position"]
-        self._are_views_old = state["are_views_old"]
+        train.is_first_batch, train.last_hook, train.are_views_old = state["position"]
 
 
 class ClosedResults:
@@ -477,10 +600,6 @@ class ClosedResults:
     log_dict = log
 
 
-def _unreduced(value: Tensor, **arguments: Any) -> Tensor:
-    return value
-
-
 def _single_element(name: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
         raise ConfigurationError(
@@ -490,57 +609,45 @@ def _single_element(name: str, value: Tensor) -> Tensor:
     return value.squeeze()
 
 
-def _as_float(metric: ResultMetric, value: Tensor) -> Tensor:
-    if not value.is_floating_point() and not metric.has_value:
-        arguments = metric.arguments
-        warnings.warn(
-            f"You called `self.log({arguments.name!r}, ...)` in your `{arguments.hook}` but the value needs"
-            f" to be floating to be reduced. Converting it to {float_type()}. You can silence this warning"
-            " by converting the value to floating point yourself. If you don't intend to reduce the value"
-            " (for instance when logging the global step or epoch) then you can use"
-            f" `self.logger.log_metrics({{'{arguments.name}': ...}})` instead.",
-            stacklevel=4,
-        )
-    return value.to(float_type())
+def find_torchmetrics(module: Any) -> dict[str, Any]:
+    """Return the torchmetrics objects of a module by name."""
+    named = module.named_modules() if hasattr(module, "named_modules") else ()
+    return {name: part for name, part in named if name and is_torchmetric(part)}
 
 
-def extract_batch_size(batch: Any, default: int | None = None) -> int:
-    """Return the number of samples in a batch: the first dimension of the first tensor in it.
+def torchmetrics_state(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return copies of the plain attributes of metrics, which their own state_dict leaves out.
 
-    Args:
-        default: The size where the batch has no tensor, or tensors that differ.
-
-    Example:
-        >>> extract_batch_size({"x": torch.zeros(4, 3), "y": torch.zeros(4)})
-        4
+    The declared states are among them, and what wrappers and collections count beside these.
     """
-    sizes = _tensor_sizes(batch)
-    size = next(sizes, default)
-    if size is None:
-        raise ConfigurationError(
-            "We could not infer the batch_size from the batch. Either simplify its structure or provide the"
-            " batch_size as `self.log(..., batch_size=batch_size)`."
-        )
-    if any(other != size for other in sizes):
-        if default is not None:
-            return default
-        warnings.warn(
-            "Trying to infer the `batch_size` from an ambiguous collection. The batch size we found is"
-            f" {size}. To avoid any miscalculations, use `self.log(..., batch_size=batch_size)`.",
-            stacklevel=4,
-        )
-    return size
+    state = {}
+    for name, metric in metrics.items():
+        own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES}
+        plain = {k: v for k, v in own.items() if _is_plain(v)}
+        state[name] = apply_to_collection(plain, Tensor, _copy)
+    return state
 
 
-def _tensor_sizes(batch: Any) -> Iterator[int]:
-    if isinstance(batch, Tensor):
-        yield batch.size(0) if batch.dim() else 1
-    elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from _tensor_sizes(part)
-    elif hasattr(batch, "__iter__") and not isinstance(batch, str):
-        for part in batch:
-            yield from _tensor_sizes(part)
-    elif dataclasses.is_dataclass(batch):
-        for field in dataclasses.fields(batch):
-            yield from _tensor_sizes(getattr(batch, field.name))
+def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> None:
+    metrics = find_torchmetrics(module)
+    for name, attributes in state.items():
+        tracker: Any = metrics.get(name.rpartition(".")[0])
+        if name not in metrics and hasattr(tracker, "increment"):
+            # A MetricTracker has a metric for each call of increment().
+            tracker.increment()
+            metrics = find_torchmetrics(module)
+        if name in metrics:
+            vars(metrics[name]).update(apply_to_collection(attributes, Tensor, _copy))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether torch.load(weights_only=True) reads a value back. Subclasses may be unsafe."""
+    if type(value) is dict:
+        return all(_is_plain(part) for part in [*value.keys(), *value.values()])
+    if type(value) in (list, tuple):
+        return all(_is_plain(part) for part in value)
+    return isinstance(value, Tensor) or type(value) in _PLAIN_TYPES

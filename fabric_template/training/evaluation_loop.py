@@ -45,7 +45,7 @@ def evaluate(
     stage_before, run.progress.stage = run.progress.stage, stage
     run.progress.eval_batches_done = 0
     run.results.start_evaluation()
-    run.history.start_evaluation(run, stage)
+    run.history.start_evaluation()
     run.data.set_epoch(stage, run.progress.epochs_done)
     loaders.start(max_batches)
     with evaluation_mode(run, name):
@@ -53,9 +53,9 @@ def evaluate(
         run.hooks.call(f"on_{name}_epoch_start")
         run.console.start_evaluation(run, loaders.count_batches(max_batches))
         evaluate_batches(run, name, max_batches)
-        run.history.end_evaluation_batches(run)
+        run.history.end_evaluation_batches()
         run.hooks.call(f"on_{name}_epoch_end")
-        results = run.history.end_evaluation(run)
+        results = run.history.end_evaluation()
         run.loggers.log_evaluation(run)
         if run.progress.phase == "validation":
             run.progress.phase = "validation_end"
@@ -78,14 +78,14 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float | None) 
     current_loader = 0
     for batch, batch_idx, dataloader_idx in loaders.batches(max_batches):
         if dataloader_idx != current_loader:
-            run.history.end_loader(run)
+            run.history.end_loader()
             current_loader = dataloader_idx
         run.progress.count_eval_batch()
         results.start_batch(batch, dataloader_idx if loaders.has_several else None)
         place = (batch_idx, dataloader_idx) if loaders.has_several else (batch_idx,)
         hooks.call(f"on_{name}_batch_start", batch, *place)
         output = step(batch, *arguments(batch_idx, dataloader_idx))
-        run.history.add_evaluation_output(run, output, batch_idx, dataloader_idx)
+        run.history.add_evaluation_output(output, dataloader_idx)
         hooks.call(f"on_{name}_batch_end", output, batch, *place)
         results.end_batch()
         run.loggers.log_evaluation_step(run, dataloader_idx)

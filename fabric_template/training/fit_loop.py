@@ -176,11 +176,10 @@ def validate(run: RunState) -> None:
         is_extra = run.stop.is_requested and not run.validation_schedule.is_planned()
         rng_state = capture_rng_state() if is_extra else None
         run.progress.phase = "validation"
-        run.results.pause_training()
         run.progress.stage = "validate"
         run.data.setup_eval_loaders("val")
         evaluate(run, "validate")
-        run.results.resume_training()
+        run.results.start_training()
         run.progress.stage = "train"
         if rng_state is not None:
             restore_rng_state(rng_state)

@@ -102,7 +102,6 @@ def make_run(
             stage,
             fabric.all_reduce if fabric.world_size > 1 else None,
             not config.barebones,
-            not loop.loggers,
         ),
         history=History(),
         data=data,

@@ -158,7 +158,7 @@ def fit_stage(run: RunState) -> None:
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_plain_steps(stack)
         fit(run)
-    run.results.active = None
+    run.results.end()
     # Free the graph of the last loss.
     run.optimization.last_loss = None
     finish_signal(run)
@@ -242,7 +242,7 @@ def evaluate_stage(run: RunState) -> list[dict[str, Any]]:
     run.network.zero_grad()
     run.data.setup_eval_loaders(stage)
     results = evaluate(run, run.stage)
-    run.results.active = None
+    run.results.end()
     return results
 
 
@@ -297,6 +297,8 @@ def handle_exception(run: RunState, error: BaseException) -> None:
         run.data.teardown()
     with warn_of_failure(error, "the checkpoint files could not be closed"):
         run.loop.checkpoint_io.teardown()
+    with warn_of_failure(error, "the last values could not be read"):
+        run.results.end()
     run.progress.stage = run.results.active = None
 
 

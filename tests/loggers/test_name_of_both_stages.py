@@ -87,3 +87,20 @@ def test_the_monitor_follows_validation(tmp_path, make):
     assert history["x"].tolist() == [200.5, 190.5]
     best = torch.load(next(tmp_path.rglob("best.ckpt")), weights_only=True)
     assert best["epoch"] == 1  # 190.5 is less than 200.5.
+
+
+class Breaks(Same):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise RuntimeError("broken")
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_last_values_are_seen_after_an_error(tmp_path):
+    found = []
+    for make in (pl.Trainer, FabricLoop):
+        trainer = make(**quiet(max_epochs=1, default_root_dir=tmp_path))
+        with pytest.raises(RuntimeError, match="broken"):
+            trainer.fit(Breaks(BOTH | {"prog_bar": True}, {}), loader(3))
+        found.append([dict(trainer.callback_metrics), dict(trainer.logged_metrics), trainer.progress_bar_metrics])
+    assert found[0] == found[1] == [{"x": 101.0, "x_step": 101.0}, {"x_step": 101.0}, {"x_step": 101.0}]
