@@ -81,14 +81,7 @@ class StepSource:
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the module that holds a model's parameters: itself, or all modules among its attributes.
-
-    Example:
-        >>> class Plain:
-        ...     def __init__(self): self.net = nn.Linear(2, 1)
-        >>> list(find_network(Plain()).state_dict())
-        ['net.weight', 'net.bias']
-    """
+    """Return the module that holds a model's parameters: itself, or all modules among its attributes."""
     if isinstance(model, nn.Module):
         return model
     network = nn.Module()
@@ -194,10 +187,8 @@ class StepRunner:
     """Prepares the network for its device and strategy, and calls steps on it.
 
     Args:
-        fabric: Gives device, precision and strategy.
         source: The object whose methods are the steps.
         network: The module that holds the parameters.
-        compile: The option of this name.
     """
 
     def __init__(
@@ -311,19 +302,16 @@ class StepRunner:
 
 
 class StepIterator:
-    """The iterator of a step that calls ``batch, batch_idx, dataloader_idx = next(dataloader_iter)``.
-
-    Attributes:
-        current: What was fetched last.
-        num_fetched: How many batches were fetched.
-        is_done: Whether nothing is left.
-    """
+    """Gives ``batch, batch_idx, dataloader_idx = next(dataloader_iter)`` inside of a step."""
 
     def __init__(self, batches: Iterator[tuple[Any, int, int]], num_batches: int | float) -> None:
         self._batches, self._num_batches = batches, num_batches
         self.num_fetched = 0
         self.current: tuple[Any, int, int] = (None, 0, 0)
-        self.is_done = num_batches == 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_fetched >= self._num_batches
 
     def __iter__(self) -> StepIterator:
         return self
@@ -332,10 +320,9 @@ class StepIterator:
         try:
             self.current = next(self._batches)
         except StopIteration:
-            self.is_done = True
+            self._num_batches = self.num_fetched
             raise
         self.num_fetched += 1
-        self.is_done = self.num_fetched >= self._num_batches
         return self.current
 
 
@@ -376,11 +363,7 @@ def evaluate_with_iterator(
     max_batches: int | float | None,
     outputs: list[list[Any]],
 ) -> None:
-    """Run a validation, test or prediction step that fetches its batches.
-
-    Args:
-        outputs: What the step returned is added to the list of the loader.
-    """
+    """Run a step of an evaluation that fetches its batches. Adds what it returns to outputs, by loader."""
     loaders = run.data.eval_loaders
     iterator = StepIterator(loaders.raw_batches(max_batches), loaders.count_batches(max_batches))
     num_places = 3 if loaders.has_several else 2
