@@ -7,7 +7,7 @@ import pytest
 import pytorch_lightning
 import torch
 import torchmetrics
-from modules import Classifier, assert_parity, make_loader, run_loop, run_trainer
+from modules import Classifier, assert_parity, make_loader, run_loop
 from torch import nn
 
 
@@ -178,52 +178,3 @@ def test_pytorch_lightning():
     assert {k: v.item() for k, v in trainer.callback_metrics.items()} == {
         k: v.item() for k, v in loop.callback_metrics.items()
     }
-
-
-# ---- the arguments of every hook; test_parity_table.py compares their order
-
-HOOKS = [
-    "on_train_batch_start", "on_train_batch_end", "on_validation_batch_start", "on_validation_batch_end",
-    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_before_zero_grad",
-    "optimizer_zero_grad", "on_before_backward", "backward", "on_before_optimizer_step", "optimizer_step",
-    "configure_gradient_clipping", "lr_scheduler_step", "setup", "teardown",
-]  # fmt: skip
-
-
-def describe(value):
-    if isinstance(value, torch.Tensor):
-        return f"tensor{tuple(value.shape)}"
-    if isinstance(value, list | tuple):
-        return [describe(part) for part in value]
-    if isinstance(value, dict):
-        return {key: describe(part) for key, part in value.items()}
-    return str(value) if isinstance(value, int | float | str | type(None)) else "object"
-
-
-def spying(base, calls, skip=0):
-    """A subclass that notes each hook with its arguments and then does what the base does."""
-
-    def make(name):
-        original = getattr(base, name)
-
-        def hook(self, *args, **kwargs):
-            calls.append((name, describe(args[skip:]), sorted(kwargs)))
-            return original(self, *args, **kwargs)
-
-        return hook
-
-    return type(f"Spying{base.__name__}", (base,), {name: make(name) for name in HOOKS if hasattr(base, name)})
-
-
-@pytest.mark.parametrize("base", [Stepped, pl.Callback])
-def test_arguments_of_hooks(base):
-    found = []
-    for run in (run_trainer, run_loop):
-        calls = []
-        if base is pl.Callback:
-            run(Classifier, train, val, max_epochs=2, callbacks=[spying(base, calls, skip=2)()])
-        else:
-            run(spying(base, calls), train, val, max_epochs=2, gradient_clip_val=1.0)
-        found.append(calls)
-    assert found[0] == found[1]
-    assert len(found[0]) > 50

@@ -138,7 +138,8 @@ def record_hooks(part, names, label, calls):
 
     def recorded(name, method):
         def call(*args, **kwargs):
-            calls.append((f"{label}.{name}", len(args), sorted(kwargs)))
+            numbers = [argument for argument in args if isinstance(argument, int | float | str)]
+            calls.append((f"{label}.{name}", len(args), numbers, sorted(kwargs)))
             return method(*args, **kwargs)
 
         return call

@@ -1,14 +1,11 @@
 """A list of callbacks that changes during a run, progress counters, loggers' versions, a CheckpointIO, errors."""
 
 import pytest
-import torch
 from both import LOOPS
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins import CheckpointIO
 from modules import quiet
 
 WORDS = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2, "limit_test_batches": 2}
@@ -134,31 +131,6 @@ def test_the_training_loader_can_be_made_early():
 # ---- what is logged, and where
 
 
-class Logs(BoringModel):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)["loss"]
-        self.log("loss", loss)
-        return loss
-
-
-@pytest.mark.parametrize(
-    "kinds", [[CSVLogger, CSVLogger], [TensorBoardLogger, CSVLogger], [CSVLogger, TensorBoardLogger]]
-)
-def test_two_loggers_of_one_folder_and_two_loops_take_versions_of_their_own(kinds, tmp_path):
-    trees = []
-    for name, kind in LOOPS.items():
-        trainers = [
-            kind(**quiet(**WORDS, logger=[logger(tmp_path / name) for logger in kinds], log_every_n_steps=1))
-            for _ in range(2)
-        ]
-        for trainer in trainers:
-            trainer.fit(Logs())
-        files = [path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob("*.*")]
-        trees.append(sorted((str(path.parent), path.name.partition(".")[0]) for path in files))
-    assert trees[0] == trees[1]
-    assert len({folder for folder, _ in trees[1]}) > 1
-
-
 class TwoLoaders(BoringModel):
     def __init__(self, name):
         super().__init__()
@@ -182,43 +154,3 @@ def test_one_name_of_two_loaders_is_refused(kind):
     trainer = LOOPS[kind](**quiet(**WORDS))
     trainer.fit(TwoLoaders("x_{}"))
     assert trainer.validate(TwoLoaders("x_{}"), verbose=False) == [{"x_0": 0.0}, {"x_1": 1.0}]
-
-
-# ---- a CheckpointIO
-
-
-class Noting(CheckpointIO):
-    def __init__(self):
-        self.changes = []
-
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        torch.save(checkpoint, path)
-
-    def load_checkpoint(self, path, map_location=None, weights_only=None):
-        self.changes.append("load")
-        return torch.load(path, weights_only=False)
-
-    def remove_checkpoint(self, path):
-        path.unlink()
-
-    def teardown(self):
-        self.changes.append("teardown")
-
-
-@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_a_checkpoint_plugin_is_told_that_an_evaluation_is_over(verb, tmp_path):
-    for name, kind in LOOPS.items():
-        io, path, module = Noting(), str(tmp_path / f"{name}.ckpt"), BoringModel()
-        trainer = kind(**quiet(**WORDS, plugins=[io]))
-        trainer.fit(module)
-        trainer.save_checkpoint(path)
-        getattr(trainer, verb)(module, ckpt_path=path)
-        assert io.changes[0] == io.changes[-1] == "teardown"
-        assert io.changes.count("teardown") == 2, name
-        module.layer = None
-        with pytest.raises(TypeError):
-            getattr(trainer, verb)(module)
-        assert io.changes.count("teardown") == 3, name
-
-
-# ---- where an error came

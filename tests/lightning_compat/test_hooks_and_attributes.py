@@ -1,6 +1,5 @@
 """Hooks, checkpoints and attributes of code written for Trainer."""
 
-import signal
 import warnings
 
 import lightning.pytorch as pl
@@ -10,7 +9,6 @@ from both import LOOPS
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from modules import (
     Classifier,
     assert_same_metrics,
@@ -192,33 +190,6 @@ def test_a_closure_that_nobody_calls(run, make):
         run(make, plain_loader, max_epochs=1)
 
 
-class Named(Classifier):
-    def __init__(self, rate):
-        super().__init__()
-        self.save_hyperparameters()
-
-
-class NamedData(pl.LightningDataModule):
-    def __init__(self, rate, size=4, log=True):
-        super().__init__()
-        self.save_hyperparameters(logger=log)
-
-    def train_dataloader(self):
-        return plain_loader()
-
-
-@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
-@pytest.mark.filterwarnings("ignore")
-def test_hyperparameters_of_one_name(tmp_path, kind):
-    """The module's and the datamodule's are one list: a name with two values is refused."""
-    words = {"max_epochs": 1, "logger": True, "default_root_dir": str(tmp_path)}
-    with pytest.raises(RuntimeError, match=r"Error while merging hparams: the keys \['rate'\] are present in both"):
-        kind(**quiet(**words)).fit(Named(0.1), datamodule=NamedData(0.2))
-    kind(**quiet(**words)).fit(Named(0.1), datamodule=NamedData(0.1))
-    kind(**quiet(**words)).fit(Named(0.1), datamodule=NamedData(0.2, log=False))
-    kind(**quiet(**{**words, "logger": False})).fit(Named(0.1), datamodule=NamedData(0.2))
-
-
 def test_optimizers_are_lightnings_too():
     loop, module = run_loop(Classifier, plain_loader, max_epochs=1)
     optimizer = module.optimizers()
@@ -274,30 +245,6 @@ def test_a_batch_of_none_is_left_out(nones, window):
 
 
 # ---- attributes
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
-def test_received_sigterm(kind):
-    """To be asked in hooks, and afterwards; the next run begins without."""
-
-    class Ended(Classifier):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            seen.append(self.trainer.received_sigterm)
-            if batch_idx == 1:
-                signal.raise_signal(signal.SIGTERM)
-                seen.append(self.trainer.received_sigterm)
-
-    seen = []
-    trainer = kind(**quiet(max_epochs=1))
-    with pytest.raises(SIGTERMException) as error:  # a SystemExit; ours has SIGTERM's code
-        trainer.fit(Ended(), plain_loader())
-    assert error.value.code == (143 if kind is FabricLoop else None)
-    assert seen == [False, False, True]
-    assert trainer.received_sigterm
-    assert trainer.interrupted
-    trainer.test(WithTest(), val_loader(), verbose=False)
-    assert not trainer.received_sigterm
 
 
 def test_init_module():
