@@ -218,7 +218,7 @@ def format_value(name: str, value: Any) -> str:
     """
     if isinstance(value, bool) or not isinstance(value, float):
         return " ".join(str(value).split())[:20]
-    if name == "time":
+    if name in ("time", "left"):
         return format_duration(value)
     if name == "lr" or name.startswith("lr_") or not math.isfinite(value):
         return f"{value:.3g}"

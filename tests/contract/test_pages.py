@@ -166,16 +166,6 @@ def test_no_figure_that_the_results_do_not_have():
     } == set()
 
 
-def test_the_places_to_change_in_the_single_file_are_there():
-    row = next(
-        row for row in PAGES["docs/one-file-or-folder.md"].splitlines() if row.startswith("| an edit of your own")
-    )
-    names = re.findall(r"`(_\w+)`", row)
-    assert len(names) == 3
-    source = (REPOSITORY / "fabric_template" / "mini.py").read_text(encoding="utf-8")
-    assert [name for name in names if f"    def {name}(self" not in source] == []
-
-
 # ---- what is typed -----------------------------------------------------------------------------------------------------
 
 
