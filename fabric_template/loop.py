@@ -17,7 +17,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from .checkpoint.checkpoint_io import find_checkpoint_io
-from .checkpoint.run_folders import read_start_checkpoint
+from .checkpoint.resolve import read_start_checkpoint
 from .config import (
     LoopArguments,
     LoopConfig,

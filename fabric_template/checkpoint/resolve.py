@@ -1,14 +1,19 @@
-"""From "last", "best", "auto" or a path to a checkpoint file."""
+"""Find the checkpoint that a call starts from, choose the version of a run, and lock its folders."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ..distributed.launch import gather_objects, is_started_externally
 from ..errors import (
+    CheckpointError,
     ConfigurationError,
     ConfigurationTypeError,
     DamagedCheckpointError,
@@ -16,9 +21,12 @@ from ..errors import (
     describe,
 )
 from ..lightning_compat.private import last_checkpoints
+from ..loggers.csv_logger import claim_version
 from ..training.hooks import is_instance_of
-from .checkpoint_io import read_checkpoint, verify_checkpoint
+from .checkpoint_io import read_checkpoint, sync_folder, verify_checkpoint
 from .distributed import SHARDS_KEY, is_sharded_file, verify_shards
+from .manager import CheckpointManager
+from .state import OWN_KEY, check_resumable
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -26,41 +34,225 @@ if TYPE_CHECKING:
 KEYWORDS = ("last", "best", "auto")
 
 
-def resolve_checkpoint(
-    keyword: str, root: Path, name: str, version: int | str | None, argument: str = "resume"
-) -> str | Path | None:
-    """Return the checkpoint that a keyword means; None for "auto" where there is none.
+# The checkpoint that a call starts from
+
+
+def read_start_checkpoint(
+    run: RunState, given: dict[str, Any], weights_only: bool | None = None
+) -> None:
+    """Read the checkpoint that a call starts from, if it names one.
 
     Args:
-        keyword: "last", "best", "auto" or a path.
-        root: The folder that holds ``checkpoints/<name>/version_<n>``.
-        version: None: the newest version that has a checkpoint.
-        argument: The argument that has the keyword, for messages.
-
-    Raises:
-        MissingCheckpointError: There is no such checkpoint.
+        given: The arguments ``resume`` (continue with optimizers and counters), ``load`` (the weights
+            only) and ``ckpt_path`` (resume in fit, load elsewhere). None for those that were not given.
     """
+    loop, stage = run.loop, run.stage
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
+        raise ConfigurationError(
+            f"{stage}: got {values}, expected one of them. resume= continues a run, load= takes its"
+            " weights only."
+        )
+    name, keyword = next(iter(given.items()), ("ckpt_path", None))
+    resumes = stage == "fit" and name != "load"
+    check_checkpoint_argument(name, keyword, KEYWORDS if resumes else ("last", "best"))
+    if keyword is None:
+        keyword = loop.next_ckpt_path or default_keyword(run)
+    loop.next_ckpt_path = None
+    try:
+        path = None if keyword is None else find_checkpoint(run, name, os.fspath(keyword))
+        if path is not None:
+            read_checkpoint_of_run(run, path, resumes, weights_only)
+            run.resume_keyword = "auto" if resumes and keyword == "auto" else None
+    except FileNotFoundError as error:
+        if not is_started_externally(run.fabric):
+            raise
+        # Other processes may have the file. They would wait for this one.
+        run.checkpoint_error = error
+
+
+def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:
+    """Refuse what is neither a keyword of this argument nor a path."""
+    expected = f"a path, {' or '.join(map(repr, keywords))}"
+    if value is not None and not isinstance(value, str | os.PathLike):
+        hint = " Load weights in memory with model.load_state_dict(...)." if name == "load" else ""
+        raise ConfigurationTypeError(f"{name}: got {describe(value)}, expected {expected}.{hint}")
+    if value in KEYWORDS and value not in keywords:
+        raise ConfigurationError(
+            f"{name}: got {value!r}, expected {expected}. Write fit(..., resume={value!r})."
+        )
+
+
+def default_keyword(run: RunState) -> str | None:
+    """Return what Trainer chooses by itself where no checkpoint is given."""
+    loop = run.loop
+    if run.stage == "fit":
+        saves_exceptions = any(is_instance_of(c, "OnExceptionCheckpoint") for c in loop.callbacks)
+        return "last" if saves_exceptions else None
+    has_monitor = loop.checkpoint_callbacks or loop.config.monitor
+    best = getattr(loop.checkpoint_callback, "best_model_path", None)
+    if not (run.is_last_model and has_monitor and best):
+        return None
+    run.warn_once(
+        f"`.{run.stage}(ckpt_path=None)` was called without a model. The best model of the previous `fit`"
+        " call will be used."
+    )
+    return "best"
+
+
+def read_checkpoint_of_run(
+    run: RunState, path: str | Path, resumes: bool, weights_only: bool | None
+) -> None:
+    """Read the file that a call starts from. A resumed run continues its version."""
+    loop, is_trusted = run.loop, weights_only is False
+    run.checkpoint_path = str(path)
+    run.checkpoint = loop.checkpoint_io.load_checkpoint(path, weights_only=not is_trusted)
+    if resumes:
+        check_resumable(run.checkpoint, path)
+    run.own_state = run.checkpoint.pop(OWN_KEY, None)
+    run.resumes = resumes
+    if not resumes:
+        return
+    if run.own_state is not None:
+        run.data.sampler_seed = run.own_state.get("sampler_seed")
+    version = version_of_checkpoint(Path(path), Path(loop.default_root_dir), run.config.name)
+    if run.config.version is None and version is not None:
+        for logger in run.loggers.csv_loggers:
+            logger.version = version
+
+
+def find_checkpoint(run: RunState, argument: str, keyword: str) -> str | Path | None:
+    """Return the file that "best", "last" or "auto" means, or the path that was given."""
+    loop, config = run.loop, run.config
     if keyword not in KEYWORDS:
         return keyword
-    folder = root / "checkpoints" / name
-    folders = [folder / version_folder(version)] if version is not None else versions_of(folder)
+    if loop.checkpoint_callbacks:
+        return checkpoint_of_callbacks(run, keyword)
+    if keyword == "best":
+        if not config.enable_checkpointing:
+            raise no_best_checkpoint(run)
+        if run.checkpoints.best_model_path:
+            return run.checkpoints.best_model_path
+    folder = Path(loop.default_root_dir, "checkpoints", config.name)
+    version = config.version
+    folders = versions_of(folder) if version is None else [folder / version_folder(version)]
     for candidate in reversed(folders):
-        if not any(candidates_for(keyword, candidate)):
-            continue
-        path = find_best(candidate) if keyword == "best" else find_newest(candidate, keyword)
-        if path is not None or keyword == "auto":
-            # An older version is another run. Where all files of this one are damaged, "auto" starts a new run.
-            return path
-        raise DamagedCheckpointError(
-            f"{argument}: got {keyword!r}, but every checkpoint in {candidate} is damaged. Give another"
-            " path, or train again."
-        )
+        if any(candidate.glob("*.ckpt")):
+            return find_in_version(keyword, candidate, argument)
     if keyword == "auto":
+        return None
+    if (argument, keyword) == ("ckpt_path", "last"):
+        # Trainer starts a new run, so that a job script may always pass ckpt_path="last".
+        warn_of_missing_last(run)
         return None
     raise MissingCheckpointError(
         f"{argument}: got {keyword!r}, expected a checkpoint under {folder}, which has none. Train"
         " first, or give a path."
     )
+
+
+def find_in_version(keyword: str, folder: Path, argument: str) -> Path | None:
+    """Return the checkpoint of a version. An older version is another run, and is not looked at."""
+    path = find_best(folder) if keyword == "best" else find_newest(folder, keyword)
+    if path is None and keyword != "auto":
+        raise DamagedCheckpointError(
+            f"{argument}: got {keyword!r}, but every checkpoint in {folder} is damaged. Give another"
+            " path, or train again."
+        )
+    return path
+
+
+def find_newest(folder: Path, keyword: str = "last") -> Path | None:
+    """Return the newest checkpoint that is whole. A damaged one is named and passed over.
+
+    "auto" does not continue from exception.ckpt, which is not exact.
+    """
+
+    def age(path: Path) -> tuple[bool, int, bool]:
+        is_last = path.name in ("last.ckpt", "exception.ckpt")
+        return is_last, path.stat().st_mtime_ns, path.name == "exception.ckpt"
+
+    for path in sorted(folder.glob("*.ckpt"), key=age, reverse=True):
+        if keyword == "auto" and path.name == "exception.ckpt":
+            continue
+        try:
+            verify_checkpoint(path)
+            if is_sharded_file(path):
+                verify_shards(path, read_checkpoint(path)[SHARDS_KEY])
+            return path
+        except DamagedCheckpointError as error:
+            warnings.warn(f"{error} The checkpoint before it is used.", stacklevel=2)
+    return None
+
+
+def find_best(folder: Path) -> Path | None:
+    """Return the best checkpoint of a version, which its newest one names."""
+    if (folder / "best.ckpt").exists():
+        return folder / "best.ckpt"
+    newest = find_newest(folder)
+    if newest is None:
+        return None
+    own = read_checkpoint(newest).get(OWN_KEY, {}).get("checkpoints", {})
+    name = os.path.basename(own.get("best", ""))
+    return folder / name if name and (folder / name).exists() else None
+
+
+# Where Lightning's checkpoint callbacks save
+
+
+def checkpoint_of_callbacks(run: RunState, keyword: str) -> str | None:
+    """Return the path that a keyword means for the checkpoint callbacks; None where there is none yet."""
+    loop = run.loop
+    if keyword == "best":
+        best = getattr(loop.checkpoint_callbacks[0], "best_model_path", None)
+        if not best:
+            raise no_best_checkpoint(run)
+        return best
+    found = find_last_beside_logs(loop)
+    for callback in loop.callbacks if not found else ():
+        if is_instance_of(callback, "OnExceptionCheckpoint"):
+            found.append(callback.ckpt_path)
+        elif is_instance_of(callback, "ModelCheckpoint"):
+            found.extend(last_checkpoints(callback, loop))
+    found = [path for path in found if path and os.path.exists(path)]
+    if not found and keyword == "last":
+        warn_of_missing_last(run)
+    return max(found, key=os.path.getmtime, default=None)
+
+
+def find_last_beside_logs(loop: Any) -> list[str]:
+    """Return what ModelCheckpoint saved last beside the logs of the newest earlier run.
+
+    Without a dirpath it saves in the folder of the first logger, whose version is new in each process.
+    """
+    has_own_folder = all(getattr(saver, "dirpath", None) for saver in loop.checkpoint_callbacks)
+    if has_own_folder or not loop.loggers or loop.loggers[0].save_dir is None:
+        return []
+    runs, version = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name)), loop.config.version
+    folders = versions_of(runs) if version is None else [runs / version_folder(version)]
+    for folder in reversed(folders):
+        if found := [str(path) for path in folder.glob("checkpoints/last*.ckpt")]:
+            return found
+    return []
+
+
+def warn_of_missing_last(run: RunState) -> None:
+    run.warn_once(
+        f'.{run.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'
+        " will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
+    )
+
+
+def no_best_checkpoint(run: RunState) -> ValueError:
+    """Return the error for "best" where nothing keeps a best checkpoint."""
+    return ValueError(
+        f'`.{run.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save the best'
+        " model. Give an exact path, as with `fast_dev_run=True`."
+    )
+
+
+# Versions
 
 
 def versions_of(folder: Path) -> list[Path]:
@@ -77,44 +269,6 @@ def version_folder(version: int | str) -> str:
     return f"version_{version}" if isinstance(version, int) else version
 
 
-def candidates_for(keyword: str, folder: Path) -> Iterator[Path]:
-    """Yield the checkpoints of a version. "auto" does not continue from exception.ckpt, which is not exact."""
-    for path in folder.glob("*.ckpt"):
-        if keyword != "auto" or path.name != "exception.ckpt":
-            yield path
-
-
-def find_newest(folder: Path, keyword: str = "last") -> Path | None:
-    """Return the newest checkpoint that is whole. A damaged one is named and passed over."""
-
-    def age(path: Path) -> tuple[bool, int, bool]:
-        is_last = path.name in ("last.ckpt", "exception.ckpt")
-        return is_last, path.stat().st_mtime_ns, path.name == "exception.ckpt"
-
-    for path in sorted(candidates_for(keyword, folder), key=age, reverse=True):
-        try:
-            verify_checkpoint(path)
-            if is_sharded_file(path):
-                verify_shards(path, read_checkpoint(path)[SHARDS_KEY])
-        except DamagedCheckpointError as error:
-            warnings.warn(f"{error} The checkpoint before it is used.", stacklevel=2)
-            continue
-        return path
-    return None
-
-
-def find_best(folder: Path) -> Path | None:
-    """Return the best checkpoint of a version, which its newest one names."""
-    if (folder / "best.ckpt").exists():
-        return folder / "best.ckpt"
-    newest = find_newest(folder)
-    if newest is None:
-        return None
-    own = read_checkpoint(newest).get("fabric_template", {}).get("checkpoints", {})
-    name = os.path.basename(own.get("best", ""))
-    return folder / name if name and (folder / name).exists() else None
-
-
 def version_of_checkpoint(path: Path, root: Path, name: str) -> int | str | None:
     """Return the version that a checkpoint belongs to; None if it is not of this run."""
     for kind in ("checkpoints", "logs"):
@@ -127,119 +281,146 @@ def version_of_checkpoint(path: Path, root: Path, name: str) -> int | str | None
     return None
 
 
-def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:
-    """Refuse what is neither a keyword nor a path.
+def check_same_checkpoint(run: RunState) -> None:
+    """Refuse to start where processes have found different checkpoints, on machines without a common folder."""
+    text = str(run.checkpoint_error or run.checkpoint_path)
+    if run.checkpoint is not None and run.checkpoint_error is None:
+        text += f", step {run.checkpoint.get('global_step')}"
+    found = gather_objects(run, text)
+    if len(set(found)) > 1:
+        other = next(rank for rank, text in enumerate(found) if text != found[0])
+        raise CheckpointError(
+            f"resume: the processes have found different checkpoints. Process 0: {found[0]}. Process {other}:"
+            f" {found[other]}. Write default_root_dir= with a folder that all machines share."
+        )
+    if run.checkpoint_error is not None:
+        raise run.checkpoint_error
+
+
+def open_folders(run: RunState, stack: ExitStack) -> None:
+    """Choose the version of a fit and lock its folders. A new run starts with empty files."""
+    loop, version = run.loop, run.config.version
+    own = loop.own_logger
+    if own is not None and version is None and loop.has_fitted and not run.resumes:
+        own.version = None
+    loop.has_fitted = True
+    run.checkpoints = make_checkpoint_manager(run)
+    if not run.fabric.is_global_zero:
+        return
+    resumed_from = None
+    if run.resumes and run.checkpoint is not None:
+        resumed_from = f"step {run.checkpoint['global_step']} from {run.checkpoint_path}"
+    folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
+    if run.checkpoints.folder is not None:
+        folders.append(run.checkpoints.folder)
+    stack.enter_context(lock_folders(folders, resumed_from))
+    if own is not None and version is not None and not run.resumes:
+        own.rewind({})
+
+
+def make_checkpoint_manager(run: RunState) -> CheckpointManager:
+    """Return the manager of a fit, which saves nothing where a Checkpoint callback does."""
+    config = run.config
+    has_callback = any(is_instance_of(callback, "Checkpoint") for callback in run.loop.callbacks)
+    if not config.enable_checkpointing or has_callback:
+        return CheckpointManager(None, config)
+    root = Path(run.loop.default_root_dir)
+    runs, loggers = root / "checkpoints" / config.name, run.loggers.csv_loggers
+    version: Any = loggers[0].version if loggers else config.version
+    if version is None and run.resumes:
+        version = version_of_checkpoint(Path(str(run.checkpoint_path)), root, config.name)
+    if version is None and run.fabric.is_global_zero:
+        version = claim_version(runs)
+    version = run.fabric.broadcast(version)
+    for logger in loggers:
+        logger.version = version
+    return CheckpointManager(runs / version_folder(version), config)
+
+
+# Locks
+
+_open_files: set[IO[str]] = set()
+
+
+def _close_in_child() -> None:
+    for file in _open_files:
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    # Dataloader workers outlive a killed run by seconds, and would keep its locks.
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+@contextmanager
+def lock_folders(folders: Iterable[Path], resumed_from: str | None = None) -> Iterator[None]:
+    """Make this process the only writer of some folders, and record how the run ends.
+
+    The system releases the lock of a killed process. Each .lock file has the process id, a line if the
+    run was resumed, and "finished", "interrupted" or "failed" at the end. ``fabric-template runs`` reads it.
 
     Raises:
-        ConfigurationTypeError: It is no text and no path.
-        ConfigurationError: It is a keyword of another argument.
+        CheckpointError: Another run writes there.
     """
-    expected = f"a path, {' or '.join(map(repr, keywords))}"
-    if value is not None and not isinstance(value, str | os.PathLike):
-        hint = " Load weights in memory with model.load_state_dict(...)." if name == "load" else ""
-        raise ConfigurationTypeError(f"{name}: got {describe(value)}, expected {expected}.{hint}")
-    if value in KEYWORDS and value not in keywords:
-        raise ConfigurationError(
-            f"{name}: got {value!r}, expected {expected}. Write fit(..., resume={value!r})."
+    with ExitStack() as stack:
+        files = []
+        for folder in folders:
+            file = open_lock(folder)
+            if file is not None:
+                files.append(stack.enter_context(file))
+        _open_files.update(files)
+        stack.callback(_open_files.difference_update, files)
+        add_line(files, str(os.getpid()))
+        if resumed_from is not None:
+            add_line(files, f"resumed after {resumed_from}")
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, SIGTERMException):
+            add_line(files, "interrupted")
+            raise
+        except BaseException:
+            add_line(files, "failed")
+            raise
+        add_line(files, "finished")
+
+
+def open_lock(folder: Path) -> IO[str] | None:
+    """Lock a folder and remove what a killed run left there. Returns the open file, None if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for parent in folder.parents[:3]:
+            sync_folder(parent)
+        file = Path(folder, ".lock").open("a+", errors="replace")  # noqa: SIM115
+    except OSError as error:
+        warnings.warn(
+            f"{folder}: it cannot be locked ({error}). Give each run a folder of its own.",
+            stacklevel=2,
         )
-
-
-# Where Lightning's checkpoint callbacks save
-
-
-def default_keyword(loop: Any, run: RunState) -> str | None:
-    """Return the keyword of a call without checkpoint: None, or what Trainer chooses by itself."""
-    name = run.stage
-    on_exception = [c for c in loop.callbacks if is_instance_of(c, "OnExceptionCheckpoint")]
-    if name == "fit":
-        if on_exception:
-            run.warn_once(
-                f"`.{name}(ckpt_path=None)` was called without a model. The last model of the previous `fit`"
-                f" call will be used. You can pass `{name}(ckpt_path='best')` to use the best model or"
-                f" `{name}(ckpt_path='last')` to use the last model. If you pass a value, this warning will"
-                " be silenced."
-            )
-        return "last" if on_exception else None
-    chooses = loop.checkpoint_callbacks or loop.config.monitor
-    best = getattr(loop.checkpoint_callback, "best_model_path", None)
-    if not run.is_last_model or not chooses or not best:
         return None
-    tip = "There is also an on-exception checkpoint available, however it is used by default only when fitting."
-    run.warn_once(
-        f"`.{name}(ckpt_path=None)` was called without a model. The best model of the previous `fit` call"
-        f" will be used. {tip + ' ' if on_exception else ''}You can pass `.{name}(ckpt_path='best')` to use"
-        f" the best model or `.{name}(ckpt_path='last')` to use the last model. If you pass a value, this"
-        " warning will be silenced."
-    )
-    return "best"
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        numbers = [line for line in file.read().splitlines() if line.isdigit()]
+        file.close()
+        process = f" (process {numbers[-1]})" if numbers else ""
+        raise CheckpointError(
+            f"{folder}: another run{process} writes there, expected a free folder. Give this run another"
+            " name or version, or stop the other one."
+        ) from None
+    except (ImportError, OSError):
+        # Windows has no fcntl, and some network drives have no locks. The file still records the state.
+        return file
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+    return file
 
 
-def checkpoint_of_callbacks(loop: Any, keyword: str, run: RunState) -> str | None:
-    """Return the path that a keyword means for the checkpoint callbacks; None where there is none yet."""
-    name = run.stage
-    if keyword == "best":
-        callbacks = loop.checkpoint_callbacks
-        if len(callbacks) > 1:
-            run.warn_once(
-                f'`.{name}(ckpt_path="best")` is called with Trainer configured with multiple'
-                " `ModelCheckpoint` callbacks. It will use the best checkpoint path from first checkpoint"
-                " callback."
-            )
-        best = getattr(callbacks[0], "best_model_path", None)
-        if not best:
-            raise no_best_checkpoint(loop, name)
-        return best
-    found = find_last_beside_logs(loop)
-    if not found:
-        found = [path for path in find_last_checkpoints(loop) if os.path.exists(path)]
-    if not found and keyword == "last":
-        warn_of_missing_last(run)
-    return max(found, key=os.path.getmtime, default=None)
-
-
-def warn_of_missing_last(run: RunState) -> None:
-    run.warn_once(
-        f'.{run.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'
-        " will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
-    )
-
-
-def find_last_checkpoints(loop: Any) -> list[str]:
-    """Return the candidates for "last"."""
-    found: set[str] = set()
-    for callback in loop.callbacks:
-        if is_instance_of(callback, "OnExceptionCheckpoint"):
-            found.add(callback.ckpt_path)
-        elif is_instance_of(callback, "ModelCheckpoint"):
-            found |= last_checkpoints(callback, loop)
-    return sorted(path for path in found if path)
-
-
-def find_last_beside_logs(loop: Any) -> list[str]:
-    """Return what ModelCheckpoint saved last beside the logs of the newest earlier run.
-
-    Without a dirpath it saves in the folder of the first logger, whose version is new in each process.
-    """
-    has_own_folder = all(getattr(saver, "dirpath", None) for saver in loop.checkpoint_callbacks)
-    if has_own_folder or not loop.loggers or loop.loggers[0].save_dir is None:
-        return []
-    logger, version = loop.loggers[0], loop.config.version
-    runs = Path(logger.save_dir, str(logger.name))
-    folders = versions_of(runs) if version is None else [runs / version_folder(version)]
-    for folder in reversed(folders):
-        if found := [str(path) for path in folder.glob("checkpoints/last*.ckpt")]:
-            return found
-    return []
-
-
-def no_best_checkpoint(loop: Any, name: str) -> ValueError:
-    """Return the error for "best" where nothing keeps a best checkpoint."""
-    if loop.config.fast_dev_run:
-        return ValueError(
-            f'You cannot execute `.{name}(ckpt_path="best")` with `fast_dev_run=True`. Please pass an exact'
-            f" checkpoint path to `.{name}(ckpt_path=...)`"
-        )
-    why = " to save the best model" if loop.checkpoint_callbacks else ""
-    return ValueError(
-        f'`.{name}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured{why}.'
-    )
+def add_line(files: Iterable[IO[str]], line: str) -> None:
+    for file in files:
+        # A full disk costs the record of the state only.
+        with suppress(OSError):
+            file.write(f"{line}\n")
+            file.flush()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric_template.checkpoint import checkpoint_io
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
-from fabric_template.checkpoint.run_lock import lock_folders
+from fabric_template.checkpoint.resolve import lock_folders
 from fabric_template.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
 from fabric_template.loggers.csv_logger import claim_version
 from fabric_template.loop import FabricLoop
