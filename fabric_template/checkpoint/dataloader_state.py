@@ -36,7 +36,6 @@ class ResumableLoader:
     the iterator of a resumed pass is made. Afterwards the random numbers are as they were before.
 
     Args:
-        loader: A DataLoader, a TensorLoader or any iterable of batches.
         is_training: Record the random states of workers after each batch, too. For an evaluation this is
             needed only where workers live on from one pass to the next.
 
@@ -74,23 +73,21 @@ class ResumableLoader:
         )
 
     def end_pass(self) -> None:
-        """End a pass, also an early one. Workers shut down here, but for persistent ones."""
-        reader, self._reader = self._reader, None
-        if reader is None:
+        """End a pass, also an early one. Workers shut down as the next one starts, as under Trainer."""
+        if self._reader is None or self._is_finished or not self._is_persistent:
             return
-        if self._is_persistent and not self._is_finished:
-            # Workers have drawn random numbers for batches ahead, with which their next pass continues.
-            # Read these batches without asking for more. torch drops errors in them, too.
-            self.loader._iterator._sampler_iter = iter(())
-            with suppress(Exception):
-                for _ in reader:
-                    pass
-        reader.close()
+        # Workers have drawn random numbers for batches ahead, with which their next pass continues.
+        # Read these batches without asking for more. torch drops errors in them, too.
+        self.loader._iterator._sampler_iter = iter(())
+        with suppress(Exception):
+            for _ in self._reader:
+                pass
 
     def close(self) -> None:
-        """Close the iterator."""
+        """Close the iterator, whose workers shut down, but for persistent ones."""
         if self._reader is not None:
             self._reader.close()
+            self._reader = None
 
     def start_epoch(self) -> None:
         """Forget the passes of the last epoch, but keep a position that was just restored."""
@@ -98,6 +95,7 @@ class ResumableLoader:
             self.passes = 0
 
     def __iter__(self) -> Iterator[Any]:
+        self.close()
         if self._restored is not None:
             return self._resume_pass(self._restored)
         self.passes += 1
@@ -199,10 +197,11 @@ class ResumableLoader:
         sampler = getattr(self.loader, self._index_name)
         count, states = state["round"]
         is_same = self._num_workers and len(states) == self._num_workers
+        indices: Iterator[Any]
         self.batches = min(count, done) if is_same else done
         if self._num_workers and state["num_workers"]:
             # torch draws the order as it starts the workers.
-            indices = skip_items(sampler, self.batches)
+            indices = islice(sampler, self.batches, None)
         else:
             if state["num_workers"]:
                 # The seed of the workers was drawn before the order.
@@ -248,8 +247,7 @@ class ResumableLoader:
             "num_workers": self._num_workers,
             "workers": [unpack_rng_state(state) for state in self._workers],
             "round": [count, [unpack_rng_state(state) for state in states]],
-            "generators": [generator.get_state() for generator in self._generators],
-            "samplers": [deepcopy(sampler.state_dict()) for sampler in self._samplers],
+            **self._generators_and_samplers(),
         }
         if self._stateful_part is not None:
             position["state"] = self.part_state()
@@ -296,8 +294,10 @@ class ResumableLoader:
         return "sampler" if self.loader.batch_sampler is None else "batch_sampler"
 
     def _capture(self) -> dict[str, Any]:
+        return {"rng": capture_rng_state(), **self._generators_and_samplers()}
+
+    def _generators_and_samplers(self) -> dict[str, Any]:
         return {
-            "rng": capture_rng_state(),
             "generators": [generator.get_state() for generator in self._generators],
             "samplers": [deepcopy(sampler.state_dict()) for sampler in self._samplers],
         }
@@ -340,7 +340,6 @@ class WorkerRecorder:
     worker about 80 microseconds more, and 10 kB where samples draw random numbers.
 
     Args:
-        loader: The loader whose functions are called.
         states: The state that each worker starts with. None: as it was seeded.
     """
 
@@ -362,11 +361,6 @@ class WorkerRecorder:
         packed = pack_rng_state()
         has_changed, self._packed = packed != self._packed, packed
         return WorkerBatch(batch, self._worker, packed if has_changed else None)
-
-
-def skip_items(items: Iterable[Any], count: int) -> Iterator[Any]:
-    """Yield the items after the first ones, which are drawn when the next one is asked for."""
-    yield from islice(items, count, None)
 
 
 def has_state(part: Any) -> bool:

@@ -50,13 +50,13 @@ class CheckpointManager:
     def is_enabled(self) -> bool:
         return self.folder is not None
 
-    def _path(self, name: str) -> Path:
-        assert self.folder is not None
-        return self.folder / name
-
     @property
     def dirpath(self) -> str | None:
         return None if self.folder is None else str(self.folder)
+
+    def _path(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / name
 
     def save_step(self, run: RunState) -> None:
         """Save last.ckpt in the middle of an epoch, every save_every_n_steps."""
@@ -139,41 +139,33 @@ class CheckpointManager:
         if math.isnan(value):
             # All are kept, and this one is the worst.
             value = math.inf if config.mode == "min" else -math.inf
-        previous = self.state_dict()
-        path, removed = self._add_best(run, value)
-        if path is None:
+        self._save_among_best(run, value)
+
+    def _save_among_best(self, run: RunState, value: float) -> None:
+        """Save a value that is good enough, and remove the files that it replaces."""
+        k, previous, removed = self.config.save_top_k, dict(self._kept), []
+        is_full = k != -1 and len(previous) >= k
+        if is_full and not self._is_better(value, previous[self._worst()]):
             return
+        path = self._best_path(run, value)
+        self._kept[str(path)] = value
+        while k != -1 and len(self._kept) > k:
+            removed.append(self._worst())
+            del self._kept[removed[-1]]
+        self._choose_best()
         if not self.write(run, path):
-            self.load_state_dict(previous)
+            self._kept = previous
+            self._choose_best()
         elif run.fabric.is_global_zero:
             for old in removed:
                 remove_checkpoint(Path(old))
 
-    def _add_best(self, run: RunState, value: float) -> tuple[Path | None, list[str]]:
-        """Return where a value is to be saved, None if it is not good enough, and what it replaces."""
-        config, k = self.config, self.config.save_top_k
-        if k == 1:
-            if not self._is_better(value, self.best_model_score):
-                return None, []
-            path = self._path("best.ckpt")
-            self.best_model_score, self.best_model_path = value, str(path)
-            return path, []
-        is_full = k != -1 and len(self._kept) >= k
-        if is_full and not self._is_better(value, self._kept[self._worst()]):
-            return None, []
-        name = (
-            f"epoch={self._epoch(run)}-step={run.progress.global_step}-{config.monitor}={value:.4g}"
-        )
-        path = self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
-        self._kept[str(path)] = value
-        removed = []
-        while k != -1 and len(self._kept) > k:
-            removed.append(self._worst())
-            del self._kept[removed[-1]]
-        choose = min if config.mode == "min" else max
-        self.best_model_path = choose(self._kept, key=self._kept.__getitem__)
-        self.best_model_score = self._kept[self.best_model_path]
-        return path, removed
+    def _best_path(self, run: RunState, value: float) -> Path:
+        if self.config.save_top_k == 1:
+            return self._path("best.ckpt")
+        step, monitor = run.progress.global_step, self.config.monitor
+        name = f"epoch={self._epoch(run)}-step={step}-{monitor}={value:.4g}"
+        return self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
 
     def _epoch(self, run: RunState) -> int:
         """Return the epoch that a file names. Trainer saves an epoch before it counts it."""
@@ -184,27 +176,42 @@ class CheckpointManager:
         choose = max if self.config.mode == "min" else min
         return choose(self._kept, key=self._kept.__getitem__)
 
-    def _is_better(self, value: float, best: float | None) -> bool:
-        if best is None:
-            return True
-        return value < best if self.config.mode == "min" else value > best
+    def _choose_best(self) -> None:
+        choose = min if self.config.mode == "min" else max
+        best = choose(self._kept, key=self._kept.__getitem__, default="")
+        self.best_model_path, self.best_model_score = best, self._kept.get(best)
 
-    def save_exception(self, run: RunState) -> None:
-        """Save exception.ckpt after an error, which continues after the last whole optimizer step.
+    def _is_better(self, value: float, other: float) -> bool:
+        return value < other if self.config.mode == "min" else value > other
 
-        Random numbers and logged sums of the failed step count twice, so it is exact only where the step
-        drew and logged nothing. With several processes the others cannot take part, and nothing is saved.
+    def save_exception(self, run: RunState, hook: str | None) -> None:
+        """Save after an error, to continue after the last whole optimizer step.
+
+        The random numbers and logged sums of a failed step count twice, so exception.ckpt is exact only where
+        the step drew and logged nothing. A worker that cannot read a sample fails between two steps, and
+        last.ckpt is saved. With several processes the others cannot take part, and nothing is saved.
+
+        Args:
+            hook: The hook or step that failed.
         """
-        is_new = run.progress.global_step > max(self.saved_step, 0)
-        # Weight averaging exchanges the weights while a fit validates.
-        averages = any(is_instance_of(c, "WeightAveraging") for c in run.hooks.callbacks)
-        are_weights_exchanged = averages and run.progress.stage == "validate"
-        if not self.is_enabled or not is_new or are_weights_exchanged:
+        progress = run.progress
+        is_new = progress.global_step > max(self.saved_step, 0)
+        if not self.is_enabled or not is_new or run.optimization is None:
             return
-        if run.optimization is None or run.fabric.world_size > 1:
+        if run.fabric.world_size > 1:
             return
-        if self.write(run, self._path("exception.ckpt")):
-            self.saved_step = run.progress.global_step
+        averaging = [c for c in run.hooks.callbacks if is_instance_of(c, "WeightAveraging")]
+        if averaging and progress.stage == "validate":
+            if hook != "validation_step":
+                # Nobody knows whether the weights are exchanged.
+                return
+            # It exchanges the weights while a fit validates, and takes them back here.
+            run.hooks.call_callbacks("on_validation_epoch_end", callbacks=averaging)
+        is_between_steps = progress.is_in_epoch and progress.phase is None
+        if is_between_steps and not run.data.train.reads_in_process:
+            self.save_last(run)
+        elif self.write(run, self._path("exception.ckpt")):
+            self.saved_step = progress.global_step
 
     def finish(self, run: RunState) -> None:
         """Try again what could not be written.
@@ -253,8 +260,9 @@ class CheckpointManager:
             with run.hooks.profiled("save_checkpoint"):
                 save_checkpoint(run, checkpoint, path)
         except Exception as error:
-            is_named = isinstance(error, OSError) and error.strerror
-            return error.strerror if is_named else f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError) and error.strerror:
+                return error.strerror
+            return f"{type(error).__name__}: {error}"
         if run.fabric.is_global_zero:
             self._warn_of_refused_classes(path)
         return None
@@ -283,11 +291,7 @@ class CheckpointManager:
         if self.folder is None:
             return
         # Only names inside the run's folder: a file may have been written by somebody else.
-        names = {os.path.basename(name): value for name, value in state["kept"].items()}
-        self._kept = {
-            str(self.folder / n): v for n, v in names.items() if (self.folder / n).exists()
-        }
-        self.best_model_score, self._is_validated = state["score"], state["is_validated"]
-        self._last_step = state["last_step"]
-        best = os.path.basename(state["best"])
-        self.best_model_path = str(self.folder / best) if best else ""
+        kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
+        self._kept = {str(path): value for path, value in kept.items() if path.exists()}
+        self._choose_best()
+        self._is_validated, self._last_step = state["is_validated"], state["last_step"]

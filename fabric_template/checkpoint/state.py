@@ -51,7 +51,7 @@ def build_checkpoint(
     if not weights_only:
         checkpoint["callbacks"] = callbacks_state(run)
         # Fabric's method returns the state on the first process only.
-        get_state = run.fabric.strategy.get_optimizer_state
+        get_state: Any = run.fabric.strategy.get_optimizer_state
         if run.steps.is_model_parallel:
             get_state = torch.optim.Optimizer.state_dict
         checkpoint["optimizer_states"] = [get_state(optimizer) for optimizer in run.optimizers]
@@ -159,10 +159,8 @@ def loops_state(run: RunState) -> dict[str, Any]:
     epoch = _counts(progress.epochs_done, progress.epochs_done)
     batches = _counts(saved["total_batches"], saved["batches_done"])
     # A resume in the middle of a step trains the batches of that step again.
-    batches["total"]["ready"], batches["current"]["ready"] = (
-        progress.total_batches,
-        progress.batches_done,
-    )
+    batches["total"]["ready"] = progress.total_batches
+    batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
         for counts in epoch.values():
             counts["ready"] += 1
@@ -171,33 +169,26 @@ def loops_state(run: RunState) -> dict[str, Any]:
         if run.hooks.current == "on_train_batch_end":
             for counts in batches.values():
                 counts["completed"] -= 1
-    is_automatic = run.module.automatic_optimization
-    steps = progress.global_step if is_automatic else 0
-    in_epoch = progress.optimizer_steps_in_epoch if is_automatic else 0
-    manual_steps = 0 if is_automatic else progress.global_step
+    steps, manual_steps = progress.global_step, 0
+    if not run.module.automatic_optimization:
+        steps, manual_steps = 0, progress.global_step
+    in_epoch = progress.optimizer_steps_in_epoch if steps else 0
     scheduler_steps = sum(getattr(c.scheduler, "last_epoch", 0) or 0 for c in run.lr_schedulers)
     loader_states = run.data.loader_states()
+    optimizer = {"step": _counts(steps, in_epoch), "zero_grad": _counts(steps, 0)}
+    evaluation = {"state_dict": {}, "batch_progress": _counts(0, 0) | {"is_last_batch": False}}
     fit_loop = {
         "state_dict": {"combined_loader": loader_states} if loader_states else {},
         "epoch_progress": epoch,
         "epoch_loop.state_dict": {"_batches_that_stepped": progress.logging_step},
         "epoch_loop.batch_progress": batches | {"is_last_batch": saved["is_last_batch"]},
-        "epoch_loop.scheduler_progress": _counts(scheduler_steps, 0, ("ready", "completed")),
+        "epoch_loop.scheduler_progress": _counts(scheduler_steps, 0),
         "epoch_loop.automatic_optimization.state_dict": {},
-        "epoch_loop.automatic_optimization.optim_progress": {
-            "optimizer": {
-                "step": _counts(steps, in_epoch, ("ready", "completed")),
-                "zero_grad": _counts(steps, 0, ("ready", "started", "completed")),
-            }
-        },
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer},
         "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": _counts(
-            manual_steps, 0, ("ready", "completed")
-        ),
-        "epoch_loop.val_loop.state_dict": {},
-        "epoch_loop.val_loop.batch_progress": _counts(0, 0) | {"is_last_batch": False},
+        "epoch_loop.manual_optimization.optim_step_progress": _counts(manual_steps, 0),
+        **{f"epoch_loop.val_loop.{name}": value for name, value in evaluation.items()},
     }
-    evaluation = {"state_dict": {}, "batch_progress": _counts(0, 0) | {"is_last_batch": False}}
     return {
         "fit_loop": fit_loop,
         "validate_loop": evaluation,
@@ -206,10 +197,8 @@ def loops_state(run: RunState) -> dict[str, Any]:
     }
 
 
-_COUNTERS = ("ready", "started", "processed", "completed")
-
-
-def _counts(total: int, current: int, names: tuple[str, ...] = _COUNTERS) -> dict[str, Any]:
+def _counts(total: int, current: int) -> dict[str, Any]:
+    names = ("ready", "started", "processed", "completed")
     return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
 
 
@@ -342,9 +331,9 @@ def restore_mini_run(run: RunState, own: dict[str, Any]) -> None:
         columns, rows = read_table(path)[:2] if path.exists() else ([], [])
         count = sum(int(row["step"]) <= progress["global_step"] for row in rows)
         logger.rewind({"rows": count, "columns": columns}, run.history.rows)
-    best = "best.ckpt" if score is not None else ""
-    state = {"best": best, "score": score, "kept": {}, "is_validated": False}
-    run.checkpoints.load_state_dict({**state, "last_step": progress["global_step"]})
+    kept = {} if score is None else {"best.ckpt": score}
+    state = {"kept": kept, "is_validated": False, "last_step": progress["global_step"]}
+    run.checkpoints.load_state_dict(state)
 
 
 def find_frozen_parameters(run: RunState) -> list[str]:
@@ -450,10 +439,6 @@ def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> No
     progress.logging_step = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
     # In on_train_epoch_start an epoch is ready but not started, and the batches are those of the epoch before.
     is_in_epoch = epoch["started"] > epoch["processed"]
-    if ready and not is_in_epoch and not is_after_last:
-        # max_steps ended the epoch early, and Trainer counted it.
-        progress.epochs_done -= 1
-        is_in_epoch = True
     if is_in_epoch and is_after_last:
         # Trainer leaves out what was to come after the last batch.
         progress.epochs_done += 1

@@ -280,10 +280,10 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     run.loop.status = TrainerStatus.INTERRUPTED
     run.exception = error
     was_signaled = run.signals is not None and run.signals.received is not None
-    run.hooks.current = None
+    hook, run.hooks.current = run.hooks.current, None
     if run.stage == "fit" and not was_signaled:
         with warn_of_failure(error, "the state could not be saved"):
-            run.checkpoints.save_exception(run)
+            run.checkpoints.save_exception(run, hook)
         with warn_of_failure(error, "its place could not be described"):
             add_note(run, error)
     for callback in list(run.hooks.callbacks):

@@ -116,9 +116,9 @@ def test_resume_from_a_file_of_model_checkpoint(tmp_path):
     assert_same_end(whole, fit(tmp_path / "cut", make, loader, seed=9, max_epochs=2, resume=path))
 
 
-def test_resume_from_a_file_of_trainer(tmp_path):
-    """A file of a run that max_steps ended with an epoch continues with the next epoch."""
-    steps = 6
+@pytest.mark.parametrize("steps", [4, 6])
+def test_resume_from_a_file_of_trainer(tmp_path, steps):
+    """A file of a run that max_steps ended continues with the next epoch, as in Trainer."""
     saving = ModelCheckpoint(tmp_path, save_last=True)
     run_trainer(Classifier, lambda: make_loader(24), max_steps=steps, callbacks=[saving], enable_checkpointing=True)
     loop, _, history = fit(tmp_path, train=lambda: make_loader(24), max_epochs=2, resume=tmp_path / "last.ckpt")
