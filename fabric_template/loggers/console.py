@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -222,22 +222,10 @@ class EpochTable:
         head = {name: name for name in self._widths}
         return "\n".join(map(self._line, [head, *self.rows[-num_rows:]])) if self.rows else ""
 
-    def html(self, num_rows: int) -> str:
-        """Return the table with its last rows for a notebook."""
-        lines = [html_row("th", self._widths)]
-        for row in self.rows[-num_rows:]:
-            lines.append(html_row("td", [row.get(name, "") for name in self._widths]))
-        return "<table>\n" + "\n".join(lines) + "\n</table>" if self.rows else ""
-
     def _line(self, cells: Mapping[str, str]) -> str:
         return "  ".join(
             f"{cells.get(n, ''):>{width}}" for n, width in self._widths.items()
         ).rstrip()
-
-
-def html_row(tag: str, texts: Iterable[str]) -> str:
-    cells = [f"<{tag}>{html.escape(text)}</{tag}>" for text in texts]
-    return f"<tr>{''.join(cells)}</tr>"
 
 
 class Screen:
@@ -382,11 +370,10 @@ class NotebookScreen(Screen):
         from IPython.display import display
         from tqdm import tqdm
 
-        lines = "\n".join([tqdm.format_meter(**self._meter, ncols=100), *self._texts])
-        data = {
-            "text/html": f"{self.table.html(num_rows)}<pre>{html.escape(lines)}</pre>",
-            "text/plain": f"{self.table.text(num_rows)}\n{lines}",
-        }
+        bar = tqdm.format_meter(**self._meter, ncols=100)
+        text = "\n".join(filter(None, [self.table.text(num_rows), bar, *self._texts]))
+        page = f'<pre style="white-space: pre">{html.escape(text)}</pre>'
+        data = {"text/html": page, "text/plain": text}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
@@ -110,25 +109,20 @@ class LoggerConnector:
             if not isinstance(logger, CSVLogger):
                 if metrics:
                     logger.log_metrics(metrics=values, step=step)
-                    call_if_defined(logger, "save")
+                    logger.save()
             elif row:
                 in_row = {"epoch": progress.epochs_done, **to_numbers(row)}
                 logger.log_metrics(in_row, step=progress.global_step)
 
     def log_hyperparameters(self, run: RunState) -> None:
         """Log the hyperparameters of the module and the datamodule."""
-        if not self.loggers:
-            return
-        hparams = merge_hyperparameters(run.model, run.datamodule)
+        hparams = merge_hyperparameters(run.model, run.datamodule) if self.loggers else {}
         for logger in self.loggers:
             if not isinstance(logger, CSVLogger):
                 if hparams:
-                    call_if_defined(logger, "log_hyperparams", hparams)
-                # A logger of Fabric fails at a module without example_input_array.
-                has_example = getattr(run.module, "example_input_array", None) is not None
-                if isinstance(logger, Logger) or has_example:
-                    call_if_defined(logger, "log_graph", run.module)
-                call_if_defined(logger, "save")
+                    logger.log_hyperparams(hparams)
+                logger.log_graph(run.module)
+                logger.save()
             elif run.stage == "fit":
                 logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
 
@@ -141,7 +135,7 @@ class LoggerConnector:
 
     def finalize(self, status: str) -> None:
         for logger in self.loggers:
-            call_if_defined(logger, "finalize", status)
+            logger.finalize(status)
 
     def state_dict(self) -> dict[str, Any]:
         positions = [logger.position() for logger in self.csv_loggers]
@@ -149,10 +143,11 @@ class LoggerConnector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._evaluated_batches = dict(state["evaluated_batches"])
-        # The saved run may have had fewer CSV loggers.
-        for logger, position in zip_longest(self.csv_loggers, state["positions"]):
-            if logger is not None:
-                logger.rewind(position or {}, self.run.history.rows)
+        positions = state["positions"]
+        for index, logger in enumerate(self.csv_loggers):
+            # The saved run may have had fewer CSV loggers.
+            position = positions[index] if index < len(positions) else {}
+            logger.rewind(position, self.run.history.rows)
 
 
 def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
@@ -161,31 +156,21 @@ def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
     Raises:
         RuntimeError: They have different values for one name.
     """
-    merged: dict[str, Any] = {}
-    inconsistent_keys = []
-    for part in (model, datamodule):
-        has_hparams = logs_hyperparameters(part)
-        for key, value in (part.hparams_initial if has_hparams else {}).items():
-            # LightningCLI keeps the class of each part under this name.
-            if key == "_class_path":
-                continue
-            # As texts, because an array has no single answer to whether it is equal.
-            if key in merged and repr(merged[key]) != repr(value):
-                inconsistent_keys.append(key)
-            merged[key] = value
-    if inconsistent_keys:
-        raise RuntimeError(
-            f"Error while merging hparams: the keys {inconsistent_keys} are present in both the"
-            " LightningModule's and LightningDataModule's hparams but have different values."
-        )
-    return merged
-
-
-def call_if_defined(logger: Any, name: str, *args: Any, **kwargs: Any) -> None:
-    """Call an optional method of a logger. Only log_metrics is required."""
-    method = getattr(logger, name, None)
-    if callable(method):
-        method(*args, **kwargs)
+    parts = [part.hparams_initial for part in (model, datamodule) if logs_hyperparameters(part)]
+    # LightningCLI keeps the class of each part under this name.
+    first, *others = [{k: v for k, v in part.items() if k != "_class_path"} for part in parts] or [
+        {}
+    ]
+    for other in others:
+        # As texts, because an array has no single answer to whether it is equal.
+        different = [key for key in other if key in first and repr(first[key]) != repr(other[key])]
+        if different:
+            raise RuntimeError(
+                f"Error while merging hparams: the keys {different} are present in both the"
+                " LightningModule's and LightningDataModule's hparams but have different values."
+            )
+        first |= other
+    return first
 
 
 class LoggerAdapter(Logger):
@@ -212,10 +197,12 @@ class LoggerAdapter(Logger):
         self._logger.log_metrics(metrics, step)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        call_if_defined(self._logger, "log_hyperparams", *args, **kwargs)
+        if hasattr(self._logger, "log_hyperparams"):
+            self._logger.log_hyperparams(*args, **kwargs)
 
     def finalize(self, status: str) -> None:
-        call_if_defined(self._logger, "finalize", status)
+        if hasattr(self._logger, "finalize"):
+            self._logger.finalize(status)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_logger":

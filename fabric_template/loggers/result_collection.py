@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -156,8 +155,8 @@ def hook_error(hook: str | None) -> ConfigurationError:
     """Return the error for a call of ``self.log`` where nothing can be logged."""
     where = f"inside `{hook}`" if hook else "outside of the loop's hooks"
     return ConfigurationError(
-        f"You can't `self.log()` {where}. HINT: You can still log directly to the logger by using"
-        " `self.logger.experiment`."
+        f"You can't `self.log()` {where}: the loop's result collection is not registered yet, or the hook"
+        " belongs to no step and no epoch. `self.logger.experiment` logs directly to the logger."
     )
 
 
@@ -319,14 +318,13 @@ class Results(dict):
         return self.batch_size
 
 
-@dataclass
-class MetricViews:
+class MetricViews(NamedTuple):
     """The current value of each name, for those who read it."""
 
-    callback: dict[str, Tensor]
-    logged: dict[str, Tensor]
-    progress_bar: dict[str, Tensor]
-    row: dict[str, Tensor]
+    callback: dict[str, Any]
+    logged: dict[str, Any]
+    progress_bar: dict[str, Any]
+    row: dict[str, Any]
 
 
 class ResultCollection:
@@ -342,11 +340,10 @@ class ResultCollection:
         self,
         hooks: Any,
         module: Any,
-        stage: str,
         all_reduce: Callable[..., Any] | None,
         is_enabled: bool,
     ) -> None:
-        self._hooks, self._module, self._stage = hooks, module, stage
+        self._hooks, self._module = hooks, module
         self._all_reduce, self._is_enabled = all_reduce, is_enabled
         self.train, self.evaluation = Results(is_training=True), Results(is_training=False)
         self.active: Results | None = None
@@ -382,9 +379,10 @@ class ResultCollection:
     ) -> None:
         """Log a number, a tensor of one element or a torchmetrics object; see LightningModule.log."""
         results, hook = self.active, self._hooks.current
-        if results is None or not self._is_enabled:
-            self._refuse(hook)
+        if not self._is_enabled:
             return
+        if results is None:
+            raise hook_error(hook)
         index = results.dataloader_idx
         of_name = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist)
         given = (*of_name, sync_dist_group, add_dataloader_idx, rank_zero_only, index)
@@ -437,21 +435,6 @@ class ResultCollection:
             )
         metric.given = given
         return metric
-
-    def _refuse(self, hook: str | None) -> None:
-        if not self._is_enabled:
-            warnings.warn(
-                "You are trying to `self.log()` but `Trainer(barebones=True)` is configured. Logging can"
-                " impact raw speed so it is disabled under this setting.",
-                stacklevel=3,
-            )
-        elif self._stage == "predict":
-            raise ConfigurationError(
-                "You are trying to `self.log()` in a `predict` hook, where the loop's result collection is not"
-                " registered yet."
-            )
-        else:
-            raise hook_error(hook)
 
     def start_training(self) -> None:
         """Log for training from now on, after a validation where it was before."""

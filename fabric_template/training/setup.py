@@ -99,7 +99,6 @@ def make_run(
         results=ResultCollection(
             hooks,
             network,
-            stage,
             fabric.all_reduce if fabric.world_size > 1 else None,
             not config.barebones,
         ),

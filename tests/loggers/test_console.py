@@ -439,9 +439,8 @@ def test_a_notebook(tmp_path, monkeypatch):
     assert (shown.output_type, printed.output_type) == ("display_data", "stream")
     assert printed.text == "printed 0\nprinted 1\n"
     page, text = shown.data["text/html"], shown.data["text/plain"].splitlines()
-    assert page.count("<tr") == 3
-    assert "*</td>" in page
-    assert "<pre>2 epochs: 100%|" in page
+    assert "*" in page
+    assert "\n2 epochs: 100%|" in page
     assert text[0].split() == ["epoch", "step", "train_loss", "train_acc", "val_loss", "val_acc", "lr", "time"]
     assert [line.split()[:2] for line in text[1:3]] == [["0", "4"], ["1", "8"]]
     assert text[3].startswith("2 epochs: 100%|")
@@ -449,5 +448,5 @@ def test_a_notebook(tmp_path, monkeypatch):
     summary = notebook.cells[2].outputs[0].data["text/plain"]
     assert "ended       max_epochs=2 is reached" in summary
     limited = notebook.cells[3].outputs[0].data["text/html"]
-    assert limited.count("<tr") == 26
+    assert limited.count("\n") == 27
     assert "ended in epoch 24, after step 100: max_steps=100 is reached</pre>" in limited
