@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fabric_template import read_logs
+from fabric_template.loggers import history
 
 
 class Half(Plain):
@@ -187,10 +188,19 @@ def test_the_batch_size_of_self_log_weights_what_the_step_returns(tmp_path, make
     )
 
 
-def test_an_ambiguous_batch_size_is_warned_of(tmp_path):
-    class WithoutLog(ImageModule):
-        def training_step(self, batch, batch_idx):
-            return 0 * self.net.weight.sum() + batch[0][0].mean()
+def test_the_time_of_a_resumed_epoch_is_that_of_the_whole_epoch(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(history.time, "monotonic", lambda: now[0])
 
-    with pytest.warns(UserWarning, match="The batch size we found is 3. To avoid any miscalculations, use `self.log"):
-        fit(tmp_path, WithoutLog, make_images, max_epochs=1)
+    class Slow(Plain):
+        def setup(self, stage):
+            now[0] += 1000
+
+        def training_step(self, batch):
+            now[0] += 10
+            return super().training_step(batch)
+
+    options = {"max_epochs": 2, "save_every_n_steps": 1}
+    fit(tmp_path, Slow, lambda: make_loader(8), max_steps=3, **options)
+    resumed = fit(tmp_path, Slow, lambda: make_loader(8), resume="auto", **options)[2]
+    assert resumed["time"].tolist() == [20.0, 20.0]
