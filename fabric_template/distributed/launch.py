@@ -9,14 +9,14 @@ import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
@@ -183,7 +183,8 @@ def launch_processes(run: RunState) -> Any:
     Raises:
         BaseException: What the first process that failed has raised.
     """
-    with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, _unchanged_port():
+    # Lightning sets the port for its children, and the next call needs another one.
+    with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_call_in_process, folder, run.loop, run.stage, arguments_of(run))
         with SignalForwarder(is_quiet=True) as signals:
             try:
@@ -208,18 +209,6 @@ def launch_processes(run: RunState) -> Any:
     if outcome["ending"] is not None:
         raise outcome["ending"]
     return outcome["result"]
-
-
-@contextmanager
-def _unchanged_port() -> Iterator[None]:
-    # Lightning sets the port for its children. The next call needs another one.
-    port = os.environ.get("MASTER_PORT")
-    try:
-        yield
-    finally:
-        os.environ.pop("MASTER_PORT", None)
-        if port is not None:
-            os.environ["MASTER_PORT"] = port
 
 
 def arguments_of(run: RunState) -> dict[str, Any]:

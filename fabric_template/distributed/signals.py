@@ -128,7 +128,6 @@ class SignalForwarder(SignalHandler):
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()
-        self._other_children = {child.pid for child in multiprocessing.active_children()}
         # A forked process ends at once until it sets its own handlers. Python's handler for SIGINT would
         # raise KeyboardInterrupt, which torch takes for a regular end.
         register_after_fork(self, SignalForwarder._restore_defaults)
@@ -143,7 +142,7 @@ class SignalForwarder(SignalHandler):
     def handle(self, number: int, frame: Any) -> None:
         if self.received is None:
             for child in multiprocessing.active_children():
-                if child.pid is not None and child.pid not in self._other_children:
+                if child.pid is not None:
                     os.kill(child.pid, number)
         super().handle(number, frame)
 

@@ -31,6 +31,8 @@ from .private import wrap_optimizer
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
+# What a loop of Trainer's takes from Trainer, and what Trainer takes from Fabric.
+_OF_TRAINER = ("max_epochs", "min_epochs", "max_steps", "min_steps", "global_step")
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
 # Attributes that are only read, by their name: what returns each for a loop.
 _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
@@ -177,8 +179,6 @@ class TrainerAPI:
     def val_check_batch(self) -> int | float | None:
         return self.runs["fit"].validation_schedule.every_n_batches if "fit" in self.runs else None
 
-    # What was logged
-
     def metrics(self, view: str) -> dict[str, Any]:
         if self.run is None:
             return {}
@@ -286,9 +286,8 @@ class TrainerAPI:
 
     @property
     def accelerator(self) -> Any:
-        own = self.fabric.accelerator
-        kind = getattr(accelerators, type(own).__name__, None)
-        return own if kind is None else kind()
+        kind = type(self.fabric.accelerator)
+        return getattr(accelerators, kind.__name__, kind)()
 
     @property
     def device_ids(self) -> list[int]:
@@ -352,7 +351,7 @@ class TrainerAPI:
             join_processes(self.fabric)
         return self.fabric.init_module(empty_init=empty_init)
 
-    # Loops, and what Lightning's own code reads by names with an underscore
+    # What Lightning's own code reads by names with an underscore
 
     @property
     def _logger_connector(self) -> SimpleNamespace:
@@ -453,6 +452,8 @@ class LoopAPI:
         """Return counters as a checkpoint has them, such as ``epoch_progress`` and ``batch_progress``."""
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _OF_TRAINER:
+            return getattr(self.trainer, name)
         found = {}
         for key, value in self.state_dict().items():
             place = key.removeprefix("epoch_loop.")
@@ -463,6 +464,12 @@ class LoopAPI:
         if not found:
             raise AttributeError(f"FabricLoop's {self._key} has no attribute {name!r}.")
         return as_namespace(found)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("max_epochs", "max_steps"):
+            setattr(self.trainer, name, -1 if value is None else value)
+        else:
+            super().__setattr__(name, value)
 
 
 class FitLoopAPI(LoopAPI):
@@ -479,32 +486,12 @@ class FitLoopAPI(LoopAPI):
         return EvaluationLoopAPI(self.trainer, "validate_loop")
 
     @property
-    def max_epochs(self) -> int | None:
-        return self.trainer.max_epochs
-
-    @max_epochs.setter
-    def max_epochs(self, value: int | None) -> None:
-        self.trainer.max_epochs = -1 if value is None else value
-
-    @property
-    def max_steps(self) -> int:
-        return self.trainer.max_steps
-
-    @max_steps.setter
-    def max_steps(self, value: int) -> None:
-        self.trainer.max_steps = value
-
-    @property
     def max_batches(self) -> int | float:
         return self._run.progress.num_train_batches
 
     @max_batches.setter
     def max_batches(self, value: int | float) -> None:
         self._run.progress.num_train_batches = value
-
-    @property
-    def global_step(self) -> int:
-        return self.trainer.global_step
 
     @property
     def total_batch_idx(self) -> int:

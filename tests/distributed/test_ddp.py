@@ -18,7 +18,6 @@ from modules import (
     run_trainer,
     sgd,
 )
-from runs import Snapshots, fit, logs_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -166,8 +165,7 @@ def test_one_run_with_everything_on(tmp_path):
 
 CASES = {
     "plain": {},
-    "accumulate_3_of_5": {"accumulate_grad_batches": 3},
-    "clip_norm": {"gradient_clip_val": 0.1},
+    "accumulate_and_clip": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
     "bf16_mixed": {"precision": "bf16-mixed"},
     "val_check_interval": {"val_check_interval": 2},
 }
@@ -277,7 +275,7 @@ def test_gradients_are_averaged_once_per_accumulation_window(tmp_path):
     assert loop.global_step == 3
 
 
-@pytest.mark.parametrize("accumulate", [1, 3, 5])
+@pytest.mark.parametrize("accumulate", [1, 3])
 def test_two_processes_equal_one_with_twice_the_batch(accumulate):
     """Each process takes every second sample, so both batches together are the larger one."""
 
@@ -289,7 +287,7 @@ def test_two_processes_equal_one_with_twice_the_batch(accumulate):
         return run_loop(lambda: Classifier(sgd, dropout=0.0, on_step=False), lambda: loader, **words, **where)
 
     (loop, two), (_, one) = fit(4, **FORK), fit(8)
-    assert loop.global_step == {1: 10, 3: 4, 5: 2}[accumulate]
+    assert loop.global_step == {1: 10, 3: 4}[accumulate]
     for first, second in zip(two.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-12)
 
@@ -327,20 +325,6 @@ def test_resume_equals_an_uninterrupted_run(tmp_path):
     assert all(torch.equal(momentum[0][i]["momentum_buffer"], momentum[1][i]["momentum_buffer"]) for i in momentum[0])
     rows = [(tmp_path / f / "logs/run/version_0/metrics.csv").read_text().splitlines() for f in ("whole", "parts")]
     assert [row.rsplit(",", 1)[0] for row in rows[0]] == [row.rsplit(",", 1)[0] for row in rows[1]]
-
-
-def test_resume_in_mid_epoch_with_a_weighted_sampler(tmp_path):
-    """Lightning's wrapper draws the whole order at the start of a pass."""
-
-    def weighted():
-        return DataLoader(make_data(40), 4, sampler=WeightedRandomSampler(torch.arange(40) + 1.0, 40))
-
-    words = {**FORK, "max_epochs": 1, "save_every_n_steps": 1}
-    copies = tmp_path / "killed"
-    whole = fit(tmp_path / "whole", Synced, weighted, callbacks=[Snapshots(tmp_path / "whole", copies)], **words)
-    resumed = fit(copies / "3", Synced, weighted, seed=99, resume="last", **words)
-    assert_same_weights(whole[1], resumed[1])
-    assert logs_of(copies / "3") == logs_of(tmp_path / "whole")
 
 
 # ---- evaluation and errors

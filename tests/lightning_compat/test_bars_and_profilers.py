@@ -39,18 +39,6 @@ def test_model_summary(tmp_path, caplog, depth):
     assert "Trainable params" in tables[0]
 
 
-def test_rich_model_summary(tmp_path, capsys):
-    """The callback's table takes the place of the loop's."""
-    tables = []
-    for name, kind in LOOPS.items():
-        options = {"max_epochs": 1, "enable_model_summary": True, "callbacks": [cb.RichModelSummary()]}
-        loop = kind(**quiet(default_root_dir=str(tmp_path / name), limit_train_batches=1, **options))
-        loop.fit(Shown(), make_loader(), val_loader())
-        tables.append(capsys.readouterr().out)
-    assert tables[0] == tables[1]
-    assert "Total params" in tables[1]
-
-
 # Progress bars
 
 
@@ -71,39 +59,27 @@ class NotedTqdm(cb.TQDMProgressBar):
         self.seen.append((hook, bar.desc, bar.total, bar.n, metrics))
 
 
-class NotedRich(cb.RichProgressBar):
-    def __init__(self, **options):
-        super().__init__(console_kwargs={"file": io.StringIO()}, **options)
-        self.seen = []
-
-    def note(self, hook, bar, trainer, module):
-        metrics = {name: float(value) for name, value in self.get_metrics(trainer, module).items()}
-        tasks = [(task.description, task.total, task.completed, task.visible) for task in self.progress.tasks]
-        self.seen.append((hook, tasks, metrics))
-
-
-def noting(kind, hook, bar):
-    """Let a class record its bar after a hook."""
-    drawn = getattr(kind, hook)
+def noting(hook, bar):
+    """Let the class record its bar after a hook."""
+    drawn = getattr(NotedTqdm, hook)
 
     def noted(self, trainer, module, *args):
         drawn(self, trainer, module, *args)
-        self.note(hook, getattr(self, bar) if isinstance(self, NotedTqdm) else None, trainer, module)
+        self.note(hook, getattr(self, bar), trainer, module)
 
-    setattr(kind, hook, noted)
+    setattr(NotedTqdm, hook, noted)
 
 
-for _kind in (NotedTqdm, NotedRich):
-    for _hook, _bar in {
-        "on_train_epoch_start": "train_progress_bar",
-        "on_train_batch_end": "train_progress_bar",
-        "on_train_epoch_end": "train_progress_bar",
-        "on_validation_batch_start": "val_progress_bar",
-        "on_validation_batch_end": "val_progress_bar",
-        "on_test_batch_end": "test_progress_bar",
-        "on_predict_batch_end": "predict_progress_bar",
-    }.items():
-        noting(_kind, _hook, _bar)
+for _hook, _bar in {
+    "on_train_epoch_start": "train_progress_bar",
+    "on_train_batch_end": "train_progress_bar",
+    "on_train_epoch_end": "train_progress_bar",
+    "on_validation_batch_start": "val_progress_bar",
+    "on_validation_batch_end": "val_progress_bar",
+    "on_test_batch_end": "test_progress_bar",
+    "on_predict_batch_end": "predict_progress_bar",
+}.items():
+    noting(_hook, _bar)
 
 
 class Barred(Classifier):
@@ -121,25 +97,15 @@ class Barred(Classifier):
         return self(batch[0])
 
 
-@pytest.fixture
-def rich_as_found():
-    import rich
-
-    yield
-    rich.reconfigure()
-
-
-@pytest.mark.parametrize("kind", [NotedTqdm, NotedRich])
 @pytest.mark.parametrize(
     "options",
     [{}, {"val_check_interval": 0.5}, {"max_epochs": -1, "max_steps": 13}, {"check_val_every_n_epoch": 2}],
     ids=str,
 )
-@pytest.mark.usefixtures("rich_as_found")
-def test_progress_bar(tmp_path, kind, options):
+def test_progress_bar(tmp_path, options):
     """Totals, positions, titles and values are equal after each batch of fit, test and predict."""
     options = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
-    sides = run_both(tmp_path, lambda root: kind(refresh_rate=3), Barred, **BAR, **options)
+    sides = run_both(tmp_path, lambda root: NotedTqdm(refresh_rate=3), Barred, **BAR, **options)
     for side in sides:
         side.trainer.test(side.module, val_loader(), verbose=False)
         side.trainer.predict(side.module, val_loader())
@@ -236,20 +202,6 @@ def test_simple_profiler(tmp_path):
     assert re.search(r"\|  run_training_epoch\s+\|", (tmp_path / "loop" / "fit-report.txt").read_text())
 
 
-@pytest.mark.filterwarnings("ignore:.*(does not have many workers|has no logger|`logger=True` but)")
-def test_advanced_profiler(tmp_path):
-    theirs, ours = profile_both(tmp_path, lambda root: profilers.AdvancedProfiler(dirpath=root, filename="report"))
-    for word in ("fit", "test", "predict"):
-        names = [
-            re.findall(
-                r"^Profile stats for: (.*?)(?: rank.*)?$", (tmp_path / name / f"{word}-report.txt").read_text(), re.M
-            )
-            for name in LOOPS
-        ]
-        assert set(names[1]) <= set(names[0])
-        assert any(name.endswith(("_step", "run_training_batch")) for name in names[1])
-
-
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|has no logger|`logger=True` but|Profiler)")
 def test_pytorch_profiler(tmp_path):
     """Its schedule counts steps, and its trace has the names of modules."""
@@ -276,10 +228,22 @@ def test_names(word, kind):
     assert type(FabricLoop(accelerator="cpu", profiler=word).profiler).__name__ == f"{kind}Profiler"
 
 
-def test_no_profiler():
-    loop = FabricLoop(accelerator="cpu")
-    assert type(loop.profiler).__name__ == "PassThroughProfiler"
-    with pytest.raises(
-        ValueError, match="it can only be one of .'advanced', 'pytorch', 'simple'.. profiler: got 'fast'"
-    ):
+def test_an_unknown_profiler_is_refused():
+    assert type(FabricLoop(accelerator="cpu").profiler).__name__ == "PassThroughProfiler"
+    with pytest.raises(ValueError, match="it can only be one of .'advanced', 'pytorch', 'simple'"):
         FabricLoop(accelerator="cpu", profiler="fast")
+
+
+# The bar that Trainer adds by itself
+
+
+def test_a_bar_that_is_read_before_a_run_takes_the_place_of_the_console(tmp_path, capsys):
+    options = {"max_epochs": 2, "limit_train_batches": 3, "default_root_dir": str(tmp_path), **BAR}
+    loop = FabricLoop(**{**quiet(), **options})
+    bar = loop.progress_bar_callback
+    assert type(bar) is cb.TQDMProgressBar
+    assert loop.progress_bar_callback is bar
+    loop.fit(Barred(), make_loader())
+    assert (bar.train_progress_bar.n, bar.train_progress_bar.total) == (3, 3)
+    assert "Epoch 1: 100%" in "".join(capsys.readouterr())
+    assert FabricLoop(accelerator="cpu", enable_progress_bar=False).progress_bar_callback is None

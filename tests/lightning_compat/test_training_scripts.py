@@ -8,6 +8,7 @@ import yaml
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.plugins import DoublePrecision
 from modules import quiet
 
 from fabric_template import FabricLoop, read_logs
@@ -60,6 +61,11 @@ def test_callbacks_in_a_list_of_any_kind(kind):
     assert loop.callbacks == [one, two]
     loop.fit(Configured())
     assert (one.starts, another.starts) == (1, 1)
+
+
+def test_plugins_and_loggers_too():
+    loop = FabricLoop(plugins=Listed([DoublePrecision()]), logger=Listed([CSVLogger("one"), CSVLogger("two")]), **SHORT)
+    assert (loop.precision, [logger.save_dir for logger in loop.loggers]) == ("64-true", ["one", "two"])
 
 
 def test_values_logged_before_fit_are_in_the_folder_of_the_fit():
