@@ -299,6 +299,9 @@ def handle_exception(run: RunState, error: BaseException) -> None:
         run.loop.checkpoint_io.teardown()
     with warn_of_failure(error, "the last values could not be read"):
         run.results.end()
+    if run.results.active:
+        with warn_of_failure(error, "the metrics could not be computed"):
+            run.results.update_metrics()
     run.progress.stage = run.results.active = None
 
 

@@ -105,20 +105,16 @@ def resume_in(rank, folders, arguments):
     print("ended at step", loop.global_step, file=sys.stderr)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"resume": "last"}, {"resume": LAST}, {"resume": "auto"}, {"load": "last"}], ids=str
-)
+@pytest.mark.parametrize("arguments", [{"resume": "last"}, {"resume": "auto"}, {"load": "last"}], ids=str)
 def test_processes_that_find_different_checkpoints(arguments):
-    """All end with the same error, whether one has another file or none. With the same file they resume."""
-    for name, seed in (("one", 1), ("other", 2)):
-        fit(name, Classifier, seed=seed, max_epochs=1, devices=2, **FORK)
+    """All end with the same error where one has no file. With the same file they resume."""
+    fit("one", Classifier, max_epochs=1, devices=2, **FORK)
     Path("empty").mkdir()
     shutil.copytree("one", "same")
-    for folders in (["one", "other"], ["one", "empty"]):
-        codes, errors = externally(resume_in, folders, arguments)
-        assert codes == [1, 1]
-        for error in errors:
-            assert "CheckpointError: resume: the processes have found different checkpoints. Process 0: " in error
+    codes, errors = externally(resume_in, ["one", "empty"], arguments)
+    assert codes == [1, 1]
+    for error in errors:
+        assert "CheckpointError: resume: the processes have found different checkpoints" in error
     codes, errors = externally(resume_in, ["one", "same"], arguments)
     assert codes == [0, 0]
     assert all("ended at step 10" in error for error in errors)
