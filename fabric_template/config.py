@@ -11,14 +11,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import (
-    Any,
-    Concatenate,
-    ParamSpec,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Concatenate, ParamSpec, get_args, get_origin, get_type_hints
 
 P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
@@ -147,11 +140,8 @@ class LoopConfig:
     """torch.compile the steps: True, a mode such as "max-autotune", or the keywords as a dict."""
 
     def __post_init__(self) -> None:
-        values = vars(self)
-        wrong_types = [name for name in values if not _has_type(name, values[name])]
-        wrong = [
-            name for name in values if name in wrong_types or not _is_valid(name, values[name])
-        ]
+        wrong_types = [name for name in vars(self) if not self._has_type(name)]
+        wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
         if wrong or problems:
             # Importing Lightning takes seconds, which --help must not wait for.
@@ -159,29 +149,43 @@ class LoopConfig:
 
             for name in wrong:
                 expected = _RANGES[name][0] if name in _RANGES else "True or False"
-                problems.append(f"{name}: got {describe(values[name])}, expected {expected}.")
+                problems.append(f"{name}: got {describe(vars(self)[name])}, expected {expected}.")
             kind = ConfigurationTypeError if wrong_types else ConfigurationError
             raise kind(" ".join(problems))
 
+    def _has_type(self, name: str) -> bool:
+        """Return whether a value has a type of the option's annotation. A bool is no number."""
+        value, hint = vars(self)[name], _HINTS[name]
+        kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
+        if Any in kinds:
+            return True
+        if isinstance(value, bool):
+            return bool in kinds
+        return isinstance(value, tuple(kinds)) or (float in kinds and isinstance(value, int))
+
+    def _is_in_range(self, name: str) -> bool:
+        value = vars(self)[name]
+        if value is None or isinstance(value, bool) or name not in _RANGES:
+            return True
+        return _RANGES[name][1](value)
+
     def _contradictions(self) -> Iterable[str]:
         """Yield what no option can check alone."""
-        interval = self.val_check_interval
+        interval, algorithm = self.val_check_interval, self.gradient_clip_algorithm
         if self.check_val_every_n_epoch is None and isinstance(interval, float | None):
             yield (
                 "`val_check_interval` should be an integer or a time-based duration"
                 " (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs for timedelta) when"
-                f" `check_val_every_n_epoch=None`. val_check_interval: got {interval!r}, expected a"
-                " number of batches or a duration."
+                f" `check_val_every_n_epoch=None`. val_check_interval: got {interval!r}."
             )
-        algorithm = self.gradient_clip_algorithm
         if algorithm is not None and algorithm.lower() not in ("norm", "value"):
             yield (
                 f"`gradient_clip_algorithm` {algorithm} is invalid. Allowed algorithms: ['value', 'norm']."
             )
-        if self.validate_every_n_steps and self.val_check_interval is not None:
+        if self.validate_every_n_steps and interval is not None:
             yield (
                 f"validate_every_n_steps: got {self.validate_every_n_steps} together with"
-                f" val_check_interval={self.val_check_interval!r}, expected one of them."
+                f" val_check_interval={interval!r}, expected one of them."
             )
         if self.save_top_k not in (0, 1) and self.monitor is None:
             yield (
@@ -222,45 +226,18 @@ class LoopConfig:
             values["limit_train_batches"] = self.overfit_batches
             values["limit_val_batches"] = self.overfit_batches
         if self.fast_dev_run:
-            values |= self._of_fast_dev_run()
+            batches = int(self.fast_dev_run)
+            values |= dict.fromkeys(_LIMITS, batches)
+            values |= {"max_steps": batches, "max_epochs": 1, "num_sanity_val_steps": 0}
+            values |= {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}
+            values |= {"validate_every_n_steps": None, "enable_checkpointing": False}
         return self.changed(**values)
-
-    def _of_fast_dev_run(self) -> dict[str, Any]:
-        batches = int(self.fast_dev_run)
-        return {
-            **dict.fromkeys(_LIMITS, batches),
-            "max_steps": batches,
-            "max_epochs": 1,
-            "num_sanity_val_steps": 0,
-            "val_check_interval": 1.0,
-            "check_val_every_n_epoch": 1,
-            "validate_every_n_steps": None,
-            "enable_checkpointing": False,
-        }
 
     def changed(self, **values: Any) -> LoopConfig:
         """Return a copy with other values, which are not checked again."""
         changed = copy.copy(self)
         vars(changed).update(values)
         return changed
-
-
-def _has_type(name: str, value: Any) -> bool:
-    """Return whether a value has a type of the option's annotation. A bool is no number."""
-    hint = _HINTS[name]
-    kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
-    if Any in kinds:
-        return True
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, tuple(kinds)) or (float in kinds and isinstance(value, int))
-
-
-def _is_valid(name: str, value: Any) -> bool:
-    """Return whether a value of the right type is in the option's range."""
-    return (
-        value is None or isinstance(value, bool) or name not in _RANGES or _RANGES[name][1](value)
-    )
 
 
 def parse_duration(value: Duration) -> timedelta:
@@ -290,35 +267,32 @@ def _is_limit(value: int | float) -> bool:
 
 
 def _is_interval(value: Any) -> bool:
-    if isinstance(value, int):
-        return value >= 1
-    if isinstance(value, float):
-        return _is_limit(value)
+    if isinstance(value, int | float):
+        return value >= 1 if isinstance(value, int) else _is_limit(value)
     return _is_duration(value) and parse_duration(value) > timedelta()
 
 
 def _is_logger(value: Any) -> bool:
-    """Return whether this is a logger of any kind, or a list of loggers."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return all(_is_logger(item) for item in value)
     has_method = hasattr(value, "log_metrics") and not isinstance(value, type)
     return has_method or isinstance(value, bool)
 
 
-def is_folder_name(value: str) -> bool:
-    """Return whether a text can name a folder on every system.
-
-    Example:
-        >>> is_folder_name("digits"), is_folder_name("a/b")
-        (True, False)
-    """
-    return (
-        value not in ("", ".", "..") and value.isprintable() and not set(value) & set('/\\:*?"<>|')
-    )
+def _is_folder_name(value: int | str) -> bool:
+    """Return whether a version, or a name, can be a folder on every system."""
+    if isinstance(value, int):
+        return value >= 0
+    is_plain = value.isprintable() and not set(value) & set('/\\:*?"<>|')
+    return is_plain and value not in ("", ".", "..")
 
 
 def _at_least(least: int) -> Callable[[Any], bool]:
     return lambda value: value >= least
+
+
+def _one_of(*choices: str) -> Callable[[Any], bool]:
+    return lambda value: value in choices
 
 
 _DURATION = '"DD:HH:MM:SS", a timedelta, or its keywords as a dict'
@@ -344,25 +318,21 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "accumulate_grad_batches": ("a number of batches >= 1", _at_least(1)),
     "gradient_clip_val": ("a number >= 0", _at_least(0)),
     "gradient_clip_algorithm": ('"norm" or "value"', bool),
-    "deterministic": ('True, False or "warn"', lambda value: value == "warn"),
+    "deterministic": ('True, False or "warn"', _one_of("warn")),
     "reload_dataloaders_every_n_epochs": ("a number of epochs >= 0", _at_least(0)),
     "on_nan": (
         '"warn", "off" or a number of batches >= 1',
-        lambda value: value in ("warn", "off") or (isinstance(value, int) and value >= 1),
+        lambda value: value >= 1 if isinstance(value, int) else value in ("warn", "off"),
     ),
     "logger": (
-        "True (the CSV logger), False, or an object with log_metrics, such as CSVLogger('logs'); or a"
-        " list of them",
+        "True (the CSV logger), False, an object with log_metrics, or a list of such objects",
         _is_logger,
     ),
     "default_root_dir": ("a local folder", lambda value: "://" not in os.fspath(value)),
-    "name": ('a name without / \\ : * ? " < > |', is_folder_name),
-    "version": (
-        "a number >= 0 or a name",
-        lambda value: value >= 0 if isinstance(value, int) else is_folder_name(value),
-    ),
+    "name": ('a name without / \\ : * ? " < > |', _is_folder_name),
+    "version": ("a number >= 0 or a name", _is_folder_name),
     "monitor": ("the name of a metric", bool),
-    "mode": ('"min" or "max"', lambda value: value in ("min", "max")),
+    "mode": ('"min" or "max"', _one_of("min", "max")),
     "save_top_k": ("a number of checkpoints, or -1 for all", _at_least(-1)),
     "save_every_n_steps": ("a number of optimizer steps >= 1", _at_least(1)),
     "seed": ("a number from 0 to 4294967295", lambda value: 0 <= value < 2**32),
@@ -407,24 +377,30 @@ _TRAINER_DEFAULTS = {
 }
 
 
-def parse_options(options: dict[str, Any]) -> LoopConfig:
-    """Make a LoopConfig of keyword arguments.
+def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
+    """Return the options, and what belongs to Fabric, of FabricLoop's keyword arguments.
 
     Raises:
         TypeError: An option is unknown. The message names the nearest one.
     """
-    known = {field.name for field in fields(LoopConfig)}
-    unknown = [
-        name
-        for name, value in options.items()
-        if name not in known and (name, value) not in _TRAINER_DEFAULTS.items()
-    ]
-    if unknown:
-        from .errors import unknown_option
+    from .errors import ConfigurationError, unknown_option
 
-        names = [field.name for field in fields(LoopArguments)]
-        raise TypeError(" ".join(unknown_option(name, names) for name in unknown))
-    return LoopConfig(**{name: value for name, value in options.items() if name in known})
+    defaults = {field.name: field.default for field in fields(LoopArguments)}
+    given = {n: v for n, v in options.items() if (n, v) not in _TRAINER_DEFAULTS.items()}
+    unknown = [name for name in given if name not in defaults]
+    if unknown:
+        raise TypeError(" ".join(unknown_option(name, defaults) for name in unknown))
+    known = {field.name for field in fields(LoopConfig)}
+    of_fabric = {name: value for name, value in defaults.items() if name not in known}
+    of_fabric.update((name, value) for name, value in given.items() if name not in known)
+    if of_fabric["loggers"] is not None:
+        if given.get("logger") is not None:
+            raise ConfigurationError(
+                "FabricLoop: got logger and loggers, expected one of them. They mean the same."
+            )
+        given["logger"] = of_fabric["loggers"]
+    config = LoopConfig(**{name: value for name, value in given.items() if name in known})
+    return config, of_fabric
 
 
 def with_arguments_of(

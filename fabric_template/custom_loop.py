@@ -19,12 +19,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from .checkpoint.state import restore_dtypes
 from .data.tensor_loader import TensorLoader
 from .distributed.launch import join_processes
 from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .loggers.csv_logger import to_cell
-from .training.module_adapter import unwrap
 
 if TYPE_CHECKING:
     from .training.run_state import RunState
@@ -68,13 +66,13 @@ def setup_parts(fabric: Fabric, model: nn.Module, optimizer: Any, loaders: tuple
 def _setup_loader(fabric: Fabric, loader: Any) -> Any:
     if isinstance(loader, DataLoader):
         return fabric.setup_dataloaders(loader)
-    if isinstance(loader, TensorLoader):
-        loader = loader.to(fabric.device)
-        if fabric.world_size > 1:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-            loader = loader.for_rank(fabric.global_rank, fabric.world_size, seed=seed)
+    if not isinstance(loader, TensorLoader):
         return loader
-    return loader
+    loader = loader.to(fabric.device)
+    if fabric.world_size == 1:
+        return loader
+    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    return loader.for_rank(fabric.global_rank, fabric.world_size, seed=seed)
 
 
 @cache
@@ -133,10 +131,7 @@ def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> N
     """Log values outside of a run. With an "epoch" they are a row of metrics.csv."""
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):
-            row = {"epoch": scalars["epoch"]}
-            if step is not None:
-                row["step"] = step
-            logger.log_epoch(row | scalars)
+            logger.log_epoch(scalars if step is None else {"step": step, **scalars})
         else:
             logger.log_metrics(scalars, step)
 
@@ -169,18 +164,4 @@ def load_parts(
     check_type("load", path, str | os.PathLike, "a path and a dict: loop.load('mine.ckpt', state)")
     join_processes(fabric)
     use_checkpoint_io(fabric, io)
-    saved: list[tuple[Any, Any]] = []
-    optimizers = [unwrap(part) for part in state.values()]
-    optimizers = [part for part in optimizers if isinstance(part, Optimizer)]
-    hooks = [
-        part.register_load_state_dict_pre_hook(lambda *loaded: saved.append(loaded))
-        for part in optimizers
-    ]
-    try:
-        rest = fabric.load(path, state)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for optimizer, state_dict in saved:
-        restore_dtypes(optimizer, state_dict)
-    return rest
+    return fabric.load(path, state)

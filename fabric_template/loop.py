@@ -18,12 +18,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from .checkpoint.checkpoint_io import find_checkpoint_io
 from .checkpoint.resolve import read_start_checkpoint
-from .config import (
-    LoopArguments,
-    LoopConfig,
-    parse_options,
-    with_arguments_of,
-)
+from .config import LoopArguments, LoopConfig, parse_options, with_arguments_of
 from .custom_loop import (
     check_type,
     load_parts,
@@ -41,17 +36,20 @@ from .lightning_compat.callbacks import as_list, parse_callbacks
 from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .loggers.csv_logger import CSVLogger
 from .loggers.logger_connector import LoggerAdapter
-from .loggers.run_summary import (
-    format_results,
-    format_summary,
-    summarize_run,
-)
+from .loggers.run_summary import format_results, format_summary, summarize_run
 from .training.hooks import is_instance_of
 from .training.optimization import ManualOptimization
 from .training.optimizers import add_scheduler
 from .training.run_state import RunState
-from .training.setup import make_run, set_torch_flags
-from .training.stages import evaluate_stage, fit_stage, predict_stage, run_stage
+from .training.stages import (
+    evaluate_stage,
+    fit_stage,
+    predict_stage,
+    run_stage,
+    set_torch_flags,
+)
+
+FABRIC_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
 
 
 class FabricLoop(TrainerAPI):
@@ -83,39 +81,12 @@ class FabricLoop(TrainerAPI):
     """
 
     @with_arguments_of(LoopArguments)
-    def __init__(
-        self,
-        fabric: Fabric | None = None,
-        *,
-        accelerator: Any = "auto",
-        strategy: Any = "auto",
-        devices: Any = "auto",
-        num_nodes: int = 1,
-        precision: Any = None,
-        plugins: Any = None,
-        callbacks: Any = None,
-        loggers: Any = None,
-        **options: Any,
-    ) -> None:
-        if loggers is not None:
-            if options.get("logger") is not None:
-                raise ConfigurationError(
-                    "FabricLoop: got logger and loggers, expected one of them. They mean the same."
-                )
-            options["logger"] = loggers
-        given = parse_options(options)
+    def __init__(self, fabric: Fabric | None = None, **options: Any) -> None:
+        given, of_fabric = parse_options({"fabric": fabric, **options})
         self.config: LoopConfig = given.resolve()
         set_torch_flags(self.config)
-        of_fabric = {
-            "accelerator": accelerator,
-            "strategy": strategy,
-            "devices": devices,
-            "num_nodes": num_nodes,
-            "precision": precision,
-            "plugins": plugins,
-        }
-        self.fabric = make_fabric(fabric, of_fabric)
-        self._callbacks = parse_callbacks(callbacks, self.config)
+        self.fabric = make_fabric(of_fabric)
+        self._callbacks = parse_callbacks(of_fabric["callbacks"], self.config)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.checkpoint_io = find_checkpoint_io(self.fabric)
         self.own_logger: CSVLogger | None = None
@@ -129,9 +100,9 @@ class FabricLoop(TrainerAPI):
         self.next_ckpt_path: Any = None
         # What config.yaml records. The command line adds the model and the data.
         self.recipe: dict[str, Any] = {**vars(given)}
-        for name, value in {**of_fabric, "callbacks": callbacks}.items():
-            if value is not None and fabric is None:
-                self.recipe[name] = value
+        if fabric is None:
+            recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}
+            self.recipe |= {name: value for name, value in recorded.items() if value is not None}
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -179,7 +150,7 @@ class FabricLoop(TrainerAPI):
             "epoch_end": epoch_end,
         }
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        run = make_run(self, "fit", model, loaders, datamodule, functions, optimizer)
+        run = RunState(self, "fit", model, loaders, datamodule, functions, optimizer)
         given = {"resume": resume, "load": load, "ckpt_path": ckpt_path}
         read_start_checkpoint(run, given, weights_only)
         run_stage(run, fit_stage)
@@ -198,13 +169,15 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the loaders. Returns what was logged, a dict for each loader."""
-        functions = {"validation_step": validation_step, "epoch_end": epoch_end}
-        run = make_run(self, "validate", model, {"val": dataloaders}, datamodule, functions)
-        read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
-        results = run_stage(run, evaluate_stage)
-        if verbose:
-            self._print_results(results, stage=run.stage)
-        return results
+        run = RunState(
+            self,
+            "validate",
+            model,
+            {"val": dataloaders},
+            datamodule,
+            {"validation_step": validation_step, "epoch_end": epoch_end},
+        )
+        return self._evaluate(run, {"load": load, "ckpt_path": ckpt_path}, weights_only, verbose)
 
     def test(
         self,
@@ -219,12 +192,24 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the loaders. Returns what was logged, a dict for each loader."""
-        functions = {"test_step": test_step, "epoch_end": epoch_end}
-        run = make_run(self, "test", model, {"test": dataloaders}, datamodule, functions)
-        read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
+        run = RunState(
+            self,
+            "test",
+            model,
+            {"test": dataloaders},
+            datamodule,
+            {"test_step": test_step, "epoch_end": epoch_end},
+        )
+        return self._evaluate(run, {"load": load, "ckpt_path": ckpt_path}, weights_only, verbose)
+
+    def _evaluate(
+        self, run: RunState, given: dict[str, Any], weights_only: bool | None, verbose: bool
+    ) -> list[dict[str, float]]:
+        read_start_checkpoint(run, given, weights_only)
         results = run_stage(run, evaluate_stage)
-        if verbose:
-            self._print_results(results, stage=run.stage)
+        table = format_results(results, run.stage)
+        if verbose and table and self.fabric.is_global_zero:
+            print(table)
         return results
 
     def predict(
@@ -240,14 +225,9 @@ class FabricLoop(TrainerAPI):
     ) -> list[Any] | None:
         """Run ``predict_step`` or ``forward`` over the loaders. Returns the outputs by batch."""
         functions = {"predict_step": predict_step}
-        run = make_run(self, "predict", model, {"predict": dataloaders}, datamodule, functions)
+        run = RunState(self, "predict", model, {"predict": dataloaders}, datamodule, functions)
         read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
         return run_stage(run, partial(predict_stage, keep=return_predictions is not False))
-
-    def _print_results(self, results: list[dict[str, float]], stage: str) -> None:
-        table = format_results(results, stage)
-        if table and self.fabric.is_global_zero:
-            print(table)
 
     # Level 1: parts for a loop of your own
 
@@ -315,13 +295,16 @@ class FabricLoop(TrainerAPI):
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any
     ) -> Any:
         """Find where the time of a training step goes. See ``fabric_template.profile``."""
-        return _import_tool("profile")(self, model, train_dataloaders, datamodule, **options)
+        # Copies of this package may lack tools/.
+        tool = import_module(f"{__package__}.tools.profile")
+        return tool.profile(self, model, train_dataloaders, datamodule, **options)
 
     def tune(
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any
     ) -> Any:
         """Find settings that make a training faster. See ``fabric_template.tune``."""
-        return _import_tool("tune")(self, model, train_dataloaders, datamodule, **options)
+        tool = import_module(f"{__package__}.tools.tune")
+        return tool.tune(self, model, train_dataloaders, datamodule, **options)
 
     def ending(self) -> dict[str, list[str]]:
         """Return the result of the last fit, the reason of its end and its files, as lines by heading."""
@@ -332,11 +315,11 @@ class FabricLoop(TrainerAPI):
         return summarize_run(run, [path for path in paths if path is not None])
 
     def __repr__(self) -> str:
-        summary = self.ending() if hasattr(self, "runs") else {}
+        summary = self.ending()
         headings = ("trained", "ended", "log", "checkpoint")
         parts = [f"{heading} {text}" for heading in headings for text in summary.get(heading, ())]
-        name = self.config.name if hasattr(self, "config") else ""
-        return f"<{type(self).__name__} {name!r}: {'; '.join(parts) or 'nothing is trained yet'}>"
+        name = type(self).__name__
+        return f"<{name} {self.config.name!r}: {'; '.join(parts) or 'nothing is trained yet'}>"
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
         """Return what a notebook shows for a loop."""
@@ -364,17 +347,15 @@ class FabricLoop(TrainerAPI):
         return {**self.__dict__, "_callbacks": list(self.callbacks), "run": None, "runs": {}}
 
 
-def make_fabric(fabric: Any, arguments: dict[str, Any]) -> Fabric:
+def make_fabric(given: dict[str, Any]) -> Fabric:
     """Return the ready Fabric, or make one of Fabric's own arguments."""
+    fabric, arguments = given["fabric"], {name: given[name] for name in FABRIC_ARGUMENTS}
     if fabric is None:
-        devices, num_nodes = launched_devices(arguments["devices"], arguments["num_nodes"])
-        arguments = {
-            **arguments,
-            "devices": devices,
-            "num_nodes": num_nodes,
-            "strategy": convert_strategy(arguments["strategy"]),
-            "plugins": convert_plugins(as_list(arguments["plugins"])),
-        }
+        arguments["plugins"] = convert_plugins(as_list(arguments["plugins"]))
+        arguments["strategy"] = convert_strategy(arguments["strategy"])
+        arguments["devices"], arguments["num_nodes"] = launched_devices(
+            arguments["devices"], arguments["num_nodes"]
+        )
         try:
             return Fabric(**arguments)
         except TypeError as error:
@@ -394,15 +375,3 @@ def make_fabric(fabric: Any, arguments: dict[str, Any]) -> Fabric:
             f" Fabric({both[0]}=...)."
         )
     return fabric
-
-
-def _import_tool(name: str) -> Any:
-    """Return a function of tools/, which copies of this package may lack."""
-    try:
-        return getattr(import_module(f"{__package__}.tools.{name}"), name)
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith(f"{__package__}.tools"):
-            raise
-        raise ConfigurationError(
-            f"loop.{name}: this copy has no folder tools/, expected fabric_template/tools/{name}.py. Copy it, too."
-        ) from error

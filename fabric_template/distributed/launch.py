@@ -253,9 +253,6 @@ def _call_in_process(
                 raise
             # torch takes the others for a regular end.
             raise RuntimeError(repr(error)) from error
-        if run.optimization is None:
-            # A signal has ended the set-up: there is nothing to bring back.
-            raise SystemExit(128 + run.stop.signal) from None
         # A signal has ended all processes after the same step.
         ending = error
     outcome = _outcome_of(loop.run)

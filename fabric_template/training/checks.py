@@ -20,22 +20,13 @@ from ..errors import (
     describe,
 )
 from .hooks import overridden
-from .module_adapter import ModuleAdapter, takes_batch_idx, takes_iterator
+from .module_adapter import takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
     from .run_state import RunState
 
 LOADER_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-STEP_OF_STAGE = {
-    "fit": "training_step",
-    "validate": "validation_step",
-    "test": "test_step",
-    "predict": "predict_step",
-}
-_MINIMUM = (
-    "Lightning `Trainer` expects as minimum a `training_step()`, `train_dataloader()` and"
-    " `configure_optimizers()` to be defined."
-)
+STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
 def check_call(run: RunState) -> None:
@@ -47,25 +38,24 @@ def check_call(run: RunState) -> None:
     if run.stage == "predict":
         check_prediction(run)
     else:
-        check_step(run)
-    check_signature(run, STEP_OF_STAGE[run.stage])
+        check_step(run, STEP_OF_STAGE[run.stage])
     if run.stage == "fit":
         check_signature(run, "validation_step")
-        check_epoch_end(run)
         check_optimization(run)
-        if run.config.max_epochs is None and run.stop.max_epochs == 1000:
-            run.warn_once(
-                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
-                " `max_epochs=-1`.",
-                PossibleUserWarning,
-            )
-        warn_of_validation(run)
+        warn_of_options(run)
     check_loaders(run)
 
 
-def check_sources(stage: str, loaders: Mapping[str, Any], datamodule: Any) -> None:
-    """Refuse loaders beside a datamodule, and a class in its place."""
+def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule: Any) -> None:
+    """Refuse a call without model, and loaders beside a datamodule."""
     check_object("datamodule", datamodule)
+    if model is None and stage == "fit":
+        raise TypeError("model: got None, expected a module. Write fit(model, loader).")
+    if model is None:
+        raise TypeError(
+            f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run."
+            f" {stage}: got no model and there was no fit before it. Write {stage}(model, loader)."
+        )
     if datamodule is None or all(given is None for given in loaders.values()):
         return
     if stage == "fit":
@@ -77,14 +67,90 @@ def check_sources(stage: str, loaders: Mapping[str, Any], datamodule: Any) -> No
     )
 
 
-def missing_model(stage: str) -> TypeError:
-    """Return the error for a call without model and without a run before it."""
-    if stage == "fit":
-        return TypeError("model: got None, expected a module. Write fit(model, loader).")
-    return TypeError(
-        f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run."
-        f" {stage}: got no model and there was no fit before it. Write {stage}(model, loader)."
+def check_step(run: RunState, step: str) -> None:
+    name = type(run.model).__name__
+    method = overridden(run.hooks.source, step)
+    if method is None:
+        raise ConfigurationError(
+            f"No `{step}()` method defined. {run.stage}: got {name} without it. Write a method"
+            f" {step}(self, batch) in {name}, or {run.stage}(..., {step}=fn) with fn(model, batch)."
+        )
+    if "optimizer_idx" in inspect.signature(method).parameters:
+        raise RuntimeError(
+            "Training with multiple optimizers is only supported with manual optimization. Remove the"
+            f" `optimizer_idx` argument from `{step}`, set `self.automatic_optimization = False` and access"
+            f" your optimizers in `{step}` with `opt1, opt2, ... = self.optimizers()`."
+        )
+    for old in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
+        if run.is_lightning_module and callable(getattr(run.model, old, None)):
+            raise NotImplementedError(
+                f"Support for `{old}` has been removed in v2.0.0. `{name}` implements this method. You can"
+                f" use the `on_{old.replace('training', 'train')}` hook instead. To access outputs, save"
+                " them in-memory as instance attributes."
+            )
+    check_signature(run, step)
+
+
+def check_prediction(run: RunState) -> None:
+    if getattr(run.model, "predict_step", "") is None:
+        raise ConfigurationError("`predict_step` cannot be None to run `Trainer.predict`")
+    if not any(overridden(run.hooks.source, name) for name in ("predict_step", "forward")):
+        raise ConfigurationError(
+            f"`Trainer.predict` requires `forward` method to run. predict: got"
+            f" {type(run.model).__name__} without one. Write a method forward or predict_step, or"
+            " predict(..., predict_step=fn)."
+        )
+    check_signature(run, "predict_step")
+
+
+def check_signature(run: RunState, name: str) -> None:
+    """Refuse a step that cannot be called with a batch, or with a batch and its index."""
+    method = overridden(run.hooks.source, name)
+    # In a LightningModule Python's own error names the step, as in Trainer.
+    if method is None or run.is_lightning_module or takes_iterator(method):
+        return
+    function = getattr(run.module, "functions", {}).get(name)
+    # A step function gets the model as its first argument, which a method is bound to.
+    first, step = ("self", method) if function is None else ("model", function)
+    arguments = [None] * (1 + takes_batch_idx(method) + (function is not None))
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):
+        # A builtin does not tell its arguments.
+        return
+    named = {"dataloader_idx": 0} if "dataloader_idx" in signature.parameters else {}
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        written = str(signature)
+        if function is None:
+            written = f"(self, {written[1:]}".replace(", )", ")")
+        raise ConfigurationTypeError(
+            f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first}, batch,"
+            " batch_idx)."
+        ) from error
+
+
+def check_optimization(run: RunState) -> None:
+    """Refuse a fit without optimizer, and options that manual optimization cannot follow."""
+    if run.given_optimizer is None and not run.hooks.is_overridden("configure_optimizers"):
+        raise ConfigurationError(
+            f"No `configure_optimizers()` method defined. fit: got {type(run.model).__name__} without"
+            " it and no optimizer. Write fit(..., optimizer=torch.optim.Adam(model.parameters()))."
+        )
+    if run.module.automatic_optimization:
+        return
+    unsupported = (
+        ("gradient_clip_val", "clipping", 0),
+        ("accumulate_grad_batches", "accumulation", 1),
     )
+    for option, what, least in unsupported:
+        value = getattr(run.config, option) or 0
+        if value > least:
+            raise ConfigurationError(
+                f"Automatic gradient {what} is not supported for manual optimization. Remove"
+                f" `Trainer({option}={value})` or switch to automatic optimization."
+            )
 
 
 def check_loaders(run: RunState) -> None:
@@ -110,6 +176,12 @@ def check_loaders(run: RunState) -> None:
     given = run.data.given.get(stage)
     if call == "fit" and isinstance(given, list | tuple | dict) and not given:
         raise ConfigurationError(f"fit: got {argument}={given}, expected at least one batch.")
+    has_epoch_end = "epoch_end" in getattr(run.module, "functions", {})
+    if call == "fit" and has_epoch_end and not run.data.has_loader("val"):
+        raise ConfigurationError(
+            "epoch_end: got no val_dataloaders, expected them, since epoch_end(model, outputs) gets"
+            " what validation_step returned."
+        )
 
 
 def loader_argument(call: str, stage: str) -> str:
@@ -140,29 +212,19 @@ def find_loader_problem(loader: Any) -> str | None:
 
     Example:
         >>> find_loader_problem("data/train")
-        'gives single characters. Write DataLoader(dataset, batch_size=32).'
+        'gives no batches. Write DataLoader(dataset, batch_size=32).'
         >>> find_loader_problem([1, 2]) is None
         True
     """
-    if isinstance(loader, str | bytes):
-        return "gives single characters. Write DataLoader(dataset, batch_size=32)."
     is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
-    if isinstance(loader, type) or not is_iterable:
-        return "cannot be iterated. Give a DataLoader, a TensorLoader or any iterable of batches."
+    if isinstance(loader, type | str | bytes) or not is_iterable:
+        return "gives no batches. Write DataLoader(dataset, batch_size=32)."
     if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
         return "gives single samples. Write DataLoader(dataset, batch_size=32)."
-    if hasattr(loader, "iloc"):
-        return (
-            "gives the names of its columns. Write"
-            " TensorLoader(torch.tensor(frame.to_numpy()), batch_size=32)."
-        )
-    if _is_array(loader):
-        return "gives single rows. Write TensorLoader(x, y, batch_size=32)."
     parts = loader.values() if isinstance(loader, Mapping) else loader
-    if isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts)):
+    holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
+    if holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
         return "holds whole tensors. Write TensorLoader(x, y, batch_size=32)."
-    if type(loader) in (list, tuple) and not _is_uniform(loader):
-        return "holds neither loaders nor batches of one kind. Leave out what is neither."
     return None
 
 
@@ -170,123 +232,14 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor) or hasattr(value, "__array_interface__")
 
 
-def _is_uniform(items: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether items may be batches or loaders: numbers and texts, or objects of one class."""
-    are_values = [isinstance(item, int | float | str) for item in items]
-    return all(are_values) or (len(set(map(type, items))) == 1 and items[0] is not None)
-
-
-def check_prediction(run: RunState) -> None:
-    if getattr(run.model, "predict_step", "") is None:
-        raise ConfigurationError("`predict_step` cannot be None to run `Trainer.predict`")
-    has_method = any(overridden(run.hooks.source, name) for name in ("predict_step", "forward"))
-    if not has_method:
-        raise ConfigurationError(
-            f"`Trainer.predict` requires `forward` method to run. predict: got"
-            f" {type(run.model).__name__} without one. Write a method forward or predict_step, or"
-            " predict(..., predict_step=fn)."
+def warn_of_options(run: RunState) -> None:
+    """Warn of a fit without limit, of a validation step without loader, and of a loader without step."""
+    if run.config.max_epochs is None and run.stop.max_epochs == 1000:
+        run.warn_once(
+            "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
+            " `max_epochs=-1`.",
+            PossibleUserWarning,
         )
-
-
-def check_step(run: RunState) -> None:
-    name, step = type(run.model).__name__, STEP_OF_STAGE[run.stage]
-    method = overridden(run.hooks.source, step)
-    if method is None:
-        text = f" to run `Trainer.{run.stage}`." if run.stage != "fit" else f". {_MINIMUM}"
-        if not run.is_lightning_module:
-            text = "."
-        raise ConfigurationError(
-            f"No `{step}()` method defined{text} {run.stage}: got {name} without it. Write a method"
-            f" {step}(self, batch) in {name}, or {run.stage}(..., {step}=fn) with fn(model, batch)."
-        )
-    if "optimizer_idx" in inspect.signature(method).parameters:
-        raise RuntimeError(
-            "Training with multiple optimizers is only supported with manual optimization. Remove the"
-            f" `optimizer_idx` argument from `{step}`, set `self.automatic_optimization = False` and access"
-            f" your optimizers in `{step}` with `opt1, opt2, ... = self.optimizers()`."
-        )
-    for old in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
-        if run.is_lightning_module and callable(getattr(run.model, old, None)):
-            raise NotImplementedError(
-                f"Support for `{old}` has been removed in v2.0.0. `{name}` implements this method. You can"
-                f" use the `on_{old.replace('training', 'train')}` hook instead. To access outputs, save"
-                " them in-memory as instance attributes."
-            )
-
-
-def check_signature(run: RunState, name: str) -> None:
-    """Refuse a step that cannot be called with a batch, or with a batch and its index."""
-    functions = run.module.functions if isinstance(run.module, ModuleAdapter) else {}
-    step = functions.get(name) or overridden(run.hooks.source, name)
-    # In a LightningModule Python's own error names the step, as in Trainer.
-    if step is None or run.is_lightning_module or takes_iterator(step):
-        return
-    called = overridden(run.hooks.source, name)
-    with_batch_idx = called is not None and takes_batch_idx(called)
-    arguments = [None] * (1 + with_batch_idx + (name in functions))
-    try:
-        signature = inspect.signature(step)
-    except (TypeError, ValueError):
-        # A builtin does not tell its arguments.
-        return
-    named = {"dataloader_idx": 0} if "dataloader_idx" in signature.parameters else {}
-    try:
-        signature.bind(*arguments, **named)
-    except TypeError as error:
-        first, written = "model", str(signature)
-        if name not in functions:
-            first, written = "self", f"(self, {written[1:]}".replace(", )", ")")
-        raise ConfigurationTypeError(
-            f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first}, batch,"
-            " batch_idx)."
-        ) from error
-
-
-def check_epoch_end(run: RunState) -> None:
-    """Refuse an ``epoch_end`` without validation, or that cannot be called."""
-    functions = run.module.functions if isinstance(run.module, ModuleAdapter) else {}
-    epoch_end = functions.get("epoch_end")
-    if epoch_end is None:
-        return
-    if not run.data.has_loader("val"):
-        raise ConfigurationError(
-            "epoch_end: got no val_dataloaders, expected them, since epoch_end(model, outputs) gets"
-            " what validation_step returned."
-        )
-    try:
-        inspect.signature(epoch_end).bind(None, None)
-    except TypeError as error:
-        raise ConfigurationTypeError(
-            f"epoch_end: got epoch_end{inspect.signature(epoch_end)}, expected epoch_end(model, outputs)."
-        ) from error
-
-
-def check_optimization(run: RunState) -> None:
-    """Refuse a fit without optimizer, and options that manual optimization cannot follow."""
-    if run.given_optimizer is None and not run.hooks.is_overridden("configure_optimizers"):
-        minimum = f" {_MINIMUM}" if run.is_lightning_module else ""
-        raise ConfigurationError(
-            f"No `configure_optimizers()` method defined.{minimum} fit: got"
-            f" {type(run.model).__name__} without it and no optimizer. Write fit(...,"
-            " optimizer=torch.optim.Adam(model.parameters()))."
-        )
-    if run.module.automatic_optimization:
-        return
-    if value := run.config.gradient_clip_val:
-        raise ConfigurationError(
-            "Automatic gradient clipping is not supported for manual optimization. Remove"
-            f" `Trainer(gradient_clip_val={value})` or switch to automatic optimization."
-        )
-    if run.config.accumulate_grad_batches != 1:
-        raise ConfigurationError(
-            "Automatic gradient accumulation is not supported for manual optimization. Remove"
-            f" `Trainer(accumulate_grad_batches={run.config.accumulate_grad_batches})` or switch to"
-            " automatic optimization."
-        )
-
-
-def warn_of_validation(run: RunState) -> None:
-    """Warn of a validation step without loader, and of a loader without step."""
     has_step, has_loader = run.hooks.is_overridden("validation_step"), run.data.has_loader("val")
     if has_loader and not has_step:
         run.warn_once(
@@ -295,5 +248,15 @@ def warn_of_validation(run: RunState) -> None:
     if has_step and not has_loader and run.is_lightning_module:
         run.warn_once(
             "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.",
+            PossibleUserWarning,
+        )
+
+
+def warn_of_eval_modules(run: RunState) -> None:
+    count = sum(not part.training for part in run.network.modules())
+    if count:
+        run.warn_once(
+            f"Found {count} module(s) in eval mode at the start of training. This may lead to"
+            " unexpected behavior during training. If this is intentional, you can ignore this warning.",
             PossibleUserWarning,
         )

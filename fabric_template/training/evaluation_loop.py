@@ -1,4 +1,4 @@
-"""Validate and test every batch of every loader, with the hooks."""
+"""Validate, test and predict: every batch of every loader, with the hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from lightning.fabric.utilities import move_data_to_device
 
 from .hooks import overridden
 from .module_adapter import (
@@ -20,9 +20,6 @@ from .module_adapter import (
 
 if TYPE_CHECKING:
     from .run_state import RunState
-
-_HOOK_NAMES = {"validate": "validation", "sanity_check": "validation", "test": "test"}
-_LOADER_NAMES = {"validate": "val", "sanity_check": "val", "test": "test"}
 
 
 def evaluate(
@@ -37,12 +34,17 @@ def evaluate(
     Returns:
         What was logged or returned, a dict for each loader.
     """
-    name = _HOOK_NAMES[stage]
+    name, loader_name = ("test", "test") if stage == "test" else ("validation", "val")
+    if getattr(run.config, f"limit_{loader_name}_batches") == 0:
+        return []
+    stage_before, run.progress.stage = run.progress.stage, stage
+    run.data.setup_eval_loaders(loader_name)
     loaders = run.data.eval_loaders
-    if loaders.count_batches(max_batches) == 0:
+    num_batches = loaders.count_batches(max_batches)
+    if num_batches == 0:
+        run.progress.stage = stage_before
         return []
     check_dataloader_idx(run, name, loaders.has_several)
-    stage_before, run.progress.stage = run.progress.stage, stage
     run.progress.eval_batches_done = 0
     run.results.start_evaluation()
     run.history.start_evaluation()
@@ -51,7 +53,7 @@ def evaluate(
     with evaluation_mode(run, name):
         run.hooks.call(f"on_{name}_start")
         run.hooks.call(f"on_{name}_epoch_start")
-        run.console.start_evaluation(run, loaders.count_batches(max_batches))
+        run.console.start_evaluation(run, num_batches)
         evaluate_batches(run, name, max_batches)
         run.history.end_evaluation_batches()
         run.hooks.call(f"on_{name}_epoch_end")
@@ -67,7 +69,6 @@ def evaluate(
 
 
 def evaluate_batches(run: RunState, name: str, max_batches: int | float | None) -> None:
-    """Run the step and the hooks of every batch."""
     hooks, results, loaders = run.hooks, run.results, run.data.eval_loaders
     method = getattr(hooks.source, f"{name}_step")
     step = run.make_step(f"{name}_step", method)
@@ -92,10 +93,100 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float | None) 
         run.console.update(run)
 
 
-def step_arguments(method: Callable, has_several: bool) -> Callable[[int, int], tuple[int, ...]]:
-    """Return a function of (batch_idx, dataloader_idx) to what the step takes besides the batch."""
-    with_batch_idx = takes_batch_idx(method)
-    with_loader = has_several and takes_argument(method, "dataloader_idx")
+class Predictions:
+    """What a prediction collects, by loader and batch.
+
+    Attributes:
+        outputs: The predictions, on the CPU; empty where only callbacks see them.
+        batch_indices: The indices of the samples.
+        current_indices: Those of the current batch.
+    """
+
+    def __init__(self, num_loaders: int, has_several: bool) -> None:
+        self.outputs: list[list[Any]] = [[] for _ in range(num_loaders)]
+        self.batch_indices: list[list[list[int]]] = [[] for _ in range(num_loaders)]
+        self.current_indices: list[int] = []
+        self._has_several = has_several
+
+    def as_returned(self) -> list[Any]:
+        """Return the outputs by batch; for several loaders a list of such lists."""
+        return self.outputs if self._has_several else self.outputs[0]
+
+
+def predict(run: RunState, keep: bool) -> list[Any] | None:
+    """Run ``predict_step`` or ``forward`` over every batch of every loader.
+
+    Args:
+        keep: Return the predictions. False: only callbacks see them.
+    """
+    if run.config.limit_predict_batches == 0:
+        return None
+    run.data.setup_eval_loaders("predict")
+    loaders = run.data.eval_loaders
+    num_batches = loaders.count_batches()
+    if num_batches == 0:
+        return [] if keep else None
+    check_dataloader_idx(run, "predict", loaders.has_several)
+    run.progress.eval_batches_done = 0
+    run.predictions = Predictions(len(loaders.loaders), loaders.has_several)
+    run.data.set_epoch("predict", run.progress.epochs_done)
+    loaders.start()
+    with evaluation_mode(run, "predict"):
+        run.hooks.call("on_predict_start")
+        run.hooks.call("on_predict_epoch_start")
+        run.console.start_evaluation(run, num_batches)
+        predict_batches(run, keep)
+        run.hooks.call("on_predict_epoch_end")
+        run.hooks.call("on_predict_end")
+    return run.predictions.as_returned() if keep else None
+
+
+def predict_batches(run: RunState, keep: bool) -> None:
+    hooks, loaders, predictions = run.hooks, run.data.eval_loaders, run.predictions
+    own_step = overridden(hooks.source, "predict_step")
+    method = own_step or forward_method(run)
+    step = run.make_step("predict_step", method)
+    if takes_iterator(method):
+        outputs = predictions.outputs if keep else [[] for _ in predictions.outputs]
+        evaluate_with_iterator(run, "predict", step, None, outputs)
+        return
+    arguments = step_arguments(own_step, loaders.has_several)
+    # BasePredictionWriter asks for all predictions at the end, also where predict returns none.
+    intervals = [getattr(callback, "interval", None) for callback in hooks.callbacks]
+    keep = keep or any(getattr(interval, "on_epoch", False) for interval in intervals)
+    for batch, batch_idx, dataloader_idx in loaders.batches():
+        run.progress.count_eval_batch()
+        place = (batch_idx, dataloader_idx) if loaders.has_several else (batch_idx,)
+        predictions.current_indices = loaders.batch_indices(dataloader_idx, batch_idx)
+        hooks.call("on_predict_batch_start", batch, *place)
+        output = step(batch, *arguments(batch_idx, dataloader_idx))
+        if output is None:
+            run.warn_once("predict returned None if it was on purpose, ignore this warning...")
+        if predictions.current_indices:
+            predictions.batch_indices[dataloader_idx].append(predictions.current_indices)
+        hooks.call("on_predict_batch_end", output, batch, *place)
+        if keep:
+            predictions.outputs[dataloader_idx].append(move_data_to_device(output, "cpu"))
+        run.console.update(run)
+
+
+def forward_method(run: RunState) -> Callable:
+    """Return what a model without ``predict_step`` does with a batch."""
+    if run.is_lightning_module:
+        return run.module.forward
+    return getattr(run.model, "forward", None) or run.network
+
+
+def step_arguments(
+    method: Callable | None, has_several: bool
+) -> Callable[[int, int], tuple[int, ...]]:
+    """Return a function of (batch_idx, dataloader_idx) to what a step takes besides the batch.
+
+    Args:
+        method: The step. None: a ``forward``, which takes the batch alone.
+    """
+    with_batch_idx = method is not None and takes_batch_idx(method)
+    with_loader = has_several and method is not None and takes_argument(method, "dataloader_idx")
 
     def arguments(batch_idx: int, dataloader_idx: int) -> tuple[int, ...]:
         if with_loader:
@@ -110,47 +201,45 @@ def evaluation_mode(run: RunState, name: str) -> Iterator[None]:
     """Switch to eval mode without gradients, and back to the mode of each module, also after an error."""
     is_inference = run.config.inference_mode and run.stage != "fit"
     modes = [(module, module.training) for module in run.network.modules()]
+
+    def restore_modes() -> None:
+        for module, is_training in modes:
+            module.training = is_training
+
     with torch.inference_mode() if is_inference else torch.no_grad():
         try:
-            _switch_mode(run, f"on_{name}_model_eval", run.network.eval)
+            switch_mode(run, f"on_{name}_model_eval", run.network.eval)
             yield
-            _switch_mode(run, f"on_{name}_model_train", lambda: _restore_modes(modes))
+            switch_mode(run, f"on_{name}_model_train", restore_modes)
         except BaseException:
-            _restore_modes(modes)
+            restore_modes()
             raise
 
 
-def _switch_mode(run: RunState, hook: str, default: Callable[[], Any]) -> None:
-    """Call the module's own hook, or the default after the callbacks' hooks."""
+def switch_mode(run: RunState, hook: str, default: Callable[[], Any]) -> None:
+    """Call a hook of the callbacks, then of the module. The default takes the place of the module's."""
     run.hooks.call_callbacks(hook)
-    own = run.hooks.module_method(hook)
-    (own or default)()
-
-
-def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, is_training in modes:
-        module.training = is_training
+    (run.hooks.module_method(hook) or default)()
 
 
 def check_dataloader_idx(run: RunState, name: str, has_several: bool) -> None:
     """Refuse steps and hooks whose ``dataloader_idx`` does not fit the number of loaders."""
     if not run.is_lightning_module:
         return
+    loader = "val_dataloaders" if name == "validation" else f"{name}_dataloaders"
     for hook in (f"{name}_step", f"on_{name}_batch_start", f"on_{name}_batch_end"):
         method = overridden(run.module, hook)
         if method is None or takes_iterator(method):
             continue
-        loader = "val_dataloaders" if name == "validation" else f"{name}_dataloaders"
+        where = f"`{type(run.model).__name__}.{hook}()`"
         parameter = inspect.signature(method).parameters.get("dataloader_idx")
-        is_required = parameter is not None and parameter.default is parameter.empty
         if has_several and not takes_argument(method, "dataloader_idx"):
             raise RuntimeError(
-                f"You provided multiple `{loader}`, but no `dataloader_idx` argument in"
-                f" `{type(run.model).__name__}.{hook}()`. Try adding `dataloader_idx=0` to its signature."
+                f"You provided multiple `{loader}`, but no `dataloader_idx` argument in {where}. Try adding"
+                " `dataloader_idx=0` to its signature."
             )
-        if not has_several and is_required:
+        if not has_several and parameter is not None and parameter.default is parameter.empty:
             raise RuntimeError(
-                f"You provided only a single `{loader}`, but have included `dataloader_idx` in"
-                f" `{type(run.model).__name__}.{hook}()`. Either remove the argument or give it a default"
-                " value i.e. `dataloader_idx=0`."
+                f"You provided only a single `{loader}`, but have included `dataloader_idx` in {where}."
+                " Either remove the argument or give it a default value i.e. `dataloader_idx=0`."
             )

@@ -1,51 +1,53 @@
-"""Counters of a run, and the conditions that end it."""
+"""Counters of a run, the conditions that end it, and when it validates."""
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from ..config import parse_duration
+from ..errors import ConfigurationError
+from .module_adapter import takes_iterator
+
 if TYPE_CHECKING:
     from ..config import LoopConfig
+    from .run_state import RunState
 
 
 @dataclass
 class Progress:
-    """How far a run is. Every counter is written by the loops only.
-
-    Attributes:
-        stage: "train", "validate", "sanity_check", "test" or "predict"; None between stages.
-        global_step: Optimizer steps taken.
-        epochs_done: Whole epochs.
-        batches_done: Batches of this epoch, the current one included.
-        total_batches: Batches of all epochs.
-        optimizer_steps_in_epoch: Optimizer steps of this epoch.
-        logging_step: The step that loggers see: batches after which the optimizer stepped.
-        is_last_batch: Whether the current batch is the last one of its epoch.
-        is_in_epoch: Whether an epoch has started and not ended.
-        phase: Where in an epoch the run is, for checkpoints that hooks save: "epoch_start", "step",
-            "batch_end", "validation", "validation_end", "epoch_end"; None between batches.
-        batches_at_last_step: batches_done after the last optimizer step.
-        num_train_batches: Batches of an epoch; infinite where nobody knows.
-        eval_batches_done: Batches of the current evaluation.
-        total_eval_batches: Batches of the validations in this epoch, or of all calls of a stage.
-    """
+    """How far a run is. Every counter is written by the loops only."""
 
     stage: str | None = None
+    """"train", "validate", "sanity_check", "test" or "predict"; None between stages."""
     global_step: int = 0
+    """Optimizer steps taken."""
     epochs_done: int = 0
+    """Whole epochs."""
     batches_done: int = 0
+    """Batches of this epoch, the current one included."""
     total_batches: int = 0
+    """Batches of all epochs."""
     optimizer_steps_in_epoch: int = 0
     logging_step: int = 0
+    """The step that loggers see: batches after which the optimizer stepped."""
     is_last_batch: bool = False
+    """Whether the current batch is the last one of its epoch."""
     is_in_epoch: bool = False
+    """Whether an epoch has started and not ended."""
     phase: str | None = None
+    """Where in an epoch the run is, for checkpoints that hooks save: "epoch_start", "step",
+    "batch_end", "validation", "validation_end", "epoch_end"; None between batches."""
     batches_at_last_step: int = 0
+    """batches_done after the last optimizer step."""
     num_train_batches: int | float = math.inf
+    """Batches of an epoch; infinite where nobody knows."""
     eval_batches_done: int = 0
+    """Batches of the current evaluation."""
     total_eval_batches: int = 0
+    """Batches of the validations in this epoch, or of all calls of a stage."""
 
     def start_epoch(self) -> None:
         self.is_in_epoch, self.is_last_batch = True, False
@@ -77,8 +79,8 @@ class Progress:
 
     def continue_from(self, other: Progress) -> None:
         """Take over the counters of an earlier call: an evaluation keeps what was trained."""
-        for name in ("global_step", "epochs_done", "total_batches", "logging_step"):
-            setattr(self, name, getattr(other, name))
+        self.global_step, self.epochs_done = other.global_step, other.epochs_done
+        self.total_batches, self.logging_step = other.total_batches, other.logging_step
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters. A checkpoint of the middle of a step resumes after the last whole one."""
@@ -94,10 +96,7 @@ class Progress:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        known = {f.name for f in fields(self)}
-        for name, value in state.items():
-            if name in known:
-                setattr(self, name, value)
+        vars(self).update(state)
 
 
 class StopCondition:
@@ -106,24 +105,25 @@ class StopCondition:
     Args:
         config: The options, in which None stands for "no limit given".
         has_other_limit: Whether a Timer callback ends the run, so that epochs need no limit.
+
+    Attributes:
+        is_diverging: Set by StopOnNonFiniteLoss. Nothing is saved while the loss is not finite.
+        divergence: Its reason to stop, which min_epochs and min_steps do not delay.
     """
 
     def __init__(self, config: LoopConfig, progress: Progress, has_other_limit: bool) -> None:
         self.progress = progress
-        self.max_steps = config.max_steps
-        self.min_steps = config.min_steps
-        max_epochs = config.max_epochs
-        if max_epochs is None:
-            max_epochs = -1 if has_other_limit or self.max_steps != -1 else 1000
-        self.max_epochs: int = max_epochs
-        min_epochs = config.min_epochs
-        if min_epochs is None:
-            min_epochs = 0 if config.min_steps is None else 1
-        self.min_epochs: int = min_epochs
+        self.max_steps, self.min_steps = config.max_steps, config.min_steps
+        self.max_epochs = 1000
+        if config.max_epochs is not None:
+            self.max_epochs = config.max_epochs
+        elif has_other_limit or config.max_steps != -1:
+            self.max_epochs = -1
+        self.min_epochs = 0 if config.min_steps is None else 1
+        if config.min_epochs is not None:
+            self.min_epochs = config.min_epochs
         self.should_stop = False
         self.signal: int | None = None
-        # Set by StopOnNonFiniteLoss. Nothing is saved while the loss is not finite, and no minimum of
-        # epochs or steps continues a training that has diverged.
         self.is_diverging = False
         self.divergence = ""
 
@@ -140,9 +140,8 @@ class StopCondition:
     @property
     def can_stop_early(self) -> bool:
         """Return whether min_epochs and min_steps are reached."""
-        progress = self.progress
-        enough_epochs = progress.epochs_done >= self.min_epochs
-        return enough_epochs and progress.global_step >= (self.min_steps or 0)
+        has_min_steps = self.progress.global_step >= (self.min_steps or 0)
+        return has_min_steps and self.progress.epochs_done >= self.min_epochs
 
     @property
     def is_requested(self) -> bool:
@@ -175,3 +174,99 @@ class StopCondition:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.should_stop, self.divergence = state["should_stop"], state["divergence"]
+
+
+class ValidationSchedule:
+    """Decides after which training batches a fit validates.
+
+    Attributes:
+        every_n_batches: The interval in batches; infinite where only the last batch decides.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self.run = run
+        self.every_n_batches: int | float = math.inf
+        self._is_enabled = False
+        self._seconds: float | None = None
+        interval = run.config.val_check_interval
+        if interval is not None and not isinstance(interval, int | float):
+            self._seconds = parse_duration(interval).total_seconds()
+        self.restart()
+        self.count_batches()
+
+    def restart(self) -> None:
+        """Count steps and seconds from here on."""
+        self._last_global_step = self.run.progress.global_step
+        self._restarted_at = time.monotonic()
+
+    def count_batches(self) -> None:
+        """Look up the interval in batches. Called again when the training loader may have changed."""
+        config = self.run.config
+        self._is_enabled = self.run.should_validate
+        interval: Any = config.val_check_interval
+        num_batches = self.run.progress.num_train_batches
+        # A step with dataloader_iter fetches its batches itself. Their number is not known.
+        fetches_itself = takes_iterator(self.run.hooks.source.training_step)
+        if self._seconds is not None or config.validate_every_n_steps or fetches_itself:
+            return
+        if isinstance(interval, int):
+            if interval > num_batches and self._counts_in_epoch and self._is_enabled:
+                raise ValueError(
+                    f" `val_check_interval` ({interval}) must be less than or equal to the number of the"
+                    f" training batches ({num_batches}). If you want to disable validation set"
+                    " `limit_val_batches` to 0.0 instead. If you want to validate based on the total"
+                    " training batches, set `check_val_every_n_epoch=None`."
+                )
+            self.every_n_batches = interval
+        elif num_batches != math.inf:
+            self.every_n_batches = max(1, int(num_batches * interval))
+        elif interval != 1.0 and self._is_enabled:
+            raise ConfigurationError(
+                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)`"
+                " must be time based, `1.0` or an int. An int k specifies checking validation every"
+                " k training batches."
+            )
+
+    @property
+    def _counts_in_epoch(self) -> bool:
+        return self.run.config.check_val_every_n_epoch is not None
+
+    def is_in_this_epoch(self) -> bool:
+        """Return whether this epoch validates at all."""
+        every = self.run.config.check_val_every_n_epoch
+        is_due = every is None or (self.run.progress.epochs_done + 1) % every == 0
+        return is_due and self._is_enabled
+
+    def is_due(self) -> bool:
+        """Return whether to validate after the current batch."""
+        if not self._is_enabled or not self.is_in_this_epoch():
+            return False
+        stop = self.run.stop
+        return self.is_planned() or (stop.should_stop and stop.can_stop_early)
+
+    def is_planned(self) -> bool:
+        """Return whether the options ask for a validation after the current batch."""
+        progress = self.run.progress
+        if self._seconds is not None:
+            return time.monotonic() - self._restarted_at >= self._seconds
+        if every_n_steps := self.run.config.validate_every_n_steps:
+            return progress.global_step // every_n_steps > self._last_global_step // every_n_steps
+        if self.every_n_batches == math.inf:
+            return progress.is_last_batch
+        count = progress.batches_done if self._counts_in_epoch else progress.total_batches
+        return count % self.every_n_batches == 0
+
+    def is_due_at_short_end(self) -> bool:
+        """Return whether to validate at the end of an epoch that was shorter than its length."""
+        progress, every = self.run.progress, self.every_n_batches
+        if every == math.inf or not self._counts_in_epoch or not self.is_in_this_epoch():
+            return False
+        return progress.num_train_batches % every == 0 and progress.batches_done % every != 0
+
+    def state_dict(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self._restarted_at
+        return {"last_global_step": self._last_global_step, "seconds": seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last_global_step = state["last_global_step"]
+        self._restarted_at = time.monotonic() - state["seconds"]

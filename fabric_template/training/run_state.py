@@ -1,43 +1,46 @@
-"""The parts of one call of fit, validate, test or predict, in the process that runs it."""
+"""The parts of one call of fit, validate, test or predict."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.manager import CheckpointManager
+from ..data.loaders import DataConnector
 from ..errors import WarnOnce
+from ..loggers.console import Console
+from ..loggers.history import History
+from ..loggers.logger_connector import LoggerConnector
+from ..loggers.result_collection import ResultCollection
+from .checks import LOADER_OF_STAGE, check_call, check_sources
+from .hooks import Hooks, is_instance_of
+from .module_adapter import StepRunner, adapt_model, unwrap
+from .optimizers import has_several_optimizers
 from .progress import Progress, StopCondition
 
 if TYPE_CHECKING:
-    from lightning.fabric import Fabric
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from torch import nn
     from torch.optim import Optimizer
 
-    from ..checkpoint.manager import CheckpointManager
-    from ..config import LoopConfig
-    from ..data.loaders import DataConnector
     from ..distributed.signals import SignalHandler
-    from ..loggers.console import Console
-    from ..loggers.history import History
-    from ..loggers.logger_connector import LoggerConnector
-    from ..loggers.result_collection import ResultCollection
-    from .fit_loop import ValidationSchedule
-    from .hooks import Hooks
-    from .module_adapter import StepRunner
+    from ..loop import FabricLoop
+    from .evaluation_loop import Predictions
     from .optimization import AutomaticOptimization, ManualOptimization
-    from .prediction_loop import Predictions
+    from .progress import ValidationSchedule
 
 
-@dataclass
 class RunState:
     """Everything that the functions of a run work with.
 
-    Attributes:
-        stage: The call: "fit", "validate", "test" or "predict".
+    Args:
         loop: The FabricLoop, which modules and callbacks know as their trainer.
-        model: What the user gave.
+        stage: The call: "fit", "validate", "test" or "predict".
+        model: What the user gave. None: an evaluation continues with the model of the run before it.
+        loaders: What was given, by "train", "val", "test" and "predict".
+        functions: The step functions that were given, by name.
+
+    Attributes:
         module: A LightningModule: the model itself, or an adapter around it.
         network: The nn.Module that holds the parameters.
         steps: The step methods with precision, strategy and compilation around them.
@@ -45,50 +48,106 @@ class RunState:
         own_state: The part of the checkpoint that only this loop saves; hooks do not see it.
         resumes: Whether it is continued with its optimizers and counters.
         frozen_at_start: The parameters that were not trained when training was about to start.
-        is_last_model: Whether no model was given, so that the model of the run before is used.
     """
 
-    stage: str
-    loop: Any
-    config: LoopConfig
-    fabric: Fabric
     model: Any
     module: Any
     network: nn.Module
-    datamodule: Any
-    hooks: Hooks
-    results: ResultCollection
-    history: History
-    data: DataConnector
-    progress: Progress
-    stop: StopCondition
     steps: StepRunner
-    loggers: LoggerConnector
-    console: Console
     checkpoints: CheckpointManager
-    warn_once: WarnOnce
-    optimizers: list[Optimizer] = field(default_factory=list)
-    lr_schedulers: list[LRSchedulerConfig] = field(default_factory=list)
-    optimization: AutomaticOptimization | ManualOptimization = None  # type: ignore[assignment]
-    validation_schedule: ValidationSchedule = None  # type: ignore[assignment]
-    signals: SignalHandler = None  # type: ignore[assignment]
-    predictions: Predictions = None  # type: ignore[assignment]
-    given_optimizer: Any = None
-    accumulate_grad_batches: int = 1
-    frozen_at_start: list[str] = field(default_factory=list)
-    checkpoint: dict[str, Any] | None = None
-    own_state: dict[str, Any] | None = None
-    checkpoint_path: str | None = None
-    checkpoint_error: Exception | None = None
-    resumes: bool = False
-    is_last_model: bool = False
-    resume_keyword: str | None = None
-    exception: BaseException | None = None
+
+    def __init__(
+        self,
+        loop: FabricLoop,
+        stage: str,
+        model: Any,
+        loaders: dict[str, Any],
+        datamodule: Any,
+        functions: dict[str, Any],
+        optimizer: Any = None,
+    ) -> None:
+        self.loop, self.stage, self.config, self.fabric = loop, stage, loop.config, loop.fabric
+        last = loop.run if stage != "fit" else None
+        first = LOADER_OF_STAGE[stage]
+        if is_datamodule(loaders.get(first)):
+            datamodule, loaders[first] = loaders[first], None
+        check_sources(stage, model if last is None else last.model, loaders, datamodule)
+        self.is_last_model = model is None
+        # A model from FabricLoop.setup() is set up again by the run.
+        self.model = unwrap(model)
+        if last is not None and (self.model is None or self.model is last.model):
+            self.model = last.model
+            given = {name: function for name, function in functions.items() if function}
+            functions = {**getattr(last.module, "functions", {}), **given}
+        self.module, source, self.network = adapt_model(self.model, functions)
+        self.given_optimizer = unwrap(optimizer)
+        if functions.get("training_step") and has_several_optimizers(self.given_optimizer):
+            # A step function that gets several optimizers steps them itself.
+            self.module.automatic_optimization = source.automatic_optimization = False
+        self.data = DataConnector(loaders, datamodule if datamodule is not None else source)
+        self.datamodule = datamodule
+        if datamodule is None and last is not None and last.datamodule is not None:
+            # The datamodule of the run before stays. Its loaders are used where there are no others.
+            self.datamodule = last.datamodule
+            if not self.data.has_loader(first):
+                self.data.source = self.datamodule
+        self._make_parts(source, last)
+        check_call(self)
+
+    def _make_parts(self, source: Any, last: RunState | None) -> None:
+        """Make the parts that this file does not have to know."""
+        loop, config, fabric = self.loop, self.config, self.fabric
+        self.hooks = Hooks(loop, loop.callbacks, source, self._module_for, loop.given_profiler)
+        self.progress = Progress()
+        if last is not None:
+            self.progress.continue_from(last.progress)
+        has_timer = any(is_instance_of(callback, "Timer") for callback in loop.callbacks)
+        has_bar = any(is_instance_of(callback, "ProgressBar") for callback in loop.callbacks)
+        shows_console = bool(config.enable_progress_bar) and not has_bar and fabric.is_global_zero
+        all_reduce = fabric.all_reduce if fabric.world_size > 1 else None
+        is_logging = not config.barebones
+        self.results = ResultCollection(self.hooks, self.network, all_reduce, is_logging)
+        self.history = History()
+        self.history.run = self.data.run = self
+        self.stop = StopCondition(config, self.progress, has_timer or config.max_time is not None)
+        self.steps = StepRunner(fabric, source, self.network, config.compile)
+        self.loggers = LoggerConnector(self)
+        self.console = Console(config, shows_console)
+        self.checkpoints = CheckpointManager(None, config) if last is None else last.checkpoints
+        self.warn_once = WarnOnce(fabric.is_global_zero)
+        self.accumulate_grad_batches = config.accumulate_grad_batches
+        self.optimizers: list[Optimizer] = []
+        self.lr_schedulers: list[LRSchedulerConfig] = []
+        self.optimization: AutomaticOptimization | ManualOptimization = None  # type: ignore[assignment]
+        self.validation_schedule: ValidationSchedule = None  # type: ignore[assignment]
+        self.signals: SignalHandler = None  # type: ignore[assignment]
+        self.predictions: Predictions = None  # type: ignore[assignment]
+        self.frozen_at_start: list[str] = []
+        self.checkpoint: dict[str, Any] | None = None
+        self.own_state: dict[str, Any] | None = None
+        self.checkpoint_path: str | None = None
+        self.checkpoint_error: Exception | None = None
+        self.resumes = False
+        self.resume_keyword: str | None = None
+        self.exception: BaseException | None = None
+
+    def _module_for(self, callback: Any) -> Any:
+        """Return what a callback gets as its module: Lightning's expect a LightningModule."""
+        packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
+        bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
+        is_lightnings = any(base.__module__.startswith(packages) for base in bases)
+        return self.module if is_lightnings else self.model
 
     @property
     def is_lightning_module(self) -> bool:
         """Return whether the model itself is a LightningModule."""
         return self.module is self.model
+
+    @property
+    def should_validate(self) -> bool:
+        """Return whether fit validates at all."""
+        has_step = self.hooks.is_overridden("validation_step")
+        return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
         """Return a step with precision and strategy around it, and its name for log and the profiler."""
@@ -96,8 +155,7 @@ class RunState:
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
         return self.hooks.inside(name, step)
 
-    @property
-    def should_validate(self) -> bool:
-        """Return whether fit validates at all."""
-        has_step = self.hooks.is_overridden("validation_step")
-        return has_step and self.config.limit_val_batches > 0 and self.data.has_loader("val")
+
+def is_datamodule(given: Any) -> bool:
+    names = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+    return any(callable(getattr(given, name, None)) for name in names)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from ..checkpoint.resolve import check_same_checkpoint, open_folders
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
+from ..checkpoint.run_folders import check_same_checkpoint, open_folders
 from ..checkpoint.state import restore_model, restore_training
 from ..distributed.launch import (
     end_processes,
@@ -31,24 +33,24 @@ from ..distributed.signals import (
     requeue_slurm_job,
 )
 from ..lightning_compat.callbacks import add_model_callbacks, as_list
-from ..lightning_compat.private import set_profiled_module
-from ..loggers.run_summary import end_reason, short_path, write_run_config
-from .evaluation_loop import evaluate
-from .fit_loop import fit
-from .hooks import is_instance_of
-from .optimization import AutomaticOptimization, ManualOptimization
-from .prediction_loop import predict
-from .setup import (
-    attach_logs,
-    attach_run,
-    configure_model,
-    configure_optimizers,
-    prepare_data,
-    set_torch_flags,
+from ..lightning_compat.private import (
+    set_current_hook,
+    set_device_mesh,
+    set_profiled_module,
 )
+from ..loggers.run_summary import end_reason, short_path, write_run_config
+from .checks import warn_of_eval_modules
+from .evaluation_loop import evaluate, predict
+from .fit_loop import fit
+from .hooks import is_instance_of, overridden
+from .optimization import AutomaticOptimization, ManualOptimization
+from .optimizers import check_parameters, parse_optimizers
 
 if TYPE_CHECKING:
+    from ..config import LoopConfig
     from .run_state import RunState
+
+_LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
 
 
 def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
@@ -93,19 +95,12 @@ def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: Ex
     """
     set_torch_flags(run.config)
     attach_run(run, stack)
-    own_callbacks = run.hooks.module_method("configure_callbacks")
-    if own_callbacks is not None:
-        run.loop.callbacks = add_model_callbacks(run.loop.callbacks, as_list(own_callbacks()))
-        attach_logs(run, stack)
-    set_up_profiler(run)
     set_up_signals(run, stack)
     prepare_data(run)
-    heed_signals(run)
     if run.stage == "fit":
         open_folders(run, stack)
     run.hooks.call_with_stage("setup", run.stage, run.datamodule)
     configure_model(run)
-    heed_signals(run)
     run.steps.convert_network()
     is_sharded = run.steps.is_model_parallel
     if is_sharded:
@@ -149,14 +144,15 @@ def fit_stage(run: RunState) -> None:
         # Submodules in eval mode were put there on purpose, in a network that trains.
         run.network.train()
     run_sanity_check(run)
-    heed_signals(run)
-    run.progress.stage = "train"
     run.results.start_training()
     with ExitStack() as stack:
         if run.fabric.world_size == 1:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_plain_steps(stack)
+        # A signal during the set-up of several processes ends them here.
+        run.signals.check(run, is_due=True)
+        warn_of_eval_modules(run)
         fit(run)
     run.results.end()
     # Free the graph of the last loss.
@@ -164,13 +160,108 @@ def fit_stage(run: RunState) -> None:
     finish_signal(run)
 
 
-def set_up_profiler(run: RunState) -> None:
-    profiler = run.loop.given_profiler
-    if profiler is not None:
+def evaluate_stage(run: RunState) -> list[dict[str, Any]]:
+    run.loggers.log_hyperparameters(run)
+    run.network.zero_grad()
+    results = evaluate(run, run.stage)
+    run.results.end()
+    return results
+
+
+def predict_stage(run: RunState, keep: bool) -> list[Any] | None:
+    run.loggers.log_hyperparameters(run)
+    run.network.zero_grad()
+    return predict(run, keep)
+
+
+def run_sanity_check(run: RunState) -> None:
+    """Validate a few batches before training, so that a broken validation fails at once."""
+    most = run.config.num_sanity_val_steps
+    if not run.should_validate or most == 0 or run.checkpoint is not None:
+        return
+    rng_state = capture_rng_state()
+    run.progress.stage = "sanity_check"
+    run.hooks.call("on_sanity_check_start")
+    evaluate(run, "sanity_check", None if most == -1 else most)
+    run.hooks.call("on_sanity_check_end")
+    run.results.forget_evaluation()
+    run.history.forget_evaluation()
+    run.progress.stage, run.progress.eval_batches_done = "train", 0
+    restore_rng_state(rng_state)
+
+
+# Set-up
+
+
+def set_torch_flags(config: LoopConfig) -> None:
+    """Apply the options deterministic and benchmark to this process."""
+    deterministic, benchmark = config.deterministic, config.benchmark
+    if deterministic and benchmark:
+        warnings.warn(
+            "You passed `deterministic=True` and `benchmark=True`. Note that PyTorch ignores"
+            " torch.backends.cudnn.deterministic=True when torch.backends.cudnn.benchmark=True.",
+            stacklevel=2,
+        )
+    if benchmark is not None or deterministic:
+        torch.backends.cudnn.benchmark = bool(benchmark)
+    if deterministic is not None:
+        is_enabled = bool(deterministic)
+        torch.use_deterministic_algorithms(is_enabled, warn_only=deterministic == "warn")
+    if deterministic:
+        # cuBLAS is deterministic only with a workspace of fixed size.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+
+def attach_run(run: RunState, stack: ExitStack) -> None:
+    """Give the parts of a run their trainer and their ``log``, and the profiler its module."""
+    for part in {id(part): part for part in (run.module, run.model)}.values():
+        if isinstance(getattr(type(part), "trainer", None), property):
+            part.trainer = run.loop
+        if run.steps.is_model_parallel and run.is_lightning_module:
+            set_device_mesh(part, run.fabric.strategy.device_mesh)
+        attach_log(part, run, stack)
+    if run.datamodule is not None:
+        run.datamodule.trainer = run.loop
+    own_callbacks = run.hooks.module_method("configure_callbacks")
+    if own_callbacks is not None:
+        run.loop.callbacks = add_model_callbacks(run.loop.callbacks, as_list(own_callbacks()))
+    for callback in run.hooks.callbacks:
+        attach_log(callback, run, stack)
+    if (profiler := run.loop.given_profiler) is not None:
         set_profiled_module(profiler, run.module)
         # The rank becomes a part of the file's name.
         local_rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
         profiler.setup(stage=run.stage, local_rank=local_rank, log_dir=run.loop.log_dir)
+
+
+def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
+    """Put our ``log`` and ``log_dict`` before Lightning's, which are many times slower.
+
+    A class with a ``log`` of its own keeps it. If it calls Lightning's, that one ends in our results.
+    """
+    attributes = getattr(part, "__dict__", {})
+    own_log = getattr(type(part), "log", None)
+    if own_log is not None and not _is_lightnings(own_log):
+        if any(_is_lightnings(vars(base).get("log")) for base in type(part).__mro__):
+            attributes["log"] = partial(_call_own_log, part, run)
+            stack.callback(attributes.pop, "log", None)
+        return
+    for name in ("log", "log_dict"):
+        own = getattr(type(part), name, None)
+        if name not in attributes and (own is None or _is_lightnings(own)):
+            method = getattr(run.results, name)
+            # Its counters would become constants of the graph, and compile it again for each batch.
+            attributes[name] = torch.compiler.disable(method) if run.config.compile else method
+            stack.callback(attributes.pop, name, None)
+
+
+def _is_lightnings(method: Any) -> bool:
+    return getattr(method, "__module__", None) in _LIGHTNING_MODULES
+
+
+def _call_own_log(part: Any, run: RunState, *args: Any, **kwargs: Any) -> None:
+    set_current_hook(part, run.hooks.current)
+    type(part).log(part, *args, **kwargs)
 
 
 def set_up_signals(run: RunState, stack: ExitStack) -> None:
@@ -183,24 +274,56 @@ def set_up_signals(run: RunState, stack: ExitStack) -> None:
             stack.enter_context(run.signals)
 
 
-def heed_signals(run: RunState) -> None:
-    """End a fit of several processes during its set-up, if one of them has received a signal."""
-    if run.stage == "fit" and run.fabric.world_size > 1:
-        run.signals.check(run, is_due=True)
-        if run.stop.signal is not None:
-            raise error_in_process(run, run.stop.signal)
+def prepare_data(run: RunState) -> None:
+    """Call ``prepare_data`` on the first process of each machine, before the others continue."""
+    for part in (run.datamodule, run.hooks.source):
+        method = overridden(part, "prepare_data")
+        if method is None:
+            continue
+        is_per_node = getattr(part, "prepare_data_per_node", True)
+        rank = run.fabric.local_rank if is_per_node else run.fabric.global_rank
+        if rank == 0:
+            kind = "LightningDataModule" if part is run.datamodule else "LightningModule"
+            with run.hooks.profiled(f"[{kind}]{type(part).__name__}.prepare_data"):
+                method()
+    run.fabric.barrier()
+
+
+def configure_model(run: RunState) -> None:
+    """Let the module create its layers, on the device and in the dtype of the precision."""
+    for hook in ("configure_sharded_model", "configure_model"):
+        with run.fabric.strategy.module_init_context():
+            run.hooks.call_module(hook)
+
+
+def configure_optimizers(run: RunState) -> None:
+    """Set the optimizers that were given, or those that the module makes."""
+    returned, where = run.given_optimizer, "optimizer"
+    if returned is None:
+        returned = run.hooks.call_module("configure_optimizers")
+        where = "configure_optimizers"
+    elif inspect.isroutine(returned):
+        returned = returned(run.model)
+    has_own_step = run.hooks.is_overridden("lr_scheduler_step")
+    is_automatic = run.module.automatic_optimization
+    run.optimizers, run.lr_schedulers = parse_optimizers(
+        returned, is_automatic, has_own_step, where
+    )
+    check_parameters(run.optimizers, run.network)
+
+
+# The end of a run by a signal or an error
 
 
 def print_if_finished(run: RunState) -> None:
     """Print that a finished run was resumed, for example by a job scheduler that restarts it."""
-    progress, is_done = run.progress, run.stop.is_fit_done and not run.progress.is_in_epoch
-    if is_done and run.fabric.is_global_zero:
-        place = f"epoch {progress.epochs_done}, step {progress.global_step}"
-        text = (
-            f"resume: {run.checkpoint_path} is from a finished run ({place}); it trains no further:"
-            f" {end_reason(run)}."
+    progress = run.progress
+    if run.stop.is_fit_done and not progress.is_in_epoch and run.fabric.is_global_zero:
+        print(
+            f"resume: {run.checkpoint_path} is from a finished run (epoch {progress.epochs_done}, step"
+            f" {progress.global_step}); it trains no further: {end_reason(run)}.",
+            file=sys.stderr,
         )
-        print(text, file=sys.stderr)
 
 
 def finish_signal(run: RunState) -> None:
@@ -208,68 +331,22 @@ def finish_signal(run: RunState) -> None:
 
     In a notebook fit returns.
     """
-    number, manager = run.stop.signal, run.checkpoints
+    number, path, progress = run.stop.signal, run.checkpoints.last_model_path, run.progress
     if number is None:
         return
     if run.fabric.is_global_zero:
-        path = manager.last_model_path
-        saved = (
-            f" {short_path(Path(path))!r} is saved: resume='last' continues there." if path else ""
-        )
-        progress = run.progress
         place = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
-        print(f"{end_reason(run)}: training stops {place}.{saved}", file=sys.stderr)
+        saved = f" {short_path(Path(path))!r} is saved: resume='last' continues there."
+        print(f"{end_reason(run)}: training stops {place}.{saved if path else ''}", file=sys.stderr)
         if number == getattr(signal, "SIGUSR1", None) and not run.signals.is_handled_by_user:
             requeue_slurm_job(is_saved=bool(path))
-    if not is_notebook():
-        raise error_in_process(run, number)
-
-
-def error_in_process(run: RunState, number: int) -> BaseException:
-    """Return what ends this process of a run with the exit code of a signal."""
+    if is_notebook():
+        return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and is_instance_of(environment, "LightningEnvironment"):
         # Lightning kills the first process, which may be saving, for the exit code of another one.
-        return SystemExit(0)
-    return error_of_signal(number)
-
-
-def evaluate_stage(run: RunState) -> list[dict[str, Any]]:
-    stage = "val" if run.stage == "validate" else run.stage
-    run.loggers.log_hyperparameters(run)
-    if getattr(run.config, f"limit_{stage}_batches") == 0:
-        return []
-    run.network.zero_grad()
-    run.data.setup_eval_loaders(stage)
-    results = evaluate(run, run.stage)
-    run.results.end()
-    return results
-
-
-def predict_stage(run: RunState, keep: bool) -> list[Any] | None:
-    run.loggers.log_hyperparameters(run)
-    if run.config.limit_predict_batches == 0:
-        return None
-    run.network.zero_grad()
-    run.data.setup_eval_loaders("predict")
-    return predict(run, keep)
-
-
-def run_sanity_check(run: RunState) -> None:
-    """Validate a few batches before training, so that a broken validation fails at once."""
-    most = run.config.num_sanity_val_steps
-    if not run.should_validate or most == 0 or run.checkpoint is not None:
-        return
-    rng_state = capture_rng_state()
-    run.progress.stage = "sanity_check"
-    run.hooks.call("on_sanity_check_start")
-    run.data.setup_eval_loaders("val")
-    evaluate(run, "sanity_check", None if most == -1 else most)
-    run.hooks.call("on_sanity_check_end")
-    run.results.forget_evaluation()
-    run.history.forget_evaluation()
-    run.progress.stage, run.progress.eval_batches_done = "train", 0
-    restore_rng_state(rng_state)
+        raise SystemExit(0)
+    raise error_of_signal(number)
 
 
 def handle_exception(run: RunState, error: BaseException) -> None:
@@ -279,42 +356,32 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     """
     run.loop.status = TrainerStatus.INTERRUPTED
     run.exception = error
-    was_signaled = run.signals is not None and run.signals.received is not None
     hook, run.hooks.current = run.hooks.current, None
+
+    def attempt(what: str, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as other:
+            # A warning may be an error, too.
+            with suppress(Warning):
+                text = f"after {type(error).__name__}, {what}: {type(other).__name__}: {other}"
+                warnings.warn(text, stacklevel=4)
+
+    was_signaled = run.signals is not None and run.signals.received is not None
     if run.stage == "fit" and not was_signaled:
-        with warn_of_failure(error, "the state could not be saved"):
-            run.checkpoints.save_exception(run, hook)
-        with warn_of_failure(error, "its place could not be described"):
-            add_note(run, error)
+        attempt("the state could not be saved", run.checkpoints.save_exception, run, hook)
+        add_note(run, error)
     for callback in list(run.hooks.callbacks):
-        with warn_of_failure(error, f"on_exception of {type(callback).__name__} failed"):
-            run.hooks.call_callbacks("on_exception", error, callbacks=[callback])
-    with warn_of_failure(error, "on_exception of the datamodule failed"):
-        run.hooks.call_datamodule(run.datamodule, "on_exception", error)
-    with warn_of_failure(error, "the loggers could not be closed"):
-        run.loggers.finalize("failed")
-    with warn_of_failure(error, "the loaders could not be closed"):
-        run.data.teardown()
-    with warn_of_failure(error, "the checkpoint files could not be closed"):
-        run.loop.checkpoint_io.teardown()
-    with warn_of_failure(error, "the last values could not be read"):
-        run.results.end()
-    if run.results.active:
-        with warn_of_failure(error, "the metrics could not be computed"):
-            run.results.update_metrics()
+        what = f"on_exception of {type(callback).__name__} failed"
+        call = partial(run.hooks.call_callbacks, callbacks=[callback])
+        attempt(what, call, "on_exception", error)
+    what = "on_exception of the datamodule failed"
+    attempt(what, run.hooks.call_datamodule, run.datamodule, "on_exception", error)
+    attempt("the loggers could not be closed", run.loggers.finalize, "failed")
+    attempt("the loaders could not be closed", run.data.teardown)
+    attempt("the checkpoint files could not be closed", run.loop.checkpoint_io.teardown)
+    attempt("the last values could not be read", run.results.end)
     run.progress.stage = run.results.active = None
-
-
-@contextmanager
-def warn_of_failure(error: BaseException, what: str) -> Iterator[None]:
-    """Warn of an exception that follows from another one, instead of raising it."""
-    try:
-        yield
-    except Exception as other:
-        # A warning may be an error, too.
-        with suppress(Warning):
-            text = f"after {type(error).__name__}, {what}: {type(other).__name__}: {other}"
-            warnings.warn(text, stacklevel=3)
 
 
 def add_note(run: RunState, error: BaseException) -> None:
@@ -323,12 +390,10 @@ def add_note(run: RunState, error: BaseException) -> None:
     if run.optimization is None or not isinstance(error, Exception) or sys.version_info < (3, 11):
         return
     # Between two batches, the next one was being fetched.
-    batch = progress.batches_done - (progress.phase is not None)
-    place = f"in epoch {progress.epochs_done}, at batch {max(batch, 0)}"
-    resume = ""
-    if manager.is_enabled:
-        step = manager.saved_step
-        resume = (
-            f". resume='last' continues after step {step}" if step >= 0 else ". Nothing was saved"
-        )
-    error.add_note(f"fabric_template: {place}, after step {progress.global_step}{resume}.")
+    batch = max(progress.batches_done - (progress.phase is not None), 0)
+    note = f"in epoch {progress.epochs_done}, at batch {batch}, after step {progress.global_step}"
+    if manager.is_enabled and manager.saved_step >= 0:
+        note += f". resume='last' continues after step {manager.saved_step}"
+    elif manager.is_enabled:
+        note += ". Nothing was saved"
+    error.add_note(f"fabric_template: {note}.")

@@ -6,7 +6,6 @@ import warnings
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from modules import Classifier, make_loader
 from runs import Plain, fit, loud, tree, val_loader
 from torch import nn
@@ -70,11 +69,6 @@ def test_all_wrong_options_are_named_at_once(tmp_path, options, kind, message):
 
 
 # ---- models and loaders
-
-
-def test_lightning_module_without_methods(tmp_path):
-    message = "No `training_step()` method defined. Lightning `Trainer` expects as minimum a `training_step()`"
-    check_error(ValueError, message, fitting(tmp_path, LightningModule(), make_loader()), tmp_path)
 
 
 def test_no_optimizer(tmp_path):

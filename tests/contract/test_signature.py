@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from externally import externally
 
-from fabric_template import FabricLoop, LoopConfig
+from fabric_template import FabricLoop
 from fabric_template.config import LoopArguments, document_fields
 
 
@@ -22,9 +22,6 @@ def test_signature_has_the_fields_of_loop_config():
     kinds = {name: parameter.kind for name, parameter in parameters.items()}
     assert kinds.pop("fabric") is inspect.Parameter.POSITIONAL_OR_KEYWORD
     assert {*kinds.values()} == {inspect.Parameter.KEYWORD_ONLY}
-    options = {field.name for field in dataclasses.fields(LoopConfig)}
-    of_constructor = {name: fields[name] for name in fields if name not in options | {"fabric"}}
-    assert FabricLoop.__init__.__kwdefaults__ == of_constructor
 
 
 def test_help_explains_each_option():

@@ -148,11 +148,6 @@ def test_epoch_end():
 @pytest.mark.parametrize(
     ("function", "loaders", "message"),
     [
-        (
-            lambda outputs: {},
-            (make_loader, val_loader),
-            r"epoch_end: got epoch_end\(outputs\), expected epoch_end\(model, outputs\)\.",
-        ),
         (lambda net, outputs: 3.0, (make_loader, val_loader), "epoch_end: got 3.0 from it, expected a dict"),
         (share_right, (make_loader,), "epoch_end: got no val_dataloaders, expected them"),
     ],
