@@ -131,7 +131,8 @@ def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> N
     """Log values outside of a run. With an "epoch" they are a row of metrics.csv."""
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):
-            logger.log_epoch(scalars if step is None else {"step": step, **scalars})
+            coordinates = {} if step is None else {"epoch": scalars["epoch"], "step": step}
+            logger.log_epoch(coordinates | scalars)
         else:
             logger.log_metrics(scalars, step)
 

@@ -33,7 +33,7 @@ class LoggerConnector:
 
     def log_step(self, run: RunState) -> None:
         """Log the values of an optimizer step every log_every_n_steps, and at the last step."""
-        if run.results.train.has_step_values and self.is_step_due():
+        if self.is_step_due():
             metrics = run.results.views().logged
             self.log_metrics(metrics, row=metrics)
 

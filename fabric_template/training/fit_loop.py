@@ -118,9 +118,10 @@ def end_batch(run: RunState) -> None:
     """Log, validate if it is due, listen to signals, save. The end of a batch exists only here."""
     progress, is_stepping = run.progress, is_step_due(run)
     is_logging = is_stepping or not run.module.automatic_optimization
-    if is_logging and progress.phase == "batch_end":
+    if is_logging and run.results.train.has_step_values and progress.phase == "batch_end":
         run.loggers.log_step(run)
-    run.console.update(run)
+    if run.console.is_enabled:
+        run.console.update(run)
     if progress.phase in ("validation", "validation_end") or run.validation_schedule.is_due():
         validate(run)
     step_lr_schedulers(run, "step", plateau=True)
@@ -128,8 +129,10 @@ def end_batch(run: RunState) -> None:
     if is_stepping:
         progress.logging_step += 1
         progress.batches_at_last_step = progress.batches_done
-        run.signals.check(run)
-        run.checkpoints.save_step(run)
+        if run.signals.received is not None or run.fabric.world_size > 1:
+            run.signals.check(run)
+        if run.config.save_every_n_steps:
+            run.checkpoints.save_step(run)
 
 
 def validate(run: RunState) -> None:

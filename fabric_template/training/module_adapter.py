@@ -289,13 +289,6 @@ class StepRunner:
             return no_gradient_sync(self.network)
         return nullcontext() if self.ddp is None else self.ddp.no_sync()
 
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients, scaled where the precision scales."""
-        if self.is_plain:
-            loss.backward(*args, **kwargs)
-        else:
-            self.fabric.strategy.backward(loss, None, *args, **kwargs)
-
 
 # Steps with an argument dataloader_iter, which fetch their batches themselves. Trainer calls this
 # flavor experimental. Hooks get the last batch that was fetched.

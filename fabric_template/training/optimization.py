@@ -72,8 +72,10 @@ class Optimization:
 
     def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.run.hooks.call("on_before_backward", loss)
-        if self._own_backward is None:
-            self.run.steps.backward(loss, *args, **kwargs)
+        if self.run.steps.is_plain and self._own_backward is None:
+            loss.backward(*args, **kwargs)
+        elif self._own_backward is None:
+            self.run.fabric.strategy.backward(loss, None, *args, **kwargs)
         else:
             scaled = loss if self._scaler is None else self._scaler.scale(loss)
             self._own_backward(scaled, *args, **kwargs)

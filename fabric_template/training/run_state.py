@@ -80,6 +80,7 @@ class RunState:
             given = {name: function for name, function in functions.items() if function}
             functions = {**getattr(last.module, "functions", {}), **given}
         self.module, source, self.network = adapt_model(self.model, functions)
+        self.is_lightning_module = self.module is self.model
         self.given_optimizer = unwrap(optimizer)
         if functions.get("training_step") and has_several_optimizers(self.given_optimizer):
             # A step function that gets several optimizers steps them itself.
@@ -137,11 +138,6 @@ class RunState:
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)
         return self.module if is_lightnings else self.model
-
-    @property
-    def is_lightning_module(self) -> bool:
-        """Return whether the model itself is a LightningModule."""
-        return self.module is self.model
 
     @property
     def should_validate(self) -> bool:

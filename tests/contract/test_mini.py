@@ -24,7 +24,7 @@ from modules import (
     sgd,
 )
 from test_parity_plain import CASES as PLAIN
-from test_parity_plain import EPOCHS, RUNGS, make_net
+from test_parity_plain import EPOCHS, LEVELS, make_net
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -51,7 +51,7 @@ def run_mini(make_module=Classifier, make_train=make_loader, make_val=None, seed
 # Numbers
 
 
-@pytest.mark.parametrize("level", RUNGS)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", sorted(PLAIN.keys() - {"clipped_by_value", "lbfgs"}))
 def test_same_bits_as_a_hand_written_loop(case, level):
     plain_loop, make_optimizer, dropout, shuffle, options = PLAIN[case]
@@ -62,7 +62,7 @@ def test_same_bits_as_a_hand_written_loop(case, level):
 
     torch.manual_seed(1)
     net = make_net(dropout)
-    (model,), arguments = RUNGS[level](net, make_optimizer)
+    (model,), arguments = LEVELS[level](net, make_optimizer)
     loop = MiniLoop(max_epochs=EPOCHS, accelerator="cpu", **options)
     loop.fit(model, make_loader(40, shuffle=shuffle), **arguments)
     assert_same_weights(expected, net)
@@ -86,7 +86,7 @@ def test_tensor_loader_and_max_steps():
     net = make_net()
     torch.manual_seed(2)
     loop = MiniLoop(max_steps=13, accelerator="cpu")
-    arguments = RUNGS["functions"](net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1))[1]
+    arguments = LEVELS["functions"](net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1))[1]
     history = loop.fit(net, TensorLoader(x, y, batch_size=4, shuffle=True), **arguments)
     assert_same_weights(expected, net)
     assert history["step"].tolist() == [10, 13]

@@ -1,44 +1,43 @@
-"""An epoch that max_steps or should_stop ends in its middle has its row. A resume continues in this epoch, exactly.
+"""Epochs that a limit or should_stop ends early, and loaders that give fewer batches than their length says."""
 
-max_time does the same; see test_signals.py.
-"""
-
+import itertools
 import shutil
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from modules import Classifier, by_epoch, make_loader, run_trainer
-from runs import assert_same_end, fit, logs_of, tree, val_loader
+from modules import Classifier, by_epoch, make_data, make_loader, run_trainer
+from runs import Snapshots, assert_same_end, fit, logs_of, val_loader
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
+    pytest.mark.filterwarnings("ignore:resume. .* are read again"),
+]
 
 
-class Copies(Callback):
-    """Copies a run's folder at the end of an epoch, as a kill would leave it there."""
-
-    def __init__(self, root, to, step=None):
-        self.root, self.to, self.step = root, to, step
-
-    def on_train_epoch_end(self, trainer, module):
-        if self.step not in (None, trainer.global_step):
-            return
-        shutil.rmtree(self.to, ignore_errors=True)
-        shutil.copytree(self.root, self.to)
+def train():
+    return make_loader(24)
 
 
-@pytest.mark.parametrize("words", [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}], ids=str)
-@pytest.mark.parametrize("steps", [1, 2, 7, 8])
-def test_max_steps(tmp_path, words, steps):
+# An epoch that ends in its middle has its row. A resume continues in it, exactly. max_time: test_signals.py.
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}], ids=str)
+@pytest.mark.parametrize("steps", [1, 7, 8])
+def test_max_steps(tmp_path, options, steps):
     """The same command changes nothing; more steps continue exactly."""
-    words = {"max_epochs": 3, "log_every_n_steps": 2, **words}
-    make, loader = lambda: Classifier(on_step=True), lambda: make_loader(24)
-    whole = fit(tmp_path / "whole", make, loader, val_loader, **words)
-    first = fit(tmp_path / "cut", make, loader, val_loader, max_steps=steps, **words)
-    assert first[0].global_step == steps
-    assert first[2]["step"].tolist()[-1] == steps
+    options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
+    make = lambda: Classifier(on_step=True)  # noqa: E731
+    whole = fit(tmp_path / "whole", make, train, val_loader, **options)
+    first = fit(tmp_path / "cut", make, train, val_loader, max_steps=steps, **options)
+    assert first[0].global_step == first[2]["step"].tolist()[-1] == steps
     rows = logs_of(tmp_path / "cut")
-    again = fit(tmp_path / "cut", make, loader, val_loader, max_steps=steps, seed=9, resume="auto", **words)
+    again = fit(tmp_path / "cut", make, train, val_loader, max_steps=steps, seed=9, resume="auto", **options)
     assert_same_end(first, again)
     assert logs_of(tmp_path / "cut") == rows
-    resumed = fit(tmp_path / "cut", make, loader, val_loader, seed=9, resume="auto", **words)
+    resumed = fit(tmp_path / "cut", make, train, val_loader, seed=9, resume="auto", **options)
     assert_same_end(whole, resumed)
     assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
 
@@ -49,36 +48,35 @@ class FetchesItself(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class Copy(Callback):
+    """Copies a run's folder at the end of an epoch, as a kill would leave it there."""
+
+    def __init__(self, root, to, step):
+        self.root, self.to, self.step = root, to, step
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.global_step == self.step:
+            shutil.copytree(self.root, self.to)
+
+
 @pytest.mark.parametrize("make", [Classifier, FetchesItself])
 def test_killed_at_the_end_of_a_short_epoch(tmp_path, make):
-    """The end of the epoch is repeated once."""
-    options = {
-        "val": val_loader,
-        "max_steps": 8,
-        "train": lambda: make_loader(24),
-        "make_module": lambda: make(by_epoch),
-    }
-    copy = Copies(tmp_path / "whole", tmp_path / "killed", step=8)
+    options = {"val": val_loader, "max_steps": 8, "train": train, "make_module": lambda: make(by_epoch)}
+    copy = Copy(tmp_path / "whole", tmp_path / "killed", step=8)
     whole = fit(tmp_path / "whole", callbacks=[copy], **options)
-    resumed = fit(tmp_path / "killed", seed=9, resume="last", callbacks=[Copies(tmp_path, None, step=-1)], **options)
+    resumed = fit(tmp_path / "killed", seed=9, resume="last", callbacks=[Copy(None, None, step=-1)], **options)
     assert_same_end(whole, resumed)
     assert logs_of(tmp_path / "killed") == logs_of(tmp_path / "whole")
-    assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
 
 
 def test_max_steps_of_two_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2, "monitor": "val_loss"}
+    options = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2, "monitor": "val_loss"}
     make, loader = lambda: Classifier(sync_dist=True), lambda: make_loader(48)
-    whole = fit(tmp_path / "whole", make, loader, val_loader, **words)
-    fit(tmp_path / "cut", make, loader, val_loader, max_steps=4, **words)
-    assert_same_end(whole, fit(tmp_path / "cut", make, loader, val_loader, seed=9, resume="auto", **words))
+    whole = fit(tmp_path / "whole", make, loader, val_loader, **options)
+    fit(tmp_path / "cut", make, loader, val_loader, max_steps=4, **options)
+    assert_same_end(whole, fit(tmp_path / "cut", make, loader, val_loader, seed=9, resume="auto", **options))
     assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
-
-
-def test_max_steps_without_a_last_checkpoint(tmp_path):
-    fit(tmp_path, train=lambda: make_loader(24), max_steps=3, max_epochs=2, save_last=False)
-    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 class StopsAt(Callback):
@@ -89,34 +87,138 @@ class StopsAt(Callback):
         trainer.should_stop |= trainer.global_step == self.at
 
 
-@pytest.mark.parametrize("words", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_should_stop(tmp_path, words):
-    """It ends the run in the middle of an epoch, and a resume continues there."""
-    words = {"max_epochs": 3, "log_every_n_steps": 2, **words}
-    make, loader = lambda: Classifier(on_step=True), lambda: make_loader(24)
-    whole = fit(tmp_path / "whole", make, loader, **words)
-    _, _, history = fit(tmp_path / "cut", make, loader, callbacks=[StopsAt(4)], **words)
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_should_stop(tmp_path, options):
+    options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
+    make = lambda: Classifier(on_step=True)  # noqa: E731
+    whole = fit(tmp_path / "whole", make, train, **options)
+    _, _, history = fit(tmp_path / "cut", make, train, callbacks=[StopsAt(4)], **options)
     assert history["step"].tolist()[-1] == 4
-    assert_same_end(whole, fit(tmp_path / "cut", make, loader, seed=9, resume="last", **words))
+    assert_same_end(whole, fit(tmp_path / "cut", make, train, seed=9, resume="last", **options))
     # steps.csv has a row more, of the step at the stop.
     assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
 
 
-def test_resume_from_a_file_of_model_checkpoint(tmp_path):
-    """It is saved at the end of the short epoch, which continues with a larger max_steps."""
-    make, loader = lambda: Classifier(dropout=0.0), lambda: make_loader(24)
-    whole = fit(tmp_path / "whole", make, loader, max_epochs=2)
+@pytest.mark.parametrize("steps", [4, 6])
+def test_resume_from_a_file_of_model_checkpoint(tmp_path, steps):
+    """It is saved at the end of the epoch, which continues with a larger max_steps if it was short."""
+    make = lambda: Classifier(dropout=0.0)  # noqa: E731
+    whole = fit(tmp_path / "whole", make, train, max_epochs=2)
     saving = ModelCheckpoint(tmp_path / "saved", save_last=True)
-    fit(tmp_path / "cut", make, loader, max_epochs=2, max_steps=4, callbacks=[saving])
+    fit(tmp_path / "cut", make, train, max_epochs=2, max_steps=steps, callbacks=[saving])
     path = tmp_path / "saved" / "last.ckpt"
-    assert_same_end(whole, fit(tmp_path / "cut", make, loader, seed=9, max_epochs=2, resume=path))
+    assert_same_end(whole, fit(tmp_path / "cut", make, train, seed=9, max_epochs=2, resume=path))
 
 
 @pytest.mark.parametrize("steps", [4, 6])
 def test_resume_from_a_file_of_trainer(tmp_path, steps):
     """A file of a run that max_steps ended continues with the next epoch, as in Trainer."""
     saving = ModelCheckpoint(tmp_path, save_last=True)
-    run_trainer(Classifier, lambda: make_loader(24), max_steps=steps, callbacks=[saving], enable_checkpointing=True)
-    loop, _, history = fit(tmp_path, train=lambda: make_loader(24), max_epochs=2, resume=tmp_path / "last.ckpt")
+    run_trainer(Classifier, train, max_steps=steps, callbacks=[saving], enable_checkpointing=True)
+    loop, _, history = fit(tmp_path, train=train, max_epochs=2, resume=tmp_path / "last.ckpt")
     assert (loop.current_epoch, loop.global_step) == (2, steps + 6)
     assert history[["epoch", "step"]].to_numpy().tolist() == [[1, steps + 6]]
+
+
+# A pass without batches is an error. A pass that is shorter than its length is a warning, and a whole epoch.
+
+SHORT = r"The train loader \((DataLoader|Batches)\) gave 4 batches, expected 6"
+
+
+class Short(IterableDataset):
+    """Gives fewer samples than its length says, in passes from `since` on."""
+
+    def __init__(self, gives=16, says=24, since=0):
+        self.gives, self.says, self.since, self.passes = gives, says, since, itertools.count(1)
+
+    def __len__(self):
+        return self.says
+
+    def __iter__(self):
+        gives = self.gives if next(self.passes) > self.since else self.says
+        return iter([make_data(24)[i] for i in range(gives)])
+
+
+def short(**options):
+    return lambda: DataLoader(Short(**options), batch_size=4)
+
+
+def plateau(module):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": "val_loss"}
+
+
+@pytest.mark.parametrize("optimizers", [by_epoch, plateau])
+def test_shorter_than_its_length(tmp_path, optimizers):
+    """Weights, rows and files are those of a loader with the right length, also resumed after each step."""
+    make = lambda: Classifier(optimizers)  # noqa: E731
+    options = {"val": val_loader, "max_epochs": 2, "save_every_n_steps": 1}
+    expected = fit(tmp_path / "expected", make, short(says=16), **options)
+    copies = [Snapshots(tmp_path / "short", tmp_path / "killed")]
+    with pytest.warns(UserWarning, match=SHORT) as caught:
+        whole = fit(tmp_path / "short", make, short(), callbacks=copies, **options)
+    assert len([warning for warning in caught if "expected 6" in str(warning.message)]) == 1
+    assert_same_end(expected, whole)
+    assert logs_of(tmp_path / "expected") == logs_of(tmp_path / "short")
+    for batches in (1, 4, 7):
+        root = tmp_path / "killed" / str(batches)
+        with pytest.warns(UserWarning, match=SHORT):
+            assert_same_end(whole, fit(root, make, short(), seed=9, resume="last", **options))
+        assert logs_of(root) == logs_of(tmp_path / "short")
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, [4, 8]),
+        ({"val_check_interval": 0.5}, [3, 4, 7, 8]),
+        ({"val_check_interval": 2}, [2, 4, 6, 8]),
+        ({"val_check_interval": 5}, []),
+        ({"val_check_interval": 3, "check_val_every_n_epoch": None}, [3, 6]),
+        ({"check_val_every_n_epoch": 2}, [8]),
+    ],
+    ids=str,
+)
+def test_validates_once_at_the_end(tmp_path, options, steps):
+    """A whole epoch that would validate at its end does so, also if it is short."""
+    seen = []
+
+    class Watch(Callback):
+        def on_validation_start(self, trainer, *_):
+            seen.append(trainer.global_step)
+
+    options = {"num_sanity_val_steps": 0, "callbacks": [Watch()], **options}
+    with pytest.warns(UserWarning, match=SHORT):
+        fit(tmp_path, train=short(), val=val_loader, max_epochs=2, **options)
+    assert seen == steps
+
+
+class Batches:
+    """An iterable without a length."""
+
+    def __iter__(self):
+        return iter(list(make_loader(16)))
+
+
+def test_fewer_than_the_limit(tmp_path):
+    with pytest.warns(UserWarning, match=SHORT):
+        loop, _, history = fit(tmp_path, train=Batches, val=val_loader, max_epochs=2, limit_train_batches=6)
+    assert loop.global_step == 8
+    assert history["val_loss"].notna().all()
+
+
+@pytest.mark.parametrize("make", [Classifier, FetchesItself])
+def test_no_batches(tmp_path, make):
+    """last.ckpt is that of the epoch before."""
+    message = r"The train loader \(generator\) gave no batch in epoch 1. An iterator is used up"
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, make, lambda: (batch for batch in list(train())), max_epochs=3)
+    found = torch.load(tmp_path / "checkpoints/run/version_0/last.ckpt", weights_only=True)
+    assert found["global_step"] == 6
+
+
+def test_empty_epochs_are_warned_of(tmp_path):
+    """As in Trainer, an epoch of a DataLoader without batches counts."""
+    with pytest.warns(UserWarning, match=r"The train loader \(DataLoader\) gave no batch in this pass"):
+        loop, _, history = fit(tmp_path, Classifier, short(gives=0, since=1), max_epochs=3)
+    assert (loop.current_epoch, loop.global_step, len(history)) == (3, 6, 3)

@@ -1,4 +1,4 @@
-"""The ladder: rungs 1 to 4 on one problem. Each works alone, and all of them end with the same weights, bit for bit."""
+"""The ladder: levels 1 to 4 on one problem. Each works alone, and all of them end with the same weights, bit for bit."""
 
 import csv
 from pathlib import Path
@@ -79,10 +79,10 @@ def assert_history(history, expected_rows):
     torch.testing.assert_close(values, torch.tensor(expected_rows, dtype=values.dtype), rtol=1e-6, atol=1e-7)
 
 
-# ---- rung 1: the parts, in a loop of one's own
+# ---- level 1: the parts, in a loop of one's own
 
 
-def test_rung_1_the_parts_in_a_loop_of_ones_own(expected, tmp_path):
+def test_level_1_the_parts_in_a_loop_of_ones_own(expected, tmp_path):
     torch.manual_seed(1)
     loop = make_loop("parts")
     bare = make_net()
@@ -117,7 +117,7 @@ def test_rung_1_the_parts_in_a_loop_of_ones_own(expected, tmp_path):
     assert all(torch.equal(first[i]["momentum_buffer"], second[i]["momentum_buffer"]) for i in first)
 
 
-def test_rung_1_a_row_without_step_has_no_empty_column():
+def test_level_1_a_row_without_step_has_no_empty_column():
     loop = make_loop("rows")
     loop.log_dict({"epoch": 0, "loss": torch.tensor(0.5)})
     assert Path("logs/rows/version_0/metrics.csv").read_text().splitlines() == ["epoch,loss", "0,0.5"]
@@ -125,7 +125,7 @@ def test_rung_1_a_row_without_step_has_no_empty_column():
     assert Path("logs/rows/version_0/steps.csv").read_text().splitlines() == ["step,loss", "3,0.25"]
 
 
-def test_rung_1_precision_is_live():
+def test_level_1_precision_is_live():
     loop = make_loop("bf16", precision="bf16-mixed", logger=False)
     bare, seen = make_net(), []
     net, _ = loop.setup(bare, make_optimizer(bare))
@@ -134,7 +134,7 @@ def test_rung_1_precision_is_live():
     assert seen == [torch.bfloat16]
 
 
-def test_rung_1_setup_of_a_model_alone_and_of_a_dataloader():
+def test_level_1_setup_of_a_model_alone_and_of_a_dataloader():
     loop = make_loop("alone", logger=False)
     assert isinstance(loop.setup(make_net()), nn.Module)
     loader = torch.utils.data.DataLoader(make_data(8), batch_size=4)
@@ -144,18 +144,18 @@ def test_rung_1_setup_of_a_model_alone_and_of_a_dataloader():
 
 
 @pytest.mark.gpu
-def test_rung_1_setup_moves_a_tensor_loader():
+def test_level_1_setup_moves_a_tensor_loader():
     loop = FabricLoop(accelerator="gpu", devices=1, logger=False)
     net = make_net()
     _, _, batches = loop.setup(net, make_optimizer(net), make_loaders()[0])
     assert next(iter(batches))[0].device == loop.fabric.device
 
 
-# ---- rung 2: step functions
+# ---- level 2: step functions
 
 
 @pytest.mark.parametrize("with_idx", [False, True])
-def test_rung_2_step_functions(expected, with_idx):
+def test_level_2_step_functions(expected, with_idx):
     seen = []
 
     def training_step(net, batch, batch_idx):
@@ -176,7 +176,7 @@ def test_rung_2_step_functions(expected, with_idx):
     assert seen == (list(range(7)) * EPOCHS if with_idx else [])
 
 
-# ---- rung 3: an object with step methods
+# ---- level 3: an object with step methods
 
 
 class PlainObject:
@@ -226,7 +226,7 @@ class PlainModuleWithIdx(PlainModule):
 
 
 @pytest.mark.parametrize("cls", [PlainObject, PlainObjectWithIdx, PlainModule, PlainModuleWithIdx])
-def test_rung_3_an_object_with_step_methods(expected, cls):
+def test_level_3_an_object_with_step_methods(expected, cls):
     torch.manual_seed(1)
     owner = cls()
     history = make_loop("object").fit(owner, *make_loaders())
@@ -235,14 +235,14 @@ def test_rung_3_an_object_with_step_methods(expected, cls):
 
 
 @pytest.mark.parametrize("cls", [PlainObject, PlainModule])
-def test_rung_3_the_optimizer_given_to_fit(expected, cls):
+def test_level_3_the_optimizer_given_to_fit(expected, cls):
     torch.manual_seed(1)
     owner = cls()
     make_loop("given").fit(owner, *make_loaders(), optimizer=make_optimizer(owner.net))
     assert_same_weights(expected[0], owner.net)
 
 
-def test_rung_3_last_and_best_are_known_after_validate():
+def test_level_3_last_and_best_are_known_after_validate():
     owner = PlainModule()
     train, val = make_loaders()
     loop = make_loop("known", monitor="val_loss")
@@ -253,7 +253,7 @@ def test_rung_3_last_and_best_are_known_after_validate():
     assert loop.checkpoint_path("last").samefile("checkpoints/known/version_0/last.ckpt")
 
 
-# ---- rung 4: Lightning's classes, of both packages
+# ---- level 4: Lightning's classes, of both packages
 
 
 def make_lightning(package):
@@ -298,7 +298,7 @@ def make_lightning(package):
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("with_datamodule", [False, True])
-def test_rung_4_lightnings_classes(expected, package, with_datamodule):
+def test_level_4_lightnings_classes(expected, package, with_datamodule):
     make_module, make_datamodule, make_callback = make_lightning(package)
     torch.manual_seed(1)
     module, callback = make_module(), make_callback()
@@ -309,7 +309,7 @@ def test_rung_4_lightnings_classes(expected, package, with_datamodule):
     assert callback.seen == list(enumerate(history["val_loss"]))
 
 
-def test_rung_4_validate_takes_the_datamodule_of_fit():
+def test_level_4_validate_takes_the_datamodule_of_fit():
     make_module, _, _ = make_lightning(pl)
 
     class Data(pl.LightningDataModule):
@@ -328,8 +328,8 @@ def test_rung_4_validate_takes_the_datamodule_of_fit():
 # ---- together
 
 
-def test_a_rung_takes_up_where_another_one_left_off(expected):
-    """The same net under another rung: the checkpoint is the same kind of file."""
+def test_a_level_takes_up_where_another_one_left_off(expected):
+    """The same net under another level: the checkpoint is the same kind of file."""
     torch.manual_seed(1)
     net = make_net()
     loop = make_loop("ladder")

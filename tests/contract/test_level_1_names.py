@@ -1,4 +1,4 @@
-"""Rung 1: what `loop.setup` returns has the model's own names, so that code which goes by them goes on working."""
+"""Level 1: what `loop.setup` returns has the model's own names, so that code which goes by them goes on working."""
 
 import copy
 import io
