@@ -15,24 +15,16 @@ from typing import Any, Concatenate, ParamSpec, get_args, get_origin, get_type_h
 
 P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
-_LIMITS = (
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-)
-# barebones turns these off, because each of them costs time in a step.
-_OFF_IN_BAREBONES = (
-    "logger",
-    "enable_checkpointing",
-    "enable_progress_bar",
-    "enable_model_summary",
-    "log_every_n_steps",
-    "num_sanity_val_steps",
-    "fast_dev_run",
-    "detect_anomaly",
-    "profiler",
-)
+_LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
+# The values of None. barebones turns them off, because each of them costs time in a step.
+_DEFAULTS: dict[str, Any] = {
+    "logger": True,
+    "enable_checkpointing": True,
+    "enable_progress_bar": True,
+    "enable_model_summary": True,
+    "log_every_n_steps": 50,
+    "num_sanity_val_steps": 2,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +184,9 @@ class LoopConfig:
                 f"save_top_k: got {self.save_top_k} without monitor, expected a metric to compare."
                 " Write monitor='val_loss'."
             )
-        for name in _OFF_IN_BAREBONES if self.barebones else ():
-            if value := getattr(self, name):
+        for name in (*_DEFAULTS, "fast_dev_run", "detect_anomaly", "profiler"):
+            value = getattr(self, name)
+            if self.barebones and value:
                 yield (
                     f"`Trainer(barebones=True, {name}={value!r})` was passed. {name} can impact the"
                     " speed so it is disabled in barebones mode."
@@ -206,17 +199,8 @@ class LoopConfig:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
             2
         """
-        is_on = not self.barebones
-        defaults: dict[str, Any] = {
-            "logger": is_on,
-            "enable_checkpointing": is_on,
-            "enable_progress_bar": is_on,
-            "enable_model_summary": is_on,
-            "val_check_interval": 1.0,
-            "num_sanity_val_steps": 2 if is_on else 0,
-            "log_every_n_steps": 50 if is_on else 0,
-            **dict.fromkeys(_LIMITS, 1.0),
-        }
+        defaults = dict.fromkeys(_DEFAULTS, False) if self.barebones else _DEFAULTS
+        defaults = {**defaults, **dict.fromkeys(["val_check_interval", *_LIMITS], 1.0)}
         values = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if self.validate_every_n_steps:
             values["check_val_every_n_epoch"] = None
@@ -241,12 +225,7 @@ class LoopConfig:
 
 
 def parse_duration(value: Duration) -> timedelta:
-    """Return a length of time from Trainer's three ways to write one.
-
-    Example:
-        >>> parse_duration("00:01:30:00")
-        datetime.timedelta(seconds=5400)
-    """
+    """Return a length of time from Trainer's three ways to write one."""
     if isinstance(value, timedelta):
         return value
     if isinstance(value, dict):
@@ -422,12 +401,7 @@ def with_arguments_of(
 
 
 def document_fields() -> dict[str, str]:
-    """Return the text under each field of LoopConfig and LoopArguments, by the field's name.
-
-    Example:
-        >>> document_fields()["min_steps"]
-        'Ignore requests to stop before this many optimizer steps.'
-    """
+    """Return the text under each field of LoopConfig and LoopArguments, by the field's name."""
     try:
         lines = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     except OSError:
@@ -438,7 +412,6 @@ def document_fields() -> dict[str, str]:
         body = node.body if isinstance(node, ast.ClassDef) else []
         for line, following in pairwise(body):
             if isinstance(line, ast.AnnAssign) and isinstance(following, ast.Expr):
-                texts[ast.unparse(line.target)] = " ".join(
-                    ast.literal_eval(following.value).split()
-                )
+                text = ast.literal_eval(following.value)
+                texts[ast.unparse(line.target)] = " ".join(text.split())
     return texts

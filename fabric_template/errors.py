@@ -17,10 +17,8 @@ _INSTEAD = {
     "lr": "Give it to the optimizer: torch.optim.Adam(model.parameters(), lr=1e-3).",
     "batch_size": "Give it to the loader: DataLoader(dataset, batch_size=32).",
     "optimizer": "Give it to fit: fit(model, loader, optimizer=...).",
-    "ckpt_path": "Give it to fit: fit(model, loader, ckpt_path='last').",
     "resume_from_checkpoint": "Give the path to fit: fit(model, loader, resume='last').",
     "sync_batchnorm": "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit.",
-    "use_distributed_sampler": "A DistributedSampler in your loader is kept, others are replaced.",
 }
 
 
@@ -65,12 +63,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 
 def unknown_option(name: str, known: Iterable[str]) -> str:
-    """Return the message for an option that FabricLoop does not have.
-
-    Example:
-        >>> unknown_option("max_epoch", ["max_epochs", "name"])
-        'FabricLoop: got the unknown option max_epoch. Did you mean max_epochs?'
-    """
+    """Return the message for an option that FabricLoop does not have."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     instead = _INSTEAD.get(name)
     if instead is None:

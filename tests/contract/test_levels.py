@@ -125,21 +125,14 @@ def test_level_1_a_row_without_step_has_no_empty_column():
     assert Path("logs/rows/version_0/steps.csv").read_text().splitlines() == ["step,loss", "3,0.25"]
 
 
-def test_level_1_precision_is_live():
+def test_level_1_precision_is_live_and_a_dataloader_is_set_up():
     loop = make_loop("bf16", precision="bf16-mixed", logger=False)
     bare, seen = make_net(), []
-    net, _ = loop.setup(bare, make_optimizer(bare))
+    loader = torch.utils.data.DataLoader(make_data(8), batch_size=4)
+    net, _, batches = loop.setup(bare, make_optimizer(bare), loader)
     bare[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     net(torch.zeros(2, 8))
     assert seen == [torch.bfloat16]
-
-
-def test_level_1_setup_of_a_model_alone_and_of_a_dataloader():
-    loop = make_loop("alone", logger=False)
-    assert isinstance(loop.setup(make_net()), nn.Module)
-    loader = torch.utils.data.DataLoader(make_data(8), batch_size=4)
-    net = make_net()
-    _, _, batches = loop.setup(net, make_optimizer(net), loader)
     assert [len(x) for x, _ in batches] == [4, 4]
 
 
@@ -183,23 +176,15 @@ class PlainObject:
     def __init__(self):
         self.net = make_net()
 
-    def training_step(self, batch):
-        return loss_of(self.net, batch)
-
-    def validation_step(self, batch):
-        return loss_and_acc(self.net, batch)
-
-    def configure_optimizers(self):
-        return make_optimizer(self.net)
-
-
-class PlainObjectWithIdx(PlainObject):
     def training_step(self, batch, batch_idx):
         return {"loss": loss_of(self.net, batch), "batch_idx": "not a number: left out of the history"}
 
     def validation_step(self, batch, batch_idx):
         loss, acc = loss_and_acc(self.net, batch)
         return {"loss": loss, "acc": acc}
+
+    def configure_optimizers(self):
+        return make_optimizer(self.net)
 
 
 class PlainModule(nn.Module):
@@ -217,29 +202,15 @@ class PlainModule(nn.Module):
         return make_optimizer(self)
 
 
-class PlainModuleWithIdx(PlainModule):
-    def training_step(self, batch, batch_idx):
-        return loss_of(self.net, batch)
-
-    def validation_step(self, batch, batch_idx):
-        return loss_and_acc(self.net, batch)
-
-
-@pytest.mark.parametrize("cls", [PlainObject, PlainObjectWithIdx, PlainModule, PlainModuleWithIdx])
-def test_level_3_an_object_with_step_methods(expected, cls):
+@pytest.mark.parametrize("given", [{}, {"optimizer": make_optimizer}], ids=["configured", "given"])
+@pytest.mark.parametrize("cls", [PlainObject, PlainModule])
+def test_level_3_an_object_with_step_methods(expected, cls, given):
     torch.manual_seed(1)
     owner = cls()
-    history = make_loop("object").fit(owner, *make_loaders())
+    given = {name: make(owner.net) for name, make in given.items()}
+    history = make_loop("object").fit(owner, *make_loaders(), **given)
     assert_same_weights(expected[0], owner.net)
     assert_history(history, expected[1])
-
-
-@pytest.mark.parametrize("cls", [PlainObject, PlainModule])
-def test_level_3_the_optimizer_given_to_fit(expected, cls):
-    torch.manual_seed(1)
-    owner = cls()
-    make_loop("given").fit(owner, *make_loaders(), optimizer=make_optimizer(owner.net))
-    assert_same_weights(expected[0], owner.net)
 
 
 def test_level_3_last_and_best_are_known_after_validate():
@@ -323,18 +294,3 @@ def test_level_4_validate_takes_the_datamodule_of_fit():
     history = loop.fit(make_module(), datamodule=Data())
     (results,) = loop.validate(verbose=False)
     assert results["val_loss"] == history["val_loss"].iloc[-1]
-
-
-# ---- together
-
-
-def test_a_level_takes_up_where_another_one_left_off(expected):
-    """The same net under another level: the checkpoint is the same kind of file."""
-    torch.manual_seed(1)
-    net = make_net()
-    loop = make_loop("ladder")
-    loop.fit(net, make_loaders()[0], optimizer=make_optimizer(net), training_step=loss_of)
-    fresh = make_net()
-    weights = torch.load(loop.checkpoint_path("last"), weights_only=True)["state_dict"]
-    fresh.load_state_dict(weights)
-    assert_same_weights(expected[0], fresh)

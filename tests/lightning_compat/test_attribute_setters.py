@@ -1,4 +1,4 @@
-"""Options that are set on a loop between runs and in hooks take effect."""
+"""Options that are set on a loop between runs and in hooks take effect, as on Trainer."""
 
 import lightning.pytorch as pl
 import pytest
@@ -12,14 +12,6 @@ from modules import quiet
 
 from fabric_template import FabricLoop
 from fabric_template.errors import ConfigurationError
-
-WORDS = {
-    "max_epochs": 3,
-    "limit_train_batches": 4,
-    "limit_val_batches": 2,
-    "limit_test_batches": 2,
-    "accelerator": "cpu",
-}
 
 
 class Notes(BoringModel):
@@ -36,10 +28,15 @@ class Notes(BoringModel):
     def on_validation_start(self):
         self.seen.append(self.trainer.global_step)
 
+    def training_step(self, batch, batch_idx):
+        self.log("x", float(batch_idx))
+        return super().training_step(batch, batch_idx)
 
-def made(kind, tmp_path, **words):
+
+def made(kind, tmp_path, **options):
     pl.seed_everything(1, verbose=False)
-    return kind(**quiet(**{**WORDS, "default_root_dir": str(tmp_path), **words}))
+    limits = {"max_epochs": 3, "limit_train_batches": 4, "limit_val_batches": 2}
+    return kind(**quiet(**{"accelerator": "cpu", "default_root_dir": str(tmp_path), **limits, **options}))
 
 
 def assert_same(sides):
@@ -50,28 +47,14 @@ def assert_same(sides):
         assert getattr(theirs, name) == getattr(ours, name), name
 
 
-SET = {
-    "limit_train_batches": 2, "limit_val_batches": 0, "check_val_every_n_epoch": 2, "val_check_interval": 2,
-    "accumulate_grad_batches": 2, "gradient_clip_val": 0.001, "num_sanity_val_steps": 0,
-    "reload_dataloaders_every_n_epochs": 1,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SET)
-def test_before_a_fit(name, tmp_path):
-    sides = []
-    for kind in LOOPS.values():
-        trainer, module = made(kind, tmp_path), Notes()
-        setattr(trainer, name, SET[name])
-        trainer.fit(module)
-        assert getattr(trainer, name) == SET[name]
-        sides.append((trainer, module))
-    assert_same(sides)
-
-
 @pytest.mark.parametrize(
     ("hook", "name", "value"),
     [
+        (None, "limit_train_batches", 2),
+        (None, "limit_val_batches", 0),
+        (None, "val_check_interval", 2),
+        (None, "accumulate_grad_batches", 2),
+        (None, "num_sanity_val_steps", 0),
         ("on_fit_start", "limit_train_batches", 2),
         ("on_train_start", "check_val_every_n_epoch", 2),
         ("on_train_start", "reload_dataloaders_every_n_epochs", 1),
@@ -79,64 +62,49 @@ def test_before_a_fit(name, tmp_path):
         ("on_train_epoch_start", "accumulate_grad_batches", 2),
     ],
 )
-def test_in_a_hook(hook, name, value, tmp_path):
-    Sets = type("Sets", (Callback,), {hook: lambda self, trainer, *rest: setattr(trainer, name, value)})
+def test_option_is_set_before_fit_or_in_a_hook(hook, name, value, tmp_path):
     sides = []
     for kind in LOOPS.values():
-        trainer, module = made(kind, tmp_path, callbacks=[Sets()]), Notes()
+        hooks = {} if hook is None else {hook: lambda self, trainer, *rest: setattr(trainer, name, value)}
+        trainer, module = made(kind, tmp_path, callbacks=[type("Sets", (Callback,), hooks)()]), Notes()
+        if hook is None:
+            setattr(trainer, name, value)
         trainer.fit(module)
+        assert getattr(trainer, name) == value
         sides.append((trainer, module))
     assert_same(sides)
 
 
-def test_between_evaluations(tmp_path):
+def test_limits_profiler_and_steps(tmp_path):
     found = []
     for kind in LOOPS.values():
         trainer, module = made(kind, tmp_path), BoringModel()
-        trainer.test(module, verbose=False)
         trainer.limit_test_batches, trainer.limit_predict_batches = 0.5, 3
         trainer.test(module, verbose=False)
         found.append([trainer.num_test_batches, len(trainer.predict(module, module.test_dataloader()))])
-    assert found == [[[32], 3]] * 2
-
-
-def test_the_limit_of_steps(tmp_path):
-    for kind in LOOPS.values():
-        trainer = made(kind, tmp_path)
+        trainer.profiler = SimpleProfiler()
         trainer.fit_loop.epoch_loop.max_steps = 5
-        trainer.fit(BoringModel())
-        assert (trainer.max_steps, trainer.global_step) == (5, 5)
+        trainer.fit(module)
+        found[-1] += [trainer.max_steps, trainer.global_step]
+        found[-1].append(len(trainer.profiler.recorded_durations["run_training_batch"]))
+    assert found == [[[32], 3, 5, 5, 5]] * 2
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Be aware that when using `ckpt_path`")
-def test_the_checkpoint_to_begin_with(tmp_path):
+def test_ckpt_path(tmp_path):
     found = []
     for name, kind in LOOPS.items():
         saver = ModelCheckpoint(dirpath=tmp_path / name, filename="x")
         made(kind, tmp_path, callbacks=[saver], enable_checkpointing=True).fit(BoringModel())
-        trainer = made(
-            kind,
-            tmp_path,
-            max_epochs=5,
-            callbacks=[ModelCheckpoint(dirpath=tmp_path / f"{name}_on")],
-            enable_checkpointing=True,
-        )
+        trainer = made(kind, tmp_path, max_epochs=5)
         trainer.ckpt_path = saver.best_model_path
         trainer.fit(BoringModel())
         found.append([trainer.global_step, trainer.ckpt_path == saver.best_model_path])
-        trainer = made(kind, tmp_path)
+        trainer = made(kind, tmp_path, limit_test_batches=2)
         trainer.ckpt_path, module = saver.best_model_path, BoringModel()
         trainer.test(module, verbose=False)
         found[-1].append(module.layer.weight.sum().item())
     assert found[0] == found[1]
-
-
-def test_the_profiler(tmp_path):
-    for kind in LOOPS.values():
-        trainer = made(kind, tmp_path)
-        trainer.profiler = SimpleProfiler()
-        trainer.fit(BoringModel())
-        assert len(trainer.profiler.recorded_durations["run_training_batch"]) == 12
 
 
 def test_a_wrong_value_is_refused_as_in_the_constructor():
@@ -167,27 +135,16 @@ class Rows(CSVLogger):
         self.steps.append((sorted(metrics), step))
 
 
-class Logs(BoringModel):
-    def training_step(self, batch, batch_idx):
-        self.log("x", float(batch_idx))
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize(
-    "hook", ["setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_end"]
-)
-def test_how_often_is_logged(hook, tmp_path):
+@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_train_epoch_start"])
+def test_log_every_n_steps(hook, tmp_path):
     steps = []
     for kind in LOOPS.values():
 
-        def log_often(self, trainer, *rest, **words):
-            if trainer.global_step > 1 or hook in ("setup", "on_fit_start", "on_train_start"):
-                trainer.log_every_n_steps = 2
+        def log_often(self, trainer, *rest, **options):
+            trainer.log_every_n_steps = 2
 
         logger = Rows(tmp_path / kind.__name__)
         often = type("Often", (Callback,), {hook: log_often})()
-        made(kind, tmp_path, callbacks=[often], logger=logger, log_every_n_steps=3).fit(Logs())
+        made(kind, tmp_path, callbacks=[often], logger=logger, log_every_n_steps=3).fit(Notes())
         steps.append(logger.steps)
-    assert steps[0] == steps[1]
-    early = {"on_train_epoch_start": [2, 5, 7, 9, 11], "on_train_batch_end": [1, 3, 5, 7, 9, 11]}
-    assert steps[1] == [(["epoch", "x"], step) for step in early.get(hook, [1, 3, 5, 7, 9, 11])]
+    assert steps[0] == steps[1] == [(["epoch", "x"], step) for step in (1, 3, 5, 7, 9, 11)]

@@ -4,7 +4,7 @@ import time
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from modules import Classifier, make_loader, quiet, run_loop, run_trainer
 
@@ -42,12 +42,6 @@ def test_max_time_waits_for_min_epochs(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now() + 3600 * (now() - start))
     loop, _ = run_loop(Classifier, lambda: make_loader(24), max_time="00:00:00:01", min_epochs=2, max_epochs=4)
     assert loop.current_epoch == 2
-
-
-def test_a_timer_callback_replaces_max_time():
-    options = {"callbacks": [Timer("00:01:00:00")], "max_time": "00:00:00:01", "max_epochs": 2}
-    loop, _ = run_loop(Classifier, lambda: make_loader(24), **options)
-    assert (loop.current_epoch, sum(type(callback) is Timer for callback in loop.callbacks)) == (2, 1)
 
 
 def test_hooks_get_trainers_stages():

@@ -210,7 +210,7 @@ def test_fewer_than_the_limit(tmp_path):
 @pytest.mark.parametrize("make", [Classifier, FetchesItself])
 def test_no_batches(tmp_path, make):
     """last.ckpt is that of the epoch before."""
-    message = r"The train loader \(generator\) gave no batch in epoch 1. An iterator is used up"
+    message = r"The train loader \(generator\) gave no batch in this pass. An iterator is used up"
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, make, lambda: (batch for batch in list(train())), max_epochs=3)
     found = torch.load(tmp_path / "checkpoints/run/version_0/last.ckpt", weights_only=True)
