@@ -84,7 +84,8 @@ class Console:
         except Exception as error:
             self.is_enabled, self._due = False, math.inf
             if self._screen is not None:
-                self._screen.restore_streams()
+                with suppress(Exception):
+                    self._screen.close()
             warnings.warn(
                 f"The progress bar is off for the rest of this run: {type(error).__name__}: {error}",
                 stacklevel=3,
@@ -100,7 +101,6 @@ class Console:
             self._table.update_best(row)
         self._due = self._started + self._screen.seconds_between_draws
         if not self._screen.is_log_file:
-            self._screen.start()
             self._draw(run)
 
     def _draw(self, run: RunState, description: str | None = None) -> None:
@@ -237,9 +237,6 @@ class Screen:
     def __init__(self, table: EpochTable) -> None:
         self.table = table
 
-    def start(self) -> None:
-        """Prepare for the first bar."""
-
     def draw(self, meter: dict[str, Any]) -> None:
         """Draw the bar. The meter has the arguments of tqdm.format_meter."""
         from tqdm import tqdm
@@ -254,9 +251,6 @@ class Screen:
 
     def print(self, text: str) -> None:
         print(text, flush=True)
-
-    def restore_streams(self) -> None:
-        """Undo what `start` has done to sys.stdout and sys.stderr."""
 
     def close(self) -> None:
         """End the output of the run."""
@@ -275,8 +269,6 @@ class TerminalScreen(Screen):
         self._drawn_width = 0
         self.is_line_open = False
         self._streams: dict[str, AboveBar] = {}
-
-    def start(self) -> None:
         for name in ("stdout", "stderr"):
             if terminal_width(getattr(sys, name)) is not None:
                 self._streams[name] = AboveBar(getattr(sys, name), self)
@@ -303,15 +295,11 @@ class TerminalScreen(Screen):
             self._write("\r" + " " * (self._drawn_width + 2) + "\r")
             self._drawn_width = 0
 
-    def restore_streams(self) -> None:
+    def close(self) -> None:
         for name, wrapper in self._streams.items():
             # A hook may have set a stream of its own.
             if getattr(sys, name) is wrapper:
                 setattr(sys, name, wrapper.stream)
-        self._streams = {}
-
-    def close(self) -> None:
-        self.restore_streams()
         if self._drawn_width:
             self._write("\n")
 

@@ -185,7 +185,8 @@ class History:
         """Compute what was measured, before the last hooks of the evaluation."""
         run = self.run
         self.end_loader()
-        run.results.end_loaders()
+        # What is logged from now on belongs to no loader.
+        run.results.evaluation.dataloader_idx = None
         epoch_end = getattr(run.module, "functions", {}).get("epoch_end")
         if epoch_end is not None:
             self._call_epoch_end(epoch_end)

@@ -465,10 +465,6 @@ class ResultCollection:
             self.update_metrics()
         self.active.is_first_batch = None
 
-    def end_loaders(self) -> None:
-        """The batches of all evaluation loaders are over."""
-        self.evaluation.dataloader_idx = None
-
     def reset(self) -> None:
         """Forget the sums of an epoch, after all its hooks."""
         if self.active is not None:

@@ -193,20 +193,17 @@ def best_value(rows: Sequence[Mapping[str, Any]], monitor: str, mode: str) -> st
 
 def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
     """Return the metrics of an evaluation as a table with a column for each loader."""
-    loaders = [
-        {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
-        for result in results
-    ]
-    names = sorted({name for loader in loaders for name in loader})
-    if not names:
-        return ""
-    heads = [f"DataLoader {index}" for index in range(len(loaders))]
-    table = [[f"{stage} metric".capitalize(), *heads]]
-    table += [[name, *(str(loader.get(name, "")) for loader in loaders)] for name in names]
-    width = max(25, *map(len, names))
-    lines = [" ".join(f"{cell:^{width}}" for cell in row).rstrip() for row in table]
-    rule = "─" * (width + 1) * len(table[0])
-    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+    import pandas
+
+    loaders = {}
+    for index, result in enumerate(results):
+        # A column names the loader.
+        values = {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
+        loaders[f"DataLoader {index}"] = values
+    table = (
+        pandas.DataFrame(loaders).sort_index().rename_axis(columns=f"{stage} metric".capitalize())
+    )
+    return "" if table.empty else table.to_string(na_rep="", float_format=str)
 
 
 def format_value(name: str, value: Any) -> str:
