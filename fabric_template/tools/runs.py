@@ -1,21 +1,22 @@
-"""List the runs below a folder, compare two of them, find the best one, and write a page of all.
-
-A damaged file of a run counts as an empty one.
-"""
+"""List the runs below a folder, compare two of them, find the best one, and write a page of all."""
 
 from __future__ import annotations
 
 import base64
-import math
+import csv
 import os
 import re
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..loggers.read_logs import read_table
+from ..loggers.read_logs import read_logs
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 COLUMNS = ["name", "version", "state", "epochs", "metric", "best", "best_epoch", "seconds"]
 COLUMNS += ["resumed_from", "changed", "folder"]
@@ -26,56 +27,11 @@ NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar")
 LOWER_IS_BETTER = re.compile(
     r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|cer|fid)([\W_]|$)"
 )
+Run = dict[str, Any]  # a row of list_runs, and the options and rows of the run
 
 
-@dataclass
-class Run:
-    """The columns of `list_runs`, the options and the metrics.csv of one run."""
-
-    name: str
-    version: int | str
-    state: str
-    resumed_from: str | None
-    folder: str
-    options: dict[str, Any]
-    rows: list[dict[str, float]]
-    metric: str | None = None
-    best: float | None = None
-    best_epoch: int | None = None
-    changed: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.label = f"{self.name}/{os.path.basename(self.folder)}"
-        self.epochs = max((int(row["epoch"]) + 1 for row in self.rows if "epoch" in row), default=0)
-        self.seconds = sum(row.get("time", 0.0) for row in self.rows)
-        names = dict.fromkeys(name for row in self.rows for name in row)
-        self.metrics = [name for name in names if name not in NOT_METRICS]
-
-    def set_best(self, metric: str | None = None, mode: str | None = None) -> None:
-        """Find the best value of a metric, by default of the monitor or a validated metric."""
-        monitor = self.options.get("monitor")
-        if metric is None and monitor in self.metrics:
-            metric = monitor
-        elif metric is None:
-            validated = [name for name in self.metrics if "val" in name]
-            losses = [name for name in validated if "loss" in name]
-            metric = next(iter([*losses, *validated, *self.metrics]), None)
-        rows = [row for row in self.rows if metric in row]
-        self.metric, self.best, self.best_epoch = metric, None, None
-        if metric is not None and rows:
-            choose = min if (mode or self.mode_of(metric)) == "min" else max
-            row = choose(rows, key=lambda row: row[metric])
-            self.best, self.best_epoch = row[metric], int(row.get("epoch", 0))
-
-    def mode_of(self, metric: str) -> str:
-        """Return the option `mode` for the monitor, else "min" or "max" by the metric's name."""
-        if metric == self.options.get("monitor") and self.options.get("mode") in ("min", "max"):
-            return str(self.options["mode"])
-        return "min" if LOWER_IS_BETTER.search(metric) else "max"
-
-
-def list_runs(folder: str | os.PathLike = "logs", metric: str | None = None) -> Any:
-    """List all runs below a folder in a DataFrame, or without pandas in a list of dicts.
+def list_runs(folder: str | os.PathLike = "logs", metric: str | None = None) -> pd.DataFrame:
+    """List all runs below a folder.
 
     The state is "running", "finished", "interrupted" (also when killed), "failed", or "unknown" for
     a run of Lightning. `changed` holds the options in which the runs of one name differ.
@@ -93,12 +49,9 @@ def list_runs(folder: str | os.PathLike = "logs", metric: str | None = None) -> 
              name  version    state  epochs    metric  best
         0  digits        0  unknown       1  val_loss   0.5
     """
-    rows = [{column: vars(run)[column] for column in COLUMNS} for run in find_runs(folder, metric)]
-    try:
-        import pandas as pd
-    except ImportError:
-        return rows
-    return pd.DataFrame(rows, columns=COLUMNS)
+    import pandas as pd
+
+    return pd.DataFrame(find_runs(folder, metric), columns=COLUMNS)
 
 
 def find_runs(
@@ -112,43 +65,83 @@ def find_runs(
     for path, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name != "checkpoints"]
         if "metrics.csv" in files or "hparams.yaml" in files:
-            runs.append(read_run(Path(path), root))
-            runs[-1].set_best(metric, mode)
-    runs.sort(key=lambda run: (run.name, isinstance(run.version, str), run.version))
-    for _, group in groupby(runs, key=lambda run: run.name):
+            runs.append(read_run(Path(path), root, metric, mode))
+    runs.sort(key=lambda run: (run["name"], isinstance(run["version"], str), run["version"]))
+    for _, group in groupby(runs, key=itemgetter("name")):
         same_name = list(group)
-        for option in differing_options(same_name):
-            for run in same_name:
-                run.changed[option] = run.options.get(option)
+        names = differing_options(same_name)
+        for run in same_name:
+            run["changed"] = {name: run["options"].get(name) for name in names}
     return runs
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
     """Return the options that do not have the same value in all runs."""
-    names = dict.fromkeys(option for run in runs for option in run.options)
     differing = []
-    for option in names:
-        values = [run.options.get(option) for run in runs]
+    for option in dict.fromkeys(name for run in runs for name in run["options"]):
+        values = [run["options"].get(option) for run in runs]
         if option not in NOT_COMPARED and any(value != values[0] for value in values):
             differing.append(option)
     return differing
 
 
-def read_run(folder: Path, root: Path) -> Run:
+def read_run(folder: Path, root: Path, metric: str | None = None, mode: str | None = None) -> Run:
     """Read the run in a folder; its name is the path from the root to the folder above."""
     is_below = root in folder.parent.parents
-    name = folder.parent.relative_to(root).as_posix() if is_below else folder.parent.name
     number = folder.name.removeprefix("version_")
     state, resumed_from = read_lock(folder / ".lock")
-    return Run(
-        name,
-        int(number) if number.isdigit() else folder.name,
-        state,
-        resumed_from,
-        str(folder),
-        read_options(folder),
-        read_rows(folder / "metrics.csv"),
-    )
+    rows = read_rows(folder)
+    run: Run = {
+        "name": folder.parent.relative_to(root).as_posix() if is_below else folder.parent.name,
+        "version": int(number) if number.isdigit() else folder.name,
+        "state": state,
+        "epochs": int(rows["epoch"].max()) + 1 if "epoch" in rows and len(rows) else 0,
+        "seconds": float(rows["time"].sum()) if "time" in rows else 0.0,
+        "resumed_from": resumed_from,
+        "folder": str(folder),
+        "options": read_options(folder),
+        "rows": rows,
+    }
+    metrics = [name for name in rows if name not in NOT_METRICS]
+    validated = [name for name in metrics if "val" in name]
+    losses = [name for name in validated if "loss" in name]
+    monitor = [name for name in metrics if name == run["options"].get("monitor")]
+    default = next(iter([*monitor, *losses, *validated, *metrics]), None)
+    return run | find_best(run, metric or default, mode)
+
+
+def find_best(run: Run, metric: str | None, mode: str | None = None) -> dict[str, Any]:
+    """Return the best value of a metric and its epoch.
+
+    The mode is that of the monitor, or "min" for the names of losses and errors.
+    """
+    rows, options = run["rows"], run["options"]
+    rows = rows[rows[metric].abs() < float("inf")] if metric in rows else rows[:0]
+    if not len(rows):
+        return {"metric": metric, "best": None, "best_epoch": None}
+    if mode is None and metric == options.get("monitor"):
+        mode = options.get("mode")
+    is_min = mode == "min" if mode else LOWER_IS_BETTER.search(str(metric))
+    row = rows.loc[rows[metric].idxmin() if is_min else rows[metric].idxmax()]
+    return {
+        "metric": metric,
+        "best": float(row[metric]),
+        "best_epoch": int(row.get("epoch", 0)),
+        "mode": "min" if is_min else "max",
+    }
+
+
+def read_rows(folder: Path) -> pd.DataFrame:
+    """Return the numbers in metrics.csv; without rows if the file is damaged."""
+    import pandas as pd
+
+    try:
+        with warnings.catch_warnings():
+            # A running training may be writing its last line.
+            warnings.simplefilter("ignore")
+            return read_logs(folder / "metrics.csv").select_dtypes("number")
+    except (OSError, ValueError, csv.Error):
+        return pd.DataFrame()
 
 
 def read_lock(path: Path) -> tuple[str, str | None]:
@@ -185,50 +178,26 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def read_rows(path: Path) -> list[dict[str, float]]:
-    """Return the finite numbers in each row of a CSV file."""
-    table = read_table(path)[1] if path.is_file() else []
-    rows = []
-    for row in table:
-        numbers = {}
-        for name, cell in row.items():
-            try:
-                number = float(cell)
-            except ValueError:
-                continue
-            if math.isfinite(number):
-                numbers[name] = number
-        rows.append(numbers)
-    return rows
-
-
 def read_options(folder: Path) -> dict[str, Any]:
     """Return the options in config.yaml and hparams.yaml without the names of their sections."""
-    options: dict[str, Any] = {}
-    # hparams.yaml comes last because a resumed run writes only this file again.
-    for name in ("config.yaml", "hparams.yaml"):
-        for section, content in read_yaml(folder / name).items():
-            if section == "about":
-                continue
-            entries = content if isinstance(content, dict) else {section: content}
-            entries = entries.get("init_args", entries)
-            for key, value in entries.items():
-                is_plain = value is None or isinstance(value, str | int | float)
-                option = f"data.{key}" if section == "data" else str(key)
-                options[option] = value if is_plain else str(value)
-    return options
-
-
-def read_yaml(path: Path) -> dict[Any, Any]:
     import yaml
 
-    try:
-        # libyaml is eight times as fast.
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        content = yaml.load(path.read_bytes(), loader) if path.is_file() else None
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    options: dict[str, Any] = {}
+    # libyaml is eight times as fast.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    # hparams.yaml comes last because a resumed run writes only this file again.
+    for name in ("config.yaml", "hparams.yaml"):
+        try:
+            content = yaml.load((folder / name).read_bytes(), loader)
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        for section, value in content.items() if isinstance(content, dict) else ():
+            entries = value if isinstance(value, dict) else {section: value}
+            prefix = "data." if section == "data" else ""
+            if section != "about":
+                entries = entries.get("init_args", entries)
+                options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
+    return options
 
 
 def runs_command(
@@ -252,12 +221,12 @@ def runs_command(
         raise ValueError(f"runs: got {' '.join(paths)}, expected one folder. Pass the root of all.")
     folder = folders[0] if folders else "logs"
     runs = find_runs(folder, metric, mode)
-    names = dict.fromkeys(name for run in runs for name in run.metrics)
+    names = dict.fromkeys(name for run in runs for name in run["rows"] if name not in NOT_METRICS)
     if (metric is not None or action == "best") and metric not in names:
         expected = ", ".join(names) or "a logged metric"
         raise ValueError(f"--metric: got {metric or 'no metric'}, expected {expected}.")
     if action == "best":
-        print_best(runs, mode)
+        print_best([run for run in runs if run["best"] is not None])
     elif html is not None:
         write_page(runs, metric, Path(html))
     elif runs:
@@ -277,12 +246,14 @@ def find_run(path: str) -> Run:
 
 def to_cells(run: Run) -> tuple[str, ...]:
     """Return the texts of a run below HEADER."""
-    metric, best = ("", "") if run.best is None else (str(run.metric), f"{run.best:.5g}")
-    epoch = "" if run.best_epoch is None else str(run.best_epoch)
-    minutes, seconds = divmod(round(run.seconds), 60)
+    best = ("", "", "")
+    if run["best"] is not None:
+        best = (run["metric"], f"{run['best']:.5g}", str(run["best_epoch"]))
+    minutes, seconds = divmod(round(run["seconds"]), 60)
     trained = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-    changed = ", ".join(f"{option}={value}" for option, value in run.changed.items())
-    return run.label, run.state, str(run.epochs), metric, best, epoch, trained, changed
+    changed = ", ".join(f"{option}={value}" for option, value in run.get("changed", {}).items())
+    label = f"{run['name']}/{Path(run['folder']).name}"
+    return label, run["state"], str(run["epochs"]), *best, trained, changed
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
@@ -295,32 +266,35 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
     """Return a table of the options in which two runs differ, and of their results."""
     first, second = to_cells(a), to_cells(b)
-    table: list[tuple[str, ...]] = [("", a.label, b.label, "differs")]
+    table: list[tuple[str, ...]] = [("", first[0], second[0], "differs")]
     for option in differing_options([a, b]):
-        table.append((option, str(a.options.get(option, "")), str(b.options.get(option, "")), ""))
+        values = [str(run["options"].get(option, "")) for run in (a, b)]
+        table.append((option, *values, ""))
     table += [(HEADER[i], first[i], second[i], "") for i in (1, 2, 6)]
-    for metric in dict.fromkeys([*a.metrics, *b.metrics]):
-        pairs = zip(a.rows, b.rows, strict=False)
-        unequal = [row for row, other in pairs if row.get(metric) != other.get(metric)]
-        differs = f"from epoch {unequal[0].get('epoch', 0):.0f}" if unequal else "no"
+    for metric in dict.fromkeys([*a["rows"], *b["rows"]]):
+        if metric in NOT_METRICS:
+            continue
+        values = [run["rows"].get(metric, []) for run in (a, b)]
+        epochs = a["rows"].get("epoch", a["rows"].index)
+        rows = zip(epochs, *values, strict=False)
+        unequal = [epoch for epoch, value, other in rows if value != other and value == value]
         texts = []
         for run in (a, b):
-            run.set_best(metric)
-            texts.append("" if run.best is None else f"{run.best:.6g} in epoch {run.best_epoch}")
-        table.append((f"best {metric}", *texts, differs))
+            best = find_best(run, metric)
+            is_found = best["best"] is not None
+            texts.append(f"{best['best']:.6g} in epoch {best['best_epoch']}" if is_found else "")
+        table.append((f"best {metric}", *texts, f"from epoch {unequal[0]}" if unequal else "no"))
     return table
 
 
-def print_best(runs: Sequence[Run], mode: str | None) -> None:
+def print_best(runs: Sequence[Run]) -> None:
     """Print the run with the best value, and its checkpoints."""
-    candidates = [run for run in runs if run.best is not None]
-    metric = str(candidates[0].metric)
-    choose = min if (mode or candidates[0].mode_of(metric)) == "min" else max
-    best = choose(candidates, key=lambda run: run.best or 0.0)
-    print(f"best        {metric} {best.best:.6g} in epoch {best.best_epoch}")
-    print(f"run         {best.folder}")
+    choose = min if runs[0]["mode"] == "min" else max
+    best = choose(runs, key=lambda run: run["best"])
+    print(f"best        {best['metric']} {best['best']:.6g} in epoch {best['best_epoch']}")
+    print(f"run         {best['folder']}")
     # The checkpoints of logs/digits/version_0 are in checkpoints/digits/version_0.
-    checkpoints = Path("/checkpoints/".join(best.folder.rsplit("/logs/", 1)))
+    checkpoints = Path("/checkpoints/".join(best["folder"].rsplit("/logs/", 1)))
     for path in sorted(checkpoints.rglob("*.ckpt")):
         print(f"checkpoint  {path}")
 
@@ -333,7 +307,7 @@ def write_page(runs: Sequence[Run], metric: str | None, path: Path) -> None:
 
     if not path.parent.is_dir():
         raise ValueError(f"--html: got {path}, expected a file in a folder that exists.")
-    picture = render_picture([run.folder for run in runs if run.metrics], metrics=metric)
+    picture = render_picture([run["folder"] for run in runs if len(run["rows"])], metrics=metric)
     data = base64.b64encode(picture).decode()
     frame = pd.DataFrame([to_cells(run) for run in runs], columns=HEADER)
     with pd.option_context("display.max_colwidth", None):
