@@ -80,7 +80,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
     "tune": {
         "--lr": {**FLAG, "help": "Find a learning rate: raise it until the loss blows up."},
         "--only": {"nargs": "*", "help": "The settings to try, such as threads batch_size."},
-        "--same_numbers": {**FLAG, "help": "Leave out the settings that change the numbers."},
         "--seconds": {"type": float, "default": 2.0, "help": "The length of a trial."},
         "--out": {"default": "tuned.yaml", "help": "The file for fit --config, or for the curve."},
     },

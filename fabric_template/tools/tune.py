@@ -65,13 +65,7 @@ class Tuned(NamedTuple):
     def __str__(self) -> str:
         result = f"result      {self.gain:.2f}x: {label(self.choice)}"
         writes = [f"write       {line}" for line in self.lines]
-        return "\n".join([*(row(*trial) for trial in self.trials), result, *writes])
-
-
-def row(name: str, rate: float, failure: str) -> str:
-    """Return the line of a trial in the table."""
-    speed = "failed" if failure else f"{rate:,.0f} samples/s"
-    return f"{speed:>22}  {name}  {failure}".rstrip()
+        return "\n".join([result, *writes])
 
 
 def label(choice: Choice) -> str:
@@ -87,7 +81,6 @@ def tune(
     *,
     only: Iterable[str] | None = None,
     seconds: float = 2.0,
-    same_numbers: bool = False,
     verbose: bool = False,
     **fit_arguments: Any,
 ) -> Tuned:
@@ -100,17 +93,15 @@ def tune(
         datamodule: As for fit.
         only: The settings to try, such as ["threads", "batch_size"].
         seconds: The length of a trial.
-        same_numbers: Leave out the settings that change the numbers.
         verbose: Print each trial when it ends.
         **fit_arguments: optimizer, training_step and the like, as for fit.
 
     Raises:
         ValueError: For an unknown setting, or if the training fails as it is.
     """
-    known = SAME_NUMBERS if same_numbers else tuple(SETTINGS)
-    names = known if only is None else tuple(only)
-    if not set(names) <= set(known):
-        raise ValueError(f"only: got {', '.join(names)}, expected some of {', '.join(known)}.")
+    names = tuple(SETTINGS) if only is None else tuple(only)
+    if not set(names) <= set(SETTINGS):
+        raise ValueError(f"only: got {', '.join(names)}, expected some of {', '.join(SETTINGS)}.")
     data = train_dataloaders if datamodule is None else datamodule
     parts = {"model": model, "train_dataloaders": data, **fit_arguments}
     return Tuner(partial(measure, loop, parts, seconds), verbose).run(names)
@@ -162,7 +153,8 @@ class Tuner:
         rate, failure = run_in_process(partial(self.measure, choice))
         self.trials.append((label(choice), rate or 0.0, failure))
         if self.verbose:
-            print(row(*self.trials[-1]), flush=True)
+            speed = "failed" if failure else f"{rate:,.0f} samples/s"
+            print(f"{speed:>22}  {label(choice)}  {failure}".rstrip(), flush=True)
         return rate or 0.0
 
 
@@ -334,15 +326,7 @@ def save_curve(rates: list[float], losses: list[float], path: Path) -> float | N
 
 
 def tune_command(
-    loop: Any,
-    model: Any,
-    data: Any,
-    *,
-    lr: bool,
-    only: list[str] | None,
-    same_numbers: bool,
-    seconds: float,
-    out: str,
+    loop: Any, model: Any, data: Any, *, lr: bool, only: list[str] | None, seconds: float, out: str
 ) -> int:
     """Find the settings that make a training faster, or a learning rate, and write a file."""
     import yaml
@@ -354,14 +338,11 @@ def tune_command(
         rate = save_curve(ramp.rates, ramp.losses, Path(out))
         print(f"suggested   {rate and f'{rate:.2g}'}\ncurve       {Path(out).with_suffix('.png')}")
         return 0
-    tuned = tune(
-        loop, model, data, only=only, seconds=seconds, same_numbers=same_numbers, verbose=True
-    )
+    tuned = tune(loop, model, data, only=only, seconds=seconds, verbose=True)
     config = {**loop.recipe, **tuned.options}
     for part in ("data", "model"):
         arguments = (config.get(part) or {}).get("init_args", {})
         arguments.update({name: tuned.choice[name] for name in tuned.choice if name in arguments})
     Path(out).write_text(yaml.safe_dump(config), encoding="utf-8")
-    table = str(tuned).splitlines()
-    print("\n".join([*table[len(tuned.trials) :], f"config      {out}, for fit --config"]))
+    print(f"{tuned}\nconfig      {out}, for fit --config")
     return 0
