@@ -1,6 +1,5 @@
 """LivePlot: when and what it draws in a notebook, and that it never stops a run."""
 
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -63,29 +62,6 @@ def test_one_picture_is_replaced_once_a_second_and_in_5_percent_of_the_time(note
     assert min(gaps) >= max(1.0, 20 * seconds) - 0.01
     assert max(gaps) < max(1.0, 20 * seconds) + 1.0
     assert all(picture.startswith(b"\x89PNG") for _, picture in notebook.shown)
-
-
-def test_options_are_those_of_plot_logs(notebook, monkeypatch):
-    given = []
-
-    def render(folder, **options):
-        given.append((folder, options))
-        return b"picture"
-
-    monkeypatch.setattr(plots, "render_picture", render)
-    loop = fit(LivePlot(x="step", metrics=["loss"]), epochs=1)
-    assert given[-1] == (Path(loop.log_dir, "metrics.csv"), {"x": "step", "metrics": ["loss"]})
-
-
-def test_a_run_that_fails_leaves_its_picture(notebook):
-    class Failing:
-        def on_train_epoch_start(self, trainer, module):
-            if trainer.current_epoch == 2:
-                raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"):
-        fit(LivePlot(), Failing())
-    assert notebook.shown
 
 
 def test_what_cannot_be_drawn_does_not_stop_the_run(notebook, monkeypatch):

@@ -86,11 +86,6 @@ def test_metrics_are_columns_quantities_or_kinds(metrics, labels):
     axes[0].figure.canvas.draw()
 
 
-def test_without_losses_and_accuracies_every_metric_is_drawn():
-    axes = plot_logs(pd.DataFrame({"epoch": [0], "f1": [1.0], "val_auroc": [0.5], "lr": [0.1]}))
-    assert [ax.get_ylabel() for ax in axes] == ["f1", "auroc"]
-
-
 @pytest.mark.parametrize(
     ("name", "split", "quantity", "kind"),
     [
@@ -154,12 +149,6 @@ def test_seeds_are_a_mean_with_its_range(x):
     assert len(lines(plot_logs("logs", seeds=False, metrics="val_loss"), "best")) == 4
 
 
-def test_the_legend_names_the_band_of_seeds():
-    for seed in range(2):
-        write_run("digits", seed, [float(seed), 0.0], seed=seed)
-    assert legend(plot_logs("logs"))[0] == "band: range of the seeds"
-
-
 def test_time_is_the_sum_of_the_epochs():
     ax = plot_logs(HISTORY, x="time", metrics="train_loss")
     assert lines(ax, "train") == [[[2, 3], [4, 2], [6, 1]]]
@@ -213,12 +202,6 @@ def test_into_given_axes():
     assert list(drawn) == ["train_loss", "val_loss", "val_acc", "second val_loss", "third val_loss"]
     assert len(set(drawn.values())) == 5
     assert len(pyplot.get_fignums()) == 1
-
-
-def test_a_shorter_run_is_drawn_over_the_one_that_resumed_it():
-    ax = plot_logs({"whole": HISTORY, "first part": HISTORY[:1]}, metrics="train_loss")
-    whole, part = ax.get_lines()
-    assert part.get_zorder() > whole.get_zorder()
 
 
 @pytest.mark.parametrize("values", [[math.inf, 1, 2], [math.nan] * 3, [1e300, -1e300, 1e-300], [0, 0, 0]])

@@ -134,21 +134,6 @@ def test_table_and_picture_show_the_same_numbers_and_add_up():
     assert axes.get_title() == f"{numbers[-1]:.3f} ms a step on cpu"
 
 
-def test_bursts_of_workers_count(fake_clock):
-    """Two workers deliver two batches at once: each second step does not wait."""
-
-    class Bursts(Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            CLOCK.sleep(LONG * (index % 2))
-            return torch.ones(4), torch.zeros(1)
-
-    (row,) = profile_net(DataLoader(Bursts(), 1), steps=20).rows
-    assert row.milliseconds == 2.5
-
-
 # ---- suggestions
 
 
@@ -189,14 +174,6 @@ def test_each_fault_has_a_suggestion_that_helps(fault, suggestion, fake_clock, s
     assert len(found.suggestions) == 1
     assert re.search(suggestion, found.suggestions[0]), found.suggestions
     assert f"\nfaster: {found.suggestions[0]}" in str(found)
-
-
-@pytest.mark.parametrize("loader", [DataLoader(IN_MEMORY, 8), DataLoader(SlowDataset(), 1, num_workers=1)])
-def test_what_does_not_help_is_not_suggested(loader, fake_clock, monkeypatch):
-    """Neither a healthy training nor a change that fails has a suggestion."""
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    found = profile_net(loader, slow_step)
-    assert found.suggestions == []
 
 
 # ---- nothing changes

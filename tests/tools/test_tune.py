@@ -83,11 +83,6 @@ def test_failures_of_a_process_are_reasons(monkeypatch):
     assert failure_of(lambda: time.sleep(600)) == "no result after 1 seconds"
 
 
-def test_with_cuda_in_use_the_function_is_pickled(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert run_in_process(os.getcwd) == (os.getcwd(), "")
-
-
 # ---- what is kept
 
 
