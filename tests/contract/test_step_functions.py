@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Classifier, make_data, make_loader, quiet, run_trainer
 from runs import val_loader
 from torch import nn
@@ -145,18 +144,9 @@ def test_epoch_end():
     assert {"val_right", "train_again_right", "val_two"} <= set(history.columns)
 
 
-@pytest.mark.parametrize(
-    ("function", "loaders", "message"),
-    [
-        (lambda net, outputs: 3.0, (make_loader, val_loader), "epoch_end: got 3.0 from it, expected a dict"),
-        (share_right, (make_loader,), "epoch_end: got no val_dataloaders, expected them"),
-    ],
-)
-def test_wrong_epoch_end(function, loaders, message):
-    net = make_net()
-    functions = {"training_step": training_step, "validation_step": validation_step, "epoch_end": function}
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        FabricLoop(**quiet(max_epochs=1)).fit(net, *(make() for make in loaders), optimizer=sgd(net), **functions)
+def test_wrong_epoch_end():
+    with pytest.raises(TypeError, match=r"^epoch_end: got 3\.0 from it, expected a dict"):
+        named_fit(epochs=1, epoch_end=lambda net, outputs: 3.0)
 
 
 # ---- validate_every_n_steps
@@ -262,28 +252,6 @@ def test_backward_of_the_loss_in_several_processes(monkeypatch):
     loop = FabricLoop(**quiet(max_epochs=1, devices=2, strategy="ddp_fork"))
     with pytest.raises(Exception, match=r"expected loop.backward\(loss\), which adds their gradients"):
         loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gan_step(parts, optimizers))
-
-
-# ---- a logger of one's own
-
-
-@pytest.mark.parametrize("logger", [lambda mine: [mine], lambda mine: [True, mine]])
-def test_an_object_with_log_metrics_is_a_logger(logger):
-    class Lines:
-        def __init__(self):
-            self.lines = []
-
-        def log_metrics(self, metrics, step=None):
-            self.lines.append((step, sorted(metrics)))
-
-    mine, options = Lines(), {"enable_checkpointing": True, "name": "own"}
-    loop = FabricLoop(
-        **quiet(max_epochs=1, logger=logger(mine), callbacks=[ModelCheckpoint(monitor="val_loss")], **options)
-    )
-    loop.fit(Classifier(), make_loader(), val_loader())
-    assert mine.lines == [(9, ["epoch", "val_acc", "val_loss"]), (9, ["epoch", "train_acc", "train_loss_epoch"])]
-    loop.validate(Classifier(), val_loader(), verbose=False)
-    assert mine.lines[2:] == [(10, ["epoch", "val_acc", "val_loss"])]
 
 
 # ---- training mode

@@ -5,7 +5,6 @@ import pytest
 import torch
 from both import LOOPS
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from modules import quiet
 
@@ -39,37 +38,6 @@ def on_both(model, tmp_path, **words):
 def test_trainers_precision_plugins(make, tmp_path):
     trainers = on_both(BoringModel, tmp_path, plugins=lambda: [make()], gradient_clip_val=0.5)
     assert trainers[0].precision == trainers[1].precision
-
-
-class Calls(Logger):
-    """Notes which of its methods are called."""
-
-    name, version = "calls", 0
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def log_metrics(self, metrics, step=None):
-        self.calls.append(("metrics", step))
-
-    def log_hyperparams(self, params, *args, **words):
-        self.calls.append(("hyperparams", dict(params)))
-
-    def log_graph(self, model, input_array=None):
-        self.calls.append(("graph", type(model).__name__))
-
-    def save(self):
-        self.calls.append("save")
-
-    def finalize(self, status):
-        self.calls.append(("finalize", status))
-
-
-def test_a_logger_is_shown_the_model_and_told_to_save(tmp_path):
-    theirs, ours = (trainer.logger.calls for trainer in on_both(BoringModel, tmp_path, logger=Calls))
-    assert theirs == ours
-    assert theirs[:2] == [("graph", "BoringModel"), "save"]
 
 
 def test_steps_with_keyword_arguments(tmp_path):
