@@ -445,6 +445,7 @@ def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> No
     elif is_in_epoch:
         progress.is_in_epoch = True
         progress.batches_done = processed
+        progress.batches_at_last_step = processed - processed % run.accumulate_grad_batches
     if is_in_epoch and is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
         # Trainer counts the step after on_train_batch_end, in which the file was saved.
         progress.logging_step += is_step_due(run)
