@@ -293,7 +293,9 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
     run.history.rows = outcome["rows"]
     with_state = filter(_has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
-        callback.load_state_dict(state)
+        # SpikeDetection of Lightning looks for an attribute that it lacks.
+        with suppress(AttributeError):
+            callback.load_state_dict(state)
     vars(run.checkpoints).update(outcome["checkpoints"])
     if outcome["paths"]:
         vars(run.loop.checkpoint_callback).update(outcome["paths"])

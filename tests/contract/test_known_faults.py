@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
 from modules import Classifier, make_loader, quiet
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -148,25 +147,6 @@ def test_fault_04_06_gradients_of_accumulation(loop_class):
     assert loop.global_step == 6
 
 
-def test_fault_07_gradients_in_on_before_optimizer_step():
-    """The hook runs before backward."""
-
-    class Look(Net):
-        def on_before_optimizer_step(self, optimizer):
-            seen.append([p.grad is not None for p in self.parameters()])
-
-    seen = []
-    fit(Look())
-    assert seen == [[True, True]] * 4
-
-
-def test_fault_08_gradient_scaler():
-    """The optimizer gets a closure, which torch's GradScaler refuses."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    loop, net = fit(plugins=MixedPrecision("16-mixed", device="cpu", scaler=scaler))
-    assert (loop.precision, loop.global_step, net.trained) == ("16-mixed", 4, 4)
-
-
 @pytest.mark.parametrize("returned", ["sgd", 7, [object()]], ids=["text", "number", "list"])
 @both_loops
 def test_fault_11_unknown_shapes(loop_class, returned):
@@ -214,26 +194,6 @@ def test_fault_14_monitored_value_is_the_mean(loop_class):
     assert loop.callback_metrics["val_loss"] == 3.5
 
 
-def test_fault_15_every_second_epoch():
-    """The frequencies of schedulers and validation count from 0: epochs 1 and 3 instead of 2 and 4."""
-
-    def make_optimizer(net):
-        optimizer, scheduler = halving(net)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "frequency": 2}}
-
-    class Notes(Net):
-        def on_validation_start(self):
-            validated.append(loop.current_epoch)
-
-    validated = []
-    loop = make_loop(max_epochs=4, check_val_every_n_epoch=2)
-    net = Notes(make_optimizer)
-    loop.fit(net, batches(), batches())
-    assert net.rates == [0.1, 0.1, 0.05, 0.05]
-    assert net.optimizer.param_groups[0]["lr"] == 0.025
-    assert validated == [1, 3]
-
-
 @both_loops
 def test_fault_16_scheduler_of_an_epoch_that_max_steps_ends(loop_class):
     """The scheduler steps although the epoch is not complete."""
@@ -277,21 +237,6 @@ def test_fault_19_precision_of_the_step(loop_class, precision):
     assert seen == {torch.bfloat16}
 
 
-def test_fault_21_hooks_of_eval_and_train_mode():
-    """Callbacks' on_validation_model_eval and _train are never called."""
-    called = []
-
-    class Listener:
-        def on_validation_model_eval(self, loop, module):
-            called.append("eval")
-
-        def on_validation_model_train(self, loop, module):
-            called.append("train")
-
-    fit(val=batches(1), callbacks=[Listener()], max_epochs=2)
-    assert called == ["eval", "train"] * 2
-
-
 @both_loops
 def test_fault_22_25_epochs(loop_class):
     """max_epochs=0 trains an epoch, and so does a second fit."""
@@ -326,22 +271,6 @@ def test_fault_24_without_limits(loop_class):
     loop = make_loop(loop_class, max_epochs=None)
     loop.fit(Stops(), batches())
     assert limits == [(1000, -1)]
-
-
-# ---- 27 to 31: checkpoints
-
-
-@both_loops
-def test_fault_27_resume_from_a_path(loop_class, tmp_path):
-    """Not the named file is read, but the newest of a folder."""
-    saving_loop(loop_class, tmp_path / "one").fit(Net(), batches())
-    path = tmp_path / "moved.ckpt"
-    (tmp_path / "one/checkpoints/run/version_0/last.ckpt").rename(path)
-    loop, net = saving_loop(loop_class, tmp_path / "two", max_epochs=4), Net()
-    loop.fit(net, batches(), resume=path)
-    assert (net.trained, loop.global_step) == (8, 16)
-    with pytest.raises((ValueError, FileNotFoundError), match=r"nowhere\.ckpt"):
-        saving_loop(loop_class, tmp_path / "two").fit(Net(), batches(), resume=tmp_path / "nowhere.ckpt")
 
 
 # ---- 32 to 41: loggers, loaders, options

@@ -7,8 +7,7 @@ needed: every case is the shape that once made one of them differ.
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from modules import Classifier, Gan, assert_same_metrics, assert_same_weights, make_loader, run_loop, run_trainer
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -80,46 +79,6 @@ def test_super_log(make_module):
     trainer, _, loop, module = both(make_module)
     assert set(loop.progress_bar_metrics) == set(trainer.progress_bar_metrics)
     assert "log" not in vars(module)
-
-
-def test_super_log_refuses_as_trainer_does():
-    class Refused(OwnLog):
-        def on_fit_start(self):
-            self.log("a", 1.0)
-
-    words = []
-    for run in (run_trainer, run_loop):
-        with pytest.raises(pl.utilities.exceptions.MisconfigurationException) as error:
-            run(Refused, make_loader, max_epochs=1)
-        words.append(str(error.value))
-    assert words[0] == words[1]
-
-
-class Example(Classifier):
-    """Counts what passes through its transfer hooks."""
-
-    def __init__(self):
-        super().__init__()
-        self.example_input_array = torch.ones(2, 8)
-        self.moved = []
-
-    def on_before_batch_transfer(self, batch, dataloader_idx):
-        self.moved.append(type(batch).__name__)
-        return batch
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")  # TensorBoardLogger's
-def test_an_example_input_is_moved_as_a_batch_is(tmp_path, capsys):
-    def words(name):
-        logger = TensorBoardLogger(tmp_path / name, log_graph=True)
-        return {"logger": logger, "callbacks": [ModelSummary(max_depth=2)], "max_epochs": 1}
-
-    _, expected = run_trainer(Example, make_loader, val, **words("trainer"))
-    printed = capsys.readouterr().out
-    _, module = run_loop(Example, make_loader, val, **words("loop"))
-    assert_same_weights(expected, module)
-    assert module.moved == expected.moved
-    assert capsys.readouterr().out == printed
 
 
 class Chooses(Classifier):
@@ -239,14 +198,9 @@ class CountsItself(Gan):
         self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed += 1
 
 
-class CountsInIt(CountsItself):
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.increment_completed()
-
-
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.parametrize("words", [{}, {"max_steps": 7}], ids=["epochs", "steps"])
-@pytest.mark.parametrize("make_module", [Uncounted, PutOnce, Elsewhere, CountsItself, CountsInIt])
+@pytest.mark.parametrize("make_module", [Uncounted, PutOnce, Elsewhere, CountsItself])
 def test_steps_that_a_module_has_counted_or_not(make_module, words):
     trainer, _, loop, _ = both(make_module, **words)
     assert (loop.global_step, loop.current_epoch) == (trainer.global_step, trainer.current_epoch)

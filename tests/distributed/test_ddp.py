@@ -18,6 +18,7 @@ from modules import (
     run_trainer,
     sgd,
 )
+from runs import fit, logs_of, same
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -137,20 +138,10 @@ def test_one_run_with_everything_on(tmp_path):
     assert all(torch.equal(loop.callback_metrics[name], one["metrics"][name]) for name in one["metrics"])
     assert list(history["epoch"]) == [0, 1, 2]
     assert list(history["step"]) == [5, 10, 15]  # 40 samples, two processes, batches of four
+    columns = [column for column in history.columns if column != "time"]
+    averages = ["train_loss", "train_acc", "val_loss", "val_acc", "val_sum", "val_max", "val_rank"]
+    assert columns == ["epoch", "step", *averages, "lr"]
     logged = read_logs(tmp_path / "logs")
-    columns = [
-        "epoch",
-        "step",
-        "train_loss",
-        "train_acc",
-        "val_loss",
-        "val_acc",
-        "val_sum",
-        "val_max",
-        "val_rank",
-        "lr",
-    ]
-    assert [column for column in history.columns if column != "time"] == columns
     assert logged[columns].to_numpy().tolist() == pytest.approx(history[columns].to_numpy())
     assert (loop.current_epoch, loop.global_step) == (3, 15)
     assert loop.checkpoint_callback.best_model_path == str(tmp_path / "checkpoints" / version / "best.ckpt")
@@ -298,33 +289,16 @@ def test_two_processes_equal_one_with_twice_the_batch(accumulate):
 def test_resume_equals_an_uninterrupted_run(tmp_path):
     """Two and two epochs have the bits and rows of four."""
 
-    def fit(folder, max_epochs, resume=None):
-        pl.seed_everything(1, verbose=False)
-        module = Synced(by_step)
-        loop = FabricLoop(
-            accelerator="cpu",
-            **FORK,
-            max_epochs=max_epochs,
-            default_root_dir=str(tmp_path / folder),
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        return module, loop.fit(module, train(), val(), resume=resume)
+    def make():
+        return Synced(by_step)
 
-    def drop_time(frame):
-        return frame.drop(columns=[column for column in frame.columns if column.startswith("time")])
-
-    expected, whole = fit("whole", 4)
-    fit("parts", 2)
-    torch.manual_seed(99)
-    module, resumed = fit("parts", 4, resume="last")
-    assert_same_weights(expected, module)
-    assert drop_time(whole).equals(drop_time(resumed))
-    one, other = (torch.load(tmp_path / f / "checkpoints/run/version_0/last.ckpt") for f in ("whole", "parts"))
-    momentum = [c["optimizer_states"][0]["state"] for c in (one, other)]
-    assert all(torch.equal(momentum[0][i]["momentum_buffer"], momentum[1][i]["momentum_buffer"]) for i in momentum[0])
-    rows = [(tmp_path / f / "logs/run/version_0/metrics.csv").read_text().splitlines() for f in ("whole", "parts")]
-    assert [row.rsplit(",", 1)[0] for row in rows[0]] == [row.rsplit(",", 1)[0] for row in rows[1]]
+    whole = fit(tmp_path / "whole", make, train, val, max_epochs=4, **FORK)
+    fit(tmp_path / "parts", make, train, val, max_epochs=2, **FORK)
+    resumed = fit(tmp_path / "parts", make, train, val, seed=99, max_epochs=4, resume="last", **FORK)
+    assert_same_weights(whole[1], resumed[1])
+    assert logs_of(tmp_path / "parts") == logs_of(tmp_path / "whole")
+    saved = [torch.load(tmp_path / name / "checkpoints/run/version_0/last.ckpt") for name in ("whole", "parts")]
+    assert same(*(checkpoint["optimizer_states"] for checkpoint in saved))
 
 
 # ---- evaluation and errors
