@@ -22,9 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
-
+import search_path  # noqa: F401
 import torch
 from modules import Classifier, by_epoch
 from runs import fit, val_loader

@@ -4,12 +4,12 @@
     python soak/run.py --part kills --kills 100      one part, smaller
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
-Parts: `workers` is tests/faults/elastic.py (a worker killed under torchrun), `workers_sharded` with a sharded model,
+Parts: `workers` is soak/elastic.py (a worker killed under torchrun), `workers_sharded` with a sharded model,
 `launchers` is soak/launchers.py (launchers x strategies x verbs, and signals to torchrun),
 `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
-`configurations` is tests/faults/configurations.py (one in twenty with two processes), `beside` is tests/faults/beside.py
+`configurations` is soak/configurations.py (one in twenty with two processes), `beside` is soak/beside.py
 (random configurations by Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each
-way), `reads` is tests/faults/reads.py (every look at it), `raised` is tests/training/test_raised_anywhere.py (an exception at
+way), `reads` is soak/reads.py (every look at it), `raised` is tests/training/test_raised_anywhere.py (an exception at
 every hook and call), `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler).
 A seed is printed, and gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
 """
@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests" / "faults"
+SOAK = ROOT / "soak"
 PARTS = (
     "configurations",
     "configurations2",
@@ -47,12 +48,12 @@ SKIPPED = 77  # the exit code of a part that this machine cannot run
 def command_of(part, words, seed):
     """What is typed for a part by itself."""
     python = [sys.executable]
-    drawn = [*python, FAULTS / "configurations.py", "--seed", seed]
+    drawn = [*python, SOAK / "configurations.py", "--seed", seed]
     if part.startswith("workers"):
         more = ["--sharded"] if part == "workers_sharded" else []
         return [
             *python,
-            FAULTS / "elastic.py",
+            SOAK / "elastic.py",
             *more,
             "--kills",
             words.worker_kills,
@@ -80,16 +81,16 @@ def command_of(part, words, seed):
             "--seed",
             seed,
         ],
-        "launchers": [*python, ROOT / "soak" / "launchers.py"],
+        "launchers": [*python, SOAK / "launchers.py"],
         "configurations": [*drawn, "--count", words.configurations],
         "configurations2": [*drawn, "--count", words.configurations // 20, "--ranks", 2],
-        "beside": [*python, FAULTS / "beside.py", "--seed", seed, "--count", words.beside],
+        "beside": [*python, SOAK / "beside.py", "--seed", seed, "--count", words.beside],
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", words.buffer],
-        "reads": [*python, FAULTS / "reads.py", "--every", "1"],
+        "reads": [*python, SOAK / "reads.py", "--every", "1"],
         "raised": [*python, ROOT / "tests" / "training" / "test_raised_anywhere.py"],
         "syscalls": [
             *python,
-            ROOT / "soak" / "syscalls.py",
+            SOAK / "syscalls.py",
             "--faults",
             words.faults,
             "--seed",

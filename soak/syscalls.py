@@ -26,8 +26,9 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+import search_path  # noqa: F401
+
 SOAK = Path(__file__).parent
-sys.path.insert(0, str(SOAK.parent / "tests" / "faults"))
 READY = "FABRIC_TEMPLATE_FAULTS"  # set where the library is preloaded
 
 HOW = {"error": 1, "done": 2, "half": 3, "SIGKILL": 4}
@@ -55,8 +56,8 @@ def preload():
 def campaign(count, seed):
     """So many faults; returns the figures."""
     from kills import end, fork, warm_up
-    from reads import begin, contents, ending
-    from victim import BEST, difference, train, without_names
+    from reads import contents, prepare
+    from victim import BEST, difference, end_of, train, without_names
 
     from fabric_template.checkpoint.checkpoint_io import (
         AtomicCheckpointIO,
@@ -164,17 +165,17 @@ def campaign(count, seed):
         without = (
             () if told["end"] == "SIGKILL" else BEST
         )  # one that the disk refused was said to be missing, and is
-        return difference(without_names(whole, without), without_names(ending(root), without))
+        return difference(without_names(whole, without), without_names(end_of(root), without))
 
     try:
         warm_up(home / "warm")
         states = {}
-        for begun in (None, *begin(home)):
+        for begun in (None, *prepare(home)):
             name = "new" if begun is None else begun.name
             told = run(begun, (0, 0, 0, 0))
             if told["end"] != "well":
                 raise RuntimeError(f"the undisturbed run ended with {told}")
-            states[name] = begun, told["calls"], ending(root)
+            states[name] = begun, told["calls"], end_of(root)
             figures["calls"][name] = told["calls"]
         while figures["faults"] < count:
             name = draw.choices(list(states), (3, 5, 2))[0]

@@ -145,9 +145,10 @@ def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
     What cannot be removed is left for the next save.
     """
     kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
-    for folder in path.parent.glob(f"{path.name}.step=*"):
-        if folder.name != kept:
-            shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        for folder in path.parent.glob(f"{path.name}.step=*"):
+            if folder.name != kept:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 # Verifying

@@ -413,8 +413,9 @@ def open_lock(folder: Path) -> IO[str] | None:
     except (ImportError, OSError):
         # Windows has no fcntl, and some network drives have no locks. The file still records the state.
         return file
-    for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        for path in folder.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
     return file
 
 

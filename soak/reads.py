@@ -1,6 +1,6 @@
 """Let every look at the disk fail once while a run resumes. No save may be lost, no good file renamed or replaced.
 
-    python tests/faults/reads.py --every 1
+    python soak/reads.py --every 1
 
 For n = 1, 2, ... the n-th open, read, stat or listing of a resumed run fails with EIO or EMFILE, or says that the file
 has ended; so does torch.load. The run ends well, or with an error of one line. A second, undisturbed one ends with the
@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import search_path  # noqa: F401
 from kills import end, fork, warm_up
 from layer import Fault, Layer, buffered
 from victim import BEST, difference, end_of, torch, train, without_names
@@ -103,7 +104,9 @@ def prepare(home, at=110, **options):
     """Leave the files of a run that was killed in its second epoch, and the same with a damaged last.ckpt."""
     (code,) = end([fork(_train_until, home / "run", at, options)])
     if code != -signal.SIGKILL or len(list((home / "run").rglob("*.ckpt"))) < 2:
-        raise RuntimeError(f"the run that was to be killed ended with {code}, and left {list(contents(home / 'run'))}")
+        raise RuntimeError(
+            f"the run that was to be killed ended with {code}, and left {list(contents(home / 'run'))}"
+        )
     (home / "run").rename(home / "killed")
     shutil.copytree(home / "killed", home / "damaged")
     (last,) = (home / "damaged").rglob("last.ckpt")
@@ -166,7 +169,11 @@ def sweep(every, names):
                 figures["faults"] += 1
                 if problem := check(home, files, whole, n, kind):
                     where = " ".join(layer.noted[n - 1])
-                    loss = {"files": files.name, "fault": f"{n} {kind}: {where}", "problem": problem}
+                    loss = {
+                        "files": files.name,
+                        "fault": f"{n} {kind}: {where}",
+                        "problem": problem,
+                    }
                     figures["losses"].append(loss)
                     print(loss, file=sys.stderr, flush=True)
     finally:
@@ -177,7 +184,9 @@ def sweep(every, names):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--every", type=int, default=3, help="let every so many looks fail (3)")
-    parser.add_argument("--files", nargs="+", default=("killed", "damaged"), help="what is resumed (both)")
+    parser.add_argument(
+        "--files", nargs="+", default=("killed", "damaged"), help="what is resumed (both)"
+    )
     options = parser.parse_args()
     figures = sweep(options.every, options.files)
     print(json.dumps(figures))

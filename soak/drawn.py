@@ -9,9 +9,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
+import search_path  # noqa: F401
 import torch
 import torchmetrics as tm
-import victim  # noqa: F401  (says where the tests' modules and the package are, and OMP_NUM_THREADS)
 from lightning.pytorch import callbacks as lc
 from lightning.pytorch.loggers import CSVLogger as LightningCSV
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -54,7 +54,10 @@ class Points:
             raise Planned(f"{point} {self.counts[point]}")
         if kind == "KeyboardInterrupt":
             raise KeyboardInterrupt
-        os.kill(self.main, {"kill": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}[kind])
+        os.kill(
+            self.main,
+            {"kill": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}[kind],
+        )
 
 
 POINTS = Points()
@@ -93,7 +96,11 @@ class Samples(Dataset):
         return self.x[part] + self.draw(), self.y[part]
 
     def draw(self):
-        return 0.1 * (torch.randn(()).item() + random.random() + np.random.rand()) if self.noise else 0.0
+        return (
+            0.1 * (torch.randn(()).item() + random.random() + np.random.rand())
+            if self.noise
+            else 0.0
+        )
 
 
 class Stream(IterableDataset):
@@ -176,7 +183,9 @@ def seeded():
 def loader_of(words, kind=None):
     """One of the kinds of loaders."""
     kind, noise, workers = kind or words["loader"], words["noise"], words["workers"]
-    num = 26 if words["ranks"] == 1 else 28  # no last batch of one on a rank, which a BatchNorm refuses
+    num = (
+        26 if words["ranks"] == 1 else 28
+    )  # no last batch of one on a rank, which a BatchNorm refuses
     data, more = Samples(noise, num), {"num_workers": workers}
     if workers:
         more |= {"persistent_workers": words["persistent"]}
@@ -186,21 +195,35 @@ def loader_of(words, kind=None):
     if kind == "generator":
         return DataLoader(data, shuffle=True, generator=seeded(), **sizes, **more)
     if kind == "sampler":
-        return DataLoader(data, sampler=RandomSampler(data, replacement=True, generator=seeded()), **sizes, **more)
+        return DataLoader(
+            data, sampler=RandomSampler(data, replacement=True, generator=seeded()), **sizes, **more
+        )
     if kind == "batch_sampler":
-        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, words["drops"]), **more)
+        return DataLoader(
+            data, batch_sampler=BatchSampler(RandomSampler(data), 4, words["drops"]), **more
+        )
     if kind == "lazy":
-        return DataLoader(data, batch_sampler=LazyBatches(len(data), seeded() if words["drops"] else None), **more)
+        return DataLoader(
+            data, batch_sampler=LazyBatches(len(data), seeded() if words["drops"] else None), **more
+        )
     if kind == "weighted":
         weighted = WeightedRandomSampler(torch.arange(len(data)) + 1.0, len(data))
-        return DataLoader(data, sampler=AtOnce(len(data)) if words["drops"] else weighted, **sizes, **more)
+        return DataLoader(
+            data, sampler=AtOnce(len(data)) if words["drops"] else weighted, **sizes, **more
+        )
     if kind == "unbatched":
         return DataLoader(Samples(noise, batched=4), batch_size=None, shuffle=True, **more)
     if kind == "iterable":
         # no worker has a last batch of one
         return DataLoader(Stream(noise, 28 if workers == 2 else 26), **sizes, **more)
     if kind == "tensors":
-        return TensorLoader(data.x, data.y, batch_size=4, shuffle=True, generator=seeded() if words["drops"] else None)
+        return TensorLoader(
+            data.x,
+            data.y,
+            batch_size=4,
+            shuffle=True,
+            generator=seeded() if words["drops"] else None,
+        )
     if kind in ("function", "own", "items"):
         return {"function": Batches, "own": Own, "items": Items}[kind](noise)
     if kind == "list":
@@ -209,8 +232,13 @@ def loader_of(words, kind=None):
         return StatefulDataLoader(data, shuffle=True, **sizes, **more)
     if kind == "handed":  # the step takes its batches itself, see Handed
         return DataLoader(data, shuffle=True, **sizes, **more)
-    parts = {"a": loader_of(words, words["combined"][0]), "b": loader_of(words, words["combined"][1])}
-    return CombinedLoader(parts if words["combined"][2] == "dict" else list(parts.values()), words["combined"][3])
+    parts = {
+        "a": loader_of(words, words["combined"][0]),
+        "b": loader_of(words, words["combined"][1]),
+    }
+    return CombinedLoader(
+        parts if words["combined"][2] == "dict" else list(parts.values()), words["combined"][3]
+    )
 
 
 LOADERS = (
@@ -332,7 +360,11 @@ class Steps:
         POINTS.reach("validation_step")
         loss, logits, labels = self.loss_of(batch)
         if self.words["logs"] == "nothing":
-            return loss if self.words["returns"] == "dict" else (loss, (logits.argmax(1) == labels).float().mean())
+            return (
+                loss
+                if self.words["returns"] == "dict"
+                else (loss, (logits.argmax(1) == labels).float().mean())
+            )
         if dataloader_idx == 0:
             self.log("val_loss", loss, add_dataloader_idx=False, sync_dist=self.decides)
             self.measure("val", loss, logits, labels)
@@ -371,7 +403,11 @@ class Steps:
         elif how == "value":
             value = metric(*given)
             value = value if isinstance(value, dict) else {"metric": value}
-            self.log_dict({f"{stage}_{key}": part for key, part in value.items()}, on_step=False, on_epoch=True)
+            self.log_dict(
+                {f"{stage}_{key}": part for key, part in value.items()},
+                on_step=False,
+                on_epoch=True,
+            )
         else:
             metric.update(*given)
 
@@ -499,7 +535,14 @@ class Manual(Lit):
         return loss.detach()
 
 
-SHAPES = {"lightning": Lit, "module": Mod, "object": Obj, "handed": Handed, "gan": Gan, "manual": Manual}
+SHAPES = {
+    "lightning": Lit,
+    "module": Mod,
+    "object": Obj,
+    "handed": Handed,
+    "gan": Gan,
+    "manual": Manual,
+}
 
 
 def function_steps(net, words):
@@ -507,7 +550,9 @@ def function_steps(net, words):
 
     def loss_of(net, batch):
         pairs = pairs_in(batch)
-        return sum(nn.functional.cross_entropy(net(x.to(net.head.weight.dtype)), y) for x, y in pairs)
+        return sum(
+            nn.functional.cross_entropy(net(x.to(net.head.weight.dtype)), y) for x, y in pairs
+        )
 
     def training_step(net, batch):
         POINTS.reach("training_step")
@@ -525,7 +570,9 @@ def function_steps(net, words):
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
-    "SGD_nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD_nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "SGD_fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.02),
     "Adam_amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True),
@@ -533,7 +580,9 @@ OPTIMIZERS = {
     "Adam_foreach": lambda p: torch.optim.Adam(p, lr=0.02, foreach=True),
     "Adam_tensor_lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.02), foreach=False),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
-    "AdamW_groups": lambda p: torch.optim.AdamW([{"params": p[:1], "lr": 0.1}, {"params": p[1:]}], lr=0.02),
+    "AdamW_groups": lambda p: torch.optim.AdamW(
+        [{"params": p[:1], "lr": 0.1}, {"params": p[1:]}], lr=0.02
+    ),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=0.02),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.02),
     "RAdam": lambda p: torch.optim.RAdam(p, lr=0.02),
@@ -545,7 +594,9 @@ OPTIMIZERS = {
     "Muon": lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], lr=0.02),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-    "SparseAdam": lambda p: torch.optim.SparseAdam([q for q in p if tuple(q.shape) == (8, 3)], lr=0.02),
+    "SparseAdam": lambda p: torch.optim.SparseAdam(
+        [q for q in p if tuple(q.shape) == (8, 3)], lr=0.02
+    ),
 }
 SCHEDULERS = {
     "none": None,
@@ -562,8 +613,12 @@ SCHEDULERS = {
     "CyclicLR": lambda o: lrs.CyclicLR(o, 0.01, 0.05, 3, cycle_momentum=False),
     "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.05, total_steps=200, cycle_momentum=False),
     "ReduceLROnPlateau": lambda o: lrs.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.2),
-    "SequentialLR": lambda o: lrs.SequentialLR(o, [lrs.LinearLR(o, 0.5), lrs.ExponentialLR(o, 0.9)], [3]),
-    "ChainedScheduler": lambda o: lrs.ChainedScheduler([lrs.LinearLR(o, 0.5), lrs.ExponentialLR(o, 0.9)], optimizer=o),
+    "SequentialLR": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.5), lrs.ExponentialLR(o, 0.9)], [3]
+    ),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler(
+        [lrs.LinearLR(o, 0.5), lrs.ExponentialLR(o, 0.9)], optimizer=o
+    ),
     "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.01, anneal_epochs=3),
 }
 
@@ -577,7 +632,11 @@ def optimizers_of(words, net):
     make = SCHEDULERS[words["scheduler"]]
     if make is None:
         return optimizer
-    config = {"scheduler": make(optimizer), "interval": words["interval"], "frequency": words["frequency"]}
+    config = {
+        "scheduler": make(optimizer),
+        "interval": words["interval"],
+        "frequency": words["frequency"],
+    }
     if words["scheduler"] == "ReduceLROnPlateau":
         config |= {"monitor": words["followed"], "strict": False}
     return {"optimizer": optimizer, "lr_scheduler": config}
@@ -629,7 +688,10 @@ CALLBACKS = {
     "rates": lambda w: lc.LearningRateMonitor("step", log_momentum=True),
     "keeps": lambda w: lc.ModelCheckpoint(every_n_train_steps=2, save_last=True, save_top_k=-1),
     "keeps_best": lambda w: lc.ModelCheckpoint(
-        monitor=w["followed"], save_top_k=2, save_last=True, save_on_train_epoch_end=bool(w["number"] % 2)
+        monitor=w["followed"],
+        save_top_k=2,
+        save_last=True,
+        save_on_train_epoch_end=bool(w["number"] % 2),
     ),
     "on_exception": lambda w: lc.OnExceptionCheckpoint(Path(w["root"], "aside")),
     "timer": lambda w: lc.Timer({"hours": 2}),

@@ -1,8 +1,8 @@
 """Random configurations, each trained by lightning.Trainer and by FabricLoop: the same bits, the same metrics.
 
-    python tests/faults/beside.py --count 100 --seed 0
-    python tests/faults/beside.py --seed 0 --first 57 --count 1            one alone
-    python tests/faults/beside.py --seed 0 --first 57 --count 1 --show     what it is made of
+    python soak/beside.py --count 100 --seed 0
+    python soak/beside.py --seed 0 --first 57 --count 1            one alone
+    python soak/beside.py --seed 0 --first 57 --count 1 --show     what it is made of
 
 A configuration is drawn from its seed and number alone, of the pieces of drawn.py, and trained by both in a process of its own.
 What is compared: weights, optimizers, schedulers, the three views of what was logged, what a logger was given, counters, the
@@ -23,12 +23,10 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import lightning.pytorch as pl
 import numpy as np
+import search_path  # noqa: F401
 import torch
-import victim  # noqa: F401  (says where the tests' modules and the package are)
 from both import Notes
 from configurations import draw, kinds_of
 from drawn import make, val_loader_of
@@ -38,7 +36,13 @@ from victim import quiet
 
 from fabric_template import FabricLoop
 
-OURS = ("save_every_n_steps", "monitor", "save_top_k", "save_last", "seed")  # words that Trainer does not have
+OURS = (
+    "save_every_n_steps",
+    "monitor",
+    "save_top_k",
+    "save_last",
+    "seed",
+)  # words that Trainer does not have
 SHAPES = ("lightning", "handed", "gan", "manual")  # Trainer takes LightningModules only
 EXCLUDED = [  # (why, which)
     ("loaders of our own kinds", lambda w: {"tensors", "list"} & set(kinds_of(w))),
@@ -64,15 +68,25 @@ def drawn(seed, number, workers=True):
         if not workers:
             words |= {"workers": 0, "persistent": False}
         if words["shape"] == "handed":  # whose batch sizes Trainer does not look for
-            loop = {name: value for name, value in words["loop"].items() if name not in ("monitor", "save_top_k")}
+            loop = {
+                name: value
+                for name, value in words["loop"].items()
+                if name not in ("monitor", "save_top_k")
+            }
             words |= {"logs": "nothing", "metric": None, "loop": loop}
-            words["callbacks"] = [name for name in words["callbacks"] if not name.startswith(("stops", "keeps_best"))]
-            words["scheduler"] = "StepLR" if words["scheduler"] == "ReduceLROnPlateau" else words["scheduler"]
+            words["callbacks"] = [
+                name for name in words["callbacks"] if not name.startswith(("stops", "keeps_best"))
+            ]
+            words["scheduler"] = (
+                "StepLR" if words["scheduler"] == "ReduceLROnPlateau" else words["scheduler"]
+            )
         if words["logs"] == "nothing" and words["scheduler"] == "ReduceLROnPlateau":
             words["scheduler"] = "StepLR"  # ours follows what steps return, Trainer nothing
         if words["loader"] == "function":
             words["loader"] = chance.choice(("function", "own", "items"))
-        words["callbacks"] = [name for name in words["callbacks"] if name != "on_exception"]  # a Checkpoint to Trainer
+        words["callbacks"] = [
+            name for name in words["callbacks"] if name != "on_exception"
+        ]  # a Checkpoint to Trainer
         words.pop("ends")
         return words
 
@@ -84,7 +98,9 @@ def side_of(kind, words, root):
     loop_words, model, fit_words = make(words, root)
     if kind is pl.Trainer:
         loop_words = {name: value for name, value in loop_words.items() if name not in OURS}
-        loop_words["enable_checkpointing"] = any(name.startswith("keeps") for name in words["callbacks"])
+        loop_words["enable_checkpointing"] = any(
+            name.startswith("keeps") for name in words["callbacks"]
+        )
     else:
         loop_words.pop("seed", None)
     loop_words["logger"] = Notes() if words["logger"] != "none" else False
@@ -92,7 +108,10 @@ def side_of(kind, words, root):
         trainer = kind(**loop_words)
         trainer.fit(model, **fit_words)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc()[-1500:]}
+        return {
+            "error": f"{type(error).__name__}: {error}",
+            "where": traceback.format_exc()[-1500:],
+        }
     left = {
         "weights": dict(model.state_dict()),
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
@@ -104,12 +123,16 @@ def side_of(kind, words, root):
         "rows": trainer.logger.rows if trainer.logger else [],
         "random": [torch.rand(()).item(), random.random(), np.random.rand()],
         "files": {
-            path.relative_to(root).as_posix(): dict(torch.load(path, weights_only=False)["state_dict"])
+            path.relative_to(root).as_posix(): dict(
+                torch.load(path, weights_only=False)["state_dict"]
+            )
             for path in sorted(root.rglob("*.ckpt"))
             if any(name.startswith("keeps") for name in words["callbacks"])
         },
     }
-    if words["val"] != "none" and words["logs"] != "nothing":  # of which ours says what the steps returned
+    if (
+        words["val"] != "none" and words["logs"] != "nothing"
+    ):  # of which ours says what the steps returned
         left["validated"] = trainer.validate(model, val_loader_of(words["val"]), verbose=False)
     return left
 
@@ -129,7 +152,9 @@ def compare(words, home):
     """Train a configuration by both; returns what is other, in words; None where both refuse it."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     try:
-        theirs, ours = (side_of(kind, words, home / kind.__name__) for kind in (pl.Trainer, FabricLoop))
+        theirs, ours = (
+            side_of(kind, words, home / kind.__name__) for kind in (pl.Trainer, FabricLoop)
+        )
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
@@ -154,7 +179,9 @@ def compare(words, home):
 def _first_difference(one, other, path=""):
     if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
         pairs = [(f"{path}.{key}", one[key], other[key]) for key in one]
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+    elif (
+        isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other)
+    ):
         pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(one, other, strict=True))]
     else:
         return f"{path}: {str(one)[:300]} by Trainer, {str(other)[:300]} here"
@@ -200,10 +227,15 @@ def main():
     parser.add_argument("--count", type=int, default=30, help="how many configurations")
     parser.add_argument("--first", type=int, default=0, help="the number of the first")
     parser.add_argument(
-        "--seed", type=int, default=None, help="of all that is drawn; drawn itself and printed if not given"
+        "--seed",
+        type=int,
+        default=None,
+        help="of all that is drawn; drawn itself and printed if not given",
     )
     parser.add_argument(
-        "--show", action="store_true", help="print what the configurations are made of, and run nothing"
+        "--show",
+        action="store_true",
+        help="print what the configurations are made of, and run nothing",
     )
     words = parser.parse_args()
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)

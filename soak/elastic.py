@@ -1,7 +1,7 @@
 """SIGKILLs of workers under torchrun, which restarts them: each run ends by itself, as if it had not been killed.
 
-python tests/faults/elastic.py --kills 100
-python tests/faults/elastic.py --sharded       a sharded model (FSDP2)
+python soak/elastic.py --kills 100
+python soak/elastic.py --sharded       a sharded model (FSDP2)
 """
 
 import argparse
@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import search_path  # noqa: F401
 from victim import difference, end_of, in_parts, quiet, train
 
 # Seconds after the last kill until a run that does not end counts as hanging.
@@ -28,7 +29,13 @@ def work(root, kind):
     quiet()
     ranks = int(os.environ["WORLD_SIZE"])
     strategy = in_parts(ranks) if kind == "sharded" else "ddp"
-    train(root, batch_size=8 // ranks, strategy=strategy, accumulate_grad_batches=1, save_every_n_steps=3)
+    train(
+        root,
+        batch_size=8 // ranks,
+        strategy=strategy,
+        accumulate_grad_batches=1,
+        save_every_n_steps=3,
+    )
 
 
 class Run:
@@ -36,7 +43,15 @@ class Run:
 
     def __init__(self, root, ranks, kind, log):
         arguments = [f"--nproc-per-node={ranks}", "--rdzv-endpoint=127.0.0.1:0", __file__]
-        command = [sys.executable, *TORCHRUN.split(), *arguments, "--work", str(root), "--kind", kind]
+        command = [
+            sys.executable,
+            *TORCHRUN.split(),
+            *arguments,
+            "--work",
+            str(root),
+            "--kind",
+            kind,
+        ]
         self.ranks, self.started = ranks, time.monotonic()
         with log.open("ab") as file:
             self.agent = subprocess.Popen(command, stdout=file, stderr=file)
@@ -102,7 +117,15 @@ def problem_of(code, whole, root):
 
 def campaign(kills, ranks, kind, seed, most):
     """Run until as many kills have hit, or as many seconds have passed. Return the figures."""
-    figures = {"seed": seed, "ranks": ranks, "kind": kind, "rounds": 0, "kills": 0, "hangs": 0, "losses": []}
+    figures = {
+        "seed": seed,
+        "ranks": ranks,
+        "kind": kind,
+        "rounds": 0,
+        "kills": 0,
+        "hangs": 0,
+        "losses": [],
+    }
     draw, started = random.Random(seed), time.monotonic()
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     root, log = folder / "run", folder / "log"
@@ -126,8 +149,12 @@ def campaign(kills, ranks, kind, seed, most):
                 for path in (root, log):
                     if path.exists():
                         shutil.move(path, kept)
-                figures["losses"].append({"round": figures["rounds"], "problem": problem, "kept": str(kept)})
-            progress = f"{figures['kills']} kills, {figures['rounds']} runs, {len(figures['losses'])} lost"
+                figures["losses"].append(
+                    {"round": figures["rounds"], "problem": problem, "kept": str(kept)}
+                )
+            progress = (
+                f"{figures['kills']} kills, {figures['rounds']} runs, {len(figures['losses'])} lost"
+            )
             print(progress, file=sys.stderr, flush=True)
             shutil.rmtree(root, ignore_errors=True)
             log.unlink(missing_ok=True)
@@ -139,11 +166,19 @@ def campaign(kills, ranks, kind, seed, most):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=10, help="SIGKILLs that hit a running worker (10)")
+    parser.add_argument(
+        "--kills", type=int, default=10, help="SIGKILLs that hit a running worker (10)"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="workers (2)")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="printed")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after as many")
-    parser.add_argument("--sharded", dest="kind", action="store_const", const="sharded", default="whole")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="printed"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no run after as many"
+    )
+    parser.add_argument(
+        "--sharded", dest="kind", action="store_const", const="sharded", default="whole"
+    )
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,15 +1,13 @@
 """Random configurations, each ended once by a kill, an exception or a signal, then resumed: as if nothing had been.
 
-    python tests/faults/configurations.py --count 100 --seed 0
-    python tests/faults/configurations.py --seed 0 --first 57 --count 1 --show     what number 57 is made of
-    python tests/faults/configurations.py --seed 0 --first 57 --count 1 --keep     runs it alone, and keeps its folders
+    python soak/configurations.py --count 100 --seed 0
+    python soak/configurations.py --seed 0 --first 57 --count 1 --show     what number 57 is made of
+    python soak/configurations.py --seed 0 --first 57 --count 1 --keep     runs it alone, and keeps its folders
 
 A configuration is drawn from its seed and number alone. It is trained undisturbed, then ended at a point of its run and begun
 again with the same command, each time in a process forked from one that has imported everything. What is compared: weights,
 optimizers, schedulers, metrics, history, each file of the run. What is not: see IGNORED and EXCLUDED.
 """
-
-# ruff: noqa: E402
 
 import argparse
 import contextlib
@@ -29,8 +27,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and NumPy: this process forks, so it has no other thread
-
+import search_path  # noqa: F401
 import torch
 from drawn import (
     CALLBACKS,
@@ -108,7 +105,10 @@ EXCLUDED = [  # (why, which)
     ),
     (
         "thawed layers on two ranks: DDP does not know what was frozen when it was made, and each rank trains its own",
-        lambda w: w["ranks"] > 1 and ({"backbone", "unfreezes"} & set(w["callbacks"]) or "freezes" in w["parts"]),
+        lambda w: (
+            w["ranks"] > 1
+            and ({"backbone", "unfreezes"} & set(w["callbacks"]) or "freezes" in w["parts"])
+        ),
     ),
     (
         "batch samplers of one's own on two ranks: Lightning asks for torch's BatchSampler there",
@@ -116,7 +116,11 @@ EXCLUDED = [  # (why, which)
     ),
     (
         "a batch sampler that draws each batch while workers load ahead mixes its draws with those of the steps",
-        lambda w: "lazy" in kinds_of(w) and w["workers"] and ("dropout" in w["parts"] or w["metric"] == "BootStrapper"),
+        lambda w: (
+            "lazy" in kinds_of(w)
+            and w["workers"]
+            and ("dropout" in w["parts"] or w["metric"] == "BootStrapper")
+        ),
     ),
     (
         "OnExceptionCheckpoint saves in a folder of its own, so the resumed run starts a new version",
@@ -124,11 +128,17 @@ EXCLUDED = [  # (why, which)
     ),
     (
         "ModelCheckpoint does not save the step that it saved last, and saves it again where a batch has no step",
-        lambda w: "keeps" in w["callbacks"] and (w["shape"] == "manual" or "accumulate_grad_batches" in w["loop"]),
+        lambda w: (
+            "keeps" in w["callbacks"]
+            and (w["shape"] == "manual" or "accumulate_grad_batches" in w["loop"])
+        ),
     ),
     (
         "weight averaging exchanges the weights at the end of training, which a finished run does not repeat",
-        lambda w: {"ema", "averages"} & set(w["callbacks"]) and any(e["kind"].startswith("SIG") for e in w["ends"]),
+        lambda w: (
+            {"ema", "averages"} & set(w["callbacks"])
+            and any(e["kind"].startswith("SIG") for e in w["ends"])
+        ),
     ),
     (
         "a validation loader that is made again while its generator is shared between both loaders",
@@ -145,7 +155,11 @@ def kinds_of(words):
 def all_words(value):
     """Every word in a configuration."""
     if isinstance(value, dict | list):
-        return {word for part in (value.values() if isinstance(value, dict) else value) for word in all_words(part)}
+        return {
+            word
+            for part in (value.values() if isinstance(value, dict) else value)
+            for word in all_words(part)
+        }
     return {str(value)}
 
 
@@ -163,7 +177,9 @@ def draw(seed, number, ranks=1, steady=False, only=(), whatever=False):
     chance = random.Random(f"{seed}/{number}/{ranks}")
     while True:
         words = _draw(chance, number, ranks, steady)
-        if set(only) <= all_words(words) and (whatever or not any(which(words) for _, which in EXCLUDED)):
+        if set(only) <= all_words(words) and (
+            whatever or not any(which(words) for _, which in EXCLUDED)
+        ):
             return words
 
 
@@ -184,10 +200,16 @@ def _draw(chance, number, ranks, steady):
     if optimizer == "SparseAdam":
         parts = ["sparse"]
     scheduler = "none" if shape in ("gan", "manual") else chance.choice(list(SCHEDULERS))
-    logs = "nothing" if shape == "functions" else chance.choice(("nothing", "step", "epoch", "both", "both"))
+    logs = (
+        "nothing"
+        if shape == "functions"
+        else chance.choice(("nothing", "step", "epoch", "both", "both"))
+    )
     val = chance.choice(("none", "one", "one", "shuffled") + ("two",) * (shape != "functions"))
     metric = (
-        chance.choice(list(METRICS)) if logs != "nothing" and shape != "functions" and chance.random() < 0.5 else None
+        chance.choice(list(METRICS))
+        if logs != "nothing" and shape != "functions" and chance.random() < 0.5
+        else None
     )
     measured = chance.choice(("object", "value", "end"))
     if metric in DICTS and metric != "MetricCollection" and measured == "object":
@@ -207,8 +229,17 @@ def _draw(chance, number, ranks, steady):
         "min_epochs": (2,), "overfit_batches": (3,), "save_last": (False,), "deterministic": (True,),
         "gradient_clip_algorithm": ("value",), "inference_mode": (False,), "detect_anomaly": (True,),
     }  # fmt: skip
-    rare = {"overfit_batches": 0.03, "save_last": 0.03, "deterministic": 0.05, "detect_anomaly": 0.03}
-    loop |= {name: chance.choice(values) for name, values in maybe.items() if chance.random() < rare.get(name, 0.2)}
+    rare = {
+        "overfit_batches": 0.03,
+        "save_last": 0.03,
+        "deterministic": 0.05,
+        "detect_anomaly": 0.03,
+    }
+    loop |= {
+        name: chance.choice(values)
+        for name, values in maybe.items()
+        if chance.random() < rare.get(name, 0.2)
+    }
     if chance.random() < 0.08:
         loop |= {"val_check_interval": 4, "check_val_every_n_epoch": None}
     words = {
@@ -232,15 +263,26 @@ def _draw(chance, number, ranks, steady):
 
 def _draw_end(chance, words, steady):
     """How a run is ended: `part` is how far through the visits of that point the undisturbed run makes."""
-    kind = chance.choice(("kill", "kill", "kill", "exception", "exception", "SIGTERM", "SIGINT", "KeyboardInterrupt"))
+    kind = chance.choice(
+        ("kill", "kill", "kill", "exception", "exception", "SIGTERM", "SIGINT", "KeyboardInterrupt")
+    )
     points = ["training_step", "load"] + (["validation_step"] if words["val"] != "none" else [])
-    points += [*HOOKS, "on_train_batch_start", "on_train_batch_end", "on_train_batch_end"] if words["listens"] else []
+    points += (
+        [*HOOKS, "on_train_batch_start", "on_train_batch_end", "on_train_batch_end"]
+        if words["listens"]
+        else []
+    )
     at = chance.choice(points)
     if kind == "kill":
         at = chance.choice((at, at, "disk") if steady else (at, "disk", "instant"))
         if at == "disk" and words["logger"] not in ("ours", "none"):  # which write by other doors
             at = "training_step"
-    return {"kind": kind, "at": at, "part": round(chance.random(), 4), "rank": chance.randrange(words["ranks"])}
+    return {
+        "kind": kind,
+        "at": at,
+        "part": round(chance.random(), 4),
+        "rank": chance.randrange(words["ranks"]),
+    }
 
 
 def _fit_together(words):
@@ -270,11 +312,15 @@ def _fit_together(words):
         without("unfreezes", "backbone", "swa")
     if words["optimizer"] == "SparseAdam":  # torch clips no sparse gradients
         loop.pop("gradient_clip_val", None)
-    if "backbone" in callbacks or "unfreezes" in callbacks:  # torch's schedulers take no new parameter groups
+    if (
+        "backbone" in callbacks or "unfreezes" in callbacks
+    ):  # torch's schedulers take no new parameter groups
         words["scheduler"] = "none"
     if "backbone" in callbacks or "unfreezes" in callbacks or "accumulates" in callbacks:
         loop.pop("accumulate_grad_batches", None)
-        words["parts"] = [part for part in words["parts"] if part not in ("freezes", "toggles", "sparse")]
+        words["parts"] = [
+            part for part in words["parts"] if part not in ("freezes", "toggles", "sparse")
+        ]
     if words["logger"] == "none":
         without("rates")
     if words["scheduler"] == "none" and shape != "gan":
@@ -293,7 +339,9 @@ def _fit_together(words):
         for name in ("gradient_clip_val", "gradient_clip_algorithm"):
             loop.pop(name, None)
     followed_in_training = words["logs"] in ("epoch", "both") or words["val"] != "none"
-    followed_in_training |= words["logs"] == "nothing" and shape != "gan"  # whose step returns nothing
+    followed_in_training |= (
+        words["logs"] == "nothing" and shape != "gan"
+    )  # whose step returns nothing
     if not followed_in_training or (words["val"] == "two" and words["logs"] == "nothing"):
         loop.pop("monitor", None)
         without("stops", "stops_in_training", "keeps_best")
@@ -305,10 +353,18 @@ def _fit_together(words):
     if "monitor" not in loop:
         loop.pop("save_top_k", None)
     if {"iterable", "function"} & set(kinds_of(words)):  # without a length there is no half of it
-        loop |= {name: 3 for name in ("limit_train_batches", "val_check_interval") if loop.get(name) == 0.5}
+        loop |= {
+            name: 3
+            for name in ("limit_train_batches", "val_check_interval")
+            if loop.get(name) == 0.5
+        }
     if words["loader"] == "function":
         loop["limit_train_batches"] = 4
-    if "iterable" in kinds_of(words) and "limit_train_batches" not in loop and "batchnorm" in words["parts"]:
+    if (
+        "iterable" in kinds_of(words)
+        and "limit_train_batches" not in loop
+        and "batchnorm" in words["parts"]
+    ):
         without("swa")  # which wants a length for the epoch that renews BatchNorm
     if words["loader"] in ("tensors", "function", "list"):
         words["workers"] = 0
@@ -336,7 +392,15 @@ def start(root, words, log, end=None, counts=None):
         sys.stderr.flush()
         pid = os.fork()
         if not pid:
-            _child(root, words, log, end if end is None or end["rank"] == rank else None, counts, rank, port)
+            _child(
+                root,
+                words,
+                log,
+                end if end is None or end["rank"] == rank else None,
+                counts,
+                rank,
+                port,
+            )
         pids.append(pid)
     return pids
 
@@ -348,7 +412,9 @@ def _child(root, words, log, end, counts, rank, port):
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.setpgid(0, 0)  # its workers are found by that
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background, also by runs
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # ignored in a shell's background, also by runs
         POINTS.__init__()
         POINTS.end = end
         if port is not None:
@@ -357,7 +423,9 @@ def _child(root, words, log, end, counts, rank, port):
         with layer or contextlib.nullcontext():
             train(root, words, rank)
         if counts is not None and rank == 0:
-            Path(counts).write_text(json.dumps({**POINTS.counts, "disk": layer.count if layer else 0}))
+            Path(counts).write_text(
+                json.dumps({**POINTS.counts, "disk": layer.count if layer else 0})
+            )
         code = 0
     except Planned:
         code = 3
@@ -375,17 +443,26 @@ def _child(root, words, log, end, counts, rank, port):
 
 def train(root, words, rank=0):
     """The command that is typed again; at its end it notes what is in memory."""
-    seed_everything(99 if saved_in(root) else 1, verbose=False)  # what goes on has nothing from its own seed
+    seed_everything(
+        99 if saved_in(root) else 1, verbose=False
+    )  # what goes on has nothing from its own seed
     ranks = {}
     if words["ranks"] > 1:
-        unused = words["shape"] in ("gan", "manual") or {"freezes", "toggles", "sparse"} & set(words["parts"])
+        unused = words["shape"] in ("gan", "manual") or {"freezes", "toggles", "sparse"} & set(
+            words["parts"]
+        )
         unused = unused or {"backbone", "unfreezes"} & set(words["callbacks"])
-        ranks = {"strategy": "ddp_find_unused_parameters_true" if unused else "ddp", "devices": words["ranks"]}
+        ranks = {
+            "strategy": "ddp_find_unused_parameters_true" if unused else "ddp",
+            "devices": words["ranks"],
+        }
     loop_words, model, fit_words = make(words, root, **ranks)
     loop = FabricLoop(**loop_words)
     history = loop.fit(model, **fit_words, resume="auto")
     net = getattr(model, "net", model) if words["shape"] in ("object", "functions") else model
-    nets = net.net if isinstance(getattr(net, "net", None), torch.nn.Module) else net  # without the metrics
+    nets = (
+        net.net if isinstance(getattr(net, "net", None), torch.nn.Module) else net
+    )  # without the metrics
     end = {
         "weights": net.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in loop.optimizers],
@@ -393,7 +470,8 @@ def train(root, words, rank=0):
         "metrics": dict(loop.callback_metrics),
         "history": history.to_dict("list"),
         "counters": [loop.current_epoch, loop.global_step],
-        "flags": [p.requires_grad for p in nets.parameters()] + [m.training for m in nets.modules()],
+        "flags": [p.requires_grad for p in nets.parameters()]
+        + [m.training for m in nets.modules()],
     }
     if rank == 0:
         Path(root).mkdir(exist_ok=True)  # where a run writes nothing
@@ -402,7 +480,10 @@ def train(root, words, rank=0):
 
 def saved_in(root):
     """Whether there is a file from which a run goes on by itself."""
-    return any(path.name != "exception.ckpt" and path.parent.name != "aside" for path in Path(root).rglob("*.ckpt"))
+    return any(
+        path.name != "exception.ckpt" and path.parent.name != "aside"
+        for path in Path(root).rglob("*.ckpt")
+    )
 
 
 def wait(pids, end=None, after=None):
@@ -414,9 +495,18 @@ def wait(pids, end=None, after=None):
             if done:
                 codes[pid] = os.waitstatus_to_exitcode(status)
         now = time.monotonic()
-        if after is not None and hit is None and codes[pids[0]] is None and cpu_seconds(pids[0]) >= after:
+        if (
+            after is not None
+            and hit is None
+            and codes[pids[0]] is None
+            and cpu_seconds(pids[0]) >= after
+        ):
             hit = now
-        if hit is None and end is not None and end["kind"] in ("kill", "exception", "KeyboardInterrupt"):
+        if (
+            hit is None
+            and end is not None
+            and end["kind"] in ("kill", "exception", "KeyboardInterrupt")
+        ):
             hit = now if any(codes.values()) else None
         late = now - begin >= PATIENCE
         if hit is not None or late:
@@ -445,19 +535,32 @@ def end_of(root):
     for folder in sorted(Path(root).rglob("version_*"), key=lambda path: int(path.name[8:])):
         newest[folder.parent] = folder
     paths = [
-        path for folder in newest.values() if folder.parts[-3] in ("logs", "checkpoints") for path in folder.rglob("*")
+        path
+        for folder in newest.values()
+        if folder.parts[-3] in ("logs", "checkpoints")
+        for path in folder.rglob("*")
     ]
-    for path in sorted(path for path in [*paths, *Path(root).glob("checkpoints/*.ckpt")] if path.is_file()):
+    for path in sorted(
+        path for path in [*paths, *Path(root).glob("checkpoints/*.ckpt")] if path.is_file()
+    ):
         name = str(path.relative_to(root))
-        of_callback = path.parent.name == "checkpoints"  # Lightning's: it forgets that its last one is saved already
-        if not any(word in path.name for word in ASIDE) and not (of_callback and path.name.startswith("last")):
+        of_callback = (
+            path.parent.name == "checkpoints"
+        )  # Lightning's: it forgets that its last one is saved already
+        if not any(word in path.name for word in ASIDE) and not (
+            of_callback and path.name.startswith("last")
+        ):
             found[re.sub(r"version_\d+/", "", name)] = _content(path)
     return _plain(found, str(root))
 
 
 def batches_in(checkpoint):
     """How many batches are behind a checkpoint; -1 where there is none."""
-    return checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"] if checkpoint else -1
+    return (
+        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"]
+        if checkpoint
+        else -1
+    )
 
 
 def _content(path):
@@ -467,18 +570,31 @@ def _content(path):
         columns, *rows = csv.reader(io.StringIO(path.read_text(), newline=""))
         return [dict(zip(columns, row, strict=True)) for row in rows]
     text = path.read_text()
-    return text.partition("\nabout:")[0] if path.name == "config.yaml" else text  # behind it: what was typed, and where
+    return (
+        text.partition("\nabout:")[0] if path.name == "config.yaml" else text
+    )  # behind it: what was typed, and where
 
 
 def _plain(value, root):
     if isinstance(value, dict):
         if "lines" in value and "names" in value:  # rows as text, their times among them
-            rows = [dict(zip(value["names"], json.loads(line), strict=False)) for line in value["lines"].splitlines()]
+            rows = [
+                dict(zip(value["names"], json.loads(line), strict=False))
+                for line in value["lines"].splitlines()
+            ]
             value = {**value, "lines": rows}
-        return {_plain(key, root): _plain(part, root) for key, part in value.items() if key not in IGNORED}
+        return {
+            _plain(key, root): _plain(part, root)
+            for key, part in value.items()
+            if key not in IGNORED
+        }
     if isinstance(value, list | tuple):
         return [_plain(part, root) for part in value]
-    return re.sub(r"version_\d+", "version_N", value.replace(root, "ROOT")) if isinstance(value, str) else value
+    return (
+        re.sub(r"version_\d+", "version_N", value.replace(root, "ROOT"))
+        if isinstance(value, str)
+        else value
+    )
 
 
 def differences(expected, found, where=""):
@@ -499,13 +615,20 @@ def differences(expected, found, where=""):
         for i, (one, other) in enumerate(zip(expected, found, strict=False)):
             yield from differences(one, other, f"{where}/{i}")
     elif isinstance(expected, torch.Tensor) or isinstance(found, torch.Tensor):
-        expected, found = (one.to_dense() if isinstance(one, torch.Tensor) else one for one in (expected, found))
-        kinds = [(type(one), getattr(one, "dtype", None), getattr(one, "shape", None)) for one in (expected, found)]
+        expected, found = (
+            one.to_dense() if isinstance(one, torch.Tensor) else one for one in (expected, found)
+        )
+        kinds = [
+            (type(one), getattr(one, "dtype", None), getattr(one, "shape", None))
+            for one in (expected, found)
+        ]
         if kinds[0] != kinds[1]:
             yield f"{where}: {kinds[1]} instead of {kinds[0]}"
         elif not torch.equal(expected.nan_to_num(7.5), found.nan_to_num(7.5)):
             yield f"{where}: another tensor"
-    elif type(expected) is not type(found) or not (expected == found or (expected != expected and found != found)):
+    elif type(expected) is not type(found) or not (
+        expected == found or (expected != expected and found != found)
+    ):
         yield f"{where}: {str(found)[:60]!r} instead of {str(expected)[:60]!r}"
 
 
@@ -519,7 +642,9 @@ class Figures:
     seed: int
     ranks: int
     configurations: int = 0
-    ends: dict = field(default_factory=dict)  # how often a run was ended in each way, while it lived
+    ends: dict = field(
+        default_factory=dict
+    )  # how often a run was ended in each way, while it lived
     resumed: int = 0  # from a checkpoint; the others had saved nothing, or were over
     refused: list = field(default_factory=list)  # configurations that do not even run undisturbed
     seconds: float = 0.0
@@ -534,15 +659,21 @@ def one(words, home, figures):
     log.unlink(missing_ok=True)
     before = os.times()
     count_disk = (
-        {"kind": None, "at": "disk", "n": 0, "rank": 0} if any(e["at"] == "disk" for e in words["ends"]) else None
+        {"kind": None, "at": "disk", "n": 0, "rank": 0}
+        if any(e["at"] == "disk" for e in words["ends"])
+        else None
     )
     codes = wait(start(home / "whole", words, log, count_disk, counts))
     after = os.times()
     if any(codes):
-        figures.refused.append({"number": words["number"], "codes": codes, "words": words, "said": _last_words(log)})
+        figures.refused.append(
+            {"number": words["number"], "codes": codes, "words": words, "said": _last_words(log)}
+        )
         return [f"refused undisturbed, {codes}: {_last_words(log)}"]
     counted = json.loads(counts.read_text())
-    seconds = (after.children_user + after.children_system - before.children_user - before.children_system) / len(codes)
+    seconds = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    ) / len(codes)
     all_pids = []
     for end in words["ends"]:
         log.unlink(missing_ok=True)
@@ -571,7 +702,9 @@ def one(words, home, figures):
         return [f"the resumed run ended with {codes}: {_last_words(log)}"]
     try:
         whole, found = end_of(home / "whole"), end_of(home / "run")
-        if words["loop"].get("save_last") is False and batches_in(found.get(LEFT)) > batches_in(whole.get(LEFT)):
+        if words["loop"].get("save_last") is False and batches_in(found.get(LEFT)) > batches_in(
+            whole.get(LEFT)
+        ):
             found.pop(LEFT)
             whole.pop(LEFT, None)
         return list(differences(whole, found))
@@ -590,7 +723,13 @@ def campaign(seed, first, count, ranks=1, keep=False, report=lambda words, probl
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
         quiet()
-        plain = {"workers": 0, "shape": "lightning", "loader": "shuffled", "logger": "ours", "callbacks": []}
+        plain = {
+            "workers": 0,
+            "shape": "lightning",
+            "loader": "shuffled",
+            "logger": "ours",
+            "callbacks": [],
+        }
         train(home / "warm", {**draw(0, 0), **plain, "parts": [], "loop": {"max_epochs": 1}})
         gc.collect()
         gc.freeze()
@@ -618,17 +757,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=30, help="how many configurations")
     parser.add_argument("--first", type=int, default=0, help="the number of the first")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of a run; more than one talk through gloo")
     parser.add_argument(
-        "--seed", type=int, default=None, help="of all that is drawn; drawn itself and printed if not given"
+        "--ranks", type=int, default=1, help="processes of a run; more than one talk through gloo"
     )
-    parser.add_argument("--only", action="append", default=[], help="a word that must be in each; may be repeated")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=None,
+        help="of all that is drawn; drawn itself and printed if not given",
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], help="a word that must be in each; may be repeated"
+    )
     parser.add_argument("--whatever", action="store_true", help="draw what is excluded, too")
-    parser.add_argument("--steady", action="store_true", help="end runs at counted points only, never by a clock")
     parser.add_argument(
-        "--show", action="store_true", help="print what the configurations are made of, and run nothing"
+        "--steady", action="store_true", help="end runs at counted points only, never by a clock"
     )
-    parser.add_argument("--keep", action="store_true", help="leave the folders of the last one, and say where")
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="print what the configurations are made of, and run nothing",
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the folders of the last one, and say where"
+    )
     words = parser.parse_args()
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", file=sys.stderr)
