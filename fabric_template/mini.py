@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """MiniLoop: a PyTorch training loop in one file, to read, to copy and to change.
 
-Version 0.1.0 of fabric_template, under the MIT License (file LICENSE). It needs torch, NumPy and
-Lightning Fabric. Read `fit`, `_train_epoch` and `_train_batch` first. To change
+Version 0.1.0 of fabric_template, under the MIT License (file LICENSE). It needs torch, NumPy, PyYAML
+and Lightning Fabric. Read `fit`, `_train_epoch` and `_train_batch` first. To change
 
 - the loss and its scaling, edit `_train_batch`,
 - the gradients before a step (clipping, norms), `_step_optimizer`,
@@ -17,18 +17,19 @@ from __future__ import annotations
 
 import csv
 import inspect
+import itertools
+import json
 import math
 import os
 import random
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,39 +38,30 @@ import torch
 import yaml
 from lightning.fabric import Fabric
 from lightning.fabric import __version__ as lightning_version
-from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-HOOKS = {
-    *("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
-    *("on_train_batch_start", "on_train_batch_end", "on_save_checkpoint", "on_load_checkpoint"),
-    *("on_validation_epoch_start", "on_validation_epoch_end"),
-}
-UNSUPPORTED = {
-    *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
-    *("configure_gradient_clipping", "configure_callbacks", "configure_model", "setup", "teardown"),
-    *("on_fit_start", "on_fit_end", "on_before_zero_grad", "on_before_backward", "prepare_data"),
-    *("on_after_backward", "on_before_optimizer_step", "on_validation_start", "on_validation_end"),
-    *("on_validation_batch_start", "on_validation_batch_end", "on_validation_model_eval"),
-    *("on_validation_model_train", "on_validation_model_zero_grad", "on_before_batch_transfer"),
-    *("transfer_batch_to_device", "on_after_batch_transfer"),
-}
+UNSUPPORTED = """
+    backward optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping
+    configure_callbacks configure_model setup teardown prepare_data on_fit_start on_fit_end
+    on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step
+    on_validation_start on_validation_end on_validation_batch_start on_validation_batch_end
+    on_validation_model_eval on_validation_model_train on_validation_model_zero_grad
+    on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
+    on_save_checkpoint on_load_checkpoint
+"""  # Lightning's hooks that this file does not call
 
 
 @dataclass(kw_only=True, eq=False)
 class MiniLoop:
     """Train a model with step functions, or any object that has a method ``training_step``.
 
-    Example:
-        >>> net, batches = nn.Linear(2, 1), [torch.ones(4, 2)] * 3
-        >>> optimizer, loop = torch.optim.SGD(net.parameters()), MiniLoop(max_epochs=1)
-        >>> def training_step(net, batch): return net(batch).square().mean()
-        >>> rows = loop.fit(net, batches, optimizer=optimizer, training_step=training_step)
-        epoch 0  step 3  train_loss ...
+    A run continues exactly from its newest row of metrics.csv. If that row is from the middle of an
+    epoch (validate_every_n_steps), the batches before it are read again and skipped.
     """
 
     max_epochs: int | None = None  # -1: no limit. None: 1000, or no limit with max_steps.
@@ -80,7 +72,7 @@ class MiniLoop:
     mode: str = "min"  # Whether the best value of monitor is the smallest or the largest ("max").
     accumulate_grad_batches: int = 1  # Batches of one optimizer step.
     gradient_clip_val: float | None = None  # Clip the common norm of the gradients at this value.
-    validate_every_n_steps: int | None = None  # None: validate at the end of each epoch.
+    validate_every_n_steps: int | None = None  # Validate, write a row and save. None: each epoch.
     log_every_n_steps: int = 50  # Write a row of steps.csv every N optimizer steps. 0: never.
     seed: int | None = None  # Seed everything when the loop is made and when a run starts.
     default_root_dir: str | os.PathLike = "."  # The folder of logs/ and checkpoints/.
@@ -104,17 +96,15 @@ class MiniLoop:
             raise ValueError(f'mode: got {self.mode!r}, expected "min" or "max".')
         if self.name in ("", ".", "..") or set(self.name) & set('/\\:*?"<>|'):
             raise ValueError(f"name: got {self.name!r}, expected the name of a folder.")
-        if self.accumulate_grad_batches < 1:
-            raise ValueError(
-                f"accumulate_grad_batches: got {self.accumulate_grad_batches}, expected >= 1."
-            )
         if self.max_epochs is None:
             self.max_epochs = 1000 if self.max_steps == -1 else -1
         self._reset()
-        names = ("accelerator", "strategy", "devices", "precision")
-        self.fabric = self.fabric or Fabric(**{name: getattr(self, name) for name in names})
-        if not isinstance(self.fabric.strategy, SingleDeviceStrategy | DDPStrategy):
-            kind = type(self.fabric.strategy).__name__
+        if self.fabric is None:
+            names = ("accelerator", "strategy", "devices", "precision")
+            self.fabric = Fabric(**{name: getattr(self, name) for name in names})
+        self._strategy, self._precision = self.fabric.strategy, self.fabric.strategy.precision
+        if not isinstance(self._strategy, SingleDeviceStrategy | DDPStrategy):
+            kind = type(self._strategy).__name__
             raise ValueError(f"strategy: got {kind}, expected one device or DDP. Use FabricLoop.")
 
     def _reset(self) -> None:
@@ -122,16 +112,14 @@ class MiniLoop:
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
         self.current_epoch = self.global_step = self.batches_done = self._batches_in_window = 0
-        self.should_stop = self._is_training_batch = False
-        self.history: list[dict[str, Any]] = []
-        self.callback_metrics: dict[str, Tensor] = {}
+        self.should_stop = self._is_training_batch = self._has_warned = False
+        self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
+        self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
         self.best_score: float | None = None
-        self.optimizer: Any = None
-        self.schedulers: list[dict[str, Any]] = []
-        self._batch: Any = None
-        self._learning_rate = 0.0
-        self._row_values: dict[str, Any] = {}  # Means and torchmetrics objects of the next row.
-        self._step_values: dict[str, Tensor] = {}  # What the newest step has logged.
+        self._batch_size = 1  # The weight of what the current batch logs.
+        self._means: dict[str, Any] = {}  # Means and torchmetrics objects of the next row.
+        self._logged_names: set[str] = set()  # Their names, if the model has logged them.
+        self._step_values: dict[str, Tensor] = {}  # Values of the next row of steps.csv.
         self._validated: dict[str, Tensor] = {}  # What was validated since the last row.
         self._row_started = time.monotonic()
 
@@ -165,15 +153,10 @@ class MiniLoop:
         """
         self._reset()
         self._set_up_model(model, training_step, validation_step)
-        if "training_step" not in self._steps:
-            raise TypeError("fit: got no training_step. Pass training_step= or write the method.")
-        if (val_dataloaders is None) < ("validation_step" not in self._steps):
-            raise TypeError("fit: got val_dataloaders without validation_step. Pass both or none.")
-        if val_dataloaders is None and validation_step is not None:
-            raise TypeError("fit: got validation_step without val_dataloaders. Pass both or none.")
+        self._check_fit(val_dataloaders, validation_step, optimizer)
         resume_path, load_path = self._find(resume, "resume"), self._find(load, "load")
         self._set_up_loaders(train_dataloaders, val_dataloaders)
-        with self._attached():
+        with self._attached_to_model():
             self._set_up_optimizer(optimizer, scheduler)
             self._open_folders(resume_path)
             self._restore(resume_path or load_path, is_resumed=resume_path is not None)
@@ -182,62 +165,59 @@ class MiniLoop:
                 while not self._is_done():
                     self._train_epoch()
                 self._call("on_train_end")
-        try:
+        with suppress(ImportError):
             import pandas
-        except ImportError:
-            return self.history
-        return pandas.DataFrame(self.history)
+
+            return pandas.DataFrame(self.history)
+        return self.history
 
     def _is_done(self) -> bool:
         """Return whether training ends. It is asked after each batch and each epoch."""
-        if self.should_stop or self.global_step >= self.max_steps != -1:
+        if self.should_stop or 0 <= self.max_steps <= self.global_step:
             return True
-        return self.current_epoch >= self.max_epochs != -1  # type: ignore[operator]
+        return self.max_epochs is not None and 0 <= self.max_epochs <= self.current_epoch
 
     def _train_epoch(self) -> None:
-        is_last = True
+        epoch, every, is_last = self.current_epoch, self.validate_every_n_steps, True
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
         for batch, is_last in self._train_batches():
             # While the loss lives, its graph lives. Freeing it before the next forward makes
             # autograd create its nodes of the parameters again, which slows a step.
             loss = self._train_batch(batch, is_last)  # noqa: F841
-            every = self.validate_every_n_steps
             if every and self._batches_in_window == 0 and self.global_step % every == 0:
                 self._validate()
-                self._end_row(self.current_epoch)
+                self._end_row(epoch)
             if self._is_done():
                 break
-        self._end_epoch(is_complete=is_last)
-
-    def _end_epoch(self, is_complete: bool) -> None:
-        """Validate, call the hook, step the schedulers, and write the row of the epoch."""
-        is_by_steps = self.validate_every_n_steps is not None
-        if not is_by_steps:
+        self._batch_size = 1
+        if every is None:
             self._validate()
-        self.callback_metrics.update(self._compute_row_values())
+        self._compute_means()
         self._call("on_train_epoch_end")
-        self.callback_metrics.update(self._compute_row_values())
-        epoch = self.current_epoch
-        if is_complete:
+        self._compute_means()
+        if is_last:
             self._step_schedulers("plateau")
             self.current_epoch, self.batches_done = epoch + 1, 0
         has_row = bool(self.history) and self.history[-1]["step"] == self.global_step
-        if not is_by_steps or (self._is_done() and not has_row):
+        if every is None or (self._is_done() and not has_row):
             self._end_row(epoch)
 
     def _train_batch(self, batch: Any, is_last: bool) -> Tensor:
         """Compute the loss and the gradients. At the end of a window, step the optimizer."""
-        batch_idx, self._batch, self._is_training_batch = self.batches_done, batch, True
+        batch_idx = self.batches_done
+        self._batch_size, self._is_training_batch = find_batch_size(batch), True
         self._call("on_train_batch_start", batch, batch_idx)
         is_window_end = self._is_window_end(is_last)
-        with nullcontext() if is_window_end else self._no_backward_sync():
+        # Within a window, DDP need not add up the gradients of the processes.
+        with nullcontext() if is_window_end or self._ddp is None else self._ddp.no_sync():
             output = self._run_step("training_step", batch, batch_idx)
             loss = find_loss(output, batch_idx)
             self._add_returned(output, "train")
             if self._batches_in_window == 0:
                 self.optimizer.zero_grad()
-            self._backward(loss / self.accumulate_grad_batches)
+            count = self.accumulate_grad_batches
+            self._strategy.backward(loss if count == 1 else loss / count, None)
         self.batches_done += 1
         self._batches_in_window += 1
         if is_window_end:
@@ -265,9 +245,9 @@ class MiniLoop:
 
     def _step_optimizer(self) -> None:
         if self.gradient_clip_val:
-            norm = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
-            self.fabric.clip_gradients(self.network, self.optimizer, **norm)
-        self.optimizer.step()
+            options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
+            self.fabric.clip_gradients(self.network, self.optimizer, **options)
+        self._strategy.optimizer_step(self.optimizer)
         self.global_step += 1
         self._batches_in_window = 0
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -276,15 +256,49 @@ class MiniLoop:
         """Step the schedulers of an interval: "step", "epoch", or "plateau" after the validation."""
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
-            if config["interval"] != interval or count % config["frequency"]:
-                continue
-            if interval != "plateau":
-                config["scheduler"].step()
-            elif config["monitor"] in self.callback_metrics:
-                config["scheduler"].step(self.callback_metrics[config["monitor"]])
-            else:
-                known = ", ".join(self.callback_metrics)
-                raise ValueError(f"scheduler: got monitor={config['monitor']!r}, expected {known}.")
+            if config["interval"] == interval and count % config["frequency"] == 0:
+                if interval == "plateau":
+                    config["scheduler"].step(self._get_metric(config["monitor"]))
+                else:
+                    config["scheduler"].step()
+
+    def _get_metric(self, name: str) -> Tensor:
+        if name not in self.callback_metrics:
+            known = ", ".join(self.callback_metrics)
+            raise ValueError(f"monitor: got {name!r}, expected one of {known}.")
+        return self.callback_metrics[name]
+
+    def _train_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield the batches of the epoch that are not done, and whether each is the last one."""
+        sampler = getattr(self.train_loader, "sampler", self.train_loader)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.current_epoch)
+        rng_state, batches = self._rng_state(), mark_last(self.train_loader)
+        if self.batches_done == 0:
+            self._epoch_start = rng_state
+        else:
+            # The run was resumed in the middle of an epoch. Draw its order again.
+            self._set_rng_state(self._epoch_start)
+            for _ in itertools.islice(batches, self.batches_done):
+                pass
+            self._set_rng_state(rng_state)
+        for batch, is_last in show_progress(batches, f"epoch {self.current_epoch}"):
+            yield self._move(batch), is_last
+
+    def _move(self, batch: Any) -> Any:
+        """Bring a batch to the device, and to the type of a precision such as "bf16-true"."""
+        if self.fabric.device.type != "cpu":
+            batch = self.fabric.to_device(batch)
+        # In mixed precision the operations convert their inputs, and targets stay exact.
+        is_mixed = isinstance(self._precision, MixedPrecision)
+        return batch if is_mixed else self._precision.convert_input(batch)
+
+    def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
+        """Run a step in the precision of the loop, and with several processes through DDP."""
+        with self._precision.forward_context():
+            if self._ddp is None:
+                return self._steps[name](batch, batch_idx)
+            return self._ddp(self._steps[name], batch, batch_idx)
 
     # Validation
 
@@ -302,8 +316,8 @@ class MiniLoop:
             raise TypeError("validate: got no batches or no validation_step, expected both.")
         path = self._find(load, "load")
         self._set_up_loaders(None, dataloaders)
-        with self._attached():
-            self._wrap()
+        with self._attached_to_model():
+            self._set_up_network()
             self._restore(path, is_resumed=False)
             self._validate()
         return [{name: value.item() for name, value in self._validated.items()}]
@@ -312,30 +326,29 @@ class MiniLoop:
         """Run the validation in eval mode without gradients, and keep its metrics for the row."""
         if self.val_loader is None:
             return
-        of_training, self._row_values = self._row_values, {}
+        training_means, self._means = self._means, {}
         modes = [(module, module.training) for module in self.network.modules()]
         self.network.eval()
         try:
             with torch.no_grad():
                 self._call("on_validation_epoch_start")
-                for batch_idx, batch in enumerate(self.val_loader):
-                    self._batch = batch = self.fabric.to_device(batch)
+                for batch_idx, batch in enumerate(map(self._move, self.val_loader)):
+                    self._batch_size = find_batch_size(batch)
                     self._add_returned(self._run_step("validation_step", batch, batch_idx), "val")
-                self._batch = None
-                self.callback_metrics.update(self._compute_row_values())
+                self._batch_size = 1
+                self._compute_means()
                 self._call("on_validation_epoch_end")
-                self._validated = self._compute_row_values()
         finally:
             for module, is_training in modes:
                 module.training = is_training
-        for value in self._row_values.values():
-            value.reset()
-        self._row_values = of_training
-        self.callback_metrics.update(self._validated)
+        self._validated = self._take_means()
+        self._means = training_means
 
     # Logging
 
-    def log(self, name: str, value: Any, on_step: Any = None, on_epoch: Any = None, **options: Any):
+    def log(
+        self, name: str, value: Any, on_step: Any = None, on_epoch: Any = None, **options: Any
+    ) -> None:
         """Log a number, a tensor of one element or a torchmetrics object, as ``self.log`` does.
 
         A value of a step goes into steps.csv, its mean over the row into metrics.csv. The options
@@ -344,16 +357,15 @@ class MiniLoop:
         if options.get("reduce_fx", "mean") != "mean":
             raise TypeError(f"log({name!r}): got a reduce_fx, expected the mean. Use FabricLoop.")
         if hasattr(value, "compute"):
-            self._row_values[name] = value
+            self._means[name] = value
             return
-        value = torch.as_tensor(value, device=self.fabric.device).detach().squeeze()
+        value = self._to_scalar(value).clone()
         if self._is_training_batch and on_step is not False:
-            self._step_values[name] = self.callback_metrics[name] = value.clone()
+            self._step_values[name] = self.callback_metrics[name] = value
         if on_epoch or (on_epoch is None and not self._is_training_batch):
-            if not getattr(self._row_values.get(name), "is_logged", False):
-                self._row_values[name] = Mean(self.fabric, options.get("sync_dist", False))
-            batch_size = options.get("batch_size") or find_batch_size(self._batch)
-            self._row_values[name].add(value, batch_size)
+            self._logged_names.add(name)
+            mean = self._means.setdefault(name, Mean(self.fabric, options.get("sync_dist", False)))
+            mean.add(value, options.get("batch_size") or self._batch_size)
 
     def log_dict(self, metrics: Mapping[str, Any], **options: Any) -> None:
         """Log several values."""
@@ -362,86 +374,109 @@ class MiniLoop:
 
     def _add_returned(self, output: Any, prefix: str) -> None:
         """Add what a step returned to the row: a loss, a pair (loss, acc) or a dict."""
+        values = output if isinstance(output, dict) else {"loss": output}
         if isinstance(output, tuple) and len(output) == 2:
-            output = {"loss": output[0], "acc": output[1]}
-        for key, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
+            values = {"loss": output[0], "acc": output[1]}
+        for key, value in values.items():
             name = key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"
-            is_number = isinstance(value, Tensor | int | float) and math.prod(np.shape(value)) == 1
-            if not is_number or (self._logs_itself and key != "loss"):
+            if name in self._logged_names or (self._is_lightning_module and key != "loss"):
                 continue
-            if name not in self._row_values:
-                self._row_values[name] = Mean(self.fabric, is_synced=True, is_logged=False)
-            mean = self._row_values[name]
-            if isinstance(mean, Mean) and not mean.is_logged:
-                value = torch.as_tensor(value, device=self.fabric.device).detach().squeeze()
-                mean.add(value, find_batch_size(self._batch))
+            is_tensor = isinstance(value, Tensor) and value.numel() == 1
+            if is_tensor or isinstance(value, int | float):
+                mean = self._means.setdefault(name, Mean(self.fabric, is_synced=True))
+                mean.add(self._to_scalar(value), self._batch_size)
 
-    def _compute_row_values(self) -> dict[str, Tensor]:
-        return {name: value.compute() for name, value in self._row_values.items()}
+    def _to_scalar(self, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().reshape(())
+        return torch.tensor(float(value), device=self.fabric.device)
+
+    def _compute_means(self) -> dict[str, Tensor]:
+        values = {name: mean.compute() for name, mean in self._means.items()}
+        self.callback_metrics.update(values)
+        return values
+
+    def _take_means(self) -> dict[str, Tensor]:
+        """Return the means, and start those of the next row."""
+        values = self._compute_means()
+        for mean in self._means.values():
+            mean.reset()
+        self._means = {}
+        return values
 
     def _log_step(self, loss: Tensor, batch_idx: int) -> None:
         """Write a row of steps.csv. Only here a value of a step is read from the device."""
         row = {"step": self.global_step, "epoch": self.current_epoch, "train_loss": loss.item()}
         row["lr"] = self._learning_rate
-        row |= {name: value.item() for name, value in self._step_values.items()}
-        warn_of_nan(row["train_loss"], f"epoch {self.current_epoch}, batch {batch_idx}")
+        row.update((name, value.item()) for name, value in self._step_values.items())
+        self._warn_of_nan(row["train_loss"], f"epoch {self.current_epoch}, batch {batch_idx}")
         if self.fabric.is_global_zero:
             append_row(self.log_dir / "steps.csv", row)
 
     def _end_row(self, epoch: int) -> None:
         """Write a row of metrics.csv, save the checkpoints, and start the means of the next row."""
-        values = {**self._validated, **self._compute_row_values()}
+        values = {**self._validated, **self._take_means()}
         row: dict[str, Any] = {"epoch": epoch, "step": self.global_step}
         for name in sorted(values, key=lambda name: not name.startswith("train")):
             row[name] = values[name].item()
-        row |= {"lr": self._learning_rate, "time": time.monotonic() - self._row_started}
-        warn_of_nan(row.get("train_loss", 0.0), f"epoch {epoch}")
-        for value in self._row_values.values():
-            value.reset()
-        self._row_values, self._step_values, self._validated = {}, {}, {}
+        row["lr"], row["time"] = self._learning_rate, time.monotonic() - self._row_started
+        self._warn_of_nan(row.get("train_loss", 0.0), f"epoch {epoch}")
+        self._step_values, self._validated = {}, {}
         self.history.append(row)
         if self.fabric.is_global_zero:
             write_rows(self.log_dir / "metrics.csv", self.history)
-            cells = [f"{n} {v:.4f}" if isinstance(v, float) else f"{n} {v}" for n, v in row.items()]
+            cells = [
+                f"{n} {v:<8.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in row.items()
+            ]
             print("  ".join(cells), flush=True)
         self._save(row)
         self._row_started = time.monotonic()
+
+    def _warn_of_nan(self, loss: float, place: str) -> None:
+        if not math.isfinite(loss) and not self._has_warned:
+            self._has_warned = True
+            text = "expected a finite number. Try a smaller learning rate or gradient_clip_val=1.0."
+            warnings.warn(f"train_loss: got {loss} in {place}, {text}", stacklevel=3)
 
     # Checkpoints
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return the state in Lightning's layout. What only we keep has a key of its own."""
-        progress = {"epochs_done": self.current_epoch, "global_step": self.global_step}
-        progress |= {"batches_done": self.batches_done, "is_in_epoch": self.batches_done > 0}
         of_rank = {"rng": self._rng_state(), "epoch_start": self._epoch_start}
         ranks = [of_rank] * self.fabric.world_size
         if self.fabric.world_size > 1:
             torch.distributed.all_gather_object(ranks, of_rank)
-        checkpoint = {
-            "epoch": self.current_epoch - (0 if self.batches_done else 1),
+        is_in_epoch = self.batches_done > 0
+        return {
+            "epoch": self.current_epoch if is_in_epoch else self.current_epoch - 1,
             "global_step": self.global_step,
             "pytorch-lightning_version": lightning_version,
             "state_dict": self.network.state_dict(),
             "optimizer_states": [self.optimizer.state_dict()],
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
             "hyper_parameters": self._hyper_parameters,
-            "precision": self.fabric.strategy.precision.state_dict(),
+            type(self._precision).__qualname__: self._precision.state_dict(),
             "fabric_template": {
-                "progress": progress,
+                "progress": {
+                    "epochs_done": self.current_epoch,
+                    "batches_done": self.batches_done,
+                    "is_in_epoch": is_in_epoch,
+                    "global_step": self.global_step,
+                },
                 "history": {"rows": self.history},
                 "checkpoints": {"score": self.best_score},
                 "ranks": ranks,
             },
         }
-        self._call("on_save_checkpoint", checkpoint)
-        return checkpoint
 
     def _restore(self, path: Path | None, is_resumed: bool) -> None:
         """Load the weights of a checkpoint. If the run is resumed, load everything else, too."""
         if path is None:
             return
-        checkpoint = read_checkpoint(path)
-        self._call("on_load_checkpoint", checkpoint)
+        # torch.load would read a damaged file as other weights.
+        if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip() is not None:
+            raise ValueError(f"{path}: the file is damaged. Use another checkpoint.")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         self.network.load_state_dict(checkpoint["state_dict"])
         if not is_resumed:
             return
@@ -452,92 +487,107 @@ class MiniLoop:
         self.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
         for config, state in zip(self.schedulers, checkpoint["lr_schedulers"], strict=True):
             config["scheduler"].load_state_dict(state)
-        self.fabric.strategy.precision.load_state_dict(checkpoint.get("precision", {}))
+        self._precision.load_state_dict(checkpoint.get(type(self._precision).__qualname__, {}))
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self.history, self.best_score = list(own["history"]["rows"]), own["checkpoints"]["score"]
         self._epoch_start = of_rank.get("epoch_start")
         self._set_rng_state(of_rank["rng"])
         if self.fabric.is_global_zero:
-            write_rows(self.log_dir / "metrics.csv", self.history)
             steps = read_rows(self.log_dir / "steps.csv")
             steps = [row for row in steps if int(row["step"]) <= self.global_step]
             write_rows(self.log_dir / "steps.csv", steps)
+            write_rows(self.log_dir / "metrics.csv", self.history)
 
     def _save(self, row: dict[str, Any]) -> None:
-        """Save last.ckpt, and best.ckpt if the monitored value is the best one so far."""
-        value, best = row.get(self.monitor or "", math.nan), self.best_score
+        """Save best.ckpt if the monitored value is the best one so far, and last.ckpt."""
+        names, value, best = ["last.ckpt"], row.get(self.monitor or "", math.nan), self.best_score
         is_better = best is None or (value < best if self.mode == "min" else value > best)
-        is_best = is_better and not math.isnan(value)
-        if is_best:
-            self.best_score = value
+        if is_better and not math.isnan(value):
+            names, self.best_score = ["best.ckpt", "last.ckpt"], value
         checkpoint = self._build_checkpoint()
-        if self.fabric.is_global_zero:
-            for name in ("last.ckpt", "best.ckpt") if is_best else ("last.ckpt",):
-                with replaced(self.checkpoint_dir / name) as file:
-                    torch.save(checkpoint, file)
-        if self.monitor is not None and self.monitor not in self.callback_metrics:
-            known = ", ".join(self.callback_metrics)
-            raise ValueError(f"monitor: got {self.monitor!r}, expected one of {known}.")
+        for name in names if self.fabric.is_global_zero else ():
+            with replaced(self.checkpoint_dir / name, "wb") as file:
+                torch.save(checkpoint, file)
+        if self.monitor is not None:
+            self._get_metric(self.monitor)
 
     def _find(self, given: str | Path | None, argument: str) -> Path | None:
-        """Return the file that "last", "best", "auto" or a path means."""
+        """Return the newest file that "last", "best", "auto" or a path means."""
         if given is None:
             return None
-        if given not in ("last", "best", "auto"):
-            if not Path(given).is_file():
-                raise FileNotFoundError(f"{argument}: got {str(given)!r}, expected a checkpoint.")
-            return Path(given)
-        name = "best.ckpt" if given == "best" else "last.ckpt"
-        folders = Path(self.default_root_dir, "checkpoints", self.name).absolute()
-        version = "*" if self.version is None else version_name(self.version)
-        found = sorted(
-            folders.glob(f"{version}/{name}"), key=lambda path: version_number(path.parent)
-        )
+        found = [Path(given).absolute()]
+        if given in ("last", "best", "auto"):
+            name = "best.ckpt" if given == "best" else "last.ckpt"
+            version = "*" if self.version is None else version_name(self.version)
+            found = list(self._folder_of("checkpoints").glob(f"{version}/{name}"))
+        found = [path for path in found if path.is_file()]
         if not found and given != "auto":
-            raise FileNotFoundError(f"{argument}: got {given!r}, but {folders} has no {name}.")
-        return found[-1] if found else None
+            raise FileNotFoundError(f"{argument}: got {str(given)!r}, expected a checkpoint.")
+        return max(found, key=os.path.getmtime, default=None)
+
+    def _rng_state(self) -> dict[str, Any]:
+        numpy_state: Any = np.random.get_state(legacy=True)
+        name, keys, *position = numpy_state
+        state = {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
+        }
+        if torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        if getattr(self.train_loader, "generator", None) is not None:
+            state["loader"] = self.train_loader.generator.get_state()
+        return state
+
+    def _set_rng_state(self, state: Any) -> None:
+        torch.set_rng_state(state["torch"])
+        version, python_state, gauss = state["python"]
+        random.setstate((version, tuple(python_state), gauss))
+        name, keys, *position = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
+        if "cuda" in state and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        if "loader" in state:
+            self.train_loader.generator.set_state(state["loader"])
 
     # Set-up
 
-    @property
-    def num_training_batches(self) -> float:
-        """The batches of an epoch; infinite if they are not known."""
-        return find_length(self.train_loader)
-
-    @property
-    def estimated_stepping_batches(self) -> float:
-        """The optimizer steps of the whole training."""
-        steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
-        in_all = math.inf if self.max_epochs == -1 else steps * self.max_epochs
-        return in_all if self.max_steps == -1 else min(in_all, self.max_steps)
-
     def _set_up_model(self, model: Any, training_step: Any, validation_step: Any) -> None:
-        """Find the steps, the hooks and the network of a model. Refuse what is not supported."""
-        found = sorted(name for name in UNSUPPORTED if find_method(model, name) is not None)
+        """Find the steps and the network of a model. Refuse what is not supported."""
+        found = [name for name in UNSUPPORTED.split() if find_method(model, name) is not None]
         if not getattr(model, "automatic_optimization", True):
             found.append("manual optimization")
         if found:
             kind = type(model).__name__
             raise TypeError(f"model: got {kind} with {', '.join(found)}. Use FabricLoop.")
         self.model, self.network = model, find_network(model)
-        self._hyper_parameters = to_plain(dict(getattr(model, "hparams", None) or {}))
-        # A LightningModule logs what it measures. Of what its steps return only the loss counts.
-        self._logs_itself = hasattr(type(model), "log")
-        self._hooks = {name: m for name in HOOKS if (m := find_method(model, name)) is not None}
+        self._is_lightning_module = hasattr(type(model), "trainer")
+        self._hyper_parameters = to_plain(getattr(model, "hparams", {}))
         self._steps = {}
-        for name, function in (
-            ("training_step", training_step),
-            ("validation_step", validation_step),
-        ):
+        given = {"training_step": training_step, "validation_step": validation_step}
+        for name, function in given.items():
             step = find_method(model, name) if function is None else partial(function, model)
             if step is not None:
                 self._steps[name] = with_batch_idx(step, name)
 
+    def _check_fit(self, val_dataloaders: Any, validation_step: Any, optimizer: Any) -> None:
+        """Refuse an incomplete call."""
+        if "training_step" not in self._steps:
+            raise TypeError("fit: got no training_step. Pass training_step= or write the method.")
+        if val_dataloaders is not None and "validation_step" not in self._steps:
+            raise TypeError("fit: got val_dataloaders without validation_step. Pass both or none.")
+        if val_dataloaders is None and validation_step is not None:
+            raise TypeError("fit: got validation_step without val_dataloaders. Pass both or none.")
+        if optimizer is None and find_method(self.model, "configure_optimizers") is None:
+            raise TypeError(
+                "fit: got no optimizer. Pass optimizer=, such as torch.optim.Adam(...)."
+            )
+
     def _set_up_loaders(self, train: Any, val: Any) -> None:
         """Check the loaders, join the other processes, and share the samples among them."""
-        for argument, loader in (("train_dataloaders", train), ("val_dataloaders", val)):
-            check_loader(loader, argument)
+        check_loader(train, "train_dataloaders")
+        check_loader(val, "val_dataloaders")
         is_launched = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.fabric.world_size > 1 and not is_launched:
             self.fabric.launch()
@@ -547,88 +597,70 @@ class MiniLoop:
 
     def _share(self, loader: Any) -> Any:
         """Return a loader of this process's share of the samples."""
-        if hasattr(loader, "for_rank"):
+        if self.fabric.world_size > 1 and hasattr(loader, "for_rank"):
             return loader.for_rank(self.fabric.global_rank, self.fabric.world_size)
-        is_map_style = isinstance(loader, DataLoader) and not isinstance(
-            loader.dataset, IterableDataset
-        )
-        if self.fabric.world_size == 1 or not is_map_style:
-            return loader
-        if isinstance(loader.sampler, DistributedSampler):
-            return loader
-        is_shuffled = not isinstance(loader.sampler, torch.utils.data.SequentialSampler)
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        sampler = DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
-        names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "generator")
-        options = {name: getattr(loader, name) for name in (*names, "worker_init_fn")}
-        return DataLoader(loader.dataset, sampler=sampler, **options)
+        if self.fabric.world_size > 1 and isinstance(loader, DataLoader):
+            # Fabric's wrapper would count the epochs of its sampler from 0 in a resumed run.
+            return self.fabric.setup_dataloaders(loader, move_to_device=False)._dataloader
+        return loader
 
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
         """Make the optimizer and the schedulers, and bring the network to its device."""
-        configure = find_method(self.model, "configure_optimizers")
-        if optimizer is None and configure is None:
-            raise TypeError(
-                "fit: got no optimizer. Pass optimizer=, such as torch.optim.Adam(...)."
-            )
-        self.optimizer, self.schedulers = parse_optimizers(optimizer or configure())
+        returned = self.model.configure_optimizers() if optimizer is None else optimizer
+        self.optimizer, self.schedulers = parse_optimizers(returned)
         if scheduler is not None:
             self.schedulers = [parse_scheduler(scheduler)]
         own = {id(parameter) for parameter in self.network.parameters()}
         groups = self.optimizer.param_groups
         if not any(id(parameter) in own for group in groups for parameter in group["params"]):
             raise ValueError("optimizer: got parameters of another model. Pass model.parameters().")
-        self._wrap()
+        self._learning_rate = groups[0]["lr"]
+        self._set_up_network()
         self.network.zero_grad()
 
-    def _wrap(self) -> None:
+    def _set_up_network(self) -> None:
         """Bring the network to its device, its precision and DDP, with the whole steps inside."""
-        module = StepModule(self.network, self._steps)
-        is_single = isinstance(self.fabric.strategy, SingleDeviceStrategy)
-        if is_single and type(self.fabric.strategy.precision) is Precision:
-            # In 32 bits on one device a step needs nothing around it.
-            self.network.to(self.fabric.device)
-            self._run_step, self._backward = module.forward, Tensor.backward
-            self._no_backward_sync = nullcontext
-            return
-        wrapped = self.fabric.setup(module, *[self.optimizer] if self.optimizer else [])
-        if self.optimizer is not None:
-            wrapped, self.optimizer = wrapped
-        self._run_step, self._backward = wrapped, self.fabric.backward
-        self._no_backward_sync = partial(self.fabric.no_backward_sync, wrapped)
+        self._precision.convert_module(self.network)
+        self._strategy.module_to_device(self.network)
+        is_ddp = isinstance(self._strategy, DDPStrategy)
+        self._ddp = self._strategy.setup_module(StepModule(self.network)) if is_ddp else None
+
+    def _folder_of(self, kind: str) -> Path:
+        return Path(self.default_root_dir).expanduser().absolute() / kind / self.name
 
     def _open_folders(self, resume_path: Path | None) -> None:
         """Choose the version of the run and make its folders. A new run starts without rows."""
-        root = Path(self.default_root_dir).expanduser().absolute()
-        logs, checkpoints = (root / kind / self.name for kind in ("logs", "checkpoints"))
-        version = None if self.version is None else version_name(self.version)
-        if version is None and resume_path and resume_path.absolute().parents[1] == checkpoints:
-            version = resume_path.absolute().parent.name
-        if version is None:
-            taken = [*logs.glob("version_*"), *checkpoints.glob("version_*")]
-            version = version_name(max(map(version_number, taken), default=-1) + 1)
+        logs, checkpoints = self._folder_of("logs"), self._folder_of("checkpoints")
+        if self.version is not None:
+            version = version_name(self.version)
+        elif resume_path is not None and resume_path.parents[1] == checkpoints:
+            version = resume_path.parent.name
+        else:
+            names = map(version_name, itertools.count())
+            version = next(n for n in names if not (logs / n).exists())
         version = self.fabric.broadcast(version)
         self.log_dir, self.checkpoint_dir = logs / version, checkpoints / version
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         if self.fabric.is_global_zero:
-            for folder in (self.log_dir, self.checkpoint_dir):
-                folder.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.csv", "steps.csv") if resume_path is None else ():
-                (self.log_dir / name).unlink(missing_ok=True)
-            options = {field.name: getattr(self, field.name) for field in fields(self)}
-            hparams = {"hparams": self._hyper_parameters, "config": to_plain(options)}
+            if resume_path is None:
+                (self.log_dir / "metrics.csv").unlink(missing_ok=True)
+                (self.log_dir / "steps.csv").unlink(missing_ok=True)
+            options = [field.name for field in fields(self) if field.name != "fabric"]
+            config = to_plain({name: getattr(self, name) for name in options})
+            hparams = {"hparams": self._hyper_parameters, "config": config}
             (self.log_dir / "hparams.yaml").write_text(yaml.safe_dump(hparams))
 
     @contextmanager
     def _recorded_state(self) -> Iterator[None]:
-        """Record how the run ends, for the list of runs. Ctrl-C ends it without an error."""
-        state = "failed"
-        with open(
-            self.log_dir / ".lock" if self.fabric.is_global_zero else os.devnull, "w"
-        ) as lock:
+        """Record in .lock how the run ends, for the list of runs. Ctrl-C ends it without an error."""
+        with (self.log_dir / ".lock").open("a") as lock:
             with suppress(ImportError, OSError):  # Windows and some network drives cannot lock.
                 import fcntl
 
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             print(os.getpid(), file=lock, flush=True)
+            state = "failed"
             try:
                 yield
                 state = "finished"
@@ -639,96 +671,45 @@ class MiniLoop:
                 print(state, file=lock)
 
     @contextmanager
-    def _attached(self) -> Iterator[None]:
-        """Give the model its ``trainer``, ``log`` and ``log_dict``."""
-        if isinstance(getattr(type(self.model), "trainer", None), property):
-            self.model.trainer = self
-        names = [name for name in ("log", "log_dict") if find_method(self.model, name) is None]
-        for name in names:
-            setattr(self.model, name, getattr(self, name))
+    def _attached_to_model(self) -> Iterator[None]:
+        """Give a LightningModule its trainer and log. Bring the network back to its device."""
+        device = next(self.network.parameters()).device
+        if self._is_lightning_module:
+            self.model.trainer, self.model.log, self.model.log_dict = self, self.log, self.log_dict
         try:
-            with torch.enable_grad():
-                yield
+            yield
         finally:
-            for name in names:
-                delattr(self.model, name)
+            self.network.to(device)
+            if self._is_lightning_module:
+                del self.model.log, self.model.log_dict
 
     def _call(self, hook: str, *args: Any) -> None:
-        if hook in self._hooks:
-            self._hooks[hook](*args)
-
-    # Batches and random numbers
-
-    def _train_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches of the epoch that are not done, and whether each is the last one."""
-        sampler = getattr(self.train_loader, "sampler", self.train_loader)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.current_epoch)
-        if self.batches_done == 0:
-            self._epoch_start = self._rng_state()
-        # After a resume the epoch starts again with its random numbers, and what is done is dropped.
-        rng_state = self._rng_state()
-        self._set_rng_state(self._epoch_start)
-        batches = mark_last(self.train_loader)
-        for _ in islice(batches, self.batches_done):
-            pass
-        if self.batches_done:
-            self._set_rng_state(rng_state)
-        for batch, is_last in show_progress(batches, f"epoch {self.current_epoch}"):
-            yield self.fabric.to_device(batch), is_last
-
-    def _rng_state(self) -> dict[str, Any]:
-        name, keys, *position = np.random.get_state(legacy=True)
-        state = {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
-            "generators": [generator.get_state() for generator in self._generators()],
-        }
-        if torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        return state
-
-    def _set_rng_state(self, state: Any) -> None:
-        torch.set_rng_state(state["torch"])
-        version, python_state, gauss = state["python"]
-        random.setstate((version, tuple(python_state), gauss))
-        name, keys, *position = state["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
-        for generator, saved in zip(self._generators(), state.get("generators", []), strict=False):
-            generator.set_state(saved)
-        if "cuda" in state and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state_all(state["cuda"])
-
-    def _generators(self) -> list[torch.Generator]:
-        found = [
-            getattr(loader, "generator", None) for loader in (self.train_loader, self.val_loader)
-        ]
-        return [generator for generator in found if generator is not None]
+        method = find_method(self.model, hook)
+        if method is not None:
+            method(*args)
 
 
 class StepModule(nn.Module):
-    """Runs a step as its forward, so that precision and DDP apply to everything in the step."""
+    """Runs a step as its forward, so that DDP applies to everything in the step."""
 
-    def __init__(self, network: nn.Module, steps: dict[str, Callable]) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network, self.steps = network, steps
+        self.network = network
 
-    def forward(self, name: str, batch: Any, batch_idx: int) -> Any:
-        return self.steps[name](batch, batch_idx)
+    def forward(self, step: Callable, batch: Any, batch_idx: int) -> Any:
+        return step(batch, batch_idx)
 
 
 class Mean:
-    """A mean weighted by batch size. Its sum stays on the device of the values."""
+    """A mean weighted by batch size. Its sum stays on the device."""
 
-    def __init__(self, fabric: Fabric, is_synced: bool, is_logged: bool = True) -> None:
-        self.fabric, self.is_synced, self.is_logged = fabric, is_synced, is_logged
+    def __init__(self, fabric: Fabric, is_synced: bool) -> None:
+        self.fabric, self.is_synced = fabric, is_synced
         self.reset()
 
     def reset(self) -> None:
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        zero = torch.zeros((), dtype=dtype, device=self.fabric.device)
-        self.total, self.weight = zero, 0
+        self.total, self.weight = torch.zeros((), dtype=dtype), 0
 
     def add(self, value: Tensor, batch_size: int) -> None:
         self.total = self.total + value * batch_size
@@ -736,10 +717,11 @@ class Mean:
 
     def compute(self) -> Tensor:
         """Return the mean, over all processes if it is synced."""
+        if not self.is_synced or self.fabric.world_size == 1:
+            return self.total / self.weight
         pair = torch.stack([self.total, torch.tensor(self.weight).to(self.total)])
-        if self.is_synced and self.fabric.world_size > 1:
-            pair = self.fabric.all_reduce(pair, reduce_op="mean")
-        return pair[0] / pair[1]
+        total, weight = self.fabric.all_reduce(pair.to(self.fabric.device), reduce_op="sum")
+        return total / weight
 
 
 def find_method(model: Any, name: str) -> Callable | None:
@@ -754,12 +736,11 @@ def find_network(model: Any) -> nn.Module:
     """Return the module that holds the parameters: the model, or all modules in its attributes."""
     if isinstance(model, nn.Module):
         return model
-    attributes = getattr(model, "__dict__", {})
     network = nn.Module()
-    for name, value in attributes.items():
+    for name, value in getattr(model, "__dict__", {}).items():
         if isinstance(value, nn.Module):
             network.add_module(name, value)
-    if not list(network.parameters()):
+    if next(network.parameters(), None) is None:
         kind = type(model).__name__
         raise TypeError(f"model: got a {kind}, expected an nn.Module or an object that has one.")
     return network
@@ -770,21 +751,20 @@ def with_batch_idx(step: Callable, name: str) -> Callable:
 
     An argument with a default gets no index, unless it is called batch_idx.
     """
-    signature = inspect.signature(step)
-    positional = [p for p in signature.parameters.values() if p.kind < p.KEYWORD_ONLY]
+    parameters = inspect.signature(step).parameters
+    positional = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
     required = [p.name for p in positional if p.default is p.empty]
-    if len(required) == 2 or "batch_idx" in signature.parameters:
+    if len(required) == 2 or "batch_idx" in parameters:
         return step
     if len(required) == 1:
         return lambda batch, batch_idx: step(batch)
-    raise TypeError(
-        f"{name}: got the arguments {signature}, expected (batch) or (batch, batch_idx)."
-    )
+    got = ", ".join(required)
+    raise TypeError(f"{name}: got the arguments ({got}), expected (batch) or (batch, batch_idx).")
 
 
 def find_loss(output: Any, batch_idx: int) -> Tensor:
     """Return the loss in what training_step returned."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
+    loss = output.get("loss") if isinstance(output, dict) else output
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss
     kind = "a detached loss" if isinstance(loss, Tensor) else type(loss).__name__
@@ -795,14 +775,10 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the length of the first tensor in a batch, 1 if there is none."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    for part in parts if isinstance(batch, Mapping | list | tuple) else ():
-        if isinstance(part, Tensor | Mapping | list | tuple):
-            return find_batch_size(part)
-    return 1
+    """Return the length of the first tensor in a batch, 1 if the first value is no tensor."""
+    while isinstance(batch, dict | list | tuple) and len(batch) > 0:
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return len(batch) if isinstance(batch, Tensor) and batch.dim() > 0 else 1
 
 
 def check_loader(loader: Any, argument: str) -> None:
@@ -812,37 +788,34 @@ def check_loader(loader: Any, argument: str) -> None:
         text = f"{argument}: got a {kind}, which gives single samples, expected batches."
         raise TypeError(f"{text} Write DataLoader(dataset, batch_size=32).")
     is_several = isinstance(loader, list | tuple) and any(isinstance(x, DataLoader) for x in loader)
-    is_batches = hasattr(loader, "__iter__") and not isinstance(loader, str | Tensor | dict)
+    is_batches = isinstance(loader, Iterable) and not isinstance(loader, str | Tensor | dict)
     if loader is not None and (is_several or not is_batches):
         raise TypeError(f"{argument}: got a {kind}, expected one iterable of batches.")
     if find_length(loader) == 0:
         raise ValueError(f"{argument}: got an empty {kind}, expected at least one batch.")
 
 
-def find_length(loader: Any) -> float:
-    """Return the number of batches; infinite if it is not known."""
+def find_length(loader: Any) -> int | None:
+    """Return the number of batches; None if it is not known."""
     try:
         return len(loader)
     except TypeError:
-        return math.inf
+        return None
 
 
 def mark_last(loader: Any) -> Iterator[tuple[Any, bool]]:
     """Yield each batch and whether it is the last one. Without a length, read one batch ahead."""
-    length, count, end = find_length(loader), 0, object()
-    batches = iter(loader)
-    batch = next(batches, end)
-    while batch is not end and count < length:
-        count += 1
-        if length == math.inf:
-            following = next(batches, end)
-            yield batch, following is end
-        else:
+    length, count, previous = find_length(loader), 0, None
+    for count, batch in enumerate(itertools.islice(loader, length), start=1):
+        if length is not None:
             yield batch, count == length
-            following = next(batches, end) if count < length else end
-        batch = following
-    if count == 0 or count < length != math.inf:
-        raise ValueError(f"train_dataloaders: got {count} batches, expected {length}, its length.")
+        elif count > 1:
+            yield previous, False
+        previous = batch
+    if count == 0 or (length is not None and count < length):
+        raise ValueError(f"train_dataloaders: got {count} batches, expected {length or 'more'}.")
+    if length is None:
+        yield previous, True
 
 
 def show_progress(batches: Iterator, description: str) -> Any:
@@ -856,66 +829,49 @@ def show_progress(batches: Iterator, description: str) -> Any:
 
 def parse_optimizers(returned: Any) -> tuple[Any, list[dict[str, Any]]]:
     """Return the optimizer and the schedulers in what configure_optimizers returned."""
-    optimizer, schedulers, monitor = returned, [], None
-    if isinstance(returned, Mapping):
-        optimizer, monitor = returned.get("optimizer"), returned.get("monitor")
-        schedulers = [returned["lr_scheduler"]] if returned.get("lr_scheduler") else []
+    optimizer, schedulers, monitor = returned, None, "val_loss"
+    if isinstance(returned, dict):
+        optimizer, schedulers = returned.get("optimizer"), returned.get("lr_scheduler")
+        monitor = returned.get("monitor", monitor)
     elif isinstance(returned, tuple) and len(returned) == 2:
         optimizer, schedulers = returned
     if isinstance(optimizer, list | tuple) and len(optimizer) == 1:
         optimizer = optimizer[0]
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
-            f"optimizer: got {type(returned).__name__}, expected an optimizer, [optimizer],"
+            f"optimizer: got {type(optimizer).__name__}, expected an optimizer, [optimizer],"
             ' ([optimizer], [scheduler]) or {"optimizer": ..., "lr_scheduler": ...}. LBFGS and'
             " several optimizers need FabricLoop."
         )
-    schedulers = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
+    if not isinstance(schedulers, list | tuple):
+        schedulers = [] if schedulers is None else [schedulers]
     return optimizer, [parse_scheduler(scheduler, monitor) for scheduler in schedulers]
 
 
-def parse_scheduler(given: Any, monitor: str | None = None) -> dict[str, Any]:
+def parse_scheduler(given: Any, monitor: str = "val_loss") -> dict[str, Any]:
     """Return a scheduler, or its dict, with every default."""
-    config = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    if not hasattr(config.get("scheduler"), "step"):
+    given = given if isinstance(given, dict) else {"scheduler": given}
+    if not hasattr(given.get("scheduler"), "step"):
         raise TypeError(f"scheduler: got {given!r}, expected a scheduler or a dict that has one.")
-    config = {"interval": "epoch", "frequency": 1, "monitor": monitor or "val_loss", **config}
+    config = {"interval": "epoch", "frequency": 1, "monitor": monitor, **given}
     if isinstance(config["scheduler"], ReduceLROnPlateau):
         config["interval"] = "plateau"
     return config
-
-
-def warn_of_nan(loss: float, place: str) -> None:
-    if not math.isfinite(loss):
-        text = f"train_loss: got {loss} in {place}, expected a finite number."
-        warnings.warn(f"{text} Try a smaller learning rate or gradient_clip_val=1.0.", stacklevel=3)
 
 
 def version_name(version: int | str) -> str:
     return f"version_{version}" if isinstance(version, int) else version
 
 
-def version_number(folder: Path) -> int:
-    digits = folder.name.removeprefix("version_")
-    return int(digits) if digits.isdigit() else -1
-
-
 @contextmanager
-def replaced(path: Path, mode: str = "wb") -> Iterator[Any]:
+def replaced(path: Path, mode: str) -> Iterator[Any]:
     """Open a file beside its target, and rename it at the end, so that it is never half written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open(mode) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint. Refuse a damaged file, which torch.load would read as other weights."""
-    if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip() is not None:
-        raise ValueError(f"{path}: the file is damaged. Use another checkpoint.")
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
@@ -945,11 +901,6 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def to_plain(value: Any) -> Any:
-    """Return a value as YAML and checkpoints of plain values can hold it."""
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
-    is_plain = value is None or isinstance(value, bool | int | float | str)
-    return value if is_plain else str(value)
+def to_plain(values: Any) -> dict[str, Any]:
+    """Return plain values, which YAML and checkpoints can hold, and text for all others."""
+    return json.loads(json.dumps(dict(values), default=str))
