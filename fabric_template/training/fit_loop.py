@@ -33,7 +33,11 @@ def fit(run: RunState) -> None:
         run.data.setup_eval_loaders("val")
         run.progress.stage = "train"
     run.history.start_clock()
+    # A checkpoint of the last hook of an epoch: on_train_start sees the next epoch, as in Trainer.
+    is_epoch_over = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
+    run.progress.epochs_done += is_epoch_over
     run.hooks.call("on_train_start")
+    run.progress.epochs_done -= is_epoch_over
     restore_position(run)
     while run.progress.is_in_epoch or not run.stop.is_fit_done:
         with run.hooks.profiled("run_training_epoch"):

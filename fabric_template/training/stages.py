@@ -97,9 +97,9 @@ def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: Ex
     attach_run(run, stack)
     set_up_signals(run, stack)
     prepare_data(run)
+    run.hooks.call_with_stage("setup", run.stage, run.datamodule)
     if run.stage == "fit":
         open_folders(run, stack)
-    run.hooks.call_with_stage("setup", run.stage, run.datamodule)
     configure_model(run)
     run.steps.convert_network()
     is_sharded = run.steps.is_model_parallel
@@ -291,9 +291,11 @@ def prepare_data(run: RunState) -> None:
 
 def configure_model(run: RunState) -> None:
     """Let the module create its layers, on the device and in the dtype of the precision."""
-    for hook in ("configure_sharded_model", "configure_model"):
-        with run.fabric.strategy.module_init_context():
-            run.hooks.call_module(hook)
+    with run.fabric.strategy.module_init_context():
+        # The older name of the hook counts only where the class defines it.
+        if overridden(type(run.hooks.source), "configure_sharded_model"):
+            run.hooks.call_module("configure_sharded_model")
+        run.hooks.call_module("configure_model")
 
 
 def configure_optimizers(run: RunState) -> None:
