@@ -94,7 +94,7 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float | None) 
 
 
 class Predictions:
-    """What a prediction collects, by loader and batch.
+    """Collect predictions by loader and batch.
 
     Attributes:
         outputs: The predictions, on the CPU; empty where only callbacks see them.
