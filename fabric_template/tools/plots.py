@@ -228,7 +228,7 @@ def make_axes(quantities: list[str], x: str) -> list[Axes]:
 
     width = len(quantities) if len(quantities) <= 3 else 2
     height = math.ceil(len(quantities) / width)
-    size = ((6.4, 8.4, 9.6)[width - 1], 4.0 if height == 1 else 2.5 * height)
+    size = ((6.4, 4.2), (8.4, 4.1), (9.6, 3.8))[width - 1] if height == 1 else (8.4, 2.5 * height)
     figure = pyplot.figure(figsize=size, layout="constrained")
     axes: list[Axes] = []
     for number, quantity in enumerate(quantities, start=1):
@@ -287,6 +287,8 @@ def add_legend(axes: list[Axes], title: str) -> None:
         entries["best"] = entries.pop("best")
     figure: Any = axes[0].figure
     width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))
+    num_lines = math.ceil(len(entries) / width) + bool(title)
+    figure.set_figheight(figure.get_figheight() + 0.27 * (num_lines - 1))
     place = {"loc": "outside lower center", "ncols": width, "title": title}
     legend = figure.legend(entries.values(), entries, **place)
     for text in legend.get_texts():
