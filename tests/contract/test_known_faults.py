@@ -155,20 +155,6 @@ def test_fault_11_unknown_shapes(loop_class, returned):
         fit(nn.Linear(4, 1), given={"optimizer": returned, "training_step": linear}, loop_class=loop_class)
 
 
-@both_loops
-def test_fault_12_returned_tensor_and_scheduler(loop_class):
-    """A step that returns a tensor is a TypeError where a scheduler monitors train_loss."""
-
-    def make_optimizer(net):
-        optimizer = sgd(net)
-        # Every epoch counts as no better than the one before.
-        plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs")
-        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "train_loss"}
-
-    _, net = fit(Net(make_optimizer), max_epochs=3, loop_class=loop_class)
-    assert net.rates == [0.1, 0.1, 0.05]
-
-
 # ---- 14 to 26: schedulers, validation, limits
 
 

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -83,35 +82,6 @@ def test_ranks_that_are_forked(who, hook, number):
     assert code == CODES[number], error
     assert "trains" not in error
     assert "went on" not in error
-
-
-# ---- signals during training
-
-
-class HitLater(Classifier):
-    """In the third step of the second process the script that has started it gets a signal."""
-
-    def __init__(self, number, script):
-        super().__init__()
-        self.number, self.script = number, script
-
-    def training_step(self, batch, batch_idx):
-        if (self.global_step, self.global_rank) == (2, 1):
-            os.kill(self.script, self.number)
-        time.sleep(0.1)
-        return super().training_step(batch, batch_idx)
-
-
-def fork(rank, number):
-    script = os.getpid()
-    fit("run", lambda: HitLater(number, script), max_epochs=20, strategy="ddp_fork", devices=2)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_script_passes_signals_on_to_its_forked_processes(number, code):
-    (found,), (error,) = externally(fork, number, ranks=1, is_launched=False, timeout=100)
-    assert found == code, error
-    assert Path("run/checkpoints/run/version_0/last.ckpt").exists()
 
 
 # ---- the group

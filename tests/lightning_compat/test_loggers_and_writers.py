@@ -6,15 +6,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from both import Notes
-from lightning.pytorch.callbacks import (
-    BasePredictionWriter,
-    LambdaCallback,
-    ModelCheckpoint,
-)
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from modules import quiet
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from fabric_template import FabricLoop
 
@@ -136,53 +131,6 @@ def test_two_values_of_one_hyperparameter_are_refused(tmp_path, make, stage_name
     loop = make(**quiet(max_epochs=1, logger=CSVLogger(tmp_path)))
     with pytest.raises(RuntimeError, match=r"Error while merging hparams: the keys \['rate'\] are present in both"):
         getattr(loop, stage_name)(Module(rate=0.1), datamodule=Data(rate=0.2))
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_on_train_start_of_a_resumed_run_sees_the_next_epoch(tmp_path):
-    """The checkpoint is that of an epoch's last hook."""
-    keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    FabricLoop(**quiet(max_epochs=2, callbacks=[keep], enable_checkpointing=True)).fit(Module())
-    seen = [[], []]
-    for make, counters in zip(LOOPS, seen, strict=True):
-
-        def see(loop, module, counters=counters):
-            counters.append((loop.current_epoch, module.current_epoch, loop.global_step))
-
-        callback = LambdaCallback(on_train_start=see, on_train_epoch_end=see, on_train_end=see)
-        loop = make(**quiet(max_epochs=3, limit_val_batches=0, callbacks=[callback]))
-        loop.fit(Module(), ckpt_path=str(tmp_path / "epoch=1.ckpt"))
-    assert seen[0] == seen[1] == [(2, 2, 4), (2, 2, 6), (3, 3, 6)]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(3.0))
-
-
-class Writer(BasePredictionWriter):
-    def __init__(self):
-        super().__init__("batch_and_epoch")
-        self.calls = []
-
-    def write_on_batch_end(self, loop, module, prediction, indices, batch, batch_idx, dataloader_idx):
-        self.calls.append((prediction.tolist(), indices, batch_idx, dataloader_idx))
-
-    def write_on_epoch_end(self, loop, module, predictions, indices):
-        self.calls.append(indices)
-
-
-@pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
-def test_a_stream_has_no_indices():
-    """Trainer passes the indices of an earlier dataset to the writer. Here a stream has none."""
-    calls = []
-    for make in LOOPS:
-        for loaders in (DataLoader(Stream()), [DataLoader(Stream()), DataLoader(torch.arange(3), batch_size=2)]):
-            make(**quiet(callbacks=[writer := Writer()])).predict(Module(), loaders)
-            calls.append(writer.calls)
-    assert calls[:2] == calls[2:]
-    assert calls[2][-1] == [[]]
-    assert calls[3][-1] == [[], [[0, 1], [2]]]
 
 
 # Logged steps, a path that was set, errors

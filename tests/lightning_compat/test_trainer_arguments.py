@@ -32,7 +32,9 @@ def trained(tmp_path):
     return fit(tmp_path, WithTest, val=val_loader, max_epochs=2, monitor="val_loss")[0]
 
 
-@pytest.mark.parametrize(("call", "path"), [("validate", "last"), ("test", "best"), ("predict", "path"), ("test", None)])
+@pytest.mark.parametrize(
+    ("call", "path"), [("validate", "last"), ("test", "best"), ("predict", "path"), ("test", None)]
+)
 def test_ckpt_path_is_load_in_an_evaluation(trained, call, path):
     path = trained.checkpoint_path("last") if path == "path" else path
     results = [results_of(trained, call, **{argument: path}) for argument in ("ckpt_path", "load")]

@@ -48,7 +48,9 @@ def test_callbacks_in_a_list_of_any_kind():
 
 
 def test_plugins_and_loggers_too():
-    loop = FabricLoop(plugins=UserList([DoublePrecision()]), logger=UserList([CSVLogger("one"), CSVLogger("two")]), **SHORT)
+    loop = FabricLoop(
+        plugins=UserList([DoublePrecision()]), logger=UserList([CSVLogger("one"), CSVLogger("two")]), **SHORT
+    )
     assert (loop.precision, [logger.save_dir for logger in loop.loggers]) == ("64-true", ["one", "two"])
 
 
