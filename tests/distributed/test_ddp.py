@@ -297,7 +297,10 @@ def test_resume_equals_an_uninterrupted_run(tmp_path):
     resumed = fit(tmp_path / "parts", make, train, val, seed=99, max_epochs=4, resume="last", **FORK)
     assert_same_weights(whole[1], resumed[1])
     assert logs_of(tmp_path / "parts") == logs_of(tmp_path / "whole")
-    saved = [torch.load(tmp_path / name / "checkpoints/run/version_0/last.ckpt") for name in ("whole", "parts")]
+    saved = [
+        torch.load(tmp_path / name / "checkpoints/run/version_0/last.ckpt", weights_only=True)
+        for name in ("whole", "parts")
+    ]
     assert same(*(checkpoint["optimizer_states"] for checkpoint in saved))
 
 

@@ -78,6 +78,8 @@ def test_restarted_processes_join_and_resume(tmp_path, monkeypatch, agent):
     assert externally(train, "killed", False, agent=agent)[0] == [0, 0]
     train(None, "whole", False, strategy="ddp_fork", devices=2)
     assert logs_of("killed") == logs_of("whole")
-    last = [torch.load(f"{each}/checkpoints/run/version_0/last.ckpt") for each in ("killed", "whole")]
+    last = [
+        torch.load(f"{each}/checkpoints/run/version_0/last.ckpt", weights_only=True) for each in ("killed", "whole")
+    ]
     assert same(*[[state[key] for key in ("state_dict", "optimizer_states", "lr_schedulers")] for state in last])
     assert sorted(path.name for path in Path("killed/logs/run").iterdir()) == ["version_0"]
