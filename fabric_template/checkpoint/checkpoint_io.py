@@ -21,33 +21,23 @@ from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointE
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# Classes of hyperparameters that weights_only may read: they hold values and run nothing.
-_OMEGACONF = {
-    "omegaconf": ("dictconfig.DictConfig", "listconfig.ListConfig"),
-    "omegaconf.base": ("ContainerMetadata", "Metadata"),
-    "omegaconf.nodes": (
-        "AnyNode",
-        "IntegerNode",
-        "FloatNode",
-        "StringNode",
-        "BooleanNode",
-        "PathNode",
-    ),
+# Classes of hyperparameters that weights_only may read, by module: they hold values and run nothing.
+_SAFE_NAMES = {
+    "argparse": "Namespace",
+    "builtins": "bool dict float int list str tuple",
+    "collections": "defaultdict deque",
+    "datetime": "timedelta",
+    "numpy": "dtype ndarray",
+    "numpy._core.multiarray": "scalar _reconstruct",
+    "numpy.dtypes": "Float32DType Float64DType Int32DType Int64DType BoolDType",
+    "omegaconf": "dictconfig.DictConfig listconfig.ListConfig",
+    "omegaconf.base": "ContainerMetadata Metadata",
+    "omegaconf.nodes": "AnyNode IntegerNode FloatNode StringNode BooleanNode PathNode",
+    "pathlib": "PosixPath WindowsPath",
+    "pathlib._local": "PosixPath",
+    "typing": "Any",
 }
-SAFE_CLASSES = {
-    *(f"builtins.{kind}" for kind in ("bool", "dict", "float", "int", "list", "str", "tuple")),
-    *("argparse.Namespace", "typing.Any"),
-    *("collections.defaultdict", "collections.deque", "datetime.timedelta"),
-    *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath"),
-    *(
-        "numpy.dtype",
-        "numpy.ndarray",
-        "numpy._core.multiarray.scalar",
-        "numpy._core.multiarray._reconstruct",
-    ),
-    *(f"numpy.dtypes.{kind}DType" for kind in ("Float32", "Float64", "Int32", "Int64", "Bool")),
-    *(f"{module}.{name}" for module, names in _OMEGACONF.items() for name in names),
-}
+SAFE_CLASSES = {f"{m}.{name}" for m, names in _SAFE_NAMES.items() for name in names.split()}
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -220,10 +210,7 @@ def _unusual_classes(path: str | Path) -> list[str]:
 
 
 def verify_checkpoint(path: str | Path) -> bool:
-    """Check the CRC of every part of a checkpoint file.
-
-    Returns:
-        Whether the file is an archive with checksums. Files of old versions of torch are none.
+    """Check the CRC of every part of a checkpoint file. Returns whether it has checksums: old ones of torch have none.
 
     Raises:
         DamagedCheckpointError: A part is not what was written.

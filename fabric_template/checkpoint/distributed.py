@@ -34,20 +34,13 @@ SHARDS_KEY = "fabric_template_shards"
 _PLACEHOLDER = "sharded"
 # What torch's .metadata file may hold, which is a plain pickle: values only, nothing that runs.
 _METADATA_CLASSES = {
-    "pathlib": ("PosixPath", "WindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
+    "pathlib": "PosixPath WindowsPath",
+    "pathlib._local": "PosixPath WindowsPath",
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "ChunkStorageMetadata Metadata MetadataIndex StorageMeta"
+    " TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
 }
 
 
@@ -82,9 +75,6 @@ def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[s
 
     Returns:
         What the file itself holds: the checkpoint without its sharded tensors, and the folder's name.
-
-    Raises:
-        CheckpointError: A process could not write its shards. Nothing is left of them.
     """
     if not run.steps.is_model_parallel:
         return checkpoint
@@ -204,7 +194,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _METADATA_CLASSES.get(module, ()):
+        if not is_dtype and name not in _METADATA_CLASSES.get(module, "").split():
             raise CheckpointError(f".metadata holds {module}.{name}, expected values only.")
         return super().find_class(module, name)
 

@@ -111,48 +111,6 @@ def _fit_trainer(trainer, module, **words):
         trainer.fit(module, plain_loader(), val_loader(), **words)
 
 
-def test_trainer_resumes_our_file(tmp_path):
-    pl.seed_everything(1, verbose=False)
-    whole = Sized()
-    _fit_trainer(_trainer(tmp_path / "whole", max_epochs=4), whole)
-    fit(tmp_path, Sized, plain_loader, val_loader, max_epochs=2)
-
-    seen = []
-
-    class Watch(pl.Callback):
-        def on_train_epoch_start(self, trainer, module):
-            seen.append((trainer.current_epoch, trainer.global_step))
-
-    module = Sized()
-    trainer = _trainer(tmp_path / "trainer", max_epochs=4, callbacks=[Watch()], enable_checkpointing=False)
-    _fit_trainer(trainer, module, ckpt_path=last_of(tmp_path), weights_only=True)
-    assert seen == [(2, 12), (3, 18)]
-    assert (trainer.current_epoch, trainer.global_step) == (4, 24)
-    assert same(dict(whole.state_dict()), dict(module.state_dict()))
-
-
-def test_loop_resumes_a_file_of_trainer(tmp_path):
-    _, whole, _ = fit(tmp_path / "whole", Sized, plain_loader, val_loader, max_epochs=4)
-    pl.seed_everything(1, verbose=False)
-    trainer = _trainer(tmp_path / "trainer", max_epochs=2)
-    _fit_trainer(trainer, Sized())
-    path = trainer.checkpoint_callback.best_model_path
-    loop, module, history = fit(tmp_path, Sized, plain_loader, val_loader, seed=9, resume=path, max_epochs=4)
-    assert history[["epoch", "step"]].values.tolist() == [[2, 18], [3, 24]]
-    assert (loop.current_epoch, loop.global_step) == (4, 24)
-    assert same(dict(whole.state_dict()), dict(module.state_dict()))
-
-
-def test_loop_trainer_loop(tmp_path):
-    _, whole, _ = fit(tmp_path / "whole", Sized, plain_loader, val_loader, max_epochs=3)
-    fit(tmp_path / "a", Sized, plain_loader, val_loader, max_epochs=1)
-    trainer = _trainer(tmp_path / "trainer", max_epochs=2)
-    _fit_trainer(trainer, Sized(), ckpt_path=last_of(tmp_path / "a"), weights_only=True)
-    path = trainer.checkpoint_callback.best_model_path
-    _, module, _ = fit(tmp_path / "b", Sized, plain_loader, val_loader, resume=path, max_epochs=3)
-    assert same(dict(whole.state_dict()), dict(module.state_dict()))
-
-
 def _save_plainly(layout, weights, path):
     """Write the weights as others do."""
     if layout == "fabric.save":

@@ -6,21 +6,16 @@ import os
 import threading
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from modules import assert_same_weights
-from resume_loaders import tensors
-from runs import loud
 from test_exact_resume import Net, fit
-from torch.utils.data import DataLoader, TensorDataset
 
 from fabric_template.checkpoint import checkpoint_io
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
 from fabric_template.checkpoint.resolve import lock_folders
 from fabric_template.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
 from fabric_template.loggers.csv_logger import claim_version
-from fabric_template.loop import FabricLoop
 
 FOLDER = "checkpoints/run/version_0"
 RUN = {"monitor": "val_loss", "save_top_k": -1, "max_epochs": 2}
@@ -237,33 +232,6 @@ class Saved(Net):
 
     def training_step(self, batch, batch_idx):
         return torch.nn.functional.cross_entropy(self.net[:2](batch[0])[:, :3], batch[1])
-
-
-def ordered():
-    return DataLoader(TensorDataset(*tensors()), batch_size=4)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("step", [6, 9])
-@pytest.mark.parametrize("first", ["trainer", "loop"])
-def test_files_cross_to_trainer_and_back(tmp_path, first, step):
-    """At an epoch's end, and in the middle of one, where Trainer starts its loader anew."""
-
-    def train(kind, path=None, **options):
-        pl.seed_everything(1, verbose=False)
-        module = Saved()
-        saver = pl.callbacks.ModelCheckpoint(tmp_path / kind, "{step}", every_n_train_steps=3, save_top_k=-1)
-        options = {**loud(tmp_path), "max_epochs": 3, "callbacks": [saver], **options}
-        trainer = pl.Trainer(**options) if kind == "trainer" else FabricLoop(**options)
-        trainer.fit(module, ordered(), ckpt_path=path)
-        return trainer.global_step, trainer.current_epoch, module.state_dict()
-
-    train(first, max_epochs=2)
-    path = tmp_path / first / f"step={step}.ckpt"
-    one, other = train("trainer", path), train("loop", path)
-    assert one[:2] == other[:2]
-    if first == "trainer" or step == 6:
-        assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
 
 
 def test_hyperparameters_of_every_plain_kind_are_read_with_weights_only(tmp_path):

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from modules import Classifier, Gan, make_loader
+from modules import Gan, make_loader
 from runs import Snapshots, assert_same_end, fit, logs_of
-from torch import nn
 
 
 def loader():
@@ -62,40 +61,3 @@ def test_an_exception_in_a_hook(tmp_path, hook):
     with pytest.raises(RuntimeError, match="stop"):
         fit(tmp_path / "cut", Gan, loader, callbacks=[callback], **options)
     assert_same_end(whole, fit(tmp_path / "cut", Gan, loader, seed=9, resume="last", **options))
-
-
-class Saves(Callback):
-    """Saves after each batch, whether it has stepped or not."""
-
-    def on_train_batch_end(self, trainer, *_):
-        trainer.save_checkpoint(Path(trainer.default_root_dir, "checkpoints/run/version_0/last.ckpt"))
-
-
-class Sparse(Classifier):
-    """A sparse embedding, whose gradient waits for every second batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.words = nn.Embedding(8, 3, sparse=True)
-
-    def forward(self, x):
-        return self.words(x.argmax(1))
-
-    def training_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
-        self.manual_backward(loss)
-        if batch_idx % 2:
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-
-    def configure_optimizers(self):
-        return torch.optim.SparseAdam(self.words.parameters(), lr=0.05)
-
-
-def test_a_sparse_gradient_is_accumulated_across_a_resume(tmp_path):
-    words = {"max_epochs": 1, "save_every_n_steps": 1}
-    copies = Snapshots(tmp_path / "whole", tmp_path / "killed")
-    whole = fit(tmp_path / "whole", Sparse, loader, callbacks=[copies, Saves()], **words)
-    for batches in (3, 4):
-        assert_same_end(whole, fit(tmp_path / "killed" / str(batches), Sparse, loader, seed=99, resume="last", **words))
