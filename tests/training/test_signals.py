@@ -196,14 +196,6 @@ def test_handler_of_the_user_is_called(tmp_path, received, number):
     assert_resumes(tmp_path, whole, max_epochs=3)
 
 
-def test_second_signal_with_a_handler_of_the_user(tmp_path, received):
-    interrupt = Interrupt(8, signal.SIGTERM, times=2)
-    with pytest.raises(SystemExit) as ended:
-        fit(tmp_path, train=train, max_epochs=3, callbacks=[interrupt])
-    assert (ended.value.code, received, saved_step(tmp_path)) == (143, [signal.SIGTERM] * 2, 6)
-    assert interrupt.seen[-1] == (1, 0)
-
-
 def test_exception_of_a_handler_reaches_the_caller(tmp_path, received):
     def raises(number, frame):
         raise SystemExit("mine")
@@ -288,13 +280,6 @@ def test_slurm_job_is_not_requeued(tmp_path, scontrol, monkeypatch):
         assert exit_code(tmp_path / "b", signal.SIGUSR1, enable_checkpointing=False) == 138
     monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
     assert exit_code(tmp_path / "c", signal.SIGUSR1) == 138
-    assert not calls.exists()
-
-
-def test_slurm_job_that_the_user_requeues(tmp_path, scontrol, received):
-    calls = scontrol()
-    assert exit_code(tmp_path, signal.SIGUSR1) == 138
-    assert received == [signal.SIGUSR1]
     assert not calls.exists()
 
 
