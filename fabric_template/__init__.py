@@ -1,4 +1,4 @@
-"""fabric_template: the training loop people copy. Lightning Fabric underneath, Trainer's words and numbers."""
+"""fabric_template: the training loop people copy. Lightning Fabric underneath, Trainer's names and numbers."""
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -22,7 +22,7 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Loaded on first use: torch takes seconds, and a word of help on the command line needs none of it.
+# Loaded on first use: torch takes seconds, and the help of the command line needs none of it.
 _HOMES = {
     "AtomicCheckpointIO": "checkpoint.checkpoint_io",
     "CSVLogger": "loggers.csv_logger",

@@ -116,7 +116,7 @@ def check_signature(run: RunState, name: str) -> None:
     try:
         signature = inspect.signature(step)
     except (TypeError, ValueError):
-        # A builtin does not tell its arguments.
+        # A builtin has no signature.
         return
     named = {"dataloader_idx": 0} if "dataloader_idx" in signature.parameters else {}
     try:
@@ -195,7 +195,7 @@ def check_loader(loader: Any, where: str) -> None:
     """Refuse what gives no batches.
 
     Args:
-        where: Where the loader comes from, as Lightning says it: "passed to ...".
+        where: Where the loader comes from, in the terms of Lightning: "passed to ...".
 
     Raises:
         ConfigurationTypeError: The message names what to write.

@@ -157,7 +157,7 @@ def validate(run: RunState) -> None:
 
 
 def end_short_epoch(run: RunState) -> None:
-    """End an epoch whose loader gave fewer batches than its length or the limit says."""
+    """End an epoch whose loader gave fewer batches than its length or the limit."""
     run.progress.is_last_batch = True
     run.data.train.check_short_pass(run.progress.batches_done)
     run.history.learning_rates = learning_rates(run)
