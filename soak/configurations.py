@@ -140,10 +140,6 @@ EXCLUDED = [  # (why, which)
             and any(e["kind"].startswith("SIG") for e in w["ends"])
         ),
     ),
-    (
-        "a validation loader that is made again while its generator is shared between both loaders",
-        lambda w: w["val"] == "shuffled" and "reload_dataloaders_every_n_epochs" in w["loop"],
-    ),
 ]
 
 

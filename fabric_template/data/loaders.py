@@ -164,8 +164,11 @@ class DataConnector:
                 run.loggers.restart_evaluation_count()
         self._eval_stage = stage
         self.eval_loaders = EvalLoaders(run, self._prepare(stage, "sequential"), stage)
-        if restored is not None and not is_due:
+        # Loaders that were given are the same objects after a reload, and so are their generators.
+        if restored is not None and (not is_due or stage in self.given):
             self.eval_loaders.load_state_dict(restored)
+        for loader in self.eval_loaders.resumable if is_due else ():
+            loader.start_epoch()
 
     def set_epoch(self, stage: str, epoch: int) -> None:
         """Tell every sampler the epoch, so that shuffled epochs differ."""
