@@ -43,7 +43,13 @@ from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 UNSUPPORTED = """
     backward optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping
@@ -599,10 +605,18 @@ class MiniLoop:
         """Return a loader of this process's share of the samples."""
         if self.fabric.world_size > 1 and hasattr(loader, "for_rank"):
             return loader.for_rank(self.fabric.global_rank, self.fabric.world_size)
-        if self.fabric.world_size > 1 and isinstance(loader, DataLoader):
-            # Fabric's wrapper would count the epochs of its sampler from 0 in a resumed run.
-            return self.fabric.setup_dataloaders(loader, move_to_device=False)._dataloader
-        return loader
+        is_map_style = isinstance(loader, DataLoader) and not isinstance(
+            loader.dataset, IterableDataset
+        )
+        has_share = isinstance(getattr(loader, "sampler", None), DistributedSampler)
+        if self.fabric.world_size == 1 or not is_map_style or has_share:
+            return loader
+        is_shuffled = not isinstance(loader.sampler, SequentialSampler)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        sampler: Any = DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
+        names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "generator")
+        options = {name: getattr(loader, name) for name in (*names, "worker_init_fn")}
+        return DataLoader(loader.dataset, sampler=sampler, **options)
 
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
         """Make the optimizer and the schedulers, and bring the network to its device."""

@@ -153,19 +153,3 @@ def test_a_resumed_run_ends_with_the_same_bits(precision, optimizer, scheduler):
     for file in ("middle.ckpt",) if is_about_scheduler else ("end.ckpt", "middle.ckpt"):
         resumed = end_of(optimizer, scheduler, precision, resume=file)
         assert {part: same_bits(whole[part], resumed[part]) for part in whole} == dict.fromkeys(whole, True), file
-
-
-def test_load_keeps_the_dtypes_of_saved_states():
-    def parts():
-        net = nn.Linear(4, 3, dtype=torch.bfloat16)
-        return {"net": net, "optimizer": torch.optim.NAdam(net.parameters())}
-
-    loop, saved, loaded = FabricLoop(accelerator="cpu", logger=False), parts(), parts()
-    for _ in range(3):
-        saved["net"](torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
-        saved["optimizer"].step()
-    state = saved["optimizer"].state_dict()
-    assert {value.dtype for value in state["state"][0].values()} == {torch.bfloat16, torch.float32}
-    loop.save("own.ckpt", saved)
-    loop.load("own.ckpt", loaded)
-    assert same_bits(loaded["optimizer"].state_dict(), state)

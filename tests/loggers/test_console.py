@@ -362,7 +362,6 @@ def test_the_summary_of_a_loop(tmp_path, monkeypatch):
         " logs/short/version_0/metrics.csv; checkpoint checkpoints/short/version_0/best.ckpt"
     )
     assert repr(FabricLoop(name="new", accelerator="cpu")) == "<FabricLoop 'new': nothing is trained yet>"
-    assert repr(FabricLoop.__new__(FabricLoop)) == "<FabricLoop '': nothing is trained yet>"
     with pytest.raises(ZeroDivisionError):
         loop.fit(Broken(), make_loader())
     assert loop.ending()["ended"] == ["ZeroDivisionError: division by zero"]
