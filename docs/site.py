@@ -12,7 +12,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 class Examples(Extension):
-    """Google's style knows "Examples:" only; where that says "Example:" it is one."""
+    """Google's style knows "Examples:" only; here "Example:" is the same."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Called by griffe for each module, class and function."""

@@ -1,4 +1,4 @@
-"""fabric_template: the training loop people copy. Lightning Fabric underneath, Trainer's names and numbers."""
+"""A training loop to copy, with the names and numbers of Lightning's Trainer, on Lightning Fabric."""
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -22,7 +22,7 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Loaded on first use: torch takes seconds, and the help of the command line needs none of it.
+# Names are imported at their first use: torch takes seconds, and `fabric-template --help` does not need it.
 _HOMES = {
     "AtomicCheckpointIO": "checkpoint.checkpoint_io",
     "CSVLogger": "loggers.csv_logger",
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> _Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(_import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value  # asked once
+    globals()[name] = value
     return value
 
 

@@ -1,4 +1,4 @@
-"""``python -m fabric_template``: the command line, also of a copy under another name."""
+"""Run the command line by ``python -m fabric_template``, also in a copy under another name."""
 
 import sys
 

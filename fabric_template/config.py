@@ -325,7 +325,7 @@ _HINTS = get_type_hints(LoopConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class LoopArguments(LoopConfig):
-    """Every argument of FabricLoop: the options, and what belongs to Fabric."""
+    """All arguments of FabricLoop, its options and those of Fabric."""
 
     fabric: Any = field(default=None, kw_only=False)
     """A ready lightning.Fabric, in place of Fabric's own arguments."""

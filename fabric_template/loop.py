@@ -1,4 +1,4 @@
-"""FabricLoop: fit, validate, test and predict on Lightning Fabric."""
+"""Fit, validate, test and predict on Lightning Fabric."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""MiniLoop: a PyTorch training loop in one file, to read, to copy and to change.
+"""A PyTorch training loop in one file, to read, to copy and to change.
 
 Version 0.1.0 of fabric_template, under the MIT License (file LICENSE). It needs torch, NumPy, PyYAML
 and Lightning Fabric. Read `fit`, `_train_epoch` and `_train_batch` first. To change
@@ -210,12 +210,12 @@ class MiniLoop:
             self._end_row(epoch)
 
     def _train_batch(self, batch: Any, is_last: bool) -> Tensor:
-        """Compute the loss and the gradients. At the end of a window, step the optimizer."""
+        """Compute the loss and the gradients. At the end of an accumulation window, step."""
         batch_idx = self.batches_done
         self._batch_size, self._is_training_batch = find_batch_size(batch), True
         self._call("on_train_batch_start", batch, batch_idx)
         is_window_end = self._is_window_end(is_last)
-        # Within a window, DDP need not add up the gradients of the processes.
+        # Within an accumulation window, DDP need not reduce the gradients.
         with nullcontext() if is_window_end or self._ddp is None else self._ddp.no_sync():
             output = self._run_step("training_step", batch, batch_idx)
             loss = find_loss(output, batch_idx)

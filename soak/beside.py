@@ -130,9 +130,7 @@ def side_of(kind, words, root):
             if any(name.startswith("keeps") for name in words["callbacks"])
         },
     }
-    if (
-        words["val"] != "none" and words["logs"] != "nothing"
-    ):  # of which ours says what the steps returned
+    if words["val"] != "none" and words["logs"] != "nothing":  # Ours adds what the steps returned.
         left["validated"] = trainer.validate(model, val_loader_of(words["val"]), verbose=False)
     return left
 
@@ -148,18 +146,18 @@ def plain(value):
     return getattr(value, "__qualname__", value)
 
 
-def compare(words, home):
-    """Train a configuration by both; returns what is other, in words; None where both refuse it."""
+def compare(words, folder):
+    """Train a configuration by both. Return the differences as text, None if both refuse it."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     try:
         theirs, ours = (
-            side_of(kind, words, home / kind.__name__) for kind in (pl.Trainer, FabricLoop)
+            side_of(kind, words, folder / kind.__name__) for kind in (pl.Trainer, FabricLoop)
         )
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
         torch.set_default_dtype(torch.float32)
-        shutil.rmtree(home, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     if "error" in theirs and "error" in ours:
         return None
     if "error" in theirs or "error" in ours:
@@ -199,15 +197,15 @@ class Figures:
     seconds: float = 0.0
 
 
-def apart(words, home):
-    """The same in a process of its own."""
+def apart(words, folder):
+    """Compare a configuration in a process of its own."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
         code = 1
         try:
             os.close(reader)
-            found = compare(words, home)
+            found = compare(words, folder)
             with os.fdopen(writer, "w") as file:
                 json.dump(found, file)
             code = 0
@@ -241,22 +239,22 @@ def main():
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", file=sys.stderr)
     quiet()
-    figures, began = Figures(seed), time.monotonic()
-    home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    figures, started = Figures(seed), time.monotonic()
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     torch.set_num_threads(1)
     for number in range(words.first, words.first + words.count):
         one = drawn(seed, number)
         if words.show:
             print(json.dumps(one))
             continue
-        problems = apart(one, home / str(number))
+        problems = apart(one, folder / str(number))
         figures.refused += problems is None
         if problems:
             figures.losses.append({"number": number, "problems": problems[:12], "words": one})
             print(f"{number}: {problems[:8]}", file=sys.stderr, flush=True)
         figures.configurations += 1
-    shutil.rmtree(home, ignore_errors=True)
-    figures.seconds = time.monotonic() - began
+    shutil.rmtree(folder, ignore_errors=True)
+    figures.seconds = time.monotonic() - started
     if not words.show:
         print(json.dumps(asdict(figures)))
     sys.exit(bool(figures.losses))

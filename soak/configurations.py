@@ -55,11 +55,11 @@ PATIENCE = 600.0  # seconds until a run that does not end counts as hanging; at 
 # ---- what is not compared, and what is not drawn
 
 IGNORED = {
-    "time": "a column and a field that a clock says",
+    "time": "a column and a field that depend on the clock",
     "seconds": "how long the run has taken",
     "time_elapsed": "of Lightning's Timer",
-    "home": "the number of the version, which is another one where a run began anew",
-    "seeds": "of samplers that share without shuffling; of the others the batches tell",
+    "home": "the number of the version, which differs where a run started from scratch",
+    "seeds": "of samplers that share without shuffling; the batches show the others",
     "workers": "what worker processes have noted: None, or the state that it stands for",
     "elapsed": "the time that max_time counts over restarts",
     "last_model_path": "of Lightning's ModelCheckpoint, ended between the best file and the last",
@@ -80,7 +80,7 @@ EXCLUDED = [  # (why, which)
         lambda w: "stateful" in kinds_of(w) and w["workers"] and w["noise"],
     ),
     (
-        "the random numbers of an iterable dataset in persistent_workers, of which a warning tells on resume",
+        "the random numbers of an iterable dataset in persistent_workers, which a warning names on resume",
         lambda w: "iterable" in kinds_of(w) and w["persistent"] and w["noise"],
     ),
     (
@@ -258,7 +258,7 @@ def _draw(chance, number, ranks, steady):
 
 
 def _draw_end(chance, words, steady):
-    """How a run is ended: `part` is how far through the visits of that point the undisturbed run makes."""
+    """Draw how a run is ended: `part` is how far through the visits of that point the undisturbed run makes."""
     kind = chance.choice(
         ("kill", "kill", "kill", "exception", "exception", "SIGTERM", "SIGINT", "KeyboardInterrupt")
     )
@@ -282,7 +282,7 @@ def _draw_end(chance, words, steady):
 
 
 def _fit_together(words):
-    """What the loop or Lightning refuses together is left out."""
+    """Leave out what the loop or Lightning refuses together."""
     loop, callbacks, shape = words["loop"], words["callbacks"], words["shape"]
 
     def without(*names):
@@ -441,7 +441,7 @@ def train(root, words, rank=0):
     """The command that is typed again; at its end it notes what is in memory."""
     seed_everything(
         99 if saved_in(root) else 1, verbose=False
-    )  # what goes on has nothing from its own seed
+    )  # A resumed run takes nothing from its own seed.
     ranks = {}
     if words["ranks"] > 1:
         unused = words["shape"] in ("gan", "manual") or {"freezes", "toggles", "sparse"} & set(
@@ -475,7 +475,7 @@ def train(root, words, rank=0):
 
 
 def saved_in(root):
-    """Whether there is a file from which a run goes on by itself."""
+    """Return whether there is a file from which a run continues by itself."""
     return any(
         path.name != "exception.ckpt" and path.parent.name != "aside"
         for path in Path(root).rglob("*.ckpt")
@@ -484,7 +484,7 @@ def saved_in(root):
 
 def wait(pids, end=None, after=None):
     """Wait for all ranks; one that ended otherwise than well takes the others with it. Returns their exit codes."""
-    codes, begin, hit = dict.fromkeys(pids), time.monotonic(), None
+    codes, start_time, hit = dict.fromkeys(pids), time.monotonic(), None
     while None in codes.values():
         for pid in [pid for pid, code in codes.items() if code is None]:
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -504,7 +504,7 @@ def wait(pids, end=None, after=None):
             and end["kind"] in ("kill", "exception", "KeyboardInterrupt")
         ):
             hit = now if any(codes.values()) else None
-        late = now - begin >= PATIENCE
+        late = now - start_time >= PATIENCE
         if hit is not None or late:
             for pid in [pid for pid, code in codes.items() if code is None]:
                 os.kill(pid, signal.SIGKILL)
@@ -551,7 +551,7 @@ def end_of(root):
 
 
 def batches_in(checkpoint):
-    """How many batches are behind a checkpoint; -1 where there is none."""
+    """Return the number of batches that a checkpoint covers; -1 without a checkpoint."""
     return (
         checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"]
         if checkpoint
@@ -568,7 +568,7 @@ def _content(path):
     text = path.read_text()
     return (
         text.partition("\nabout:")[0] if path.name == "config.yaml" else text
-    )  # behind it: what was typed, and where
+    )  # The rest of the line is the command and its folder.
 
 
 def _plain(value, root):
@@ -633,7 +633,7 @@ def differences(expected, found, where=""):
 
 @dataclass
 class Figures:
-    """What a campaign found."""
+    """The results of a campaign."""
 
     seed: int
     ranks: int
@@ -647,11 +647,11 @@ class Figures:
     losses: list = field(default_factory=list)
 
 
-def one(words, home, figures):
+def one(words, folder, figures):
     """Run a configuration undisturbed and ended; returns what is wrong, a list of lines."""
     for name in ("whole", "run"):
-        shutil.rmtree(home / name, ignore_errors=True)
-    log, counts = home / "log", home / "counts"
+        shutil.rmtree(folder / name, ignore_errors=True)
+    log, counts = folder / "log", folder / "counts"
     log.unlink(missing_ok=True)
     before = os.times()
     count_disk = (
@@ -659,7 +659,7 @@ def one(words, home, figures):
         if any(e["at"] == "disk" for e in words["ends"])
         else None
     )
-    codes = wait(start(home / "whole", words, log, count_disk, counts))
+    codes = wait(start(folder / "whole", words, log, count_disk, counts))
     after = os.times()
     if any(codes):
         figures.refused.append(
@@ -675,13 +675,13 @@ def one(words, home, figures):
         log.unlink(missing_ok=True)
         visits = counted.get(end["at"], 8 if end["at"] == "load" else 0)
         end = {**end, "n": 1 + int(end["part"] * visits)}
-        pids = start(home / "run", words, log, end)
+        pids = start(folder / "run", words, log, end)
         all_pids += pids
         codes = wait(pids, end, end["part"] * seconds if end["at"] == "instant" else None)
         # of several ranks, one that has lost another ends with an error, or is killed in its turn
         expected = (*CODES[end["kind"]], 0, *([-signal.SIGKILL, 1] if len(pids) > 1 else []))
         if end["kind"] == "KeyboardInterrupt" and end["at"] == "load" and words["workers"]:
-            expected = (*expected, 1)  # of a worker, torch says that it is gone
+            expected = (*expected, 1)  # torch reports that a worker is gone.
         if any(code not in expected for code in codes):
             return [f"{end} ended it with {codes}: {_last_words(log)}"]
         figures.ends[end["kind"]] = figures.ends.get(end["kind"], 0) + any(codes)
@@ -690,14 +690,14 @@ def one(words, home, figures):
                 return []  # in a batch that a worker loaded ahead and nobody asked for: what it drew then is lost
             break
     log.unlink(missing_ok=True)
-    figures.resumed += any(codes) and saved_in(home / "run")
-    pids = start(home / "run", words, log)
+    figures.resumed += any(codes) and saved_in(folder / "run")
+    pids = start(folder / "run", words, log)
     codes = wait(pids)
     clear([*all_pids, *pids])
     if any(codes):
         return [f"the resumed run ended with {codes}: {_last_words(log)}"]
     try:
-        whole, found = end_of(home / "whole"), end_of(home / "run")
+        whole, found = end_of(folder / "whole"), end_of(folder / "run")
         if words["loop"].get("save_last") is False and batches_in(found.get(LEFT)) > batches_in(
             whole.get(LEFT)
         ):
@@ -715,8 +715,8 @@ def _last_words(log):
 
 def campaign(seed, first, count, ranks=1, keep=False, report=lambda words, problems: None, **drawn):
     """So many configurations, drawn with these words of `draw`; returns the figures."""
-    figures, began = Figures(seed, ranks), time.monotonic()
-    home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    figures, started = Figures(seed, ranks), time.monotonic()
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
         quiet()
         plain = {
@@ -726,7 +726,7 @@ def campaign(seed, first, count, ranks=1, keep=False, report=lambda words, probl
             "logger": "ours",
             "callbacks": [],
         }
-        train(home / "warm", {**draw(0, 0), **plain, "parts": [], "loop": {"max_epochs": 1}})
+        train(folder / "warm", {**draw(0, 0), **plain, "parts": [], "loop": {"max_epochs": 1}})
         gc.collect()
         gc.freeze()
         if len(os.listdir("/proc/self/task")) > 1:
@@ -735,17 +735,17 @@ def campaign(seed, first, count, ranks=1, keep=False, report=lambda words, probl
             )
         for number in range(first, first + count):
             words = draw(seed, number, ranks, **drawn)
-            problems = one(words, home, figures)
+            problems = one(words, folder, figures)
             figures.configurations += 1
             if problems:
                 figures.losses.append({"number": number, "problems": problems[:12], "words": words})
             report(words, problems)
     finally:
         if keep:
-            print(f"kept: {home}", file=sys.stderr)
+            print(f"kept: {folder}", file=sys.stderr)
         else:
-            shutil.rmtree(home, ignore_errors=True)
-    figures.seconds = time.monotonic() - began
+            shutil.rmtree(folder, ignore_errors=True)
+    figures.seconds = time.monotonic() - started
     return figures
 
 
@@ -775,7 +775,7 @@ def main():
         help="print what the configurations are made of, and run nothing",
     )
     parser.add_argument(
-        "--keep", action="store_true", help="leave the folders of the last one, and say where"
+        "--keep", action="store_true", help="keep the folders of the last one, and print their path"
     )
     words = parser.parse_args()
     seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)

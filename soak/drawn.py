@@ -1,4 +1,4 @@
-"""Drawn: a run made of pieces by their names, as a random configuration lists them; and the points where it can be ended."""
+"""Build a run from the names in a random configuration, and the points where it can be ended."""
 
 import os
 import random
@@ -36,7 +36,7 @@ from fabric_template import TensorLoader
 
 
 class Planned(Exception):
-    """Raised where a configuration says so."""
+    """Raised where a configuration asks for an error."""
 
 
 class Points:
@@ -104,7 +104,7 @@ class Samples(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same one after the other, shared among the workers."""
+    """An iterable dataset whose samples are shared among the workers."""
 
     def __init__(self, noise, num):
         self.samples = Samples(noise, num)
@@ -141,7 +141,7 @@ class Batches:
 
 
 class Own(Batches):
-    """One that is its own iterator: ``__iter__`` draws an order, starts over and returns itself."""
+    """A loader that is its own iterator. ``__iter__`` draws an order, starts over and returns itself."""
 
     def __iter__(self):
         self.order = iter(torch.randperm(len(self.samples)).tolist())
@@ -321,7 +321,7 @@ class Nets(nn.Module):
 
 
 class Steps:
-    """What all kinds of modules do with a batch."""
+    """Handles a batch for all kinds of modules."""
 
     automatic_optimization = True
 
@@ -624,7 +624,7 @@ SCHEDULERS = {
 
 
 def optimizers_of(words, net):
-    """What configure_optimizers returns."""
+    """Return what configure_optimizers returns."""
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
     if "backbone" in words["callbacks"]:  # which adds the rest
         parameters = list(net.head.parameters())

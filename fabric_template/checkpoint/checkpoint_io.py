@@ -227,7 +227,7 @@ def verify_checkpoint(path: str | Path) -> bool:
             )
         return False
     damage = find_damage(path)
-    # zipfile takes a disk that fails once for a damaged file. A second look tells them apart.
+    # zipfile reports a disk that fails once as a damaged file. Read again to be sure.
     if damage is not None and (damage := find_damage(path)) is not None:
         raise DamagedCheckpointError(f"{path}: the file is damaged{damage}")
     return True

@@ -135,7 +135,7 @@ class ResumableLoader:
             self._workers[item.worker] = item.rng_state
         # Where batches are read again, workers start as they did at the start of the pass.
         if self._is_indexed and self.batches % self._num_workers == 0:
-            # The one before is needed where batches were read ahead of the training.
+            # Training may still be in the round before, if batches were read early.
             self._rounds = [self._rounds[-1], (self.batches, list(self._workers))]
         return item.batch
 

@@ -65,7 +65,7 @@ class CheckpointManager:
             previous, self._last_step = self._last_step, run.progress.global_step
             # Manual optimization may take several steps in a batch.
             is_due = run.progress.global_step // every > previous // every
-            # The end of the epoch saves the same step once more.
+            # The end of the epoch saves the same step.
             if is_due and not (self.config.save_last and run.progress.is_epoch_complete):
                 self.save_last(run)
 

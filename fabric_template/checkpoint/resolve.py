@@ -209,7 +209,7 @@ def checkpoint_of_callbacks(run: RunState, keyword: str) -> str | None:
         if not best:
             raise no_best_checkpoint(run)
         return best
-    found = find_last_beside_logs(loop)
+    found = find_last_beside_logs(loop, keyword)
     for callback in loop.callbacks if not found else ():
         if is_instance_of(callback, "OnExceptionCheckpoint"):
             found.append(callback.ckpt_path)
@@ -221,10 +221,10 @@ def checkpoint_of_callbacks(run: RunState, keyword: str) -> str | None:
     return max(found, key=os.path.getmtime, default=None)
 
 
-def find_last_beside_logs(loop: Any) -> list[str]:
+def find_last_beside_logs(loop: Any, keyword: str) -> list[str]:
     """Return what ModelCheckpoint saved last beside the logs of the newest earlier run.
 
-    Without a dirpath it saves in the folder of the first logger, whose version is new in each process.
+    "auto" takes any file of a run that was killed before its first last.ckpt.
     """
     has_own_folder = all(getattr(saver, "dirpath", None) for saver in loop.checkpoint_callbacks)
     if has_own_folder or not loop.loggers or loop.loggers[0].save_dir is None:
@@ -232,8 +232,9 @@ def find_last_beside_logs(loop: Any) -> list[str]:
     runs, version = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name)), loop.config.version
     folders = versions_of(runs) if version is None else [runs / version_folder(version)]
     for folder in reversed(folders):
-        if found := [str(path) for path in folder.glob("checkpoints/last*.ckpt")]:
-            return found
+        for pattern in ("last*.ckpt", "*.ckpt") if keyword == "auto" else ("last*.ckpt",):
+            if found := [str(path) for path in Path(folder, "checkpoints").glob(pattern)]:
+                return found
     return []
 
 
@@ -245,7 +246,6 @@ def warn_of_missing_last(run: RunState) -> None:
 
 
 def no_best_checkpoint(run: RunState) -> ValueError:
-    """Return the error for "best" where nothing keeps a best checkpoint."""
     return ValueError(
         f'`.{run.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save the best'
         " model. Give an exact path, as with `fast_dev_run=True`."
@@ -414,7 +414,8 @@ def open_lock(folder: Path) -> IO[str] | None:
         # Windows has no fcntl, and some network drives have no locks. The file still records the state.
         return file
     with suppress(OSError):
-        for path in folder.glob(".*.tmp"):
+        # ModelCheckpoint saves in a folder of the logs.
+        for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:
             path.unlink(missing_ok=True)
     return file
 

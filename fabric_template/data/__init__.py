@@ -1,1 +1,1 @@
-"""Data: from what was given to a batch on its device."""
+"""Turn what a call was given into batches on a device."""

@@ -85,11 +85,11 @@ class DataConnector:
             call, source = self.run.stage, self.given[stage]
             where = f"passed to `Trainer.{call}({loader_argument(call, stage)}=...)`"
         else:
-            name, owner = f"{stage}_dataloader", self.source
-            kind = "LightningDataModule" if owner is self.run.datamodule else "LightningModule"
-            with self.run.hooks.profiled(f"[{kind}]{type(owner).__name__}.{name}"):
-                source = self.run.hooks.inside(name, getattr(owner, name))()
-            where = f"returned from `{type(owner).__name__}.{name}()`"
+            name, provider = f"{stage}_dataloader", self.source
+            kind = "LightningDataModule" if provider is self.run.datamodule else "LightningModule"
+            with self.run.hooks.profiled(f"[{kind}]{type(provider).__name__}.{name}"):
+                source = self.run.hooks.inside(name, getattr(provider, name))()
+            where = f"returned from `{type(provider).__name__}.{name}()`"
         for loader in combine_loaders(source, "sequential").flattened:
             check_loader(loader, where)
         return source
@@ -386,7 +386,7 @@ class TrainLoaders(StageLoaders):
         self._restored_rng = state["rng_before_ahead"]
 
     def check_short_pass(self, batches_done: int) -> None:
-        """Warn of a pass that was shorter than its length says, and refuse epochs without batches."""
+        """Warn if a pass was shorter than the length of its loader. Refuse epochs without batches."""
         names = ", ".join(type(loader).__name__ for loader in self.loaders)
         if not batches_done:
             message = no_batch_message(f"train loader ({names})")

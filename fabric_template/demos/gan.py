@@ -43,7 +43,7 @@ class RingData(SplitData):
         self.splits = {"train": make_points(count, seed), "val": make_points(2000, seed + 1)}
 
     def val_dataloader(self) -> Any:
-        """Return one batch: the share of found centres is not a mean over batches."""
+        """Return one batch, because the share of found centres is not a mean over batches."""
         points = self.splits["val"]
         return DataLoader(points, batch_size=len(points))
 

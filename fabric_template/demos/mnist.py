@@ -55,7 +55,7 @@ class MNISTData(SplitData):
         return images.float() / 255, labels.long()
 
     def make_loader(self, split: str, shuffle: bool = False) -> TensorLoader:
-        """Slice batches from the tensors: a DataLoader would collate 55,000 images one by one."""
+        """Slice batches from the tensors. A DataLoader would collate 55,000 images one by one."""
         tensors = self.splits[split].tensors
         return TensorLoader(*tensors, batch_size=self.batch_size, shuffle=shuffle)
 

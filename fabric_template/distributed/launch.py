@@ -71,7 +71,7 @@ def _leave_group() -> None:
 
 
 def seed_processes(fabric: Fabric) -> None:
-    """Seed all processes alike, as Trainer does. Fabric's other strategies do it themselves."""
+    """Give all processes the same seed, as Trainer does. Fabric's other strategies do it themselves."""
     if isinstance(fabric.strategy, DDPStrategy):
         reset_seed()
 

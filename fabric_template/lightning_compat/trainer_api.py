@@ -114,7 +114,7 @@ class TrainerAPI:
 
     @property
     def should_stop(self) -> bool:
-        """Whether training ends after the current batch. Set it to stop."""
+        """Set this to end training after the current batch."""
         return bool(self.run and self.run.stop.should_stop)
 
     @should_stop.setter

@@ -86,7 +86,7 @@ class LogArguments:
 
     @property
     def key(self) -> tuple[str, str, int | None]:
-        """Where the value is kept."""
+        """The name under which the value is kept."""
         return self.hook, self.name, self.dataloader_idx if self.add_dataloader_idx else None
 
     def full_name(self, fork: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Describe a run: config.yaml, which rebuilds it, the block at its end, and the results of an evaluation."""
+"""Write config.yaml, which rebuilds a run, and print its results."""
 
 from __future__ import annotations
 

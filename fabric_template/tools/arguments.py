@@ -22,43 +22,43 @@ SWITCHES = {f"--{f.name}" for f in dataclasses.fields(LoopConfig) if "bool" in s
 
 def join_values(argv: list[str]) -> list[str]:
     """Write --model X as --model=X, and a bare switch as --switch=true."""
-    words: list[str] = []
-    for word in argv:
-        is_value = bool(words) and not word.startswith("--")
-        if is_value and re.fullmatch(r"--(?!only$)[^=]+", words[-1]):
-            words[-1] += f"={word}"
+    tokens: list[str] = []
+    for token in argv:
+        is_value = bool(tokens) and not token.startswith("--")
+        if is_value and re.fullmatch(r"--(?!only$)[^=]+", tokens[-1]):
+            tokens[-1] += f"={token}"
         else:
-            words.append(word)
-    return [f"{word}=true" if word in SWITCHES else word for word in words]
+            tokens.append(token)
+    return [f"{token}=true" if token in SWITCHES else token for token in tokens]
 
 
-def value_of(option: str, words: list[str]) -> str | None:
+def value_of(option: str, tokens: list[str]) -> str | None:
     """Return the last value that was typed for an option."""
-    values = [word.partition("=")[2] for word in words if word.startswith(f"--{option}=")]
+    values = [token.partition("=")[2] for token in tokens if token.startswith(f"--{option}=")]
     return values[-1] if values else None
 
 
-def complete_arguments(command: str, words: list[str]) -> list[str]:
+def complete_arguments(command: str, tokens: list[str]) -> list[str]:
     """Put a demo's options first, then files, then classes, all with their import paths."""
-    model = value_of("model", words) or ""
-    is_empty = not any(value_of(option, words) for option in ("model", "data", "config", "run"))
+    model = value_of("model", tokens) or ""
+    is_empty = not any(value_of(option, tokens) for option in ("model", "data", "config", "run"))
     demo = "digits" if is_empty else model.removeprefix("demos.")
     files = [f"--config={json.dumps(DEMOS[demo])}"] if demo in DEMOS else []
-    if folder := value_of("run", words):
-        files.append(f"--config={json.dumps(read_run(command, Path(folder), words))}")
-    files += [word for word in words if word.startswith("--config=")]
-    words = [word for word in words if not word.startswith("--config=")]
-    words = [resolve_word(word) for word in words]
+    if folder := value_of("run", tokens):
+        files.append(f"--config={json.dumps(read_run(command, Path(folder), tokens))}")
+    files += [token for token in tokens if token.startswith("--config=")]
+    tokens = [token for token in tokens if not token.startswith("--config=")]
+    tokens = [resolve_token(token) for token in tokens]
     # jsonargparse needs the class before its arguments.
-    words.sort(key=lambda word: not word.startswith(("--model=", "--data=")))
-    return [*files, *words]
+    tokens.sort(key=lambda token: not token.startswith(("--model=", "--data=")))
+    return [*files, *tokens]
 
 
-def resolve_word(word: str) -> str:
+def resolve_token(token: str) -> str:
     """Replace the class in an option such as --callbacks+=EarlyStopping by its import path."""
-    match = re.fullmatch(r"--(model|data|callbacks|logger)(\+|\.help)?=(\w[\w.:/-]*)", word)
+    match = re.fullmatch(r"--(model|data|callbacks|logger)(\+|\.help)?=(\w[\w.:/-]*)", token)
     if match is None or match[3] in ("null", "true", "false"):
-        return word
+        return token
     suffix = match[2] or ("+" if match[1] in LIGHTNING else "")
     return f"--{match[1]}{suffix}={resolve_class(match[1], match[3])}"
 
@@ -93,11 +93,11 @@ def resolve_class(option: str, name: str) -> str:
     raise ValueError(f"--{option}: got {name}, expected a class in the module {module_name}.{hint}")
 
 
-def is_new_run(command: str, words: list[str]) -> bool:
-    return command in TRAINING_COMMANDS and value_of("resume", words) is None
+def is_new_run(command: str, tokens: list[str]) -> bool:
+    return command in TRAINING_COMMANDS and value_of("resume", tokens) is None
 
 
-def read_run(command: str, folder: Path, words: list[str]) -> dict[str, Any]:
+def read_run(command: str, folder: Path, tokens: list[str]) -> dict[str, Any]:
     """Return the options of a run, and for all but a new training its name and version."""
     import yaml
 
@@ -109,9 +109,9 @@ def read_run(command: str, folder: Path, words: list[str]) -> dict[str, Any]:
     if unknown:
         text = ", ".join(f"{name} ({reason})" for name, reason in unknown.items())
         print(f"{folder} does not record {text}: give these options if needed", file=sys.stderr)
-    if command != "fit" or value_of("resume", words) or value_of("load", words):
+    if command != "fit" or value_of("resume", tokens) or value_of("load", tokens):
         config = {name: config[name] for name in config if name not in ("resume", "load")}
-    if not is_new_run(command, words):
+    if not is_new_run(command, tokens):
         folder = folder.absolute()
         number = folder.name.removeprefix("version_")
         config["version"] = int(number) if number.isdigit() else folder.name
@@ -119,10 +119,10 @@ def read_run(command: str, folder: Path, words: list[str]) -> dict[str, Any]:
     return config
 
 
-def resolve_checkpoint(command: str, words: list[str], settings: Any) -> None:
+def resolve_checkpoint(command: str, tokens: list[str], settings: Any) -> None:
     """Replace --load best beside --run, which means the newest run, by the file of this run."""
-    run = value_of("run", words)
-    if run and is_new_run(command, words) and settings.get("load") in ("best", "last"):
+    run = value_of("run", tokens)
+    if run and is_new_run(command, tokens) and settings.get("load") in ("best", "last"):
         folder = Path(run).absolute()
         place = Path("checkpoints", folder.parent.name, folder.name, f"{settings.load}.ckpt")
         settings.load = str(folder.parents[2] / place)

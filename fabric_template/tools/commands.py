@@ -40,7 +40,7 @@ def fit_command(
 
 
 def summarize(loop: FabricLoop) -> dict[str, list[str]]:
-    """Return the end of a training: results, files and the commands that use them."""
+    """Return the results and files of a training, and the commands that use them."""
     summary = loop.ending()
     # The command line resumes with a command, not with a call.
     summary.pop("resume", None)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette: color-blind people can tell it apart. After six runs it repeats, dashed.
+# Okabe and Ito's palette, which color-blind people can distinguish. After six runs it repeats, dashed.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
 INDEX_COLUMNS = ("name", "version", "epoch", "step", "time")
@@ -195,7 +195,7 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
 
 
 def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> list[Metric]:
-    """Return the metrics to draw: losses, accuracies, others, learning rates."""
+    """Return the metrics to draw, in the order losses, accuracies, other metrics, learning rates."""
     tables = [table for run in runs for table in run.tables]
     names = list(dict.fromkeys(str(name) for table in tables for name in table))
     known = f"expected one of the columns {', '.join(names) or '(none)'}"

@@ -58,7 +58,7 @@ class Profile:
 
     @property
     def milliseconds(self) -> float:
-        """Return the duration of a step: the sum of its parts."""
+        """Return the duration of a step, which is the sum of its parts."""
         return round(sum(row.milliseconds for row in self.rows), 3)
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ def profile(
     """Train a few steps on a copy; find where their time goes and what makes them faster.
 
     Weights, optimizers, callbacks, random numbers and loaders are unchanged afterwards, and no file
-    is left. Validation, callbacks and loggers other than the CSV logger do not run.
+    is left. Validation, callbacks and loggers (but the CSV logger) do not run.
 
     Args:
         loop: Its options are those of the training.

@@ -284,7 +284,6 @@ class LearningRateRamp:
         self.losses: list[float] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stop schedulers, which would change the rate."""
         stop_schedulers(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:

@@ -112,8 +112,8 @@ def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> i
             for name, data in files.items():
                 write_file(Path(folder, side, name), data)
         for side in sides:
-            words = ("diff", "--no-index", "--no-prefix", "--no-color", "original", side)
-            text += run_git(folder, *words).stdout
+            args = ("diff", "--no-index", "--no-prefix", "--no-color", "original", side)
+            text += run_git(folder, *args).stdout
     print(text.decode(errors="replace"), end="")
     return 1 if text else 0
 
@@ -183,9 +183,9 @@ def check_committed(copy: Copy, names: Iterable[str]) -> None:
     """Refuse to overwrite what git could not restore."""
     paths = [copy.hidden / "README.md", *(copy.path(name) for name in names)]
     existing = [str(path) for path in paths if path.exists()]
-    words = ["--literal-pathspecs", "status", "--porcelain", "--ignored", "--untracked-files=all"]
+    args = ["--literal-pathspecs", "status", "--porcelain", "--ignored", "--untracked-files=all"]
     try:
-        found = run_git(copy.target.parent, *words, "--", *existing).stdout.decode()
+        found = run_git(copy.target.parent, *args, "--", *existing).stdout.decode()
     except ValueError as error:
         found = str(error)
     if found:
@@ -204,10 +204,10 @@ def find_copy(command: str, path: str) -> Copy:
     return copy
 
 
-def run_git(folder: str | Path, *words: str) -> subprocess.CompletedProcess[bytes]:
+def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes]:
     """Run git in a folder; exit codes up to 127 are answers."""
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, check=False)
+        done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
         raise ValueError("got no git, expected it on the PATH. Install git.") from error
     if done.returncode > 127:

@@ -72,8 +72,8 @@ def check_step(run: RunState, step: str) -> None:
     method = overridden(run.hooks.source, step)
     if method is None:
         raise ConfigurationError(
-            f"No `{step}()` method defined. {run.stage}: got {name} without it. Write a method"
-            f" {step}(self, batch) in {name}, or {run.stage}(..., {step}=fn) with fn(model, batch)."
+            f"No `{step}()` method defined. Write {step}(self, batch) in {name}, or pass"
+            f" {run.stage}(..., {step}=fn) with fn(model, batch)."
         )
     if "optimizer_idx" in inspect.signature(method).parameters:
         raise RuntimeError(
@@ -135,8 +135,8 @@ def check_optimization(run: RunState) -> None:
     """Refuse a fit without optimizer, and options that manual optimization cannot follow."""
     if run.given_optimizer is None and not run.hooks.is_overridden("configure_optimizers"):
         raise ConfigurationError(
-            f"No `configure_optimizers()` method defined. fit: got {type(run.model).__name__} without"
-            " it and no optimizer. Write fit(..., optimizer=torch.optim.Adam(model.parameters()))."
+            f"No `configure_optimizers()` method defined. Write it in {type(run.model).__name__}, or pass"
+            " fit(..., optimizer=torch.optim.Adam(model.parameters()))."
         )
     if run.module.automatic_optimization:
         return
@@ -158,12 +158,12 @@ def check_loaders(run: RunState) -> None:
     call, stage = run.stage, LOADER_OF_STAGE[run.stage]
     argument = loader_argument(call, stage)
     if not run.data.has_loader(stage):
-        owner = type(run.model if run.datamodule is None else run.datamodule).__name__
+        kind = type(run.model if run.datamodule is None else run.datamodule).__name__
         raise MissingDataError(
             f"An invalid dataloader was passed to `Trainer.{call}({argument}=...)`. Found None."
             f" `{stage}_dataloader` must be implemented to be used with the Lightning Trainer."
             f" {call}: got no loader, expected an iterable of batches. Write {call}(model, loader), or"
-            f" a method {stage}_dataloader in {owner}."
+            f" a method {stage}_dataloader in {kind}."
         )
     for given_stage in run.data.given:
         run.data.request(given_stage)

@@ -100,7 +100,7 @@ class Progress:
 
 
 class StopCondition:
-    """Decides when training ends: limits, ``should_stop`` and signals.
+    """Decides when limits, ``should_stop`` or a signal end training.
 
     Args:
         config: The options, in which None stands for "no limit given".

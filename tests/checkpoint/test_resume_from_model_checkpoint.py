@@ -1,4 +1,4 @@
-"""resume="auto" and "last" where Lightning's ModelCheckpoint keeps the files: they are found where it puts them."""
+"""resume="auto" and "last" where Lightning's ModelCheckpoint keeps the files: they are found in its folder."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ PLACES = {  # where the files are: words of the callback, the logger
     ("place", "resume"),
     [*((place, "auto") for place in PLACES), ("beside_our_logs", "last"), ("beside_a_logger", "last")],
 )
-def test_goes_on(tmp_path, place, resume):
+def test_resumes_exactly(tmp_path, place, resume):
     make_words, make_logger = PLACES[place]
 
     def run(name, **words):
@@ -51,3 +51,14 @@ def test_of_the_newest_version_that_has_any(tmp_path):
     assert Path(loop.ckpt_path).parent == tmp_path / folder.format(1)
     loop, _, _ = fit(tmp_path, max_epochs=2, resume="auto", version=0, callbacks=[ModelCheckpoint(save_last=True)])
     assert Path(loop.ckpt_path).parent == tmp_path / folder.format(0)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_auto_continues_a_run_that_was_killed_before_its_first_last_ckpt(tmp_path):
+    fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
+    folder = tmp_path / "logs/run/version_0/checkpoints"
+    (folder / "last.ckpt").rename(folder / ".last.ckpt.7.tmp")
+    loop, _, _ = fit(tmp_path, max_epochs=2, resume="auto", callbacks=[ModelCheckpoint(save_last=True)])
+    assert Path(loop.ckpt_path).parent == folder
+    assert Path(loop.ckpt_path).name.startswith("epoch=0-")
+    assert list(folder.glob(".*.tmp")) == []

@@ -24,7 +24,7 @@ CKPT = {"enable_checkpointing": True}
 
 
 def in_order():
-    """Nothing is drawn while training: what goes on is the same wherever it goes on."""
+    """Draws no random numbers in training, so that a resume does not depend on the loop that saved."""
     return make_loader(shuffle=False)
 
 

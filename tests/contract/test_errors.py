@@ -72,7 +72,7 @@ def test_all_wrong_options_are_named_at_once(tmp_path, options, kind, message):
 
 
 def test_no_optimizer(tmp_path):
-    message = "No `configure_optimizers()` method defined. fit: got Linear without it and no optimizer. Write fit(...,"
+    message = "No `configure_optimizers()` method defined. Write it in Linear, or pass fit(...,"
     call = fitting(tmp_path, nn.Linear(8, 3), make_loader(), training_step=lambda net, batch: net(batch[0]).sum())
     check_error(ValueError, message, call, tmp_path)
 

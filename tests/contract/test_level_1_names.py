@@ -1,4 +1,4 @@
-"""Level 1: what `loop.setup` returns has the model's own names, so that code which goes by them goes on working."""
+"""A model from `loop.setup` keeps its attributes, class checks and parameter names."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""The ladder: levels 1 to 4 on one problem. Each works alone, and all of them end with the same weights, bit for bit."""
+"""Levels 1 to 4 on one problem end with the same weights, bit for bit."""
 
 import csv
 from pathlib import Path

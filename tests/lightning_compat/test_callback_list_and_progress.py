@@ -80,17 +80,19 @@ class Counts(Callback):
         self.noted = []
 
     def note(self, trainer, *args):
-        loop, verb = trainer.fit_loop, trainer.state.fn.value
+        loop, method = trainer.fit_loop, trainer.state.fn.value
         loops = {"validate": trainer.validate_loop, "test": trainer.test_loop}
-        if verb == "fit" and trainer.training:
+        if method == "fit" and trainer.training:
             counters, names = [loop.epoch_progress, loop.epoch_loop.batch_progress], COUNTS
         else:
-            counters, names = [loops.get(verb, loop.epoch_loop.val_loop).batch_progress], ["ready"]
+            counters, names = [loops.get(method, loop.epoch_loop.val_loop).batch_progress], ["ready"]
         self.noted.append(
             [getattr(part, name) for one in counters for part in (one.current, one.total) for name in names]
         )
-        at_hand = loops.get(verb, loop.epoch_loop.val_loop)
-        self.noted.append((at_hand.max_batches, at_hand.trainer is trainer, verb == "fit" or at_hand.num_dataloaders))
+        evaluation = loops.get(method, loop.epoch_loop.val_loop)
+        self.noted.append(
+            (evaluation.max_batches, evaluation.trainer is trainer, method == "fit" or evaluation.num_dataloaders)
+        )
 
     def on_train_epoch_start(self, trainer, module):
         """The epochs only: no batch is at hand; Trainer's are those of the epoch before."""
@@ -145,12 +147,12 @@ class TwoLoaders(BoringModel):
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_one_name_of_two_loaders_is_refused(kind):
-    for verb in ("fit", "validate"):
+    for method in ("fit", "validate"):
         trainer = LOOPS[kind](**quiet(**WORDS))
         with pytest.raises(
             MisconfigurationException, match=r"`self.log\(x, ...\)` twice in `validation_step` with different"
         ):
-            getattr(trainer, verb)(TwoLoaders("x"))
+            getattr(trainer, method)(TwoLoaders("x"))
     trainer = LOOPS[kind](**quiet(**WORDS))
     trainer.fit(TwoLoaders("x_{}"))
     assert trainer.validate(TwoLoaders("x_{}"), verbose=False) == [{"x_0": 0.0}, {"x_1": 1.0}]

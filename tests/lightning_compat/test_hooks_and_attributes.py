@@ -109,11 +109,11 @@ def test_callbacks_and_data_get_their_part_of_a_file(tmp_path, kind, limit):
     trainer.fit(WithTest(), datamodule=CountedData())
     trainer.save_checkpoint(path)
     batches = 2 if limit == 2 else 6
-    for verb, name in (("fit", word[0]), ("test", word[1])):
+    for method, name in (("fit", word[0]), ("test", word[1])):
         counts, data = Counts(), CountedData()
         trainer = kind(**quiet(max_epochs=2, callbacks=[counts]))
-        words = {} if verb == "fit" else {"verbose": False}
-        getattr(trainer, verb)(WithTest(), datamodule=data, **{name: path}, **words)
+        words = {} if method == "fit" else {"verbose": False}
+        getattr(trainer, method)(WithTest(), datamodule=data, **{name: path}, **words)
         assert counts.seen == ([batches] if limit == 2 else [batches, {"batches": 6}])
         assert data.seen == [{"epoch": 1}]
 

@@ -1,4 +1,4 @@
-"""The command line: help, options, files, runs, predictions and mistakes."""
+"""Test help, options, files, runs, predictions and mistakes of the command line."""
 
 import importlib
 import re
