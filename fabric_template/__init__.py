@@ -1,10 +1,9 @@
 """A training loop to copy, with the names and numbers of Lightning's Trainer, on Lightning Fabric."""
 
+import typing as _typing
 from importlib import import_module as _import_module
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from .checkpoint.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
     from .config import LoopConfig as LoopConfig
     from .data.tensor_loader import TensorLoader as TensorLoader
@@ -20,10 +19,10 @@ if _TYPE_CHECKING:
     from .tools.runs import list_runs as list_runs
     from .tools.tune import tune as tune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Names are imported at their first use: torch takes seconds, and `fabric-template --help` does not need it.
-_HOMES = {
+_MODULES = {
     "AtomicCheckpointIO": "checkpoint.checkpoint_io",
     "CSVLogger": "loggers.csv_logger",
     "CheckpointError": "errors",
@@ -39,15 +38,18 @@ _HOMES = {
     "read_logs": "loggers.read_logs",
     "tune": "tools.tune",
 }
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
-def __getattr__(name: str) -> _Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
+# Type checkers take every name for one of this module's if they see its __getattr__.
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(_import_module(f".{_MODULES[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

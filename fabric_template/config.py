@@ -108,7 +108,7 @@ class LoopConfig:
     """Show a progress bar and a line per epoch."""
     enable_model_summary: bool | None = None
     """Print a table of the model's layers before training."""
-    default_root_dir: str | os.PathLike | None = None
+    default_root_dir: str | os.PathLike[str] | None = None
     """The folder of logs/ and checkpoints/. None: the working directory."""
 
     # Where a run is kept, and what of it

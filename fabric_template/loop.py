@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -136,9 +136,9 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         optimizer: Any = None,
         scheduler: Any = None,
-        training_step: Callable | None = None,
-        validation_step: Callable | None = None,
-        epoch_end: Callable | None = None,
+        training_step: Callable[..., Any] | None = None,
+        validation_step: Callable[..., Any] | None = None,
+        epoch_end: Callable[..., Any] | None = None,
         weights_only: bool | None = None,
     ) -> Any:
         """Train a model. Returns the rows of metrics.csv as a DataFrame."""
@@ -163,8 +163,8 @@ class FabricLoop(TrainerAPI):
         datamodule: Any = None,
         load: str | Path | None = None,
         verbose: bool = True,
-        validation_step: Callable | None = None,
-        epoch_end: Callable | None = None,
+        validation_step: Callable[..., Any] | None = None,
+        epoch_end: Callable[..., Any] | None = None,
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
@@ -186,8 +186,8 @@ class FabricLoop(TrainerAPI):
         datamodule: Any = None,
         load: str | Path | None = None,
         verbose: bool = True,
-        test_step: Callable | None = None,
-        epoch_end: Callable | None = None,
+        test_step: Callable[..., Any] | None = None,
+        epoch_end: Callable[..., Any] | None = None,
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
@@ -206,7 +206,7 @@ class FabricLoop(TrainerAPI):
         self, run: RunState, given: dict[str, Any], weights_only: bool | None, verbose: bool
     ) -> list[dict[str, float]]:
         read_start_checkpoint(run, given, weights_only)
-        results = run_stage(run, evaluate_stage)
+        results: list[dict[str, float]] = run_stage(run, evaluate_stage)
         table = format_results(results, run.stage)
         if verbose and table and self.fabric.is_global_zero:
             print(table)
@@ -219,7 +219,7 @@ class FabricLoop(TrainerAPI):
         datamodule: Any = None,
         return_predictions: bool | None = None,
         load: str | Path | None = None,
-        predict_step: Callable | None = None,
+        predict_step: Callable[..., Any] | None = None,
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
@@ -227,7 +227,9 @@ class FabricLoop(TrainerAPI):
         functions = {"predict_step": predict_step}
         run = RunState(self, "predict", model, {"predict": dataloaders}, datamodule, functions)
         read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
-        return run_stage(run, partial(predict_stage, keep=return_predictions is not False))
+        keep = return_predictions is not False
+        outputs: list[Any] | None = run_stage(run, partial(predict_stage, keep=keep))
+        return outputs
 
     # Level 1: parts for a loop of your own
 
@@ -255,7 +257,7 @@ class FabricLoop(TrainerAPI):
         else:
             self.fabric.backward(loss)
 
-    def no_backward_sync(self, model: Any, enabled: bool = True) -> AbstractContextManager:
+    def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
         """Return a context for all but the last backward of an accumulation: gradients are not reduced there."""
         if needs_no_wrapper(self.fabric):
             return nullcontext()
@@ -347,7 +349,7 @@ class FabricLoop(TrainerAPI):
         return {**self.__dict__, "_callbacks": list(self.callbacks), "run": None, "runs": {}}
 
 
-def make_fabric(given: dict[str, Any]) -> Fabric:
+def make_fabric(given: dict[str, Any]) -> Any:
     """Return the ready Fabric, or make one of Fabric's own arguments."""
     fabric, arguments = given["fabric"], {name: given[name] for name in FABRIC_ARGUMENTS}
     if fabric is None:

@@ -46,7 +46,7 @@ class TensorLoader:
         self.tensors = tensors if device is None else tuple(tensor.to(device) for tensor in tensors)
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.generator = generator
-        self._sampler: DistributedSampler | None = None
+        self._sampler: DistributedSampler[Any] | None = None
 
     def to(self, device: torch.device | str) -> TensorLoader:
         """Return the same loader with its tensors on another device."""

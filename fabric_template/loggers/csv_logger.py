@@ -50,10 +50,10 @@ class CSVLogger(Logger):
 
     def __init__(
         self,
-        root_dir: str | os.PathLike = "logs",
+        root_dir: str | os.PathLike[str] = "logs",
         name: str | None = "run",
         version: int | str | None = None,
-        checkpoint_dir: str | os.PathLike | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self._root_dir = os.fspath(root_dir)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EXPECTED = "a metrics.csv, a version's folder, a run's folder or the root of all logs"
 
 
-def read_logs(path: str | os.PathLike, steps: bool = False) -> pd.DataFrame:
+def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
     """Return the rows of one run or of many as one table: `name, version, epoch, step, ...`.
 
     Half-empty rows, as Lightning's CSVLogger writes them, are joined to one row per epoch.

@@ -58,6 +58,7 @@ def test_type_checker_knows_the_options(tmp_path):
     pytest.importorskip("mypy")
     Path("script.py").write_text(
         "from fabric_template import FabricLoop\n"
+        "from fabric_template import nonsense\n"
         "FabricLoop(max_epochs=3, accelerator='cpu', callbacks=[], monitor='val_loss')\n"
         "FabricLoop(max_epoch=3)\n"
         "FabricLoop(max_epochs='three')\n"
@@ -69,6 +70,7 @@ def test_type_checker_knows_the_options(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env={"MYPYPATH": str(root), "PATH": ""})
     errors = [line for line in done.stdout.splitlines() if re.match(r"script.py:\d+: error", line)]
     assert [line.partition(" error: ")[2] for line in errors] == [
+        'Module "fabric_template" has no attribute "nonsense"  [attr-defined]',
         'Unexpected keyword argument "max_epoch" for "FabricLoop"; did you mean "max_epochs"?  [call-arg]',
         'Argument "max_epochs" to "FabricLoop" has incompatible type "str"; expected "int | None"  [arg-type]',
     ], done.stdout
