@@ -144,11 +144,8 @@ class FabricLoop(TrainerAPI):
         """Train a model. Returns the rows of metrics.csv as a DataFrame."""
         if scheduler is not None:
             optimizer = add_scheduler(optimizer, scheduler)
-        functions = {
-            "training_step": training_step,
-            "validation_step": validation_step,
-            "epoch_end": epoch_end,
-        }
+        functions = {"training_step": training_step, "validation_step": validation_step}
+        functions["epoch_end"] = epoch_end
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         run = RunState(self, "fit", model, loaders, datamodule, functions, optimizer)
         given = {"resume": resume, "load": load, "ckpt_path": ckpt_path}
@@ -169,15 +166,9 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the loaders. Returns what was logged, a dict for each loader."""
-        run = RunState(
-            self,
-            "validate",
-            model,
-            {"val": dataloaders},
-            datamodule,
-            {"validation_step": validation_step, "epoch_end": epoch_end},
-        )
-        return self._evaluate(run, {"load": load, "ckpt_path": ckpt_path}, weights_only, verbose)
+        functions = {"validation_step": validation_step, "epoch_end": epoch_end}
+        run = RunState(self, "validate", model, {"val": dataloaders}, datamodule, functions)
+        return self._evaluate(run, load, ckpt_path, weights_only, verbose)
 
     def test(
         self,
@@ -192,20 +183,14 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the loaders. Returns what was logged, a dict for each loader."""
-        run = RunState(
-            self,
-            "test",
-            model,
-            {"test": dataloaders},
-            datamodule,
-            {"test_step": test_step, "epoch_end": epoch_end},
-        )
-        return self._evaluate(run, {"load": load, "ckpt_path": ckpt_path}, weights_only, verbose)
+        functions = {"test_step": test_step, "epoch_end": epoch_end}
+        run = RunState(self, "test", model, {"test": dataloaders}, datamodule, functions)
+        return self._evaluate(run, load, ckpt_path, weights_only, verbose)
 
     def _evaluate(
-        self, run: RunState, given: dict[str, Any], weights_only: bool | None, verbose: bool
+        self, run: RunState, load: Any, ckpt_path: Any, weights_only: bool | None, verbose: bool
     ) -> list[dict[str, float]]:
-        read_start_checkpoint(run, given, weights_only)
+        read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
         results: list[dict[str, float]] = run_stage(run, evaluate_stage)
         table = format_results(results, run.stage)
         if verbose and table and self.fabric.is_global_zero:
