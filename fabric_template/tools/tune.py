@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,21 +14,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
-from torch.utils.data import (
-    DataLoader,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)
 
-from ..data.tensor_loader import TensorLoader
+from .step_timer import Choice, copy_options, time_steps
 
 # A setting is kept if its slowest of ROUNDS trials beats the fastest one without it by MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
-# The speed is the median of WINDOWS. A trial that takes TIME_LIMIT seconds counts as hung.
-WINDOWS, TIME_LIMIT = 5, 120.0
+TIME_LIMIT = 120.0  # seconds; a trial that takes longer counts as hung
 # The values to try and the line to write, in the order of the trials.
 SETTINGS: dict[str, tuple[tuple, str]] = {
     "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
@@ -44,10 +34,6 @@ SETTINGS: dict[str, tuple[tuple, str]] = {
     "batch_size": ((64, 128, 256, 512, 1024), "batch_size={0}; then find the learning rate again"),
 }
 SAME_NUMBERS = ("threads", "num_workers")
-# A trial takes these options from the loop, since they change the cost of a step.
-KEPT = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile")
-OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-Choice = dict[str, Any]
 
 
 class Tuned(NamedTuple):
@@ -63,9 +49,8 @@ class Tuned(NamedTuple):
     trials: list[tuple[str, float, str]]
 
     def __str__(self) -> str:
-        result = f"result      {self.gain:.2f}x: {label(self.choice)}"
         writes = [f"write       {line}" for line in self.lines]
-        return "\n".join([result, *writes])
+        return "\n".join([f"result      {self.gain:.2f}x: {label(self.choice)}", *writes])
 
 
 def label(choice: Choice) -> str:
@@ -104,58 +89,56 @@ def tune(
         raise ValueError(f"only: got {', '.join(names)}, expected some of {', '.join(SETTINGS)}.")
     data = train_dataloaders if datamodule is None else datamodule
     parts = {"model": model, "train_dataloaders": data, **fit_arguments}
-    return Tuner(partial(measure, loop, parts, seconds), verbose).run(names)
+    trials: list[tuple[str, float, str]] = []
 
-
-class Tuner:
-    """Measures a training with several settings."""
-
-    def __init__(self, measure: Callable[[Choice], float], verbose: bool = False) -> None:
-        self.measure, self.verbose = measure, verbose
-        self.trials: list[tuple[str, float, str]] = []
-
-    def run(self, names: Iterable[str]) -> Tuned:
-        """Try one setting after another, keep what is faster, and measure the gain at the end."""
-        choice: Choice = {}
-        if not self.trial(choice):
-            reason = self.trials[0][2]
-            raise ValueError(f"tune: got a training that fails ({reason}). Try fit first.")
-        for name in names:
-            for value in SETTINGS[name][0]:
-                if name == "threads" and value == torch.get_num_threads():
-                    continue
-                new = {**choice, name: value}
-                if self.compare(choice, new):
-                    choice = new
-        gain = self.compare({}, choice) if choice else 0.0
-        if not gain:
-            choice, gain = {}, 1.0
-        lines = []
-        for name, value in choice.items():
-            numbers = "same" if name in SAME_NUMBERS else "other"
-            lines.append(f"{SETTINGS[name][1].format(value)} ({numbers} numbers)")
-        options = {name: choice[name] for name in choice if name in ("precision", "compile")}
-        return Tuned(choice, options, lines, gain, self.trials)
-
-    def compare(self, before: Choice, after: Choice) -> float:
-        """Measure two choices in turn; return the gain, or 0.0 if it is not above the noise."""
-        slow: list[float] = []
-        fast: list[float] = []
-        for _ in range(ROUNDS):
-            fast.append(self.trial(after))
-            slow.append(self.trial(before) if fast[-1] else 0.0)
-            if min(fast) <= max(slow) * MIN_GAIN or not min(slow):
-                return 0.0
-        return median(fast) / median(slow)
-
-    def trial(self, choice: Choice) -> float:
-        """Return samples per second of a training in a process of its own, 0.0 if it fails."""
-        rate, failure = run_in_process(partial(self.measure, choice))
-        self.trials.append((label(choice), rate or 0.0, failure))
-        if self.verbose:
+    def trial(choice: Choice) -> float:
+        rate, failure = run_in_process(partial(measure, loop, parts, seconds, choice))
+        trials.append((label(choice), rate or 0.0, failure))
+        if verbose:
             speed = "failed" if failure else f"{rate:,.0f} samples/s"
             print(f"{speed:>22}  {label(choice)}  {failure}".rstrip(), flush=True)
         return rate or 0.0
+
+    if not trial({}):
+        raise ValueError(f"tune: got a training that fails ({trials[0][2]}). Try fit first.")
+    choice, gain = choose_settings(trial, names)
+    lines = []
+    for name, value in choice.items():
+        numbers = "same" if name in SAME_NUMBERS else "other"
+        lines.append(f"{SETTINGS[name][1].format(value)} ({numbers} numbers)")
+    options = {name: choice[name] for name in choice if name in ("precision", "compile")}
+    return Tuned(choice, options, lines, gain, trials)
+
+
+def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) -> float:
+    """Train with the chosen settings, and return samples per second."""
+    return time_steps(loop, parts, choice, seconds=seconds).get_rate()
+
+
+def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
+    """Try one setting after another, keep what is faster, and compare all of them at the end."""
+    choice: Choice = {}
+    for name in names:
+        for value in SETTINGS[name][0]:
+            if name == "threads" and value == torch.get_num_threads():
+                continue
+            new = {**choice, name: value}
+            if compare(trial, choice, new):
+                choice = new
+    gain = compare(trial, {}, choice) if choice else 0.0
+    return (choice, gain) if gain else ({}, 1.0)
+
+
+def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
+    """Try two choices in turn; return the gain, or 0.0 if it is not above the noise."""
+    slow: list[float] = []
+    fast: list[float] = []
+    for _ in range(ROUNDS):
+        fast.append(trial(after))
+        slow.append(trial(before) if fast[-1] else 0.0)
+        if min(fast) <= max(slow) * MIN_GAIN or not min(slow):
+            return 0.0
+    return median(fast) / median(slow)
 
 
 def run_in_process(function: Callable[[], Any]) -> tuple[Any, str]:
@@ -183,96 +166,12 @@ def run_in_process(function: Callable[[], Any]) -> tuple[Any, str]:
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
     """Call a function quietly in this process, and send its result or the reason of its failure."""
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        os.dup2(null.fileno(), 1)
-        os.dup2(null.fileno(), 2)
         # OpenMP's threads do not survive a fork. A new thread starts its own.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     sender.send((None, reason) if error else (future.result(), ""))
-
-
-def trial_options(loop: Any) -> dict[str, Any]:
-    """Return the options of a loop for trials: one device, no output, no validation."""
-    device = loop.fabric.device
-    options = {name: getattr(loop.config, name) for name in KEPT} | dict.fromkeys(OFF, False)
-    options |= {"accelerator": device.type, "devices": [device.index] if device.index else 1}
-    options |= {"max_epochs": -1, "max_steps": 10**9, "limit_val_batches": 0}
-    return options | {"precision": loop.fabric.strategy.precision.precision}
-
-
-def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) -> float:
-    """Train with the chosen settings, and return samples per second."""
-    torch.set_num_threads(choice.get("threads", torch.get_num_threads()))
-    source = parts["model"] if parts["train_dataloaders"] is None else parts["train_dataloaders"]
-    if hasattr(source, "train_dataloader"):
-        make_loader = source.train_dataloader
-        source.train_dataloader = lambda: change_loader(make_loader(), choice)
-    else:
-        parts = {**parts, "train_dataloaders": change_loader(source, choice)}
-    stopwatch = Stopwatch(seconds / WINDOWS, "fused" in choice)
-    options = trial_options(loop)
-    options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
-    type(loop)(callbacks=[stopwatch], **options).fit(**parts)
-    return median(stopwatch.rates[1:])
-
-
-def change_loader(loader: Any, choice: Choice) -> Any:
-    """Return a loader of the same samples with the chosen settings."""
-    changes = {name: choice[name] for name in choice if name in ("num_workers", "batch_size")}
-    if not changes and "tensor_loader" not in choice:
-        return loader
-    if not isinstance(loader, DataLoader) or loader.batch_size is None:
-        raise ValueError("the loader is no DataLoader with a batch size")
-    size = changes.get("batch_size")
-    if size and not loader.batch_size < size <= len(loader) * loader.batch_size // 2:
-        raise ValueError(f"it is not between {loader.batch_size} and half of the samples")
-    names = ["batch_size", "drop_last", "generator"]
-    if "tensor_loader" not in choice:
-        names += ["num_workers", "sampler", "collate_fn", "pin_memory", "worker_init_fn"]
-        arguments = {name: getattr(loader, name) for name in names} | changes
-        has_workers = arguments["num_workers"] > 0
-        return DataLoader(loader.dataset, persistent_workers=has_workers, **arguments)
-    is_usual = type(loader.sampler) in (RandomSampler, SequentialSampler)
-    is_usual = is_usual and loader.collate_fn is default_collate and "num_workers" not in changes
-    if type(loader.dataset) is not TensorDataset or not is_usual:
-        raise ValueError("the samples are not a TensorDataset with the usual batches")
-    arguments = {name: getattr(loader, name) for name in names} | changes
-    shuffle = type(loader.sampler) is RandomSampler
-    return TensorLoader(*loader.dataset.tensors, shuffle=shuffle, **arguments)
-
-
-def stop_schedulers(trainer: Any) -> None:
-    """Stop schedulers, which may need a validation."""
-    for config in trainer.lr_scheduler_configs:
-        config.frequency = 10**9
-
-
-class Stopwatch:
-    """Callback that measures samples per second in windows of time, and then stops the run."""
-
-    def __init__(self, window: float, is_fused: bool) -> None:
-        self.window, self.is_fused = window, is_fused
-        self.start, self.samples = time.perf_counter(), 0
-        self.rates: list[float] = []
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Fuse the optimizers if it is chosen."""
-        stop_schedulers(trainer)
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        for group in groups if self.is_fused else []:
-            group["foreach"], group["fused"] = False, True
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        """End the measurement when its time is over. The first one is a warm-up."""
-        self.samples += extract_batch_size(batch[0])
-        elapsed = time.perf_counter() - self.start
-        if elapsed > self.window:
-            self.rates.append(self.samples / elapsed)
-            self.start, self.samples = time.perf_counter(), 0
-        if len(self.rates) > WINDOWS:
-            trainer.should_stop = True
 
 
 class LearningRateRamp:
@@ -282,9 +181,6 @@ class LearningRateRamp:
         self.low, self.factor, self.steps = low, (high / low) ** (1 / (steps - 1)), steps
         self.rates: list[float] = []
         self.losses: list[float] = []
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        stop_schedulers(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
         """Set the rate of the optimizer step that this batch belongs to."""
@@ -303,7 +199,7 @@ class LearningRateRamp:
 
 
 def save_curve(rates: list[float], losses: list[float], path: Path) -> float | None:
-    """Write the curve as CSV and PNG; return the rate where the smoothed loss falls fastest."""
+    """Draw the curve into a file; return the rate where the smoothed loss falls fastest."""
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
@@ -312,7 +208,6 @@ def save_curve(rates: list[float], losses: list[float], path: Path) -> float | N
     # A loss that blows up can fall steeply, too. It does so after the minimum.
     change = curve["smoothed"].diff().loc[: curve["smoothed"].idxmin()]
     suggestion = float(curve["lr"][change.idxmin()]) if change.min() < 0 else None
-    curve.to_csv(path.with_suffix(".csv"), index=False)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = curve.plot(x="lr", logx=True, ax=figure.subplots())
     height = losses[0] - min(losses) or 1.0
@@ -320,7 +215,7 @@ def save_curve(rates: list[float], losses: list[float], path: Path) -> float | N
     if suggestion is not None:
         axes.axvline(suggestion, color="C2", label=f"suggested: {suggestion:.2g}")
         axes.legend()
-    figure.savefig(path.with_suffix(".png"), dpi=150)
+    figure.savefig(path, dpi=150)
     return suggestion
 
 
@@ -331,11 +226,11 @@ def tune_command(
     import yaml
 
     if lr:
-        ramp = LearningRateRamp()
-        options = trial_options(loop) | {"max_steps": ramp.steps}
+        ramp, picture = LearningRateRamp(), Path(out).with_suffix(".png")
+        options = copy_options(loop) | {"max_steps": ramp.steps, "logger": False}
         type(loop)(callbacks=[ramp], **options).fit(model, data)
-        rate = save_curve(ramp.rates, ramp.losses, Path(out))
-        print(f"suggested   {rate and f'{rate:.2g}'}\ncurve       {Path(out).with_suffix('.png')}")
+        rate = save_curve(ramp.rates, ramp.losses, picture)
+        print(f"suggested   {rate and f'{rate:.2g}'}\ncurve       {picture}")
         return 0
     tuned = tune(loop, model, data, only=only, seconds=seconds, verbose=True)
     config = {**loop.recipe, **tuned.options}

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 
-import pandas as pd
 import pytest
 import torch
 import yaml
@@ -15,14 +14,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from fabric_template import FabricLoop, TensorLoader
+from fabric_template.tools import step_timer
 from fabric_template.tools import tune as tune_module
+from fabric_template.tools.step_timer import change_loader, copy_options
 from fabric_template.tools.tune import (
     LearningRateRamp,
-    Tuner,
-    change_loader,
+    choose_settings,
     run_in_process,
     save_curve,
-    trial_options,
     tune,
     tune_command,
 )
@@ -33,7 +32,7 @@ CLOCK = Clock()
 @pytest.fixture(autouse=True)
 def fixed_clock(monkeypatch):
     """Let a step take the seconds that it sleeps on CLOCK, on every machine."""
-    monkeypatch.setattr(tune_module, "time", CLOCK)
+    monkeypatch.setattr(step_timer, "time", CLOCK)
 
 
 class Samples(Dataset):
@@ -112,21 +111,17 @@ def test_a_batch_size_that_fails_is_a_row_and_nothing_here_changes(tmp_path, cap
     assert os.listdir(tmp_path) == []
 
 
-def test_options_for_the_loop_are_kept(monkeypatch):
+def test_a_setting_that_is_faster_is_kept():
     def rate(choice):
         return 100.0 * (2 if "precision" in choice else 1) * (0.9 if "fused" in choice else 1)
 
-    found = Tuner(rate).run(["fused", "precision"])
-    assert (found.choice, found.options, found.gain) == ({"precision": "bf16-mixed"},) * 2 + (2.0,)
-    assert FabricLoop(accelerator="cpu", **found.options).fabric.strategy.precision.precision == "bf16-mixed"
+    assert choose_settings(rate, ["fused", "precision"]) == ({"precision": "bf16-mixed"}, 2.0)
 
 
 @pytest.mark.parametrize("gains", [(1.02,), (1.5, 1.02), (1.5, 1.5, 1.0), (1.5, 1.5, 1.5, 1.0)], ids=str)
-def test_a_setting_that_is_not_faster_each_time_and_at_the_end_is_dropped(gains, monkeypatch):
+def test_a_setting_that_is_not_faster_each_time_and_at_the_end_is_dropped(gains):
     remaining = iter(gains)
-    tuner = Tuner(None)
-    monkeypatch.setattr(tuner, "trial", lambda choice: next(remaining) if choice else 1.0)
-    assert tuner.run(["fused"]).choice == {}
+    assert choose_settings(lambda choice: next(remaining) if choice else 1.0, ["fused"]) == ({}, 1.0)
     assert list(remaining) == []
 
 
@@ -237,7 +232,7 @@ def ramped(steps, **options):
     nn.init.zeros_(net.weight)
     loop = FabricLoop(accelerator="cpu", **options)
     loader = TensorLoader(torch.zeros(42, 1), batch_size=2)
-    trial = FabricLoop(callbacks=[ramp], **trial_options(loop) | {"max_steps": steps})
+    trial = FabricLoop(callbacks=[ramp], **copy_options(loop) | {"max_steps": steps, "logger": False})
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
     trial.fit(net, loader, optimizer=optimizer, training_step=quadratic)
     return ramp
@@ -249,12 +244,7 @@ def test_the_ramp_ends_when_the_loss_blows_up_and_the_suggestion_is_below(tmp_pa
     assert ramp.rates[1] / ramp.rates[0] == pytest.approx(1e5 ** (1 / 79))
     assert 0.5 < ramp.rates[-1] < 5
     assert ramp.losses[-1] > 4 * 18
-    suggestion = save_curve(ramp.rates, ramp.losses, tmp_path / "tuned.yaml")
-    assert 1e-3 < suggestion < 0.5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.csv", "tuned.png"]
-    curve = pd.read_csv(tmp_path / "tuned.csv")
-    assert list(curve.columns) == ["lr", "loss", "smoothed"]
-    assert len(curve) == len(ramp.rates)
+    assert 1e-3 < save_curve(ramp.rates, ramp.losses, tmp_path / "tuned.png") < 0.5
 
 
 def test_batches_of_one_optimizer_step_share_a_rate():
@@ -275,7 +265,7 @@ def test_batches_of_one_optimizer_step_share_a_rate():
 )
 def test_the_suggestion_is_the_steepest_descent_before_the_minimum(losses, expected, tmp_path):
     rates = [10.0 ** (i / 10) for i in range(len(losses))]
-    found = save_curve(rates, losses, tmp_path / "curve")
+    found = save_curve(rates, losses, tmp_path / "curve.png")
     assert found == expected or abs(rates.index(found) - expected) < 6
 
 
@@ -283,4 +273,4 @@ def test_the_command_writes_the_curve_and_prints_the_rate(tmp_path, capsys):
     options = {"lr": True, "only": None, "seconds": 2.0, "out": str(tmp_path / "tuned.yaml")}
     assert tune_command(FabricLoop(accelerator="cpu"), Model(2, 1), Data(), **options) == 0
     assert "suggested   " in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.csv", "tuned.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.png"]

@@ -1,0 +1,216 @@
+"""Train a copy of a training for a few steps, with other settings, and time the parts of each step."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, suppress
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from ..data.tensor_loader import TensorLoader
+
+PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
+WARM_UP = 5
+# A copy takes these options from the loop, since they change the cost of a step.
+KEPT = (
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"),
+    *("log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"),
+)
+OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+Choice = dict[str, Any]  # settings by name: see tune.SETTINGS
+
+
+class EnoughSteps(BaseException):
+    """End `fit` after the last timed step, without the end of an epoch."""
+
+
+class StepTimer:
+    """Callback that charges each moment of a step to one part, so that the parts add up to it."""
+
+    def __init__(self, steps: int, seconds: float, is_fused: bool, synchronize: bool) -> None:
+        self.limit, self.seconds = steps, seconds
+        self.is_fused, self.synchronize = is_fused, synchronize
+        self.steps: list[dict[str, float]] = []
+        self.samples: list[int] = []
+        self.current = dict.fromkeys(PARTS, 0.0)
+        self.started = 0
+        self.part = "rest"
+        self.since = self.begin = time.perf_counter()
+
+    def get_median(self, *parts: str) -> float:
+        """Return the median seconds of parts, of ten groups of steps. Workers deliver in bursts."""
+        times = [sum(step[part] for part in parts) for step in self.steps]
+        size = max(1, len(times) // 10)
+        return median(fmean(times[i : i + size]) for i in range(0, len(times), size))
+
+    def get_rate(self) -> float:
+        """Return samples per second."""
+        return fmean(self.samples) / max(self.get_median(*PARTS), 1e-9)
+
+    def switch(self, part: str) -> None:
+        if self.synchronize:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.current[self.part] += now - self.since
+        self.part, self.since = part, now
+
+    def iterate(self, loader: Any) -> Generator[Any, None, None]:
+        """Yield batches; start again when the loader ends, so that no epoch ends."""
+        iterator: Any = None
+        is_empty = False
+        try:
+            while not is_empty:
+                is_empty = True
+                self.switch("data")
+                iterator = iter(loader)
+                for batch in iterator:
+                    is_empty = False
+                    self.switch("transfer")
+                    yield batch
+                    self.switch("data")
+        finally:
+            # An abandoned iterator keeps its workers until garbage collection.
+            if hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for optimizer in trainer.optimizers if self.is_fused else []:
+            for group in optimizer.param_groups:
+                group["foreach"], group["fused"] = False, True
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
+        # The time before this hook belongs to the step before.
+        self.switch("forward")
+        self.started += 1
+        if self.started > WARM_UP + 1:
+            self.steps.append(self.current)
+            self.samples.append(extract_batch_size(batch))
+            if len(self.steps) == self.limit or self.since - self.begin > self.seconds:
+                raise EnoughSteps
+        else:
+            self.begin = self.since
+        self.current = dict.fromkeys(PARTS, 0.0)
+
+    def on_before_backward(self, *args: Any) -> None:
+        self.switch("backward")
+
+    def on_after_backward(self, *args: Any) -> None:
+        # Clipping and the optimizer's step follow.
+        self.switch("optimizer")
+
+    on_before_zero_grad = on_after_backward
+
+    def after_optimizer_step(self, *args: Any) -> None:
+        # A step with manual optimization continues.
+        self.switch("forward")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.switch("rest")
+
+
+def time_steps(
+    loop: Any,
+    parts: dict[str, Any],
+    choice: Choice,
+    steps: int = 10**9,
+    seconds: float = float("inf"),
+    synchronize: bool = False,
+) -> StepTimer:
+    """Train a copy with the chosen settings until enough steps are timed, or seconds are over.
+
+    With `synchronize` each part of a step waits for the GPU, so that its own work is charged to it.
+    """
+    timer = StepTimer(steps, seconds, "fused" in choice, synchronize)
+    data = parts["train_dataloaders"]
+    data = copy.copy(data) if hasattr(data, "train_dataloader") else data
+    parts = copy.deepcopy({**parts, "train_dataloaders": None}) | {"train_dataloaders": data}
+    with ExitStack() as stack:
+
+        def repeat(loader: Any) -> Any:
+            batches = timer.iterate(change_loader(copy_loader(loader), choice))
+            stack.callback(batches.close)
+            return batches
+
+        options = copy_options(loop) | {"logger": bool(loop.loggers)}
+        options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
+        options["default_root_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.callback(register_optimizer_step_post_hook(timer.after_optimizer_step).remove)
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(choice.get("threads", torch.get_num_threads()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(suppress(EnoughSteps))
+        type(loop)(callbacks=[timer], **options).fit(**change_loaders(parts, repeat))
+    if not timer.steps:
+        expected = "expected a longer one. Give more batches, and remove what stops it"
+        raise ValueError(f"profile: got a training of {timer.started} batches, {expected}.")
+    return timer
+
+
+def copy_options(loop: Any) -> dict[str, Any]:
+    """Return the options of a copy of a loop: one device, no output, no validation, no end."""
+    device = loop.fabric.device
+    options = {name: getattr(loop.config, name) for name in KEPT} | dict.fromkeys(OFF, False)
+    options |= {"accelerator": device.type, "devices": [device.index] if device.index else 1}
+    options |= {"max_epochs": -1, "max_steps": 10**9, "limit_val_batches": 0}
+    return options | {"precision": loop.fabric.strategy.precision.precision}
+
+
+def copy_loader(loader: Any) -> Any:
+    """Return a loader with generators of its own, of the same data."""
+    # A running iterator of persistent workers cannot be copied.
+    shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
+    memo: dict[int, Any] = {id(part): part for part in shared}
+    memo[id(getattr(loader, "_iterator", None))] = None
+    return copy.deepcopy(loader, memo)
+
+
+def change_loaders(parts: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return arguments of fit whose training loader, given or made by an object, is changed."""
+    data = parts["train_dataloaders"]
+    source = parts["model"] if data is None else data
+    if not hasattr(source, "train_dataloader"):
+        return {**parts, "train_dataloaders": change(data)}
+    make_loader = source.train_dataloader
+    source.train_dataloader = lambda: change(make_loader())
+    return parts
+
+
+def change_loader(loader: Any, choice: Choice) -> Any:
+    """Return a loader of the same samples with the chosen settings."""
+    changes = {name: choice[name] for name in choice if name in ("num_workers", "batch_size")}
+    if not changes and "tensor_loader" not in choice:
+        return loader
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        raise ValueError("the loader is no DataLoader with a batch size")
+    size = changes.get("batch_size")
+    if size and not loader.batch_size < size <= len(loader) * loader.batch_size // 2:
+        raise ValueError(f"it is not between {loader.batch_size} and half of the samples")
+    names = ["batch_size", "drop_last", "generator"]
+    if "tensor_loader" not in choice:
+        names += ["num_workers", "sampler", "collate_fn", "pin_memory", "worker_init_fn"]
+        arguments = {name: getattr(loader, name) for name in names} | changes
+        has_workers = arguments["num_workers"] > 0
+        return DataLoader(loader.dataset, persistent_workers=has_workers, **arguments)
+    is_usual = type(loader.sampler) in (RandomSampler, SequentialSampler)
+    is_usual = is_usual and loader.collate_fn is default_collate and "num_workers" not in changes
+    if type(loader.dataset) is not TensorDataset or not is_usual:
+        raise ValueError("the samples are not a TensorDataset with the usual batches")
+    arguments = {name: getattr(loader, name) for name in names} | changes
+    shuffle = type(loader.sampler) is RandomSampler
+    return TensorLoader(*loader.dataset.tensors, shuffle=shuffle, **arguments)
