@@ -1,4 +1,4 @@
-"""One set-up run by lightning.Trainer and by FabricLoop, each in a folder of its own: what each did, side by side."""
+"""Run one set-up with lightning.Trainer and with FabricLoop, each in its own folder, and compare the results."""
 
 import warnings
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ LOOPS = {"trainer": pl.Trainer, "loop": FabricLoop}
 
 
 class Notes(Logger):
-    """A logger that keeps what it is given: (step, values)."""
+    """A logger that keeps (step, values) of each call."""
 
     name, version, save_dir = "notes", 0, None
 
@@ -40,7 +40,7 @@ class Notes(Logger):
 
 @dataclass
 class Side:
-    """What one of the two left."""
+    """The results of one of the two runs."""
 
     trainer: Any
     module: Any
@@ -53,19 +53,21 @@ class Side:
         return self.trainer.loggers[0].rows
 
     def files(self):
-        """The checkpoints under the folder, links as what they point to."""
+        """Return the checkpoints under the folder by path. Links are followed."""
         paths = sorted(self.root.rglob("*.ckpt"))
         return {path.relative_to(self.root).as_posix(): torch.load(path, weights_only=False) for path in paths}
 
     def place(self, path):
-        """A path as seen from the folder."""
+        """Return a path relative to the folder."""
         return Path(path).relative_to(self.root).as_posix() if path else path
 
 
-def run_both(tmp_path, make_callbacks, make_module=Classifier, train=make_loader, val=val_loader, fit=None, **words):
-    """Fit by both with callbacks made anew for each, `make_callbacks(root)`; returns (Trainer's side, ours).
+def run_both(tmp_path, make_callbacks, make_module=Classifier, train=make_loader, val=val_loader, fit=None, **options):
+    """Fit with both. Return (Trainer's side, ours). An exception of fit is kept in the side's ``error``.
 
-    An error is kept with its side. `fit` are further words of fit, made by `fit(root, side's name)`.
+    Args:
+        make_callbacks: Returns the callbacks of one side: ``make_callbacks(root)``.
+        fit: Returns more arguments of fit: ``fit(root, name of the side)``.
     """
     sides = []
     for name, kind in LOOPS.items():
@@ -76,7 +78,7 @@ def run_both(tmp_path, make_callbacks, make_module=Classifier, train=make_loader
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            given = {"default_root_dir": str(root), "callbacks": callbacks, "max_epochs": 3, **words}
+            given = {"default_root_dir": str(root), "callbacks": callbacks, "max_epochs": 3, **options}
             if given.get("logger") is Notes:
                 given["logger"] = Notes()
             trainer = kind(**quiet(**given))
@@ -97,7 +99,7 @@ def run_both(tmp_path, make_callbacks, make_module=Classifier, train=make_loader
 
 
 def assert_same_files(expected, ours):
-    """The same names, and in each the same weights, optimizers, schedulers, epoch, step and callbacks' states."""
+    """Check that both sides have the same files with the same weights, optimizers, schedulers, counters and callbacks."""
     first, second = expected.files(), ours.files()
     assert sorted(first) == sorted(second)
     for name, theirs in first.items():
@@ -110,7 +112,7 @@ def assert_same_files(expected, ours):
 
 
 def plain(value, side):
-    """A nest in which paths are seen from the side's own folder and dicts are plain."""
+    """Return nested values with plain dicts and lists, and the side's folder replaced by ROOT."""
     if isinstance(value, dict):
         return {plain(key, side): plain(part, side) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,13 +1,13 @@
-"""A clock that stands still but for what is slept: given to a module in place of `time`, its answers are exact."""
+"""A clock that only sleeping moves forward. It replaces `time` in a module, so that durations are exact."""
 
-DURATION = r"(?:\d+(?::\d\d)+|\d+\.\d s)"  # as it is written, of whatever length
+DURATION = r"(?:\d+(?::\d\d)+|\d+\.\d s)"  # A printed duration of any length.
 
 
 class Clock:
-    """Seconds since anything; a process that is forked has a clock of its own, which goes on from here.
+    """Count seconds. A forked process continues with its own copy.
 
     Args:
-        look: seconds that it takes to look at it.
+        look: The seconds that reading the clock takes.
     """
 
     def __init__(self, look=0.0):

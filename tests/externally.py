@@ -47,11 +47,11 @@ def _rank(rank, launched, function, args):
         sys.stderr = file
         try:
             function(rank, *args)
-        except KeyboardInterrupt:  # Python ends so; multiprocessing would return 1.
+        except KeyboardInterrupt:  # Python exits with 130; multiprocessing would exit with 1.
             raise SystemExit(130) from None
         except Exception:
             traceback.print_exc()
             raise SystemExit(1) from None
         finally:
-            atexit._run_exitfuncs()  # A forked process leaves them out.
+            atexit._run_exitfuncs()  # multiprocessing does not run them in a forked process.
             print("the group stands" if torch.distributed.is_initialized() else "left", file=file)

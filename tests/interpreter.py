@@ -1,12 +1,12 @@
-"""Commands of Python without the seconds in which each would import torch and Lightning: forked from one that has them.
+"""Start Python commands by a fork of a process that has imported torch and Lightning, which saves seconds.
 
-`ready([sys.executable, "-c", code])` is a command that does the same: for subprocess, for a kernel, for a launcher. What it
-starts is small, and asks a server, which is started once by whoever asks first, to fork; the fork has the asker's streams,
-folder, variables and arguments, runs the code as `__main__` and ends as Python ends. Signals are passed on, and whoever
-kills the asker has killed the fork. Nothing of the package or of the tests is imported before.
+`ready([sys.executable, "-c", code])` returns a command with the same effect. It starts a small client, which asks a
+server to fork. The fork gets the client's streams, folder, variables and arguments, runs the code as `__main__`,
+and exits as Python does. The client forwards signals. If the client is killed, the fork is killed. The server has
+imported nothing of the package and nothing of the tests.
 
-Not for what is about imports, a terminal or groups of processes. Who kills one and looks at what it leaves kills it by its
-own number: the asker that is killed is gone a moment before.
+Tests of imports, of terminals and of process groups cannot use it. A test that kills a command and looks at its
+files has to kill the fork by its own process id, because the client may exit earlier.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ import socket
 import subprocess
 import sys
 
-OPTIONS = ("-u", "-B")  # torchrun types one, multiprocessing's spawn the other
-SIZE = 8  # bytes of a number on the wire
+OPTIONS = ("-u", "-B")  # torchrun gives the first, multiprocessing the second.
+SIZE = 8  # The bytes of a number on the socket.
 FORWARDED = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-IMPORTED = ("lightning.fabric", "matplotlib")  # before anything is forked
-_server = []  # its folder and its process, once it has been asked for
+IMPORTED = ("lightning.fabric", "matplotlib")  # Imported before a fork.
+_server = []  # The folder and the process of the server, after the first request.
 
 
 def has_means():
-    """Whether this system can end a fork with who has asked for it; some have the call, and forbid it."""
+    """Return whether this system has pidfd_open(), and allows it."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -37,7 +37,7 @@ def has_means():
 
 
 def ready(command):
-    """The same command, by a fork of a Python that has imported torch and Lightning (where the system has such means)."""
+    """Return a command with the same effect that forks the server, or the command itself if that is not possible."""
     if command[1][0] == "-" and command[1] not in ("-c", "-m", *OPTIONS) or not has_means():
         return command
     assert command[0] == sys.executable, command
@@ -45,13 +45,13 @@ def ready(command):
 
 
 def ready_python():
-    """The file that is such a Python, for who starts `sys.executable` by itself; where there can be none, Python's own."""
+    """Return an executable file that does the same, for code that starts `sys.executable`."""
     path = os.path.join(_folder(), "python") if has_means() else sys.executable
-    return path if os.access(path, os.X_OK) else sys.executable  # folders for temporary files may be mounted without
+    return path if os.access(path, os.X_OK) else sys.executable  # Temporary folders may be mounted with noexec.
 
 
 def _folder():
-    """Where the server is to be asked; it is started if there is none, or if it has been killed."""
+    """Return the folder of the server's socket. Start the server if it does not run."""
     import shlex
     import subprocess
     import tempfile
@@ -61,17 +61,17 @@ def _folder():
     if not _server:
         folder = tempfile.mkdtemp(prefix="python-")
         with open(os.path.join(folder, "python"), "w") as file:
-            words = [sys.executable, "-I", "-S", __file__, "ask", folder]
-            file.write(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+            arguments = [sys.executable, "-I", "-S", __file__, "ask", folder]
+            file.write(f'#!/bin/sh\nexec {shlex.join(arguments)} "$@"\n')
             os.chmod(file.name, 0o700)
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MPL"))}
-        clean |= dict.fromkeys(POOLS, "1")  # a process with threads does not fork well
-        words = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": folder, "env": clean}
+        clean |= dict.fromkeys(POOLS, "1")  # A process with threads must not fork.
+        arguments = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": folder, "env": clean}
         command = [sys.executable, __file__, "serve", folder, *IMPORTED]
-        _server.extend([folder, subprocess.Popen(command, start_new_session=True, **words)])
-        if (said := _server[1].stdout.readline()) != b"ready\n":
+        _server.extend([folder, subprocess.Popen(command, start_new_session=True, **arguments)])
+        if (message := _server[1].stdout.readline()) != b"ready\n":
             end()
-            raise RuntimeError(f"the Python to be forked has not started, and said {said!r}: see what it wrote above")
+            raise RuntimeError(f"the server has not started. It printed {message!r} and what is above.")
     return _server[0]
 
 
@@ -87,19 +87,19 @@ def end():
         except subprocess.TimeoutExpired:
             # A process that a test has left running keeps the server's standard input open.
             server.kill()
-        shutil.rmtree(folder, ignore_errors=True)  # which it does itself, but where it was killed
+        shutil.rmtree(folder, ignore_errors=True)  # A killed server leaves its folder.
 
 
-def ask(folder, *words):
-    """In the place of a Python: hand on what there is, pass on what comes, end as the fork has ended."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it is known whom to pass them on to
+def ask(folder, *arguments):
+    """Be the client, which sends streams, folder and arguments, forwards signals, and exits as the fork exits."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # Until the process id of the fork is known.
     inherited = [number for number in range(256) if _is_open(number)]
     with socket.socket(socket.AF_UNIX) as line:
-        said = json.dumps([inherited, words, os.getcwd(), dict(os.environ)]).encode()
+        message = json.dumps([inherited, arguments, os.getcwd(), dict(os.environ)]).encode()
         os.chdir(folder)
-        line.connect("socket")  # a whole path may be too long for one
-        socket.send_fds(line, [len(said).to_bytes(SIZE, "big")], inherited)
-        line.sendall(said)
+        line.connect("socket")  # A whole path may be too long for a socket.
+        socket.send_fds(line, [len(message).to_bytes(SIZE, "big")], inherited)
+        line.sendall(message)
         pid = _number(line)
         for number in FORWARDED:
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -113,7 +113,7 @@ def ask(folder, *words):
 
 
 def _pass_on(pid, number):
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
+    with contextlib.suppress(ProcessLookupError):  # The fork has just ended.
         os.kill(pid, number)
 
 
@@ -129,13 +129,13 @@ def _number(line):
     while len(found) < SIZE:
         more = line.recv(SIZE - len(found))
         if not more:
-            os._exit(125)  # the server is gone
+            os._exit(125)  # The server has ended.
         found += more
     return int.from_bytes(found, "big")
 
 
 def serve(folder, *imported):
-    """Fork for each that asks, until the input ends; returns only in the forks, with what is to be run."""
+    """Fork for each request until the input ends. Returns the request in the forks only."""
     import gc
     import select
     import shutil
@@ -144,21 +144,21 @@ def serve(folder, *imported):
     for name in imported:
         import_module(name)
     gc.collect()
-    gc.freeze()  # or each fork's first collection would copy all of it
-    assert len(os.listdir("/proc/self/task")) == 1, "it has threads"
+    gc.freeze()  # Otherwise the first garbage collection of a fork copies all pages.
+    assert len(os.listdir("/proc/self/task")) == 1, "the server has threads"
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("socket")  # in its folder
+        listener.bind("socket")  # Relative to the server's folder.
         listener.listen(64)
         os.write(1, b"ready\n")
         while listener in select.select([listener, 0], [], [])[0]:
             line = listener.accept()[0]
-            shepherd = os.fork()
-            if shepherd == 0:
+            watcher = os.fork()
+            if watcher == 0:
                 listener.close()
-                said = _shepherd(line)
-                if said is None:
+                message = _watch_fork(line)
+                if message is None:
                     os._exit(0)
-                return said
+                return message
             line.close()
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
@@ -167,22 +167,22 @@ def serve(folder, *imported):
     os._exit(0)
 
 
-def _shepherd(line):
-    """One per fork: it says how that ended, and ends it when nobody is there any more to hear it."""
+def _watch_fork(line):
+    """Fork, send the exit status of the fork to the client, and kill the fork if the client ends."""
     import fcntl
     import select
 
     size, streams, *_ = socket.recv_fds(line, SIZE, 64)
-    said = b""
-    while len(said) < int.from_bytes(size, "big"):
+    message = b""
+    while len(message) < int.from_bytes(size, "big"):
         more = line.recv(1 << 16)
-        if not more:  # the asker is gone
+        if not more:  # The client has ended.
             return None
-        said += more
+        message += more
     child = os.fork()
     if child == 0:
         line.close()
-        wanted, *rest = json.loads(said)
+        wanted, *rest = json.loads(message)
         aside = [fcntl.fcntl(stream, fcntl.F_DUPFD, 256) for stream in streams]
         os.closerange(3, 256)
         for number, stream in zip(wanted, aside, strict=True):
@@ -192,7 +192,7 @@ def _shepherd(line):
     os.closerange(0, 3)
     for stream in streams:
         os.close(stream)
-    with contextlib.suppress(OSError):  # the asker may be gone by now
+    with contextlib.suppress(OSError):  # The client may have ended.
         line.sendall(child.to_bytes(SIZE, "big"))
     if line in select.select([line, ended := os.pidfd_open(child)], [], [])[0]:
         os.kill(child, signal.SIGKILL)
@@ -203,45 +203,45 @@ def _shepherd(line):
     return None
 
 
-def become(base, words, folder, variables):
-    """Run `-c code`, `-m module` or `script.py`, and what follows, as a Python would that had begun there."""
+def become(base, arguments, folder, variables):
+    """Run `-c code`, `-m module` or `script.py` with its arguments, as a new Python does."""
     import runpy
     import types
 
     matplotlib, numpy, torch = map(sys.modules.get, ("matplotlib", "numpy", "torch"))
-    if matplotlib is not None and "MPLBACKEND" in variables:  # read as it was imported
+    if matplotlib is not None and "MPLBACKEND" in variables:  # matplotlib reads it only when it is imported.
         matplotlib.rcParams["backend"] = variables["MPLBACKEND"]
     if numpy is not None:
-        numpy.random.seed()  # others than in the last fork; Python's are so by themselves
+        numpy.random.seed()  # Python seeds its own generator in a fork.
     if torch is not None:
         torch.default_generator.seed()
     os.chdir(folder)
     os.environ.clear()
     sys.executable = variables.get("READY_PYTHON", sys.executable)
     os.environ.update(variables)
-    sys.orig_argv = [sys.executable, *words]
+    sys.orig_argv = [sys.executable, *arguments]
     sys.dont_write_bytecode = bool(variables.get("PYTHONDONTWRITEBYTECODE"))
-    while words[0] in OPTIONS:
-        if words.pop(0) == "-u":
+    while arguments[0] in OPTIONS:
+        if arguments.pop(0) == "-u":
             sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.path[:] = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), *base]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__builtins__ = __builtins__
-    if words[0] == "-m":
+    if arguments[0] == "-m":
         sys.path.insert(0, folder)
-        sys.argv = ["-m", *words[2:]]
-        runpy._run_module_as_main(words[1])
+        sys.argv = ["-m", *arguments[2:]]
+        runpy._run_module_as_main(arguments[1])
         return
-    if words[0] == "-c":
+    if arguments[0] == "-c":
         sys.path.insert(0, "")
-        sys.argv = ["-c", *words[2:]]
-        code = compile(words[1], "<string>", "exec")
+        sys.argv = ["-c", *arguments[2:]]
+        code = compile(arguments[1], "<string>", "exec")
     else:
-        assert not words[0].startswith("-"), words
-        sys.path.insert(0, os.path.dirname(os.path.realpath(words[0])))
-        sys.argv = list(words)
-        main.__file__ = os.path.abspath(words[0])
-        with open(words[0], "rb") as file:
+        assert not arguments[0].startswith("-"), arguments
+        sys.path.insert(0, os.path.dirname(os.path.realpath(arguments[0])))
+        sys.argv = list(arguments)
+        main.__file__ = os.path.abspath(arguments[0])
+        with open(arguments[0], "rb") as file:
             code = compile(file.read(), main.__file__, "exec")
     exec(code, main.__dict__)
 
@@ -249,7 +249,7 @@ def become(base, words, folder, variables):
 if __name__ == "__main__":
     if sys.argv[1] == "ask":
         ask(*sys.argv[2:])
-    base = sys.path[1:]  # without this file's folder
+    base = sys.path[1:]  # Without the folder of this file.
     wanted = serve(*sys.argv[2:])
     try:
         become(base, *wanted)
@@ -260,5 +260,5 @@ if __name__ == "__main__":
         while deep is not None and deep.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
             deep = deep.tb_next
         sys.excepthook(type(error), error.with_traceback(deep), deep)
-        sys.excepthook = lambda *error: None  # all is said; the ending is Python's
+        sys.excepthook = lambda *error: None  # The error is printed. Python sets the exit code.
         raise

@@ -1,4 +1,4 @@
-"""Tiny modules and the harness that runs one under lightning.Trainer and under FabricLoop."""
+"""Small modules, and functions that run one with lightning.Trainer and with FabricLoop."""
 
 import logging
 import warnings
@@ -15,32 +15,32 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 def sgd(module):
-    """Stochastic gradient descent with momentum."""
+    """Return SGD with momentum."""
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
 def by_step(module):
-    """The same with a schedule by step."""
+    """Return SGD with a schedule by step."""
     optimizer = sgd(module)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 3, 0.7), "interval": "step"}}
 
 
 def by_epoch(module):
-    """Adam with a schedule by epoch."""
+    """Return Adam with a schedule by epoch."""
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     return [optimizer], [CosineAnnealingLR(optimizer, 4)]
 
 
 def make_data(num=40, features=8, classes=3, seed=0):
-    """A learnable toy problem: (num, features) floats and (num,) labels."""
+    """Return a small problem that can be learned, as (num, features) floats and (num,) labels."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num, features, generator=generator)
     y = (x @ torch.randn(features, classes, generator=generator)).argmax(1)
     return TensorDataset(x, y)
 
 
-def make_loader(num=40, batch_size=4, shuffle=True, seed=0, **words):
-    return DataLoader(make_data(num, seed=seed), batch_size=batch_size, shuffle=shuffle, **words)
+def make_loader(num=40, batch_size=4, shuffle=True, seed=0, **options):
+    return DataLoader(make_data(num, seed=seed), batch_size=batch_size, shuffle=shuffle, **options)
 
 
 class Classifier(pl.LightningModule):
@@ -50,7 +50,7 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 3))
         self.make_optimizers = optimizers or (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
-        self.log_words = {"on_epoch": True, **log}
+        self.log_options = {"on_epoch": True, **log}
 
     def forward(self, x):
         return self.net(x)
@@ -59,7 +59,7 @@ class Classifier(pl.LightningModule):
         x, y = batch
         logits = self(x)
         loss = nn.functional.cross_entropy(logits, y)
-        self.log("train_loss", loss, **self.log_words)
+        self.log("train_loss", loss, **self.log_options)
         self.log("train_acc", (logits.argmax(1) == y).float().mean(), on_step=False, on_epoch=True)
         return loss
 
@@ -74,7 +74,7 @@ class Classifier(pl.LightningModule):
 
 
 class Gan(pl.LightningModule):
-    """A generator that steps each batch, a critic that accumulates two; each toggled, each with a schedule of its own."""
+    """A generator that steps each batch and a critic that accumulates two, with a scheduler each."""
 
     def __init__(self, toggles=True, every=2):
         super().__init__()
@@ -112,42 +112,42 @@ class Gan(pl.LightningModule):
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.95) for o in optimizers]
 
 
-def quiet(**words):
-    """Words for both loops that keep them off the disk and the terminal."""
+def quiet(**options):
+    """Return options by which both loops write no files and print nothing."""
     return {
         "accelerator": "cpu",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        **words,
+        **options,
     }
 
 
-def run_trainer(make_module, make_train, make_val=None, seed=1, fit=None, **words):
-    """Train with lightning.Trainer; returns (trainer, module)."""
+def run_trainer(make_module, make_train, make_val=None, seed=1, fit=None, **options):
+    """Train with lightning.Trainer. Return (trainer, module)."""
     pl.seed_everything(seed, verbose=False)
     module = make_module()
     loaders = (make_train(), make_val() if make_val else None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = pl.Trainer(**quiet(**words))
+        trainer = pl.Trainer(**quiet(**options))
         trainer.fit(module, *loaders, **(fit or {}))
     return trainer, module
 
 
-def run_loop(make_module, make_train, make_val=None, seed=1, fit=None, **words):
-    """Train with FabricLoop; returns (loop, module)."""
+def run_loop(make_module, make_train, make_val=None, seed=1, fit=None, **options):
+    """Train with FabricLoop. Return (loop, module)."""
     pl.seed_everything(seed, verbose=False)
     module = make_module()
     loaders = (make_train(), make_val() if make_val else None)
-    loop = FabricLoop(**quiet(**words))
+    loop = FabricLoop(**quiet(**options))
     loop.fit(module, *loaders, **(fit or {}))
     return loop, module
 
 
 def assert_same_weights(one, other):
-    """Bit for bit."""
+    """Check that two modules have equal weights, bit for bit."""
     first, second = one.state_dict(), other.state_dict()
     assert list(first) == list(second)
     different = [name for name in first if not torch.equal(first[name], second[name])]
@@ -155,17 +155,17 @@ def assert_same_weights(one, other):
 
 
 def assert_same_metrics(one, other):
-    """callback_metrics: the same names and the same bits."""
+    """Check that two runs have equal callback_metrics, bit for bit."""
     first, second = dict(one.callback_metrics), dict(other.callback_metrics)
     assert sorted(first) == sorted(second)
     different = {k: (first[k], second[k]) for k in first if not torch.equal(first[k], second[k])}
     assert not different, different
 
 
-def assert_parity(make_module, make_train, make_val=None, **words):
-    """The same module under both: weights, callback_metrics, epoch and step."""
-    trainer, expected = run_trainer(make_module, make_train, make_val, **words)
-    loop, module = run_loop(make_module, make_train, make_val, **words)
+def assert_parity(make_module, make_train, make_val=None, **options):
+    """Train a module with both, and compare weights, callback_metrics, epoch and step."""
+    trainer, expected = run_trainer(make_module, make_train, make_val, **options)
+    loop, module = run_loop(make_module, make_train, make_val, **options)
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
     assert (trainer.current_epoch, trainer.global_step) == (loop.current_epoch, loop.global_step)

@@ -18,7 +18,7 @@ def _range():
 
 
 def free_port():
-    """Return a port that nobody uses. Each process starts at another one."""
+    """Return a free port. Each process starts its search at another port."""
     ports = _range()
     while True:
         port = ports[(os.getpid() * 1009 + next(_COUNT)) % len(ports)]

@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: plain owners, files as they lie on disk, a run as a kill would leave it."""
+"""Shared code for tests of whole runs: plain objects, the files of a run, copies of a run as after a kill."""
 
 import csv
 import io
@@ -20,23 +20,23 @@ from fabric_template import FabricLoop
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
 
-def loud(root=".", **words):
-    """Words for a loop that keeps its files, and stays off the terminal."""
+def loud(root=".", **options):
+    """Return options by which a loop writes its files and prints nothing."""
     return {
         "accelerator": "cpu",
         "default_root_dir": str(root),
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        **words,
+        **options,
     }
 
 
-def fit(root, make_module=Classifier, train=None, val=None, seed=1, resume=None, load=None, given=None, **words):
-    """Train into a folder; returns (loop, module, history). `train` and `val` make the loaders after seeding."""
+def fit(root, make_module=Classifier, train=None, val=None, seed=1, resume=None, load=None, given=None, **options):
+    """Train in a folder. Return (loop, module, history). `train` and `val` make the loaders after seeding."""
     seed_everything(seed, verbose=False)
     module = make_module()
     loaders = (train or make_loader)(), (val() if val else None)
-    loop = FabricLoop(**loud(root, **words))
+    loop = FabricLoop(**loud(root, **options))
     history = loop.fit(module, *loaders, resume=resume, load=load, **(given(module) if given else {}))
     return loop, module, history
 
@@ -46,7 +46,7 @@ def val_loader():
 
 
 class Plain:
-    """An object with step methods and no base class; returns what it wants in its history."""
+    """An object with step methods and no base class. Its steps return the values for the history."""
 
     def __init__(self, dropout=0.2):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
@@ -63,7 +63,7 @@ class Plain:
 
 
 def same(one, other):
-    """Whether two nests of tensors and values are equal bit for bit."""
+    """Return whether two nested values are equal, tensors bit for bit."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -73,13 +73,13 @@ def same(one, other):
     return one == other or (one != one and other != other)
 
 
-def weights_of(owner):
-    """The state dict of a module, or of a plain object's net."""
-    return (owner if isinstance(owner, nn.Module) else owner.net).state_dict()
+def weights_of(model):
+    """Return the state dict of a module, or of a plain object's net."""
+    return (model if isinstance(model, nn.Module) else model.net).state_dict()
 
 
 def without_time(path):
-    """A CSV file's text, its time column dropped; None where there is no file."""
+    """Return the text of a CSV file without its time column; None if there is no file."""
     path = Path(path)
     if not path.exists():
         return None
@@ -89,20 +89,20 @@ def without_time(path):
 
 
 def logs_of(root, version=0, name="run"):
-    """(metrics.csv, steps.csv) of a run, time dropped."""
+    """Return the texts of metrics.csv and steps.csv of a run without their time columns."""
     folder = Path(root, "logs", name, f"version_{version}")
     return without_time(folder / "metrics.csv"), without_time(folder / "steps.csv")
 
 
 def tree(root):
-    """Every file under a folder, by its path, the empty folders included; the lock of a version aside."""
+    """Return the paths of all files and empty folders under a folder, but not the .lock files."""
     paths = (path for path in Path(root).rglob("*") if path.is_file() or not any(path.iterdir()))
     paths = (path for path in paths if path.name != ".lock")
     return sorted(path.relative_to(root).as_posix() for path in paths)
 
 
 def assert_same_end(one, other):
-    """Two runs, each (loop, module, history): weights, optimizers, schedulers, metrics, counters and rows are equal."""
+    """Check that two runs, each (loop, module, history), have equal weights, states, metrics, counters and rows."""
     (first, module, rows), (second, other_module, other_rows) = one, other
     assert same(weights_of(module), weights_of(other_module))
     states = [[optimizer.state_dict() for optimizer in loop.optimizers] for loop in (first, second)]
@@ -116,11 +116,11 @@ def assert_same_end(one, other):
 
 
 class Snapshots(Callback):
-    """Copies a run's folder before each batch but the first, as a kill would find it there: <to>/<batches so far>."""
+    """Copy a run's folder to <to>/<number of batches> before each batch but the first, as a kill would leave it."""
 
     def __init__(self, root, to):
         self.root, self.to = Path(root), Path(to)
-        self.batches = itertools.count()  # no plain number: that would be part of what a checkpoint knows of the run
+        self.batches = itertools.count()  # Not a plain number, which state_dict() would save.
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if (batches := next(self.batches)) and trainer.is_global_zero:
@@ -128,13 +128,13 @@ class Snapshots(Callback):
 
 
 def source_of(code, file=__file__):
-    """A command that runs the code in a Python of its own, with the tests' modules and what lies beside `file` at hand."""
+    """Return a command that runs code in a new Python, which can import the tests' modules and those beside `file`."""
     path = [str(Path(__file__).parent), str(Path(__file__).parent.parent), str(Path(file).parent)]
     return ready([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"])
 
 
 def copied(rank, source, target):
-    """A folder once more, for all ranks."""
+    """Copy a folder, in a run of several processes."""
     torch.distributed.barrier()
     if rank == 0:
         shutil.copytree(source, target)
