@@ -304,10 +304,11 @@ class TrainLoaders(StageLoaders):
         self.is_used, self._num_given = True, batches_done + self.extra_batches
 
     def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
-        """Yield (batch on the device, whether it is the last one)."""
-        transfer = make_transfer(self.run)
-        for batch, is_last in self.raw_batches(batches_done):
-            yield (batch if transfer is None else transfer(batch, 0)), is_last
+        """Return an iterator of (batch on the device, whether it is the last one)."""
+        transfer, batches = make_transfer(self.run), self.raw_batches(batches_done)
+        if transfer is None:
+            return batches
+        return ((transfer(batch, 0), is_last) for batch, is_last in batches)
 
     def raw_batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""

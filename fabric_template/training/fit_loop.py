@@ -112,7 +112,8 @@ def train_batches(run: RunState) -> None:
 def end_step(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:
     """Step the schedulers, call ``on_train_batch_end``, and end the batch."""
     run.progress.phase = "batch_end"
-    after_optimizer_step(run)
+    if run.lr_schedulers:
+        after_optimizer_step(run)
     run.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
     run.results.end_batch()
     end_batch(run)
@@ -121,19 +122,20 @@ def end_step(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:
 def end_batch(run: RunState) -> None:
     """Log, validate if it is due, listen to signals, save. The end of a batch exists only here."""
     progress, is_stepping = run.progress, is_step_due(run)
-    is_logging = is_stepping or not run.module.automatic_optimization
+    is_logging = is_stepping or not run.optimization.is_automatic
     if is_logging and run.results.train.has_step_values and progress.phase == "batch_end":
         run.loggers.log_step(run)
     if run.console.is_enabled:
         run.console.update(run)
     if progress.phase in ("validation", "validation_end") or run.validation_schedule.is_due():
         validate(run)
-    step_lr_schedulers(run, "step", plateau=True)
+    if run.lr_schedulers:
+        step_lr_schedulers(run, "step", plateau=True)
     progress.phase = None
     if is_stepping:
         progress.logging_step += 1
         progress.batches_at_last_step = progress.batches_done
-        if run.signals.received is not None or run.fabric.world_size > 1:
+        if run.signals.received is not None or run.is_distributed:
             run.signals.check(run)
         if run.config.save_every_n_steps:
             run.checkpoints.save_step(run)

@@ -70,14 +70,14 @@ class Hooks:
         self.current: str | None = None
         self._module_for = module_for
         self._known_callbacks: list[Any] = []
-        self._methods: dict[str, tuple[list[Callable], Callable | None]] = {}
-        self._unused: set[str] = set()
+        self._methods: dict[str, tuple[list[Callable], Callable | None] | None] = {}
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a hook of the callbacks, then of the module. Returns what the module returned."""
-        if not self.is_used(name):
+        methods = self._find(name)
+        if methods is None:
             return None
-        of_callbacks, of_module = self._methods[name]
+        of_callbacks, of_module = methods
         previous, self.current = self.current, name
         for method in of_callbacks:
             method(*args)
@@ -86,17 +86,20 @@ class Hooks:
 
     def is_used(self, name: str) -> bool:
         """Return whether any callback or the module overrides a hook."""
+        return self._find(name) is not None
+
+    def _find(self, name: str) -> tuple[list[Callable], Callable | None] | None:
+        """Return the methods of callbacks and module that override a hook; None if nobody does."""
         if self.callbacks != self._known_callbacks:
             self._known_callbacks = list(self.callbacks)
             self._methods.clear()
-            self._unused.clear()
         if name not in self._methods:
             found = [self._callback_method(callback, name) for callback in self.callbacks]
-            methods = [method for method in found if method is not None]
-            self._methods[name] = (methods, self.module_method(name))
-            if self._methods[name] == ([], None):
-                self._unused.add(name)
-        return name not in self._unused
+            of_callbacks = [method for method in found if method is not None]
+            of_module = self.module_method(name)
+            is_used = bool(of_callbacks) or of_module is not None
+            self._methods[name] = (of_callbacks, of_module) if is_used else None
+        return self._methods[name]
 
     def call_callbacks(
         self, name: str, *args: Any, callbacks: list[Any] | None = None, **kwargs: Any

@@ -43,6 +43,8 @@ def starts_window(run: RunState) -> bool:
 class Optimization:
     """Call steps and prepare gradients, for automatic and manual optimization."""
 
+    is_automatic: bool
+
     def __init__(self, run: RunState) -> None:
         self.run = run
         # StochasticWeightAveraging updates the statistics of BatchNorm by forward passes alone.
@@ -54,40 +56,40 @@ class Optimization:
         """Look up what each batch needs. Called again when the optimizers change."""
         run, hooks = self.run, self.run.hooks
         step = hooks.source.training_step
-        self._step = run.make_step("training_step", step)
-        self._takes_batch_idx = takes_batch_idx(step) and not takes_iterator(step)
+        self.call_step = run.make_step("training_step", step)
+        if takes_iterator(step) or not takes_batch_idx(step):
+            call_with_batch = self.call_step
+            self.call_step = lambda batch, batch_idx: call_with_batch(batch)
+        self._is_plain = run.steps.is_plain
         self._scaler = getattr(run.fabric.strategy.precision, "scaler", None)
         self._own_backward = hooks.module_method("backward")
         self._own_clipping = hooks.module_method("configure_gradient_clipping")
         action = f"[Strategy]{type(run.fabric.strategy).__name__}.backward"
         self._backward = hooks.with_profiler(action, self._run_backward)
 
-    def call_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run ``training_step``."""
-        return self._step(batch, batch_idx) if self._takes_batch_idx else self._step(batch)
-
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients, with the hooks around it."""
         self._backward(loss, *args, **kwargs)
 
     def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self.run.hooks.call("on_before_backward", loss)
-        if self.run.steps.is_plain and self._own_backward is None:
-            loss.backward(*args, **kwargs)
-        elif self._own_backward is None:
-            self.run.fabric.strategy.backward(loss, None, *args, **kwargs)
-        else:
+        hooks = self.run.hooks
+        hooks.call("on_before_backward", loss)
+        if self._own_backward is not None:
             scaled = loss if self._scaler is None else self._scaler.scale(loss)
             self._own_backward(scaled, *args, **kwargs)
-        self.run.hooks.call("on_after_backward")
+        elif self._is_plain:
+            loss.backward(*args, **kwargs)
+        else:
+            self.run.fabric.strategy.backward(loss, None, *args, **kwargs)
+        hooks.call("on_after_backward")
 
     def prepare_step(self, optimizer: Optimizer) -> None:
         """Call the hook that sees the gradients, and clip them."""
         self.run.hooks.call("on_before_optimizer_step", optimizer)
-        if not self.run.module.automatic_optimization:
+        config = self.run.config
+        value, algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
+        if not self.is_automatic:
             return
-        value = self.run.config.gradient_clip_val
-        algorithm = self.run.config.gradient_clip_algorithm
         if self._own_clipping is not None:
             kind = GradClipAlgorithmType(algorithm.lower()) if algorithm else None
             self._own_clipping(optimizer, gradient_clip_val=value, gradient_clip_algorithm=kind)
@@ -111,7 +113,7 @@ class Optimization:
             strategy = self.run.fabric.strategy
             return strategy.optimizer_step(optimizer, closure=closure_and_clip, **kwargs)
         result = closure()
-        is_skipped = result is None and self.run.module.automatic_optimization
+        is_skipped = result is None and self.is_automatic
         if not is_skipped and not unscales_itself(optimizer):
             scaler.unscale_(optimizer)
         self.prepare_step(optimizer)
@@ -148,6 +150,8 @@ class AutomaticOptimization(Optimization):
         on_before_optimizer_step, clipping, step    # last batch of an accumulation window
     """
 
+    is_automatic = True
+
     def setup(self) -> None:
         super().setup()
         run, hooks = self.run, self.run.hooks
@@ -175,23 +179,23 @@ class AutomaticOptimization(Optimization):
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Train on one batch. Returns what ``on_train_batch_end`` gets as its outputs."""
-        self._batch, self._batch_idx = batch, batch_idx
+        run, progress = self.run, self.run.progress
         self._outputs: dict[str, Any] = {}
-        if is_step_due(self.run):
-            self._take_step()
-            self.run.progress.global_step += 1
-            self.run.progress.optimizer_steps_in_epoch += 1
+        if is_step_due(run):
+            self._take_step(batch, batch_idx)
+            progress.global_step += 1
+            progress.optimizer_steps_in_epoch += 1
         else:
-            with self.run.steps.no_backward_sync():
-                self._forward_backward()
-        outputs, self._outputs, self._batch = self._outputs, {}, None
+            with run.steps.no_backward_sync():
+                self._forward_backward(batch, batch_idx)
+        outputs, self._outputs = self._outputs, {}
         return outputs
 
-    def _step_plainly(self) -> None:
+    def _step_plainly(self, batch: Any, batch_idx: int) -> None:
         """Forward, loss, backward, clip, step."""
-        loss = self._forward_backward()
+        loss = self._forward_backward(batch, batch_idx)
         self.prepare_step(self._optimizer)
-        if self.run.steps.is_plain:
+        if self._is_plain:
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
@@ -200,7 +204,7 @@ class AutomaticOptimization(Optimization):
         # What keeps its graph by itself would double its memory.
         self.last_loss = loss if self._own_backward is None else None
 
-    def _step_with_closure(self) -> None:
+    def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
         """Let the optimizer, or the module's ``optimizer_step``, call the closure."""
         was_called = False
 
@@ -208,14 +212,14 @@ class AutomaticOptimization(Optimization):
         def closure() -> Any:
             nonlocal was_called
             was_called = True
-            loss = self._forward_backward()
+            loss = self._forward_backward(batch, batch_idx)
             return None if loss is None else loss.detach()
 
         if self._own_step is None:
             self.optimizer_step(self._optimizer, closure)
         else:
             wrapped = self.run.loop.strategy.lightning_optimizers[0]
-            self._own_step(self.run.progress.epochs_done, self._batch_idx, wrapped, closure)
+            self._own_step(self.run.progress.epochs_done, batch_idx, wrapped, closure)
         if not was_called:
             raise ConfigurationError(
                 "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your"
@@ -223,38 +227,38 @@ class AutomaticOptimization(Optimization):
                 " `optimizer.step(optimizer_closure)` call did not execute it internally."
             )
 
-    def _forward_backward(self) -> Tensor | None:
+    def _forward_backward(self, batch: Any, batch_idx: int) -> Tensor | None:
         """Run the step and backward. Returns the loss, or None if the step skipped the batch."""
-        output = self.call_step(self._batch, self._batch_idx)
-        loss = output if isinstance(output, Tensor) else find_loss(output, self.run)
+        run = self.run
+        output = self.call_step(batch, batch_idx)
+        loss = output if isinstance(output, Tensor) else find_loss(output, run)
         if loss is not None:
             if not loss.requires_grad and not self.skip_backward:
                 raise ConfigurationError(
-                    f"training_step: got a loss without gradient at batch {self._batch_idx}, expected"
-                    " a tensor computed from the model's parameters. Remove detach(), no_grad() or"
+                    f"training_step: got a loss without gradient at batch {batch_idx}, expected a"
+                    " tensor computed from the model's parameters. Remove detach(), no_grad() or"
                     " requires_grad=False."
                 )
-            self.run.history.add_train_output(output, loss)
-            if self.run.accumulate_grad_batches > 1:
-                loss = loss / self.run.accumulate_grad_batches
-            if self.run.hooks.is_used("on_train_batch_end"):
+            run.history.add_train_output(output, loss)
+            if run.accumulate_grad_batches > 1:
+                loss = loss / run.accumulate_grad_batches
+            if run.hooks.is_used("on_train_batch_end"):
                 extras = output if isinstance(output, Mapping) else {}
                 self._outputs = {**extras, "loss": loss.detach()}
         if self.skip_backward:
             return loss
-        if starts_window(self.run):
-            self._zero_grad()
+        if starts_window(run):
+            self._zero_grad(batch_idx)
         if loss is not None:
             self._backward(loss)
         return loss
 
-    def _zero_grad(self) -> None:
+    def _zero_grad(self, batch_idx: int) -> None:
         self.run.hooks.call("on_before_zero_grad", self._optimizer)
         if self._own_zero_grad is None:
             self._optimizer.zero_grad()
         else:
-            epoch = self.run.progress.epochs_done
-            self._own_zero_grad(epoch, self._batch_idx, self._optimizer)
+            self._own_zero_grad(self.run.progress.epochs_done, batch_idx, self._optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients of an accumulation window that has not ended."""
@@ -265,6 +269,8 @@ class AutomaticOptimization(Optimization):
 
 class ManualOptimization(Optimization):
     """One batch of manual optimization: ``training_step`` steps its optimizers itself."""
+
+    is_automatic = False
 
     def setup(self) -> None:
         super().setup()

@@ -105,7 +105,8 @@ class RunState:
         has_timer = any(is_instance_of(callback, "Timer") for callback in loop.callbacks)
         has_bar = any(is_instance_of(callback, "ProgressBar") for callback in loop.callbacks)
         shows_console = bool(config.enable_progress_bar) and not has_bar and fabric.is_global_zero
-        all_reduce = fabric.all_reduce if fabric.world_size > 1 else None
+        self.is_distributed = fabric.world_size > 1
+        all_reduce = fabric.all_reduce if self.is_distributed else None
         is_logging = not config.barebones
         self.results = ResultCollection(self.hooks, self.network, all_reduce, is_logging)
         self.history = History()
