@@ -1,0 +1,29 @@
+"""Write the table of options in reference.md from the documentation of each field."""
+
+import dataclasses
+from pathlib import Path
+
+from fabric_template.config import LoopArguments, document_fields
+
+PAGE = Path(__file__).with_name("reference.md")
+HEAD = "| option | default | |\n|---|---|---|\n"
+
+
+def options_table() -> str:
+    """Return a row for each argument of FabricLoop."""
+    texts = document_fields()
+    return HEAD + "".join(
+        f"| `{field.name}` | `{field.default!r}` | {texts[field.name]} |\n"
+        for field in dataclasses.fields(LoopArguments)
+    )
+
+
+def insert_table(page: str) -> str:
+    """Return the page with the table as it is now."""
+    before, _, rest = page.partition(HEAD)
+    _, _, after = rest.partition("\n\n")
+    return f"{before}{options_table()}\n{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(insert_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
