@@ -65,7 +65,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
     "runs": {
         "paths": {"nargs": "*", "default": [], "help": "A folder, diff RUN RUN, or best FOLDER."},
         "--metric": {"help": "The metric to judge by. Default: the run's monitor."},
-        "--mode": {"help": "Which value is best, min or max."},
         "--html": {"help": "Write the table and the curves into this file, for a browser."},
     },
     "compare": {

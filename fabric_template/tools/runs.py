@@ -8,8 +8,6 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +52,7 @@ def list_runs(folder: str | os.PathLike = "logs", metric: str | None = None) -> 
     return pd.DataFrame(find_runs(folder, metric), columns=COLUMNS)
 
 
-def find_runs(
-    folder: str | os.PathLike, metric: str | None = None, mode: str | None = None
-) -> list[Run]:
+def find_runs(folder: str | os.PathLike, metric: str | None = None) -> list[Run]:
     """Return every run below a folder, sorted by name and version."""
     root = Path(os.path.abspath(folder))
     if not root.is_dir():
@@ -65,13 +61,11 @@ def find_runs(
     for path, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name != "checkpoints"]
         if "metrics.csv" in files or "hparams.yaml" in files:
-            runs.append(read_run(Path(path), root, metric, mode))
+            runs.append(read_run(Path(path), root, metric))
     runs.sort(key=lambda run: (run["name"], isinstance(run["version"], str), run["version"]))
-    for _, group in groupby(runs, key=itemgetter("name")):
-        same_name = list(group)
-        names = differing_options(same_name)
-        for run in same_name:
-            run["changed"] = {name: run["options"].get(name) for name in names}
+    for run in runs:
+        names = differing_options([other for other in runs if other["name"] == run["name"]])
+        run["changed"] = {name: run["options"].get(name) for name in names}
     return runs
 
 
@@ -85,12 +79,12 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
     return differing
 
 
-def read_run(folder: Path, root: Path, metric: str | None = None, mode: str | None = None) -> Run:
+def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
     """Read the run in a folder; its name is the path from the root to the folder above."""
     is_below = root in folder.parent.parents
     number = folder.name.removeprefix("version_")
     state, resumed_from = read_lock(folder / ".lock")
-    rows = read_rows(folder)
+    rows, options = read_rows(folder), read_options(folder)
     run: Run = {
         "name": folder.parent.relative_to(root).as_posix() if is_below else folder.parent.name,
         "version": int(number) if number.isdigit() else folder.name,
@@ -99,18 +93,16 @@ def read_run(folder: Path, root: Path, metric: str | None = None, mode: str | No
         "seconds": float(rows["time"].sum()) if "time" in rows else 0.0,
         "resumed_from": resumed_from,
         "folder": str(folder),
-        "options": read_options(folder),
+        "options": options,
         "rows": rows,
     }
     metrics = [name for name in rows if name not in NOT_METRICS]
-    validated = [name for name in metrics if "val" in name]
-    losses = [name for name in validated if "loss" in name]
-    monitor = [name for name in metrics if name == run["options"].get("monitor")]
-    default = next(iter([*monitor, *losses, *validated, *metrics]), None)
-    return run | find_best(run, metric or default, mode)
+    # False is less than True, and the first of equals is the least.
+    metrics.sort(key=lambda name: (name != options.get("monitor"), "val" not in name))
+    return run | find_best(run, metric or next(iter(metrics), None))
 
 
-def find_best(run: Run, metric: str | None, mode: str | None = None) -> dict[str, Any]:
+def find_best(run: Run, metric: str | None) -> dict[str, Any]:
     """Return the best value of a metric and its epoch.
 
     The mode is that of the monitor, or "min" for the names of losses and errors.
@@ -119,16 +111,12 @@ def find_best(run: Run, metric: str | None, mode: str | None = None) -> dict[str
     rows = rows[rows[metric].abs() < float("inf")] if metric in rows else rows[:0]
     if not len(rows):
         return {"metric": metric, "best": None, "best_epoch": None}
-    if mode is None and metric == options.get("monitor"):
-        mode = options.get("mode")
-    is_min = mode == "min" if mode else LOWER_IS_BETTER.search(str(metric))
-    row = rows.loc[rows[metric].idxmin() if is_min else rows[metric].idxmax()]
-    return {
-        "metric": metric,
-        "best": float(row[metric]),
-        "best_epoch": int(row.get("epoch", 0)),
-        "mode": "min" if is_min else "max",
-    }
+    mode = "min" if LOWER_IS_BETTER.search(str(metric)) else "max"
+    if metric == options.get("monitor"):
+        mode = options.get("mode", mode)
+    row = rows.loc[rows[metric].idxmin() if mode == "min" else rows[metric].idxmax()]
+    best_epoch = int(row.get("epoch", 0))
+    return {"metric": metric, "best": float(row[metric]), "best_epoch": best_epoch, "mode": mode}
 
 
 def read_rows(folder: Path) -> pd.DataFrame:
@@ -201,26 +189,17 @@ def read_options(folder: Path) -> dict[str, Any]:
 
 
 def runs_command(
-    paths: Sequence[str] = (),
-    *,
-    metric: str | None = None,
-    mode: str | None = None,
-    html: str | None = None,
+    paths: Sequence[str] = (), *, metric: str | None = None, html: str | None = None
 ) -> int:
     """List runs, compare two (`diff RUN RUN`), or find the best (`best --metric METRIC`)."""
-    action = paths[0] if paths and paths[0] in ("diff", "best") else "list"
-    folders = list(paths) if action == "list" else list(paths[1:])
-    if mode not in (None, "min", "max"):
-        raise ValueError(f"--mode: got {mode}, expected min or max. Write --mode min.")
+    action, *folders = paths if paths and paths[0] in ("diff", "best") else ["list", *paths]
+    if len(folders) != 2 if action == "diff" else len(folders) > 1:
+        expected = "two runs" if action == "diff" else "one folder"
+        raise ValueError(f"runs: got {' '.join(paths)}, expected {expected}. Write logs/digits.")
     if action == "diff":
-        if len(folders) != 2:
-            raise ValueError(f"runs diff: got {len(folders)} runs, expected 2. Pass their folders.")
         print(format_table(diff_runs(*map(find_run, folders))))
         return 0
-    if len(folders) > 1:
-        raise ValueError(f"runs: got {' '.join(paths)}, expected one folder. Pass the root of all.")
-    folder = folders[0] if folders else "logs"
-    runs = find_runs(folder, metric, mode)
+    runs = find_runs(folders[0] if folders else "logs", metric)
     names = dict.fromkeys(name for run in runs for name in run["rows"] if name not in NOT_METRICS)
     if (metric is not None or action == "best") and metric not in names:
         expected = ", ".join(names) or "a logged metric"
@@ -229,10 +208,8 @@ def runs_command(
         print_best([run for run in runs if run["best"] is not None])
     elif html is not None:
         write_page(runs, metric, Path(html))
-    elif runs:
-        print(format_table([HEADER, *map(to_cells, runs)]))
     else:
-        print(f"There are no runs in {folder!r}.")
+        print(format_table([HEADER, *map(to_cells, runs)]))
     return 0
 
 
@@ -241,7 +218,7 @@ def find_run(path: str) -> Run:
     for folder in (Path(path), Path("logs", path)):
         if (folder / "metrics.csv").is_file():
             return read_run(folder.absolute(), Path("logs").absolute())
-    raise ValueError(f"runs diff: got {path}, expected a run. Write logs/digits/version_0.")
+    raise ValueError(f"runs: got {path}, expected a run. Write logs/digits/version_0.")
 
 
 def to_cells(run: Run) -> tuple[str, ...]:
@@ -266,24 +243,15 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
     """Return a table of the options in which two runs differ, and of their results."""
     first, second = to_cells(a), to_cells(b)
-    table: list[tuple[str, ...]] = [("", first[0], second[0], "differs")]
+    table: list[tuple[str, ...]] = [("", first[0], second[0])]
     for option in differing_options([a, b]):
-        values = [str(run["options"].get(option, "")) for run in (a, b)]
-        table.append((option, *values, ""))
-    table += [(HEADER[i], first[i], second[i], "") for i in (1, 2, 6)]
+        table.append((option, *(str(run["options"].get(option, "")) for run in (a, b))))
+    table += [(HEADER[i], first[i], second[i]) for i in (1, 2, 6)]
     for metric in dict.fromkeys([*a["rows"], *b["rows"]]):
-        if metric in NOT_METRICS:
-            continue
-        values = [run["rows"].get(metric, []) for run in (a, b)]
-        epochs = a["rows"].get("epoch", a["rows"].index)
-        rows = zip(epochs, *values, strict=False)
-        unequal = [epoch for epoch, value, other in rows if value != other and value == value]
-        texts = []
-        for run in (a, b):
-            best = find_best(run, metric)
-            is_found = best["best"] is not None
-            texts.append(f"{best['best']:.6g} in epoch {best['best_epoch']}" if is_found else "")
-        table.append((f"best {metric}", *texts, f"from epoch {unequal[0]}" if unequal else "no"))
+        if metric not in NOT_METRICS:
+            cells = [to_cells(run | find_best(run, metric)) for run in (a, b)]
+            bests = [f"{c[4]} in epoch {c[5]}" if c[4] else "" for c in cells]
+            table.append((f"best {metric}", *bests))
     return table
 
 
@@ -305,17 +273,12 @@ def write_page(runs: Sequence[Run], metric: str | None, path: Path) -> None:
 
     from .plots import render_picture
 
-    if not path.parent.is_dir():
-        raise ValueError(f"--html: got {path}, expected a file in a folder that exists.")
     picture = render_picture([run["folder"] for run in runs if len(run["rows"])], metrics=metric)
     data = base64.b64encode(picture).decode()
-    frame = pd.DataFrame([to_cells(run) for run in runs], columns=HEADER)
     with pd.option_context("display.max_colwidth", None):
-        table = frame.to_html(index=False)
-    style = (
-        "body { font: 15px system-ui } img { max-width: 100% } table { border-collapse: collapse }"
-    )
-    head = f'<!doctype html>\n<meta charset="utf-8">\n<title>Runs</title>\n<style>{style}</style>\n'
-    image = f'<img alt="Curves of the runs" src="data:image/png;base64,{data}">'
-    path.write_text(f"{head}<h1>Runs: {len(runs)}</h1>\n{image}\n{table}\n", "utf-8", "replace")
+        table = pd.DataFrame([to_cells(run) for run in runs], columns=HEADER).to_html(index=False)
+    image = f'<img alt="Curves of the runs" width="100%" src="data:image/png;base64,{data}">'
+    head = '<!doctype html>\n<meta charset="utf-8">\n<title>Runs</title>\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{head}{image}\n{table}\n", "utf-8", "replace")
     print(f"page        {path}: {len(runs)} runs")

@@ -212,7 +212,6 @@ def test_list_and_best(capsys):
     assert run_command(capsys, "best", "--metric", "val_acc")[1] == (
         f"best        val_acc 0.6 in epoch 1\nrun         {folder}\ncheckpoint  {checkpoint}\n"
     )
-    assert "0.1 in epoch 0" in run_command(capsys, "best", "logs/digits", "--metric", "val_acc", "--mode", "min")[1]
 
 
 def test_diff(capsys):
@@ -221,14 +220,14 @@ def test_diff(capsys):
     code, out, _ = run_command(capsys, "diff", "digits/version_0", "logs/digits/version_1")
     assert (code, out) == (
         0,
-        "               digits/version_0     digits/version_1  differs\n"
+        "               digits/version_0    digits/version_1\n"
         "hidden         8\n"
-        "state          finished             failed\n"
-        "epochs         3                    2\n"
-        "trained        0:01:30              0:01:00\n"
-        "best val_loss  0.333333 in epoch 2  0.5 in epoch 1    no\n"
-        "best lr        0.1 in epoch 0       0.1 in epoch 0    no\n"
-        "best val_acc   0.5 in epoch 1       0.7 in epoch 1    from epoch 1\n",
+        "state          finished            failed\n"
+        "epochs         3                   2\n"
+        "trained        0:01:30             0:01:00\n"
+        "best val_loss  0.33333 in epoch 2  0.5 in epoch 1\n"
+        "best lr        0.1 in epoch 0      0.1 in epoch 0\n"
+        "best val_acc   0.5 in epoch 1      0.7 in epoch 1\n",
     )
 
 
@@ -237,12 +236,10 @@ def test_diff(capsys):
     [
         (["nowhere"], "runs: got 'nowhere', expected a folder."),
         (["logs", "more"], "runs: got logs more, expected one folder."),
-        (["diff", "digits/version_0"], "runs diff: got 1 runs, expected 2."),
-        (["diff", "digits/version_0", "b"], "runs diff: got b, expected a run."),
+        (["diff", "digits/version_0"], "runs: got diff digits/version_0, expected two runs."),
+        (["diff", "digits/version_0", "b"], "runs: got b, expected a run."),
         (["best"], "--metric: got no metric, expected val_loss."),
         (["--metric", "f1"], "--metric: got f1, expected val_loss."),
-        (["--mode", "low"], "--mode: got low, expected min or max."),
-        (["--html", "no/page.html"], "--html: got no/page.html, expected a file in a folder that exists"),
     ],
 )
 def test_errors_are_one_line(capsys, arguments, error):
@@ -258,7 +255,7 @@ def test_no_runs_and_no_heavy_imports():
         "print({'torch', 'pandas', 'matplotlib'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "There are no runs in '.'.\nset()\n", done.stderr
+    assert done.stdout.endswith("\nset()\n"), done.stderr
 
 
 # ---- the page
