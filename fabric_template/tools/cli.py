@@ -85,7 +85,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
     "copy": {
         "path": {"help": "The folder to write, or with --mini the file, src/train_loop.py."},
         "--mini": {**FLAG, "help": "Copy MiniLoop, the single file."},
-        "--force": {**FLAG, "help": "Renew an older copy. Its files are kept beside it."},
     },
     "diff": {
         "path": {"help": COPY},
@@ -95,7 +94,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
     "update": {
         "path": {"help": COPY},
         "--dry-run": {**FLAG, "help": "Write nothing, only show what would change."},
-        "--force": {**FLAG, "help": "Update a copy that is not committed, too, after a backup."},
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of them."}},
 }

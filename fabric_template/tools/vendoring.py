@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from itertools import count
 from pathlib import Path
 
 from .. import __version__
@@ -51,42 +49,23 @@ class Copy:
         return self.target if self.is_file else self.target / name
 
     def write(self, changes: Changes) -> None:
-        """Write or remove each file before its original, so that a crash can be repaired."""
-        for name in sorted({*changes, *self.original, *self.upstream}):
-            if name in changes:
-                write_file(self.path(name), changes[name])
-            if self.original.get(name) != self.upstream.get(name):
-                write_file(self.hidden / name, self.upstream.get(name))
+        """Write or remove files, and renew the hidden folder."""
+        for name, data in changes.items():
+            write_file(self.path(name), data)
+        for name in {*self.original, *self.upstream}:
+            write_file(self.hidden / name, self.upstream.get(name))
         write_file(self.hidden / "README.md", README.format(version=__version__).encode())
 
-    def back_up(self) -> None:
-        """Keep what is there in a new hidden folder beside the copy."""
-        folders = (self.target.with_name(f".{self.target.stem}.before_{n}") for n in count())
-        backup = next(folder for folder in folders if not folder.exists())
-        if self.is_file:
-            backup.mkdir()
-            shutil.copy2(self.target, backup)
-        else:
-            shutil.copytree(self.target, backup, ignore=shutil.ignore_patterns("__pycache__"))
-        if self.is_file and self.hidden.is_dir():
-            shutil.copytree(self.hidden, backup / self.hidden.name)
-        print(f"backup      {os.path.relpath(backup)} has the previous files")
 
-
-def copy_command(path: str, *, mini: bool = False, force: bool = False) -> int:
+def copy_command(path: str, *, mini: bool = False) -> int:
     """Copy this package, or its single file, into a project."""
     copy = Copy(path)
     if copy.is_file != mini or not copy.target.name.removesuffix(".py").isidentifier():
         example = "--mini src/train_loop.py" if mini or copy.is_file else "src/my_loop"
         raise ValueError(f"copy: got {path}, expected a Python name. Write `copy {example}`.")
-    changes: Changes = dict.fromkeys(copy.original)
-    changes.update(copy.upstream)
-    is_used = copy.target.exists() and (mini or any(copy.target.iterdir()))
-    if is_used and not changes.items() <= copy.current.items():
-        if not force or not {"loop.py", MINI} & copy.current.keys():
-            raise ValueError(f"copy: got {path}, expected a new path. Use update or --force.")
-        copy.back_up()
-    copy.write(changes)
+    if copy.target.exists() and (mini or any(copy.target.iterdir())):
+        raise ValueError(f"copy: got {path}, expected a new path. Use update for a copy.")
+    copy.write(dict(copy.upstream))
     print(f"copied      {'MiniLoop' if mini else f'{len(copy.upstream)} files'} to {path}")
     print(f"use         from {copy.target.stem} import {'MiniLoop' if mini else 'FabricLoop'}")
     print(f"compare     fabric-template diff {path}\nupdate      fabric-template update {path}")
@@ -118,7 +97,7 @@ def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> i
     return 1 if text else 0
 
 
-def update_command(path: str, *, dry_run: bool = False, force: bool = False) -> int:
+def update_command(path: str, *, dry_run: bool = False) -> int:
     """Bring the installed version into a copy, beside what you have changed in it.
 
     Files that both have changed are merged by git. Conflicts are marked in the file.
@@ -130,23 +109,6 @@ def update_command(path: str, *, dry_run: bool = False, force: bool = False) -> 
     if copy.original == copy.upstream and copy.version == __version__:
         print(f"the same    {path} has all of {__version__}")
         return 0
-    changes, outcomes = plan_update(copy)
-    if not dry_run:
-        if not force:
-            check_committed(copy, changes)
-        elif changes:
-            copy.back_up()
-        copy.write(changes)
-    print(f"{'dry run' if dry_run else 'updated':12}{path} from {copy.version} to {__version__}")
-    for outcome, names in outcomes.items():
-        print(f"{outcome:12}{', '.join(names)}")
-    if "conflict" in outcomes and not dry_run:
-        print("next        choose between the lines at <<<<<<<, run your tests, commit")
-    return 1 if "conflict" in outcomes or "kept" in outcomes else 0
-
-
-def plan_update(copy: Copy) -> tuple[Changes, dict[str, list[str]]]:
-    """Return what an update writes, and the files by what happens to them."""
     changes: Changes = {}
     outcomes: dict[str, list[str]] = {}
     for name in sorted({*copy.original, *copy.upstream}):
@@ -155,7 +117,15 @@ def plan_update(copy: Copy) -> tuple[Changes, dict[str, list[str]]]:
             changes[name] = data
         if outcome:
             outcomes.setdefault(outcome, []).append(copy.path(name).name if copy.is_file else name)
-    return changes, outcomes
+    if not dry_run:
+        check_committed(copy, changes)
+        copy.write(changes)
+    print(f"{'dry run' if dry_run else 'updated':12}{path} from {copy.version} to {__version__}")
+    for outcome, names in outcomes.items():
+        print(f"{outcome:12}{', '.join(names)}")
+    if "conflict" in outcomes and not dry_run:
+        print("next        choose between the lines at <<<<<<<, run your tests, commit")
+    return 1 if "conflict" in outcomes or "kept" in outcomes else 0
 
 
 def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
@@ -184,16 +154,11 @@ def check_committed(copy: Copy, names: Iterable[str]) -> None:
     paths = [copy.hidden / "README.md", *(copy.path(name) for name in names)]
     existing = [str(path) for path in paths if path.exists()]
     args = ["--literal-pathspecs", "status", "--porcelain", "--ignored", "--untracked-files=all"]
-    try:
-        found = run_git(copy.target.parent, *args, "--", *existing).stdout.decode()
-    except ValueError as error:
-        found = str(error)
+    found = run_git(copy.target.parent, *args, "--", *existing).stdout.decode()
     if found:
         first = ", ".join(found.splitlines()[:3])
-        raise ValueError(
-            f"update: got files that git cannot restore ({first}), expected none. Commit them, or"
-            " use --force, which keeps the previous files beside the copy."
-        )
+        expected = "expected none. Commit them"
+        raise ValueError(f"update: got files that git cannot restore ({first}), {expected}.")
 
 
 def find_copy(command: str, path: str) -> Copy:
@@ -205,7 +170,7 @@ def find_copy(command: str, path: str) -> Copy:
 
 
 def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder; exit codes up to 127 are answers."""
+    """Run git in a folder; exit codes up to 127 are answers, 128 is an error."""
     try:
         done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
@@ -231,13 +196,9 @@ def read_file(path: Path) -> bytes:
 
 
 def write_file(path: Path, data: bytes | None) -> None:
-    """Replace a file atomically and keep its kind of line ends; None removes it."""
+    """Write a file; None removes it."""
     if data is None:
         path.unlink(missing_ok=True)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file() and b"\r\n" in path.read_bytes():
-        data = data.replace(b"\n", b"\r\n")
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    path.write_bytes(data)
