@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib
 import json
 import re
 import sys
@@ -38,20 +36,26 @@ def value_of(option: str, tokens: list[str]) -> str | None:
     return values[-1] if values else None
 
 
-def complete_arguments(command: str, tokens: list[str]) -> list[str]:
+def complete_arguments(command: str, argv: list[str]) -> list[str]:
     """Put a demo's options first, then files, then classes, all with their import paths."""
-    model = value_of("model", tokens) or ""
+    tokens = join_values(argv)
+    model, folder = value_of("model", tokens) or "", value_of("run", tokens)
     is_empty = not any(value_of(option, tokens) for option in ("model", "data", "config", "run"))
     demo = "digits" if is_empty else model.removeprefix("demos.")
     files = [f"--config={json.dumps(DEMOS[demo])}"] if demo in DEMOS else []
-    if folder := value_of("run", tokens):
+    if folder is not None:
         files.append(f"--config={json.dumps(read_run(command, Path(folder), tokens))}")
     files += [token for token in tokens if token.startswith("--config=")]
-    tokens = [token for token in tokens if not token.startswith("--config=")]
-    tokens = [resolve_token(token) for token in tokens]
+    others = [resolve_token(token) for token in tokens if not token.startswith("--config=")]
     # jsonargparse needs the class before its arguments.
-    tokens.sort(key=lambda token: not token.startswith(("--model=", "--data=")))
-    return [*files, *tokens]
+    others.sort(key=lambda token: not token.startswith(("--model=", "--data=")))
+    load = value_of("load", tokens)
+    if folder is not None and load in ("best", "last") and is_new_run(command, tokens):
+        # The checkpoints of logs/digits/version_0 are in checkpoints/digits/version_0.
+        run = Path(folder).absolute()
+        checkpoints = run.parents[2] / "checkpoints" / run.parent.name / run.name
+        others.append(f"--load={checkpoints / load}.ckpt")
+    return [*files, *others]
 
 
 def resolve_token(token: str) -> str:
@@ -59,38 +63,13 @@ def resolve_token(token: str) -> str:
     match = re.fullmatch(r"--(model|data|callbacks|logger)(\+|\.help)?=(\w[\w.:/-]*)", token)
     if match is None or match[3] in ("null", "true", "false"):
         return token
-    suffix = match[2] or ("+" if match[1] in LIGHTNING else "")
-    return f"--{match[1]}{suffix}={resolve_class(match[1], match[3])}"
-
-
-def resolve_class(option: str, name: str) -> str:
-    """Return the import path of a class.
-
-    Args:
-        option: model, data, callbacks or logger.
-        name: package.module:Class, demos.NAME, or for callbacks and logger a class of Lightning.
-    """
-    if name.removeprefix("demos.") in DEMOS and option in ("model", "data"):
-        return DEMOS[name.removeprefix("demos.")][option]
-    path = name.replace(":", ".")
+    option, name = match[1], match[3]
+    suffix = match[2] or ("+" if option in LIGHTNING else "")
+    demo = DEMOS.get(name.removeprefix("demos."), {})
+    path = demo.get(option) or name.replace(":", ".")
     if option in LIGHTNING and "." not in path:
-        path = f"{LIGHTNING[option]}.{name}"
-    module_name, _, class_name = path.rpartition(".")
-    if not module_name:
-        raise ValueError(f"--{option}: got {name}, expected package.module:Class.")
-    module = None
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A failed import inside the user's module keeps its traceback.
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-    if callable(getattr(module, class_name, None)):
-        return path
-    names = [*DEMOS] if module_name == "demos" else dir(module)
-    near = difflib.get_close_matches(class_name, names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise ValueError(f"--{option}: got {name}, expected a class in the module {module_name}.{hint}")
+        path = f"{LIGHTNING[option]}.{path}"
+    return f"--{option}{suffix}={path}"
 
 
 def is_new_run(command: str, tokens: list[str]) -> bool:
@@ -117,12 +96,3 @@ def read_run(command: str, folder: Path, tokens: list[str]) -> dict[str, Any]:
         config["version"] = int(number) if number.isdigit() else folder.name
         config |= {"name": folder.parent.name, "default_root_dir": str(folder.parents[2])}
     return config
-
-
-def resolve_checkpoint(command: str, tokens: list[str], settings: Any) -> None:
-    """Replace --load best beside --run, which means the newest run, by the file of this run."""
-    run = value_of("run", tokens)
-    if run and is_new_run(command, tokens) and settings.get("load") in ("best", "last"):
-        folder = Path(run).absolute()
-        place = Path("checkpoints", folder.parent.name, folder.name, f"{settings.load}.ckpt")
-        settings.load = str(folder.parents[2] / place)

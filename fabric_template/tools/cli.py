@@ -15,8 +15,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import LoopConfig
-from .arguments import complete_arguments, join_values, resolve_checkpoint
+from ..config import LoopArguments
+from .arguments import complete_arguments
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -97,14 +97,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of them."}},
 }
-FIELDS = [field.name for field in dataclasses.fields(LoopConfig) if field.name != "logger"]
-FABRIC_OPTIONS = {  # name: (type, default, help)
-    "accelerator": (str, "auto", '"cpu", "gpu", "tpu" or "mps". "auto": what the machine has.'),
-    "strategy": (str, "auto", '"ddp", "ddp_spawn", "fsdp", ... "auto": "ddp" for several devices.'),
-    "devices": (list[int] | int | str, "auto", 'A number, indices such as [0, 2], or "auto".'),
-    "num_nodes": (int, 1, "The number of machines."),
-    "precision": (str | None, None, '"32-true", "16-mixed", "bf16-mixed", "64-true" ...'),
-}
+NOT_TYPED: set[str | int] = {
+    "fabric",
+    "plugins",
+    "loggers",
+    "callbacks",
+    "logger",
+}  # or with a type of their own
+FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
 
 class AnyClass(ABC):
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         if not is_users_mistake(error):
             raise
-        names = "|".join([*FIELDS, *FABRIC_OPTIONS, "resume", "load"])
+        names = "|".join([*FIELDS, "resume", "load"])
         text = re.sub(rf"(?<![\w.'`-])({names})(?==|: got )", r"--\1", " ".join(str(error).split()))
         hint = "; or give --data package.module:Class" if "train_dataloader" in text else ""
         print(f"{program()}: {text}{hint}", file=sys.stderr)
@@ -196,9 +196,7 @@ def run_command(name: str, argv: list[str]) -> int:
     else:
         if "" not in sys.path:
             sys.path.insert(0, "")
-        words = join_values(argv)
-        settings = parse(parser, complete_arguments(name, words))
-        resolve_checkpoint(name, words, settings)
+        settings = parse(parser, complete_arguments(name, argv))
         if settings.model is None:
             raise ValueError("--model: got no class, expected --model package.module:Class.")
         parts = build(parser, settings)
@@ -233,10 +231,8 @@ def make_parser(name: str) -> ArgumentParser:
         parser.add_argument(option, **arguments)
     if name in LOOP_COMMANDS:
         parser.add_class_arguments(
-            LoopConfig, fail_untyped=False, instantiate=False, skip={"logger"}
+            LoopArguments, fail_untyped=False, instantiate=False, skip=NOT_TYPED
         )
-        for option, (kind, default, text) in FABRIC_OPTIONS.items():
-            parser.add_argument(f"--{option}", type=kind, default=default, help=text)
     return parser
 
 
@@ -276,7 +272,7 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
 
     from .. import FabricLoop
 
-    plain = {name: settings[name] for name in (*FIELDS, *FABRIC_OPTIONS)}
+    plain = {name: settings[name] for name in FIELDS}
     mistakes = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)
     try:
         loop = FabricLoop(**plain, **instantiate(parser, settings, "callbacks", "logger"))

@@ -112,12 +112,7 @@ def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
 
 
 def save_predictions(batches: list[Any], out: Path) -> None:
-    """Write a row per sample as CSV, or the list of batches. What is no table is saved as a list.
-
-    Args:
-        batches: The results of predict_step.
-        out: A file name in .csv or .pt.
-    """
+    """Write a row per sample as CSV, or the list of batches. What is no table is saved as a list."""
     import torch
 
     if out.suffix == ".pt":
@@ -131,33 +126,27 @@ def save_predictions(batches: list[Any], out: Path) -> None:
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Return a DataFrame with a column per key of the predictions, or per class of a key."""
-    import numpy as np
+    """Return a DataFrame with a column per key of the predictions, or several for a vector."""
     import pandas as pd
     import torch
 
-    parts: dict[str, list[Any]] = {}
+    tables = []
     for batch in batches:
         named = batch if isinstance(batch, dict) else {"prediction": batch}
         if isinstance(batch, list | tuple):
             named = dict(enumerate(batch))
+        columns: dict[str, Any] = {}
         for name, value in named.items():
             if isinstance(value, torch.Tensor):
                 # NumPy has no bfloat16.
                 value = value.float() if value.dtype == torch.bfloat16 else value
-                value = value.detach().cpu().numpy()
-            parts.setdefault(str(name), []).append(np.atleast_1d(np.asarray(value)))
-    columns: dict[str, Any] = {}
-    for name, arrays in parts.items():
-        array = np.concatenate(arrays)
-        if array.ndim > 2 or array.dtype == object:
-            raise ValueError(f"{name} has shape {array.shape[1:]} and {array.dtype} per sample")
-        if array.ndim == 1:
-            columns[name] = array
-        else:
-            prefix = "" if name == "prediction" else f"{name}_"
-            columns |= {f"{prefix}{index}": array[:, index] for index in range(array.shape[1])}
-    return pd.DataFrame(columns)
+                value = torch.atleast_1d(value).detach().cpu().numpy()
+            if getattr(value, "ndim", 1) == 2:
+                columns |= {f"{name}_{i}": value[:, i] for i in range(value.shape[1])}
+            else:
+                columns[str(name)] = value
+        tables.append(pd.DataFrame(columns))
+    return pd.concat(tables)
 
 
 def verify_command(path: str) -> int:
@@ -168,18 +157,14 @@ def verify_command(path: str) -> int:
     files = [Path(path)]
     if files[0].is_dir():
         files = sorted(file for file in files[0].rglob("[!.]*") if file.suffix in SUFFIXES)
-    if not files:
+    if not files or not files[0].exists():
         raise ValueError(f"verify: got {path}, expected a folder with {', '.join(SUFFIXES)} files.")
-    code = 0
+    damaged = []
     for file in files:
         try:
             verify_checkpoint(file)
+            print(f"whole       {file}")
         except DamagedCheckpointError as error:
             print(f"damaged     {error}")
-            code = 1
-        except OSError as error:
-            print(f"not read    {file}: {error.strerror}")
-            code = code or 2
-        else:
-            print(f"whole       {file}")
-    return code
+            damaged.append(file)
+    return int(bool(damaged))

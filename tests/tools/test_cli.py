@@ -344,15 +344,13 @@ def test_a_run_of_a_script(capsys, monkeypatch):
         ([*FIT, "--model.depth", "3"], "--model: Problem with given class_path 'lit.Lit': Option 'depth' is not accepted"),
         ([*FIT, "--model.hidden", "wide"], "--model.hidden: Problem with given class_path 'lit.Lit': Expected a int. Got"),
         (["fit", "--data", "lit:Data"], "--model: got no class, expected --model package.module:Class."),
-        (["fit", "--model", "lit"], "--model: got lit, expected package.module:Class."),
-        (["fit", "--model", "lit:Lot"], "--model: got lit:Lot, expected a class in the module lit. Did you mean Lit?"),
-        (["fit", "--model", "demos.gna"], "--model: got demos.gna, expected a class in the module demos. Did you mean gan?"),
+        (["fit", "--model", "lit"], "--model: Expected a dot import path string: lit"),
+        (["fit", "--model", "lit:Lot"], "--model: Problem with given class_path 'lit.Lot': module 'lit' has no"),
         ([*FIT, "--accelerator", "tpux"], "You selected an invalid accelerator name: `accelerator='tpux'`."),
         (["fit", "--data.batch_size", "0"], "DigitsData(batch_size): got 0, expected at least 1."),
         (["fit", "--config", "no.yaml"], "--config: File does not exist"),
         (["fit", "--run", "none"], "--run: got none, expected a run's folder ([Errno 2] No such file"),
-        ([*FIT, "--callbacks+=EarlyStoping"], "--callbacks: got EarlyStoping, expected a class in the module"
-         " lightning.pytorch.callbacks. Did you mean EarlyStopping?"),
+        ([*FIT, "--callbacks+=EarlyStoping"], "'lightning.pytorch.callbacks' has no attribute 'EarlyStoping'"),
         ([*FIT, "--callbacks+=EarlyStopping"], "--callbacks: Problem with given class_path 'lightning.pytorch.callbacks."
          "EarlyStopping': Option 'monitor' is required"),
         ([*FIT, "--callbacks+=EarlyStopping", "--callbacks.monitor=x", "--callbacks.mode=x"], "`mode` can be min, max"),
@@ -369,10 +367,6 @@ def test_errors_in_code_of_the_user_keep_their_traceback():
         cli.main(["fit", "--model", "lit:Broken", *FIT[3:], *QUIET])
     with pytest.raises(ValueError, match="inside the constructor"):
         cli.main(["fit", "--model", "lit:Picky", *FIT[3:]])
-    Path("lit.py").write_text("import nothing_of_this_name\n")
-    sys.modules.pop("lit")
-    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
-        cli.main(FIT)
 
 
 # Predictions and verify
@@ -394,7 +388,7 @@ def test_predictions_are_a_table_or_the_list_of_batches(capsys):
 
 def test_the_columns_of_a_table():
     tables = {
-        "0,1\n1.5,2.0\n5.0,6.0\n": [torch.tensor([[1.5, 2.0]]), torch.tensor([[5.0, 6.0]])],
+        "prediction_0,prediction_1\n1.5,2.0\n5.0,6.0\n": [torch.tensor([[1.5, 2.0]]), torch.tensor([[5.0, 6.0]])],
         "prediction\n3\n4\n": [torch.tensor([3]), torch.tensor([4])],
         "prediction\n0.25\n": [torch.tensor(0.25, dtype=torch.bfloat16)],
         "0,1_0,1_1\n1,0.5,1.0\n": [(torch.tensor([1]), torch.tensor([[0.5, 1.0]]))],
