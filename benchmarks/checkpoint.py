@@ -1,9 +1,9 @@
-"""What writing a checkpoint costs: ours and plain torch.save with fsync, in turn, into the same folder.
+"""Compare the cost of writing a checkpoint with plain torch.save and fsync in the same folder.
 
     python benchmarks/checkpoint.py --megabytes 100 --pairs 12
 
-Ours writes beside the target, syncs, renames and syncs the folder; plain writes over the old file and syncs it. Peak memory
-is that of the whole process over what it had before the weights were made, as a multiple of the weights.
+Both kinds take turns. Ours writes a temporary file, syncs it, renames it and syncs the folder. The plain one overwrites the
+old file and syncs it. Peak memory is the growth of the process since before the weights were made, divided by their size.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO
 SPEED, MEMORY = (
     0.7,
     1.1,
-)  # goals: at least this much of the plain speed, at most this much of the weights
+)  # Goals: the least ratio of the speeds, the largest ratio of peak memory to the weights.
 
 
 def ours(state, path):
@@ -39,13 +39,13 @@ def plain(state, path):
 
 
 def seconds(save, state, path):
-    began = time.perf_counter()
+    start = time.perf_counter()
     save(state, path)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def peak():
-    """The most memory that this process has had, in bytes."""
+    """Return the peak memory of this process in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -54,22 +54,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=100, help="of weights")
     parser.add_argument("--pairs", type=int, default=12, help="of one save of each kind")
-    words = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        ours({"w": torch.zeros(1)}, Path(folder, "warm.ckpt"))  # imports, once
-        before, size = peak(), words.megabytes * 10**6
+        ours({"w": torch.zeros(1)}, Path(folder, "warm.ckpt"))  # The first call imports modules.
+        before, size = peak(), arguments.megabytes * 10**6
         layers = [torch.randn(size // 40) for _ in range(10)]
         state = {"state_dict": {f"layer{i}": layer for i, layer in enumerate(layers)}}
         times = {ours: [], plain: []}
         ours(state, Path(folder, "ours.ckpt"))
-        memory = (peak() - before) / size  # before anything else is saved
-        for number in range(words.pairs):
+        memory = (peak() - before) / size  # Measured before the plain save.
+        for number in range(arguments.pairs):
             for save in (ours, plain) if number % 2 else (plain, ours):
                 times[save].append(seconds(save, state, Path(folder, f"{save.__name__}.ckpt")))
     ratios = [b / a for a, b in zip(times[ours], times[plain], strict=True)]
     speed = statistics.median(ratios)
     print(
-        f"torch {torch.__version__}, {words.megabytes} MB of weights, {words.pairs} pairs, medians"
+        f"torch {torch.__version__}, {arguments.megabytes} MB of weights, {arguments.pairs} pairs, medians"
     )
     for save, spent in times.items():
         print(

@@ -1,19 +1,18 @@
-"""What an epoch costs in each loop: the two of the tutorials, made images of MNIST's and CIFAR-10's shape.
+"""Compare the cost of an epoch in each loop, on two problems of tutorials with images of MNIST's and CIFAR-10's shape.
 
     python benchmarks/epoch.py                     # on the GPU if there is one, else on the CPU, which takes long
     python benchmarks/epoch.py --problem mnist --device cpu --rounds 3
-    python benchmarks/epoch.py --toy               # a few images: to see that it runs
+    python benchmarks/epoch.py --toy               # a quick check of the script
 
 How it is measured:
 
-- The contestants take turns, ratios are taken within a round, and of those the median, with the least and the most.
-- An epoch is training and validation, from one epoch's first hook to the next one's: rows, bars, checkpoints are in it. The
-  first epoch of a fit (set-up, workers, compilation, choice of kernels) is left out, and shown by itself as "first".
-- Each contestant ends with the validation accuracy that it says, after the same number of epochs.
+- The contestants take turns. The table has the median of the ratios of each round, and their range.
+- An epoch is training and validation with rows, bars and checkpoints. The first epoch of a fit (set-up, workers,
+  compilation, choice of kernels) has a column of its own, "first".
+- The table has the validation accuracy of each contestant after the same number of epochs.
 
-The tutorials' loops: a Dataset whose items are made one by one (bytes to floats, normalized, which is less than torchvision
-does), a shuffling DataLoader, ``loss.item()`` in each step. "Tuned" is what they tune: worker processes, pinned memory,
-a larger batch; float32, as they have it (cuDNN's own TF32 is on, PyTorch's default).
+The loops of the tutorials have a Dataset that normalizes each item, a shuffling DataLoader, and ``loss.item()`` in each step.
+"Tuned" adds worker processes, pinned memory and a larger batch, in float32 (cuDNN uses TF32, PyTorch's default).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ TUNED, OURS_FAST, OURS_FASTEST = (
 
 
 class Clock:
-    """Notes when each epoch begins, the device having done what it was told."""
+    """Record when each epoch starts, after the device has finished its work."""
 
     def __init__(self, device: str) -> None:
         self.device, self.times, self.acc = device, list[float](), 0.0
@@ -68,14 +67,14 @@ class Clock:
         self.times.append(time.perf_counter())
 
     def seconds(self) -> tuple[float, float]:
-        """Of the first epoch, and of the ones behind it."""
+        """Return the seconds of the first epoch, and of the later ones."""
         each = [later - sooner for sooner, later in zip(self.times, self.times[1:], strict=False)]
         return each[0], statistics.median(each[1:])
 
 
 @dataclass
 class Problem:
-    """Made images that can be learned: a pattern per class, and noise."""
+    """Random images that can be learned, with a pattern for each class and noise."""
 
     name: str
     shape: tuple[int, ...]
@@ -108,7 +107,7 @@ class Problem:
         return self.make()
 
     def loader(self, stage: str, tuned: bool = False) -> DataLoader:
-        words = {
+        options = {
             "num_workers": self.workers,
             "pin_memory": self.device == "cuda",
             "persistent_workers": self.workers > 0,
@@ -117,11 +116,11 @@ class Problem:
             Images(*self.data(stage)),
             self.batch,
             shuffle=stage == "train",
-            **(words if tuned else {"num_workers": 0}),
+            **(options if tuned else {"num_workers": 0}),
         )
 
     def tensors(self, stage: str, channels_last: bool = False) -> tuple[Tensor, Tensor]:
-        """On the device, as floats."""
+        """Return the tensors on the device as floats."""
         x, y = (part.to(self.device) for part in self.data(stage))
         x = x.float().div_(255).sub_(0.5).div_(0.25)
         return (x.to(memory_format=torch.channels_last) if channels_last else x), y
@@ -165,7 +164,7 @@ class Block(nn.Module):
 
 
 class Resnet18(nn.Module):
-    """ResNet-18 for 32 x 32: a first convolution of 3 x 3, no pooling behind it. 11.2 million parameters."""
+    """ResNet-18 for 32 x 32: a first convolution of 3 x 3 without pooling. 11.2 million parameters."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -187,7 +186,7 @@ def acc_of(logits: Tensor, y: Tensor) -> Tensor:
     return (logits.argmax(1) == y).float().mean()
 
 
-# ---- the contestants: so many epochs, each of which is told to the clock ---------------------------------------------
+# The contestants. Each trains a number of epochs, and reports each of them to the clock.
 
 
 def tutorial(
@@ -198,7 +197,7 @@ def tutorial(
     fabric: Any = None,
     prepare: Any = None,
 ) -> None:
-    """As tutorials write it; the same on Fabric, and with Accelerate."""
+    """Train as tutorials do; also on Fabric, and with Accelerate."""
     net, train, val = problem.model(), problem.loader("train", tuned), problem.loader("val", tuned)
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr)
     moves = fabric is None and prepare is None
@@ -257,7 +256,7 @@ def tuned(problem: Problem, epochs: int, clock: Clock) -> None:
 
 
 def by_hand(problem: Problem, epochs: int, clock: Clock) -> None:
-    """Over the tensors, with the metrics of ours: sums on the device, read when the epoch ends."""
+    """Train on tensors with our metrics: sums on the device, which are read at the end of the epoch."""
     net, batch = problem.model().to(problem.device), problem.batch
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr, fused=True)
     (x, y), (x_val, y_val) = problem.tensors("train"), problem.tensors("val")
@@ -283,7 +282,7 @@ def by_hand(problem: Problem, epochs: int, clock: Clock) -> None:
 
 
 def by_graph(problem: Problem, epochs: int, clock: Clock) -> None:
-    """The same with a whole step in one CUDA graph, and a batch of validation in another: what is possible at best."""
+    """Train with one CUDA graph for a step and one for a batch of validation, the fastest possible way."""
     net, batch = problem.model().to(problem.device), problem.batch
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr, fused=True, capturable=True)
     (x, y), (x_val, y_val) = problem.tensors("train"), problem.tensors("val")
@@ -370,11 +369,11 @@ def lightning_module(problem: Problem, clock: Clock) -> Any:
     return Module()
 
 
-def fitted(problem: Problem, epochs: int, clock: Clock, kind: Any = None, **words: Any) -> None:
-    """Trainer, and ours as it comes: bar, CSV and a checkpoint each epoch."""
+def fitted(problem: Problem, epochs: int, clock: Clock, kind: Any = None, **options: Any) -> None:
+    """Train with Trainer, or with ours with bar, CSV and a checkpoint in each epoch."""
     from fabric_template import FabricLoop
 
-    loop = (kind or FabricLoop)(accelerator=problem.device, devices=1, max_epochs=epochs, **words)
+    loop = (kind or FabricLoop)(accelerator=problem.device, devices=1, max_epochs=epochs, **options)
     loop.fit(lightning_module(problem, clock), problem.loader("train"), problem.loader("val"))
     clock.acc = float(loop.callback_metrics["val_acc"])
 
@@ -384,12 +383,16 @@ def trainer(problem: Problem, epochs: int, clock: Clock) -> None:
     from lightning.pytorch.callbacks import TQDMProgressBar
     from lightning.pytorch.loggers import CSVLogger
 
-    words = {"logger": CSVLogger("."), "callbacks": [TQDMProgressBar()], "num_sanity_val_steps": 0}
-    fitted(problem, epochs, clock, Trainer, **words)
+    options = {
+        "logger": CSVLogger("."),
+        "callbacks": [TQDMProgressBar()],
+        "num_sanity_val_steps": 0,
+    }
+    fitted(problem, epochs, clock, Trainer, **options)
 
 
 class Returning(nn.Module):
-    """The same as step methods that return what they measure: nothing in them stops a compiler."""
+    """A module whose step methods return what they measure, so that they compile without a graph break."""
 
     def __init__(self, problem: Problem, clock: Clock, channels_last: bool = False) -> None:
         super().__init__()
@@ -412,9 +415,9 @@ class Returning(nn.Module):
 
 
 def tensor_loop(
-    channels_last: bool = False, compiles: bool = False, **words: Any
+    channels_last: bool = False, compiles: bool = False, **options: Any
 ) -> Callable[[Problem, int, Clock], None]:
-    """Ours with the tensors on the device and a fused optimizer; with bar, CSV and checkpoints as it comes."""
+    """Train with ours, with tensors on the device and a fused optimizer, bar, CSV and checkpoints."""
 
     def run(problem: Problem, epochs: int, clock: Clock) -> None:
         from fabric_template import FabricLoop, TensorLoader
@@ -427,7 +430,7 @@ def tensor_loop(
             )
             for stage in ("train", "val")
         ]
-        loop = FabricLoop(accelerator=problem.device, devices=1, max_epochs=epochs, **words)
+        loop = FabricLoop(accelerator=problem.device, devices=1, max_epochs=epochs, **options)
         module = Returning(problem, clock, channels_last)
         if compiles:
             module.net.compile()
@@ -438,7 +441,7 @@ def tensor_loop(
 
 
 Contestant = tuple[str, Callable[[Problem, int, Clock], None]]
-MNIST: dict[str, Contestant] = {  # name: (needs this package, function)
+MNIST: dict[str, Contestant] = {  # name: (package that it needs, function)
     TUTORIAL: ("torch", tutorial),
     FABRIC: ("lightning", on_fabric),
     TRAINER: ("lightning", trainer),
@@ -474,13 +477,13 @@ GOALS = {  # problem: (contestant, against, at most)
 }
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
+# Measuring
 
 
 def measure(
     problem: Problem, contestants: dict[str, Contestant], epochs: int, rounds: int
 ) -> dict[str, list]:
-    """Per contestant and round: seconds of the first epoch, of the later ones, and the accuracy at the end."""
+    """Return the seconds of the first and the later epochs and the final accuracy, by contestant and round."""
     measured: dict[str, list] = {}
     for number in range(rounds):
         for name, (package, run) in contestants.items():
@@ -491,7 +494,7 @@ def measure(
                 with out_of_the_way():
                     torch._dynamo.reset()
                     run(problem, epochs + 2, clock)
-            except Exception as error:  # one broken contestant must not cost the others their table
+            except Exception as error:  # The others still get their table.
                 print(f"left out: {name} ({type(error).__name__}: {error})")
                 measured.pop(name, None)
                 continue
@@ -569,7 +572,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sys.path.insert(0, str(HERE.parent))  # works in a clone, installed or not
+    sys.path.insert(0, str(HERE.parent))  # Import the package of this clone.
     warnings.simplefilter("ignore")
     quieten()
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, 1 thread"

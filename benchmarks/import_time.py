@@ -1,6 +1,6 @@
-"""What `import fabric_template` costs over `import lightning.fabric`, and how fast `fabric-template --help` answers.
+"""Measure how long `import fabric_template` and `fabric-template --help` take beside `import lightning.fabric`.
 
-Every timing is a fresh interpreter; the contestants take turns, so that a busy moment of the machine hits them alike.
+Each timing starts a new interpreter. The contestants take turns, so that other load affects all of them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 CONTESTANTS = {
     "import lightning.fabric": [sys.executable, "-c", "import lightning.fabric"],
     "import fabric_template": [sys.executable, "-c", "import fabric_template"],
-    # names are loaded on first use: this is what a script pays
+    # Names are loaded at their first use. A script pays for this one.
     "its FabricLoop": [sys.executable, "-c", "from fabric_template import FabricLoop"],
-    # the same function as the console script, which needs no installation to be timed
+    # The function of the console script, which works without an installation.
     "fabric-template --help": [
         sys.executable,
         "-c",
@@ -30,7 +30,7 @@ GOALS = {
     "import fabric_template": 0.2,
     "its FabricLoop": 0.2,
     "fabric-template --help": 1.0,
-}  # seconds over BASE
+}  # Seconds more than BASE.
 
 
 def seconds(command: list[str]) -> float | None:
@@ -48,7 +48,7 @@ def main() -> None:
 
     runs = {
         name: command for name, command in CONTESTANTS.items() if seconds(command) is not None
-    }  # and fills caches
+    }  # This also fills the file caches.
     for name in CONTESTANTS.keys() - runs.keys():
         print(f"left out: {name} (it fails)")
     times: dict[str, list[float]] = {name: [] for name in runs}

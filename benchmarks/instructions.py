@@ -1,12 +1,12 @@
-"""What a training step costs in each loop, counted in instructions: the same on a busy machine as on a quiet one.
+"""Count the instructions of a training step in each loop, which do not depend on the load of the machine.
 
-    python benchmarks/instructions.py           # ten minutes; needs valgrind, of the system's packages
-    python benchmarks/instructions.py --once    # three: a whole fit of one step, and an epoch of one step, as in once.py
+    python benchmarks/instructions.py           # ten minutes; needs the program valgrind
+    python benchmarks/instructions.py --once    # three minutes: a fit of one step and an epoch of one step, as in once.py
 
-How it is counted: this script starts itself again under ``valgrind --tool=cachegrind``. Each contestant of overhead.py trains
-an epoch of 100 steps and one of 200, each in a fork, as what a process has counted is written when it ends. A step is the
-hundredth part of the difference. What a clock decides is left out: no bar is drawn after the first time. A count says
-nothing of memory and caches; overhead.py measures time.
+The script starts itself under ``valgrind --tool=cachegrind``. Each contestant of overhead.py trains an epoch of 100 steps
+and one of 200. Each epoch runs in a fork, because valgrind writes its counts when a process ends. A step is one hundredth
+of the difference. Bars are drawn once only, because a clock decides when they are drawn again. Instructions do not show
+the cost of memory and caches; overhead.py measures time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PROBLEMS = {"tiny": ((64, 32, 10), 32), "tutorial": ((784, 100, 10), 100)}  # si
 
 
 def counted(problem: Problem, folder: Path) -> None:
-    """Train each contestant in forks, and name the files that they leave; runs under valgrind."""
+    """Train each contestant in forks under valgrind, and list the files with their counts."""
     torch.set_num_threads(1)
     draw_once()
     for name in CONTESTANTS:
         train = overhead.CONTESTANTS[name][1]
-        run(train, problem, 20)  # what is imported and compiled at first
+        run(train, problem, 20)  # The first run imports and compiles.
         for steps in STEPS:
             child = os.fork()
             if not child:
@@ -49,7 +49,7 @@ def counted(problem: Problem, folder: Path) -> None:
 
 
 def counted_once(folder: Path) -> None:
-    """The same of whole fits: nothing but what a fit is made of, one epoch of one step, eleven."""
+    """Count whole fits of no epoch, of one epoch and of eleven epochs of one step each."""
     torch.set_num_threads(1)
     draw_once()
     for name, make in {
@@ -57,7 +57,7 @@ def counted_once(folder: Path) -> None:
         "MiniLoop": once.mini,
         "Trainer": once.trainer,
     }.items():
-        fit(make, 2)  # what is imported at first
+        fit(make, 2)  # The first run imports.
         for epochs in EPOCHS:
             child = os.fork()
             if not child:
@@ -76,14 +76,14 @@ def fit(make: Callable, epochs: int) -> None:
 
 
 def draw_once() -> None:
-    """No bar looks at the clock: time passes fifty times as slowly here."""
+    """Draw each bar once only, because programs run fifty times slower under valgrind."""
     import tqdm
 
     from fabric_template.loggers import console
 
     class Still(tqdm.tqdm):
-        def __init__(self, *args, **words):
-            super().__init__(*args, mininterval=1e9, **words)
+        def __init__(self, *args, **options):
+            super().__init__(*args, mininterval=1e9, **options)
 
     tqdm.tqdm = Still
     for screen in (console.Screen, *console.Screen.__subclasses__()):
@@ -96,7 +96,7 @@ def run(train: Callable, problem: Problem, steps: int) -> None:
 
 
 def counts_in(folder: Path) -> dict[str, dict[int, int]]:
-    """What was counted, by contestant and by how many steps or epochs."""
+    """Return the counts by contestant and by number of steps or epochs."""
     counts: dict[str, dict[int, int]] = {}
     for line in (folder / "names").read_text().splitlines():
         child, number, name = line.split(" ", 2)
@@ -106,7 +106,7 @@ def counts_in(folder: Path) -> dict[str, dict[int, int]]:
 
 
 def table_once(folder: Path) -> str:
-    """The instructions of a fit of one step, and of an epoch more."""
+    """Return the instructions of a fit of one step and of one more epoch."""
     none, one, more = EPOCHS
     lines = [f"{'':26}{'once: a fit of one step':>26}{'an epoch of one step':>24}"]
     for name, count in counts_in(folder).items():
@@ -117,7 +117,7 @@ def table_once(folder: Path) -> str:
 
 
 def table(folder: Path) -> str:
-    """The instructions of a step, beside those of the plain loops."""
+    """Return the instructions of a step beside those of the plain loops."""
     counts = counts_in(folder)
     fewer, more = STEPS
     each = {name: (count[more] - count[fewer]) / (more - fewer) for name, count in counts.items()}
@@ -135,10 +135,12 @@ def main() -> None:
     )
     parser.add_argument("--problem", choices=[*PROBLEMS], default="tiny")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="adam")
-    parser.add_argument("--once", action="store_true", help="of the tiny net with adam")
+    parser.add_argument(
+        "--once", action="store_true", help="count whole fits of the tiny model with adam"
+    )
     parser.add_argument(
         "--into", type=Path, help=argparse.SUPPRESS
-    )  # what it starts itself again with
+    )  # Given to itself under valgrind.
     arguments = parser.parse_args()
     problem = Problem(arguments.problem, *PROBLEMS[arguments.problem], arguments.optimizer)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -159,7 +161,7 @@ def main() -> None:
             "--cache-sim=no",
             f"--cachegrind-out-file={folder}/%p",
         ]
-        words = [
+        options = [
             "--problem",
             problem.name,
             "--optimizer",
@@ -169,7 +171,7 @@ def main() -> None:
             folder,
         ]
         subprocess.run(
-            [*counting, sys.executable, __file__, *words], check=True, stderr=subprocess.DEVNULL
+            [*counting, sys.executable, __file__, *options], check=True, stderr=subprocess.DEVNULL
         )
         if arguments.once:
             problem = once.PROBLEM

@@ -1,30 +1,28 @@
-"""Killed at a random instant, then the same command again: who ends with the weights and the CSV of an undisturbed run?
+"""Kill each loop at a random time, run the command again, and compare with a run that was not killed.
 
     python benchmarks/killed.py --runs 30 --example PATH/TO/pytorch-lightning/examples/fabric/build_your_own_trainer
 
 How it is measured:
 
-- Each contestant is one command that starts a run or goes on with it, as its documentation says to resume. It is forked,
-  killed by SIGKILL at an instant drawn evenly over its own undisturbed run (on the CPU's clock), and forked again.
-- The problem is the same for all: a small net with dropout, Adam, shuffled data, 3 epochs of 8 batches, one loss per batch in
-  a CSV. The seed is set at the start of each command, so that a run that begins anew is an undisturbed one.
-- "same weights": equal to the bit to those of the contestant's own undisturbed run. "complete CSV": each batch of that run
-  has its row, with the same loss (of our metrics.csv: each epoch, with the same values but the time). This is read
-  generously: all CSV files that a contestant left are joined, in order, and of two rows for one batch the later one counts.
-- "ended": the second command ended at all, without an error.
+- Each contestant is one command that starts or resumes a run in the way that its documentation recommends. A fork runs it,
+  SIGKILL ends it at a random time of the CPU clock, and a second fork runs it again.
+- All train a small model with dropout, Adam, shuffled data, 3 epochs of 8 batches, one loss per batch in a CSV. Each command
+  sets the seed first, so that a run from scratch equals a run that was not killed.
+- "same weights": the weights equal those of the contestant's own run without a kill, bit for bit. "complete CSV": each
+  batch of that run has a row with the same loss (in our metrics.csv each epoch, the time excepted). All CSV files of a
+  contestant are joined, and the later one of two rows for a batch counts.
+- "ended": the second command ended without an error.
 
 The contestants:
 
 - ours: `resume="auto"`, `save_every_n_steps=3`.
-- MiniLoop, each epoch: `resume="auto"`; it saves at the end of each epoch, and writes a row per epoch only.
+- MiniLoop, each epoch: `resume="auto"`. It saves at the end of each epoch, and writes a row per epoch only.
 - Trainer, each epoch: `ckpt_path="last"`, ModelCheckpoint(save_last=True), which saves at the end of each epoch; CSVLogger.
 - Trainer, every 3 steps: the same with ModelCheckpoint(save_last=True, every_n_train_steps=3).
-- Accelerate, each epoch, and every 3 steps: save_state into a folder of its own, load_state of the newest, in mid-epoch
-  skip_first_batches, as its page on checkpointing shows, with its seedable sampler; the CSV is written by hand, a row at a
-  time, flushed.
+- Accelerate, each epoch, and every 3 steps: save_state, load_state of the newest and skip_first_batches, as its page on
+  checkpointing shows, with its seedable sampler. The CSV is written and flushed by hand after each row.
 - Lightning's example: its Fabric trainer "to build your own", from the folder given with --example; fit(ckpt_path=folder). It
-  writes no CSV. As it stands it cannot be imported with Lightning 2.6 (a name it uses is gone); so it is also run with
-  that name put back.
+  writes no CSV. Lightning 2.6 lacks a name that it imports, so it is also run with that name restored.
 """
 
 import argparse
@@ -56,7 +54,7 @@ EPOCHS, EVERY = 3, 3
 OURS, MINI = "ours", "MiniLoop, each epoch"
 TRAINER_EPOCH, TRAINER_STEPS = "Trainer, each epoch", "Trainer, every 3 steps"
 ACCELERATE_EPOCH, ACCELERATE_STEPS = "Accelerate, each epoch", "Accelerate, every 3 steps"
-EXAMPLE, EXAMPLE_MENDED = "Lightning's example", "the same, its import mended"
+EXAMPLE, EXAMPLE_FIXED = "Lightning's example", "the same, its import fixed"
 
 
 def net():
@@ -87,7 +85,7 @@ def module(log=True):
     return Module()
 
 
-# ---- the contestants: each is a command that starts a run in a folder, or goes on with it; returns the net -------------
+# The contestants. Each starts or resumes a run in a folder, and returns the network.
 
 
 def ours(root):
@@ -207,18 +205,18 @@ CONTESTANTS = {
     ACCELERATE_EPOCH: accelerate,
     ACCELERATE_STEPS: accelerate_steps,
     EXAMPLE: example,
-    EXAMPLE_MENDED: example_mended,
+    EXAMPLE_FIXED: example_mended,
 }
 
 
-# ---- the campaign -----------------------------------------------------------------------------------------------------
+# The kills
 
 
 def command(name, root, log):
-    """One command: train, then put the final weights beside what the contestant left."""
-    with open(log, "ab") as words:
-        os.dup2(words.fileno(), 1)
-        os.dup2(words.fileno(), 2)
+    """Train, and write the final weights beside the files of the contestant."""
+    with open(log, "ab") as arguments:
+        os.dup2(arguments.fileno(), 1)
+        os.dup2(arguments.fileno(), 2)
     trained = CONTESTANTS[name](root)
     torch.save(trained.state_dict(), root / "final.pt")
 
@@ -229,9 +227,9 @@ def weights_of(root):
 
 
 def losses_of(root):
-    """{step: loss} of all tables under the folder, the older first; a later row for a step takes an earlier one's place.
+    """Return {step: loss} of all tables under the folder. The later one of two rows for a step counts.
 
-    Rows that tell a learning rate are of our epochs, and taken whole.
+    Rows with a learning rate are rows of our epochs, and are compared whole.
     """
     losses = {}
     for path in sorted(
@@ -253,17 +251,17 @@ def same(one, other):
     return other is not None and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def warm_up(name, home):
-    """Run it once in this process, so that a forked command finds everything imported and begins to train at once."""
+def warm_up(name, folder):
+    """Run a contestant once in this process, so that forks have its modules imported."""
     from tqdm import tqdm
 
     tqdm.monitor_interval = (
-        0  # otherwise a bar starts a thread, whose locks a forked command would wait for
+        0  # Otherwise a bar starts a thread, and a fork would wait for its locks.
     )
     tqdm.set_lock(
         threading.RLock()
-    )  # tqdm's own is shared by forked processes: one killed in it stops all others
-    CONTESTANTS[name](home / "warm")
+    )  # Forks share the lock of tqdm, and a killed one would keep it.
+    CONTESTANTS[name](folder / "warm")
     if name in (ACCELERATE_EPOCH, ACCELERATE_STEPS):
         from accelerate.state import AcceleratorState
 
@@ -274,24 +272,24 @@ def warm_up(name, home):
         )
 
 
-def compete(name, runs, draw, home):
-    """Kill and resume so many runs, and write down (ended, same weights, complete CSV or None), or why it cannot start."""
-    log, result = home / "log", home / "result.json"
+def compete(name, runs, draw, folder):
+    """Kill and resume a number of runs. Write (ended, same weights, complete CSV or None), or the reason of no start."""
+    log, result = folder / "log", folder / "result.json"
     try:
-        with open(log, "ab") as words:
+        with open(log, "ab") as arguments:
             sys.stdout.flush()
-            os.dup2(words.fileno(), 1)
-            os.dup2(words.fileno(), 2)
-        warm_up(name, home)
+            os.dup2(arguments.fileno(), 1)
+            os.dup2(arguments.fileno(), 2)
+        warm_up(name, folder)
     except Exception as error:
         return result.write_text(json.dumps(f"{type(error).__name__}: {error}"))
-    _, seconds = length_of([fork(command, name, home / "whole", log)])
-    weights, losses = weights_of(home / "whole"), losses_of(home / "whole")
+    _, seconds = length_of([fork(command, name, folder / "whole", log)])
+    weights, losses = weights_of(folder / "whole"), losses_of(folder / "whole")
     killed = ended = equal = complete = 0
     while killed < runs:
-        root = home / "run"
+        root = folder / "run"
         (code,) = end([fork(command, name, root, log)], after=draw.uniform(0, seconds))
-        if code != 0:  # otherwise it had ended before
+        if code != 0:  # Otherwise it ended before the kill.
             killed += 1
             (code,) = end([fork(command, name, root, log)])
             ended += code == 0
@@ -311,11 +309,11 @@ def main():
         "--example", type=Path, help="the folder build_your_own_trainer of Lightning's examples"
     )
     parser.add_argument("--only", action="append", choices=CONTESTANTS, help="may be repeated")
-    words = parser.parse_args()
+    arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    names = words.only or list(CONTESTANTS)
+    names = arguments.only or list(CONTESTANTS)
     needed = [
         "lightning.pytorch",
         "lightning.pytorch.loggers",
@@ -326,27 +324,27 @@ def main():
     for name in needed + ["accelerate"] * (
         not {ACCELERATE_EPOCH, ACCELERATE_STEPS}.isdisjoint(names)
     ):
-        importlib.import_module(name)  # once, here: the forked commands find it there
-    if words.example:
-        sys.path.insert(0, str(words.example.resolve()))
+        importlib.import_module(name)  # Forks have it imported.
+    if arguments.example:
+        sys.path.insert(0, str(arguments.example.resolve()))
     print("| contestant | killed | ended | same weights | complete CSV |\n|---|---|---|---|---|")
     for name in names:
-        if "example" in CONTESTANTS[name].__name__ and not words.example:
+        if "example" in CONTESTANTS[name].__name__ and not arguments.example:
             print(f"| {name} | | not run: give --example | | |")
             continue
-        home = Path(tempfile.mkdtemp())
+        folder = Path(tempfile.mkdtemp())
         try:
-            pid = fork(compete, name, words.runs, random.Random(words.seed), home)
+            pid = fork(compete, name, arguments.runs, random.Random(arguments.seed), folder)
             os.waitpid(pid, 0)
-            found = json.loads((home / "result.json").read_text())
+            found = json.loads((folder / "result.json").read_text())
         finally:
-            shutil.rmtree(home, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         if isinstance(found, str):
             print(f"| {name} | | cannot be run: `{found}` | | |", flush=True)
             continue
         ended, equal, complete = found
         print(
-            f"| {name} | {words.runs} | {ended} | {equal} | {'writes none' if complete is None else complete} |",
+            f"| {name} | {arguments.runs} | {ended} | {equal} | {'writes none' if complete is None else complete} |",
             flush=True,
         )
 

@@ -1,17 +1,16 @@
-"""What a batch costs in memory-sized data: TensorLoader beside a DataLoader over the same tensors, and slices by hand.
+"""Compare the cost of a batch from memory: TensorLoader, DataLoader, and slices by hand.
 
     python benchmarks/loader.py             # a minute or two
-    python benchmarks/loader.py --toy       # to see that it runs
+    python benchmarks/loader.py --toy       # a quick check of the script
 
 How it is measured:
 
-- The data are images of MNIST's shape as bytes, with their labels. All are shuffled, in batches of 100, and nothing is done
-  with a batch. With "a transform" they become normalized floats: sample by sample in a DataLoader (what torchvision's
-  transforms do), a whole batch at once elsewhere.
-- A pass over all of them, from iter() to the end, after one that is not counted. The contestants take turns; ratios are taken
-  within a round, and of those the median, with the least and the most.
-- Worker processes stay from pass to pass (persistent_workers=True): what it costs to start them is not in it.
-- Before anything is timed, each has to give every sample once, and the same numbers.
+- The data are images of MNIST's shape as bytes with labels, shuffled, in batches of 100. The batches are not used.
+  "A transform" makes normalized floats of them: by sample in a DataLoader, as torchvision does, by batch elsewhere.
+- One pass over all samples is timed, after a pass that is not. The contestants take turns. The table has the median of
+  the ratios of each round, and their range.
+- Worker processes are started before the timing (persistent_workers=True).
+- Before the timing the script checks that each contestant gives each sample once with the same numbers.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # works in a clone, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import the package of this clone.
 
 import torch
 from torch import Tensor
@@ -46,7 +43,7 @@ def normalized(x: Tensor) -> Tensor:
 
 
 class Transformed(Dataset):
-    """A dataset that makes each sample ready by itself, as tutorials have it."""
+    """A dataset that transforms each sample alone, as in tutorials."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -59,7 +56,7 @@ class Transformed(Dataset):
 
 
 class ByHand:
-    """As one writes it."""
+    """Yield slices of shuffled tensors."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -72,7 +69,7 @@ class ByHand:
 
 
 class Whole:
-    """Batches of a loader, made ready as a whole."""
+    """Transform whole batches of a loader."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -90,13 +87,13 @@ def contestants(x: Tensor, y: Tensor, transform: bool, workers: list[int]) -> di
     }
     data = Transformed(x, y) if transform else TensorDataset(x, y)
     for number in workers:
-        words = {"num_workers": number, "persistent_workers": number > 0}
-        found[f"DataLoader, {number} workers"] = DataLoader(data, BATCH, shuffle=True, **words)
+        options = {"num_workers": number, "persistent_workers": number > 0}
+        found[f"DataLoader, {number} workers"] = DataLoader(data, BATCH, shuffle=True, **options)
     return found
 
 
 def check(loader: Any, x: Tensor, y: Tensor, transform: bool) -> None:
-    """Every sample once, as it should be: told by sums, which no order changes."""
+    """Return whether a loader gives each sample once, by sums that do not depend on the order."""
     batches = list(loader)
     expected = normalized(x) if transform else x
     assert sum(len(part) for part, _ in batches) == len(x)
@@ -106,10 +103,10 @@ def check(loader: Any, x: Tensor, y: Tensor, transform: bool) -> None:
 
 
 def seconds(loader: Any) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in loader:
         pass
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def measure(loaders: dict[str, Any], rounds: int) -> dict[str, list[float]]:

@@ -1,19 +1,18 @@
-"""What a run pays beside its steps: once, with each epoch, with each validation, with each checkpoint. A tiny net, CSV, bar.
+"""Measure the costs of a run besides its steps: of a fit, an epoch, a validation and a checkpoint.
 
     python benchmarks/once.py               # a minute
-    python benchmarks/once.py --toy         # to see that it runs
+    python benchmarks/once.py --toy         # a quick check of the script
 
 How it is measured:
 
-- A fit of one epoch of one step; of eleven such epochs; the same with a validation of one batch, and without checkpoints. What
-  is said is the difference: of eleven epochs and one, by ten; of that with something and without it.
-- "once" is a whole fit of one step, the step in it, from `fit` to its end: set-up, folders, locks, hparams.yaml, config.yaml,
-  one row, one checkpoint, the way out. The loop is made before; what that takes has a row, and the part of it that is
-  Lightning Fabric's own (it looks through all packages that are installed).
-- "by hand" is that one step in a plain script: its optimizer, a pass over the loader, the two values read. The goal is for
-  what a fit costs beyond its steps: once less that.
-- Contestants and parts take turns. CPU time is the median of the rounds; time by the clock, with what is waited for the disk,
-  is their least, since a shared machine adds to it and takes nothing away.
+- A tiny model trains one epoch and eleven epochs of one step each, also with a validation of one batch, and without
+  checkpoints, with the CSV file and the bar on. An epoch costs one tenth of the difference; a validation and a
+  checkpoint cost the difference between fits with and without them.
+- "once" is a whole fit of one step: set-up, folders, locks, hparams.yaml, config.yaml, one row, one checkpoint, teardown.
+  Making the loop has a row of its own, and so has the part of it that Lightning Fabric takes.
+- "by hand" is that step in a plain script. The goal is for the difference between "once" and "by hand".
+- Contestants and parts take turns. CPU time is the median of the rounds. Time by the clock is their minimum, because
+  other load can only add to it.
 """
 
 from __future__ import annotations
@@ -30,16 +29,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # works in a clone, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import the package of this clone.
 
 import torch
 from overhead import Problem, lightning_module, out_of_the_way, quieten
 
-GOAL = 10.0  # milliseconds of a fit beside its steps
+GOAL = 10.0  # Milliseconds of a fit besides its steps.
 PROBLEM = Problem("tiny", (64, 32, 10), 32, "adam")
-Time = tuple[float, float]  # CPU's and the clock's, in milliseconds
+Time = tuple[float, float]  # CPU time and time by the clock, in milliseconds.
 
 
 def module(validates: bool) -> Any:
@@ -59,8 +56,8 @@ def module(validates: bool) -> Any:
 def ours(epochs: int, saves: bool) -> Any:
     from fabric_template import FabricLoop
 
-    words = {"num_sanity_val_steps": 0, "enable_checkpointing": saves}
-    return FabricLoop(accelerator="cpu", devices=1, max_epochs=epochs, **words)
+    options = {"num_sanity_val_steps": 0, "enable_checkpointing": saves}
+    return FabricLoop(accelerator="cpu", devices=1, max_epochs=epochs, **options)
 
 
 def mini(epochs: int, saves: bool) -> Any:
@@ -74,14 +71,14 @@ def trainer(epochs: int, saves: bool) -> Any:
     from lightning.pytorch.callbacks import TQDMProgressBar
     from lightning.pytorch.loggers import CSVLogger
 
-    words = {
+    options = {
         "num_sanity_val_steps": 0,
         "enable_checkpointing": saves,
         "logger": CSVLogger("."),
         "log_every_n_steps": 1,
     }
     return Trainer(
-        accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[TQDMProgressBar()], **words
+        accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[TQDMProgressBar()], **options
     )
 
 
@@ -92,7 +89,7 @@ def fabric() -> Any:
 
 
 def by_hand() -> Time:
-    """The step of a fit of one step, which is an optimizer's first."""
+    """Train one step, which is the optimizer's first one, in a plain script."""
     with out_of_the_way():
         net, loader = module(False), PROBLEM.loader(1)
 
@@ -111,7 +108,7 @@ def by_hand() -> Time:
 
 
 def timed(call: Callable[[], Any]) -> Time:
-    gc.collect()  # nobody pays for the garbage of the contestant before
+    gc.collect()  # Collect the garbage of the contestant before.
     cpu, clock = time.process_time(), time.perf_counter()
     call()
     return 1e3 * (time.process_time() - cpu), 1e3 * (time.perf_counter() - clock)
@@ -131,7 +128,7 @@ def less(more: Time, without: Time, by: int = 1) -> Time:
 
 
 def parts(make: Callable[[int, bool], Any], epochs: int) -> dict[str, Time]:
-    """What one round finds."""
+    """Return the costs that one round measures."""
     by = epochs - 1
     with out_of_the_way():
         made = timed(lambda: make(1, True))
@@ -140,7 +137,7 @@ def parts(make: Callable[[int, bool], Any], epochs: int) -> dict[str, Time]:
     with_val = less(fitted(make, epochs, validates=True), fitted(make, 1, validates=True), by)
     found = {"the loop is made": made, "once: a fit of one step": once, "an epoch of one step": epoch,
              "a validation of one batch": less(with_val, epoch)}  # fmt: skip
-    if make is not mini:  # which always saves
+    if make is not mini:  # MiniLoop always saves.
         without = less(fitted(make, epochs, saves=False), fitted(make, 1, saves=False), by)
         found["a checkpoint"] = less(epoch, without)
     return found
@@ -165,7 +162,7 @@ def main() -> None:
         rows["by hand", "that step"] = by_hand()
         for name, make in contestants.items():
             rows |= {(name, part): value for part, value in parts(make, epochs).items()}
-        if number or arguments.toy:  # the first one loads what is loaded with the first use
+        if number or arguments.toy:  # The first round imports modules.
             for key, value in rows.items():
                 found.setdefault(key, []).append(value)
     print(

@@ -1,19 +1,18 @@
-"""What a training step costs in each loop, in one table from one run.
+"""Compare the cost of a training step in each loop, in one table from one run.
 
     python benchmarks/overhead.py            # a few minutes
-    python benchmarks/overhead.py --quick    # a glance
+    python benchmarks/overhead.py --quick    # a quick look
 
 How it is measured:
 
-- The contestants take turns (A B C ... A B C ...), ratios are taken within a round, and of those the median: a busy
-  moment of the machine hits a few rounds, not a contestant.
-- A step costs (time of an epoch of 3S steps - time of an epoch of S steps) / 2S. What is paid once per fit or epoch
-  (set-up, the CSV's row, the checkpoint, the teardown) is in both and cancels; it is shown by itself, as "once".
-- Data, model, loss, optimizer and loader are the same for all, one thread. The batches are made beforehand and the
-  DataLoader only hands them out, because making them would hide the loops' differences. (A DataLoader rather than a
-  list, since Fabric and Accelerate take nothing else.)
-- Bars are drawn, into a terminal that throws them away.
-- Before anything is timed, every contestant has to end with the same weights as the plain loop.
+- The contestants take turns (A B C ... A B C ...). The table has the median of the ratios of each round, so that other
+  load affects a few rounds and not one contestant.
+- A step costs (time of an epoch of 3S steps - time of an epoch of S steps) / 2S. The costs of a fit and of an epoch
+  (set-up, the row of the CSV, the checkpoint, the teardown) cancel. The column "once" has them.
+- All have the same data, model, loss, optimizer and loader, and one thread. The batches are made before the timing,
+  because making them would hide the differences. Fabric and Accelerate need a DataLoader, so all get one.
+- Bars are drawn to a terminal that discards them.
+- Before the timing the script checks that each contestant ends with the weights of the plain loop.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from torch.utils.data import DataLoader, Dataset
 PLAIN, PLAIN_METRICS = "plain", "plain, same metrics"
 OURS, OURS_ALL, MINI_ALL = "ours, barebones", "ours, everything on", "MiniLoop, everything on"
 TRAINER, TRAINER_ALL = "Trainer, barebones", "Trainer, everything on"
-LOG_EVERY = 50  # steps between rows per step, Trainer's default
+LOG_EVERY = 50  # Trainer's default.
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Problem:
 
 
 class Batches(Dataset):
-    """Batches made beforehand: 16 of them, again and again. Like data that is in memory already."""
+    """Sixteen batches in memory, which are given again and again."""
 
     def __init__(self, problem: Problem, steps: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -102,7 +101,7 @@ def as_it_is(batch):
     return batch
 
 
-# ---- the contestants: each trains one epoch of `steps` steps and returns the trained network -------------------------
+# The contestants. Each trains one epoch of `steps` steps and returns the trained network.
 
 
 def plain(problem: Problem, steps: int) -> nn.Module:
@@ -118,7 +117,7 @@ def plain(problem: Problem, steps: int) -> nn.Module:
 
 
 def plain_metrics(problem: Problem, steps: int) -> nn.Module:
-    """As carefully as one writes it by hand: sums on the device, read when a row is due; bar, CSV, checkpoint."""
+    """Train with a careful loop by hand: sums on the device, which are read for rows, a bar, a CSV file, a checkpoint."""
     from tqdm import tqdm
 
     model, loader = problem.model_there(), problem.loader(steps)
@@ -181,7 +180,7 @@ def mini_everything(problem: Problem, steps: int) -> nn.Module:
 
 
 def plain_fabric(problem: Problem, steps: int) -> nn.Module:
-    """Fabric as its tutorial has it."""
+    """Train as Fabric's tutorial does."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator=problem.device, devices=1)
@@ -212,7 +211,7 @@ def trainer_everything(problem: Problem, steps: int) -> nn.Module:
     from lightning import Trainer
     from lightning.pytorch.callbacks import (
         TQDMProgressBar,
-    )  # what Trainer takes where rich is not installed
+    )  # Trainer uses it if rich is not installed.
     from lightning.pytorch.loggers import CSVLogger
 
     module = lightning_module(problem, log=True)
@@ -257,7 +256,7 @@ def ignite(problem: Problem, steps: int) -> nn.Module:
 
 CONTESTANTS: dict[
     str, tuple[str, Callable[[Problem, int], nn.Module]]
-] = {  # name: (needs this package, function)
+] = {  # name: (package that it needs, function)
     PLAIN: ("torch", plain),
     PLAIN_METRICS: ("tqdm", plain_metrics),
     OURS: ("fabric_template", ours_bare),
@@ -279,7 +278,7 @@ GOALS = [  # (contestant, against, at most, problem)
 
 
 def lightning_module(problem: Problem, log: bool):
-    """The same module for Trainer and for ours; with `log`, two metrics per step, per epoch and in the bar."""
+    """Return the module for Trainer and for ours. With `log` it logs two metrics per step, per epoch and in the bar."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -308,11 +307,11 @@ def lightning_module(problem: Problem, log: bool):
     return LoggingModule() if log else Module()
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
+# Measuring
 
 
 class NoTerminal(io.TextIOBase):
-    """Says that it is a terminal, so that bars are drawn, and keeps nothing."""
+    """A terminal that discards what it gets."""
 
     def isatty(self) -> bool:
         return True
@@ -326,7 +325,7 @@ class NoTerminal(io.TextIOBase):
 
 @contextlib.contextmanager
 def out_of_the_way():
-    """In a folder of its own, without a word on the screen."""
+    """Run in a temporary folder, with the output discarded."""
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -339,7 +338,7 @@ def out_of_the_way():
 
 
 def quieten() -> None:
-    """What the contestants would say of themselves."""
+    """Switch off the messages of the contestants."""
     for name in (
         "lightning",
         "lightning.pytorch",
@@ -353,7 +352,7 @@ def quieten() -> None:
 
 def seconds(train: Callable[[Problem, int], nn.Module], problem: Problem, steps: int) -> float:
     with out_of_the_way():
-        gc.collect()  # nobody pays for the garbage of the contestant before
+        gc.collect()  # Collect the garbage of the contestant before.
         start = time.perf_counter()
         train(problem, steps)
         if problem.device == "cuda":
@@ -362,7 +361,7 @@ def seconds(train: Callable[[Problem, int], nn.Module], problem: Problem, steps:
 
 
 def able(problem: Problem) -> list[str]:
-    """The contestants that are installed, run, and end with the plain loop's weights."""
+    """Return the contestants that are installed, run, and end with the weights of the plain loop."""
     names = []
     expected = plain(problem, steps=30).state_dict()
     for name, (package, train) in CONTESTANTS.items():
@@ -372,7 +371,7 @@ def able(problem: Problem) -> list[str]:
         try:
             with out_of_the_way():
                 weights = train(problem, 30).state_dict()
-        except Exception as error:  # one broken contestant must not cost the others their table
+        except Exception as error:  # The others still get their table.
             print(f"left out: {name} ({type(error).__name__}: {error})")
             continue
         if all(torch.equal(weights[key].cpu(), value.cpu()) for key, value in expected.items()):
@@ -385,7 +384,7 @@ def able(problem: Problem) -> list[str]:
 def measure(
     problem: Problem, names: list[str], steps: int, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Per contestant and round: seconds per step, and seconds paid once."""
+    """Return seconds per step and seconds of a fit, by contestant and round."""
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(rounds):
         if sys.stderr.isatty():
@@ -436,10 +435,10 @@ def main() -> None:
     arguments = parser.parse_args()
     steps, rounds = (100, 3) if arguments.quick else (arguments.steps, arguments.rounds)
 
-    torch.set_num_threads(1)  # tensors this small are slower with more
+    torch.set_num_threads(1)  # Tensors of this size are slower with more threads.
     sys.path.insert(
         0, str(Path(__file__).resolve().parent.parent)
-    )  # works in a clone, installed or not
+    )  # Import the package of this clone.
     warnings.simplefilter("ignore")
     quieten()
 

@@ -1,9 +1,9 @@
-"""What rank zero does that grows with the number of ranks: a checkpoint's parts, gathered, written and read.
+"""Measure the work of rank zero that grows with the number of ranks: gathering, writing and reading a checkpoint.
 
     python benchmarks/scale.py --ranks 1 4 16 64
 
-Two processes train for three steps, with workers. What one of them gave to the checkpoint is then in it as often as there are
-to be ranks, each with random numbers of its own; nothing else in a checkpoint knows how many there were.
+Two processes train for three steps with workers. The part of one of them is then repeated in the checkpoint for each rank,
+with other random states. Nothing else in a checkpoint depends on the number of ranks.
 """
 
 import argparse
@@ -28,8 +28,8 @@ def step(net, batch):
     return net(batch[0]).square().mean()
 
 
-def a_checkpoint(folder):
-    """Of two processes, in the middle of an epoch, each with two workers."""
+def make_checkpoint(folder):
+    """Return a checkpoint of two processes with two workers each, in the middle of an epoch."""
     seed_everything(1, verbose=False)
     net = torch.nn.Linear(8, 3)
     data = torch.utils.data.TensorDataset(torch.randn(64, 8))
@@ -43,29 +43,29 @@ def a_checkpoint(folder):
 
 
 def with_other_numbers(part, seed):
-    """A rank's part with random states of its own."""
+    """Return a rank's part with other random states."""
     seed_everything(seed, verbose=False)
     return {**part, "rng": capture_rng_state()}
 
 
 def milliseconds(work):
-    """The median of some rounds."""
+    """Return the median duration of some rounds."""
     found = []
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
-        found.append(1000 * (time.perf_counter() - began))
+        found.append(1000 * (time.perf_counter() - start))
     return statistics.median(found)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16, 64])
-    words = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint, path, rows = a_checkpoint(folder), Path(folder, "grown.ckpt"), []
+        checkpoint, path, rows = make_checkpoint(folder), Path(folder, "grown.ckpt"), []
         part = checkpoint["fabric_template"]["ranks"][0]
-        for ranks in words.ranks:
+        for ranks in arguments.ranks:
             parts = [with_other_numbers(part, rank) for rank in range(ranks)]
             checkpoint["fabric_template"]["ranks"] = parts
             gathered = [pickle.dumps(one) for one in parts]

@@ -1,22 +1,21 @@
-"""What grows with a run, and what does not: logged metrics, steps, rows, checkpoints, versions, batches behind a resume.
+"""Measure what grows with metrics, steps, rows, checkpoints, versions, and batches before a resume.
 
     python benchmarks/scaling.py                   # some ten minutes
     python benchmarks/scaling.py --only metrics rows
-    python benchmarks/scaling.py --toy             # a thousandth of it: to see that it runs
+    python benchmarks/scaling.py --toy             # a quick check of the script
 
 How it is measured:
 
-- metrics: a step that logs 0, 1, 4, 16, 64 values (per step and per epoch, with a CSV), beside a loop by hand that does the
-  same arithmetic with tensors (a clone, a sum scaled by the batch's size) and nothing else. CPU time of long fits less that of
-  short ones, the least of rounds in turn; a metric costs what a step costs more than one without metrics, ours less by hand.
-  "Of one more" is the same beside the row above: with the first one steps have rows, whose part in a step it bears.
-- steps: one fit in a process of its own, an epoch every 1,000 steps, with all that is on by default. Memory is what the
-  system says this process holds (RSS), handles are its open files.
-- rows: a CSV of many rows is opened again as a resumed run does, and goes on. A row is the median of blocks.
-- checkpoints: each epoch is one step and keeps its checkpoint (save_top_k=-1); then the run is resumed, and nothing is left
-  to train. CPU time.
-- versions: a run's folder copied many times; then a new run, a resume, and the list of runs. CPU time.
-- resume: a checkpoint of batch 7 is made one of batch 1,000,000; from the call of fit to the first batch in the step.
+- metrics: a step logs 0, 1, 4, 16 or 64 values per step and per epoch with a CSV. A loop by hand does the same tensor
+  arithmetic (a clone, a sum scaled by the batch size) and nothing else. The cost is the CPU time of long fits minus that
+  of short ones, the minimum of the rounds. "Of one more" compares with the row above. The first metric also pays for the
+  rows of steps.csv.
+- steps: one fit in a new process with the default options, with an epoch every 1,000 steps. Memory is the resident set
+  size of the process, handles are its open files.
+- rows: a CSV of many rows is opened as by a resumed run, and continued. A row is the median of blocks.
+- checkpoints: each epoch is one step and keeps its checkpoint (save_top_k=-1). Then the finished run is resumed. CPU time.
+- versions: a run's folder is copied many times. Then a new run, a resume and the list of runs are measured. CPU time.
+- resume: a checkpoint of batch 7 is changed to batch 1,000,000. Measured from the call of fit to the first batch.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # works in a clone, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import the package of this clone.
 
 import torch
 from overhead import NoTerminal, out_of_the_way, quieten
@@ -52,11 +49,11 @@ from fabric_template.tools.runs import list_runs
 
 SILENT = {"enable_progress_bar": False, "enable_model_summary": False}
 BATCH = 32
-DONE = 7  # the batch whose checkpoint becomes one of a batch far behind it
+DONE = 7  # The batch of the checkpoint, whose position is then changed.
 
 
 class Net(nn.Module):
-    """A net that is next to nothing; it logs what it is told to."""
+    """A tiny network that logs the given names."""
 
     log: Any
 
@@ -75,7 +72,7 @@ class Net(nn.Module):
 
 
 class Repeated:
-    """So many batches, all of them the same tensors: nothing of a step's time goes into its data."""
+    """A number of batches that are the same tensors, so that data cost nothing."""
 
     def __init__(self, number: int) -> None:
         self.number, self.batch = number, made_batch()
@@ -97,7 +94,7 @@ def made_batch() -> tuple[Tensor, ...]:
     return torch.randn(BATCH, 4), torch.randn(BATCH, 1)
 
 
-# ---- metrics
+# Metrics
 
 
 def by_hand(number: int, steps: int) -> None:
@@ -124,9 +121,9 @@ def ours(number: int, steps: int) -> None:
 
 
 def cpu_seconds(train: Callable[[int, int], None], number: int, steps: int) -> float:
-    began = time.process_time()
+    start = time.process_time()
     train(number, steps)
-    return time.process_time() - began
+    return time.process_time() - start
 
 
 def metrics(size: float) -> Iterator[str]:
@@ -147,7 +144,7 @@ def metrics(size: float) -> Iterator[str]:
     }
     beyond = {
         number: each["ours", number] - each["by hand", number] for number in numbers
-    }  # what is not tensors
+    }  # The cost that is not tensor arithmetic.
     yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}{'of one more':>14}"
     for before, number in zip((0, *numbers), numbers, strict=False):
         row = f"{number:<24}{each['by hand', number]:20.1f}{each['ours', number]:10.1f}"
@@ -157,19 +154,19 @@ def metrics(size: float) -> Iterator[str]:
         yield row
 
 
-# ---- steps
+# Steps
 
 
 def resident() -> float:
-    """Megabytes of memory that the system has given this process."""
+    """Return the resident memory of this process in megabytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 class Watching:
-    """A callback that looks at memory and handles as an epoch begins."""
+    """A callback that reads memory and open files when an epoch starts."""
 
     def __init__(self, at: list[int]) -> None:
-        self.at, self.seen, self.began = (
+        self.at, self.seen, self.start = (
             set(at),
             list[tuple[int, float, int, float]](),
             time.perf_counter(),
@@ -177,7 +174,7 @@ class Watching:
 
     def look(self, trainer: Any) -> None:
         if trainer.global_step in self.at:
-            handles, now = len(os.listdir("/proc/self/fd")), time.perf_counter() - self.began
+            handles, now = len(os.listdir("/proc/self/fd")), time.perf_counter() - self.start
             self.seen.append((trainer.global_step, resident(), handles, now))
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
@@ -213,11 +210,11 @@ def steps(size: float) -> Iterator[str]:
     yield f"{'grown':24}{seen[-1][1] - seen[0][1]:12.1f}{seen[-1][2] - seen[0][2]:10}"
 
 
-# ---- rows
+# Rows
 
 
 def filled(name: str, rows: int) -> CSVLogger:
-    """A logger whose file has so many rows, as its own rows are."""
+    """Return a logger whose file has a number of rows."""
     logger = CSVLogger("logs", version=rows)
     append = appending(logger, name)
     append(0)
@@ -246,9 +243,9 @@ def rows(size: float) -> Iterator[str]:
         for name in ("metrics.csv", "steps.csv"):
             for number in (few, many):
                 logger = filled(name, number)
-                began = time.perf_counter()
+                start = time.perf_counter()
                 place = logger.position()
-                opened = 1e3 * (time.perf_counter() - began)
+                opened = 1e3 * (time.perf_counter() - start)
                 append, each = appending(logger, name), list[float]()
                 for _ in range(11):
                     start = time.perf_counter()
@@ -264,11 +261,11 @@ def rows(size: float) -> Iterator[str]:
                 yield f"{what:24}{opened:12.1f}{back:14.1f}{statistics.median(each):10.1f}"
 
 
-# ---- checkpoints
+# Checkpoints
 
 
 class Stopwatch:
-    """A callback that notes when each epoch begins: what lies between are a step, a row, a checkpoint."""
+    """A callback that records when each epoch starts. An epoch is a step, a row and a checkpoint."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -278,24 +275,24 @@ class Stopwatch:
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    """Of CPU time."""
-    began = time.process_time()
+    """Return milliseconds of CPU time."""
+    start = time.process_time()
     with redirect_stdout(NoTerminal()), redirect_stderr(NoTerminal()):
         call()
-    return 1e3 * (time.process_time() - began)
+    return 1e3 * (time.process_time() - start)
 
 
 class Better(Net):
-    """One whose metric falls with each step."""
+    """A network whose metric falls with each step."""
 
     def training_step(self, batch: tuple[Tensor, ...]) -> Tensor:
         self.values[0] = self.values[0] - 1
         return super().training_step(batch)
 
 
-def saving(epochs: int, **words: Any) -> FabricLoop:
-    words = {"monitor": "metric", "save_top_k": -1, **SILENT, **words}
-    return FabricLoop(accelerator="cpu", devices=1, max_epochs=epochs, **words)
+def saving(epochs: int, **options: Any) -> FabricLoop:
+    options = {"monitor": "metric", "save_top_k": -1, **SILENT, **options}
+    return FabricLoop(accelerator="cpu", devices=1, max_epochs=epochs, **options)
 
 
 def checkpoints(size: float) -> Iterator[str]:
@@ -316,21 +313,21 @@ def checkpoints(size: float) -> Iterator[str]:
         yield f"{'resumed, nothing to do':24}{'auto, ms':>12}{'best, ms':>12}"
         for name, epochs in (("few", 1), ("run", number)):
             found = {
-                word: statistics.median(
+                keyword: statistics.median(
                     milliseconds(
-                        lambda n=name, e=epochs, w=word: saving(e, name=n).fit(
+                        lambda n=name, e=epochs, w=keyword: saving(e, name=n).fit(
                             Better(names), Repeated(1), resume=w
                         )
                     )
                     for _ in range(5)
                 )
-                for word in ("auto", "best")
+                for keyword in ("auto", "best")
             }
             among = f"among {kept if name == 'run' else 2}"
             yield f"{among:24}{found['auto']:12.1f}{found['best']:12.1f}"
 
 
-# ---- versions
+# Versions
 
 
 def versions(size: float) -> Iterator[str]:
@@ -360,11 +357,11 @@ def versions(size: float) -> Iterator[str]:
             yield f"{many:<24,}{statistics.median(new):14.1f}{statistics.median(auto):12.1f}{listed:18.2f}"
 
 
-# ---- a resume far into an epoch
+# A resume far into an epoch
 
 
 class Items(Dataset):
-    """So many samples, made when they are asked for; counts them."""
+    """A number of samples, which are made and counted when they are asked for."""
 
     loaded = 0
 
@@ -380,11 +377,11 @@ class Items(Dataset):
 
 
 class There(Exception):
-    """The first batch has reached the step."""
+    """Raised when the first batch has reached the step."""
 
 
 def moved(item: Any, to: int) -> Any:
-    """The same nest, with another number wherever it says DONE."""
+    """Return nested values with each DONE replaced by another number."""
     if isinstance(item, dict):
         return {key: None if key == "ahead" else moved(part, to) for key, part in item.items()}
     if isinstance(item, list | tuple):
@@ -393,16 +390,16 @@ def moved(item: Any, to: int) -> Any:
 
 
 def resumed(number: int, **loader: Any) -> tuple[float, int]:
-    """Seconds from fit to the first batch, and the items that this process had loaded by then."""
+    """Return the seconds from fit to the first batch, and the items that were loaded until then."""
     data = DataLoader(Items(number + 100), batch_size=1, **loader)
-    words: dict[str, Any] = {
+    options: dict[str, Any] = {
         "enable_checkpointing": True,
         "save_every_n_steps": DONE,
         "logger": False,
         **SILENT,
     }
     name = "-".join(map(str, loader.values()))
-    FabricLoop(accelerator="cpu", devices=1, name=name, max_steps=DONE, seed=1, **words).fit(
+    FabricLoop(accelerator="cpu", devices=1, name=name, max_steps=DONE, seed=1, **options).fit(
         Net(), data
     )
     path = Path("checkpoints", name, "version_0", "last.ckpt")
@@ -417,13 +414,13 @@ def resumed(number: int, **loader: Any) -> tuple[float, int]:
             then = time.perf_counter()
             raise There
 
-    loop = FabricLoop(accelerator="cpu", devices=1, name=name, max_epochs=1, **words)
-    began = time.perf_counter()
+    loop = FabricLoop(accelerator="cpu", devices=1, name=name, max_epochs=1, **options)
+    start = time.perf_counter()
     try:
         loop.fit(Here(), data, resume=path)
     except There:
         assert loop.global_step == number, loop.global_step
-    return then - began, Items.loaded
+    return then - start, Items.loaded
 
 
 def resume(size: float) -> Iterator[str]:
@@ -436,8 +433,8 @@ def resume(size: float) -> Iterator[str]:
             ("shuffled, 2 workers", {"shuffle": True, "num_workers": 2}),
         ):
             seconds, loaded = resumed(number, **loader)
-            told = "by workers" if loader.get("num_workers") else str(loaded)
-            yield f"{name:34}{seconds:10.2f}{told:>14}"
+            loaded = "by workers" if loader.get("num_workers") else str(loaded)
+            yield f"{name:34}{seconds:10.2f}{loaded:>14}"
 
 
 SECTIONS = {"metrics": metrics, "steps": steps, "rows": rows, "checkpoints": checkpoints, "versions": versions,
@@ -467,7 +464,7 @@ def main() -> None:
     for name in arguments.only:
         lines = list(
             SECTIONS[name](0.005 if arguments.toy else 1)
-        )  # to its end: inside nothing reaches the screen
+        )  # Printed at the end, because the output inside is discarded.
         print("", *lines, sep="\n", flush=True)
 
 

@@ -1,12 +1,12 @@
-"""What the usual step costs in each loop, in time, on a machine that does other things, too.
+"""Compare the duration of a usual step in each loop, on a machine with other load.
 
     python benchmarks/steps.py                # three minutes
-    python benchmarks/steps.py --rounds 5     # a glance
+    python benchmarks/steps.py --rounds 5     # a quick look
 
-How it is measured: the contestants of overhead.py take turns, and the dataset, which only hands out what was made beforehand,
-notes when it is asked. Of the steps of an epoch the fast ones count (the first tenth, quarter and half), and of those the
-median of all rounds: what interrupts a process hits some steps, and not the fast ones. So do a row every 50 steps and a bar
-that is drawn: those are left out here, as is what an epoch costs; overhead.py has it all, and wants a quiet machine.
+The contestants of overhead.py take turns, and the dataset records when each batch is asked for. Only the fast steps of an epoch
+count (the fastest tenth, quarter and half), because other load makes some steps slower and none faster. The table has the
+medians of all rounds. The row every 50 steps, the drawing of the bar and the end of an epoch are left out; overhead.py
+includes them, and needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # works in a clone, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import the package of this clone.
 
 import overhead
 import torch
 from instructions import CONTESTANTS
 from overhead import PLAIN, PLAIN_METRICS, Batches, Problem
 
-PARTS = 10, 4, 2  # the first tenth, quarter and half of the steps, by their length
-WARM = 30  # steps that do not count
+PARTS = 10, 4, 2  # The fastest tenth, quarter and half of the steps.
+WARM = 30  # The first steps do not count.
 
 
 class Noting(Batches):
-    """The same batches; notes when each is asked for."""
+    """Batches that record when each is asked for."""
 
-    asked: list[int] = []  # noqa: RUF012 - one list for all loaders of this process
+    asked: list[int] = []  # noqa: RUF012
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.asked.append(time.perf_counter_ns())
@@ -42,7 +40,7 @@ class Noting(Batches):
 
 
 def microseconds(name: str, problem: Problem, steps: int) -> list[float]:
-    """The length of a step at the end of each of PARTS, in one epoch."""
+    """Return the duration of the slowest step of each of PARTS in one epoch."""
     Noting.asked.clear()
     gc.collect()
     with overhead.out_of_the_way():
@@ -53,7 +51,7 @@ def microseconds(name: str, problem: Problem, steps: int) -> list[float]:
 
 
 def table(measured: dict[str, list[list[float]]]) -> str:
-    """Medians of the rounds, and the tenth's ratios, which are taken within a round."""
+    """Return medians of the rounds, and medians of the ratios of the fastest tenth within a round."""
     lines = [
         f"{'us a step':26}{'tenth':>8}{'quarter':>9}{'half':>7}{'/ plain':>10}{'/ same metrics':>16}"
     ]
@@ -84,7 +82,7 @@ def main() -> None:
     for turn in range(arguments.rounds + 1):
         for name in CONTESTANTS:
             found = microseconds(name, problem, arguments.steps)
-            if turn:  # the first one imports and compiles
+            if turn:  # The first round imports and compiles.
                 measured[name].append(found)
     overhead.Batches = kept  # type: ignore[misc]
     print(

@@ -1,11 +1,11 @@
-"""How many tokens a second a GPT trains on: in a bare compiled loop, and in ours with the same settings.
+"""Compare the tokens per second of a GPT in a bare compiled loop and in ours.
 
     python benchmarks/transformer.py               # 124 million parameters on a GPU, 10 million on the CPU
-    python benchmarks/transformer.py --toy         # to see that it runs
+    python benchmarks/transformer.py --toy         # a quick check of the script
 
-bf16-mixed, fused AdamW, torch.compile of the whole model with its loss, random tokens that lie on the device. The contestants
-take turns; of each turn the first steps (compilation, warming up) are left out. "As it comes" has bar, CSV, the history of
-the loss and gradient clipping off; "bare" has neither.
+All use bf16-mixed, fused AdamW, torch.compile of the model with its loss, and random tokens on the device. The contestants take
+turns. The first steps of each turn (compilation) are left out. "As it comes" has the bar, the CSV and the history of the
+loss on; "bare" has them off.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """GPT-2's shape: its loss for a batch of tokens; embedding and head share their weights."""
+    """A model of GPT-2's shape. Its forward returns the loss of a batch. Embedding and head share their weights."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Gpt(nn.Module):
 
 
 class Watch:
-    """Seconds between one step and another, the device having done what it was told."""
+    """Measure the seconds between two steps, when the device has finished its work."""
 
     def __init__(self, device: str, first: int, last: int) -> None:
         self.device, self.first, self.last, self.seconds = device, first, last, 0.0
@@ -168,14 +168,14 @@ def ours(task: Task, watch: Watch, compiles: bool) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return task.optimizer_of(self.net)
 
-    # a checkpoint of the last step would be behind the clock, and is not what is asked here
-    words = {
+    # A checkpoint after the last step is not a part of the measurement.
+    options = {
         "accelerator": task.device,
         "devices": 1,
         "max_epochs": 1,
         "enable_checkpointing": False,
     }
-    FabricLoop(precision="bf16-mixed", compile=compiles, **words).fit(
+    FabricLoop(precision="bf16-mixed", compile=compiles, **options).fit(
         Module(), TensorLoader(*task.data(), batch_size=task.size.batch)
     )
 
@@ -202,13 +202,13 @@ def trainer(task: Task, watch: Watch, compiles: bool) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return task.optimizer_of(self.net)
 
-    words = {
+    options = {
         "accelerator": task.device,
         "devices": 1,
         "max_epochs": 1,
         "enable_checkpointing": False,
     }
-    loop = lightning.Trainer(precision="bf16-mixed", logger=False, **words)
+    loop = lightning.Trainer(precision="bf16-mixed", logger=False, **options)
     loop.fit(Module(), TensorLoader(*task.data(), batch_size=task.size.batch))
 
 
@@ -222,7 +222,7 @@ CONTESTANTS: dict[str, tuple[Callable[[Task, Watch, bool], None], bool]] = {
 
 
 def measure(task: Task, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Tokens a second, per contestant and round."""
+    """Return tokens per second by contestant and round."""
     measured: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
@@ -267,7 +267,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sys.path.insert(
         0, str(Path(__file__).resolve().parent.parent)
-    )  # works in a clone, installed or not
+    )  # Import the package of this clone.
     warnings.simplefilter("ignore")
     quieten()
     name = (

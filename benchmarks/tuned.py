@@ -1,12 +1,12 @@
-"""Whether `tune` finds what one would pick by hand: three demos, with a table of picked settings beside its choice.
+"""Compare the choice of `tune` with settings chosen by hand, on three demos.
 
     python benchmarks/tuned.py                  # on the CPU; some ten minutes
     python benchmarks/tuned.py --problem digits --rounds 3 --seconds 0.5
-    python benchmarks/tuned.py --toy            # to see that it runs
+    python benchmarks/tuned.py --toy            # a quick check of the script
 
-How it is measured: `tune` runs first, on the training as it comes. Then all
-rows and its choice take turns, each time in a process of its own, by the loop's own clock (samples per second); ratios are
-taken within a round, and of those the median, with the least and the most. A choice that is a row of the table is that row.
+`tune` runs first on the unchanged training. Then all settings and its choice take turns, each in a new process, measured
+in samples per second. The table has the median of the ratios of each round, and their range. A choice that equals a
+setting of the table shares its row.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # this folder's package, whichever is installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import the package of this clone.
 
 from fabric_template import FabricLoop
 from fabric_template.demos.digits import DigitsClassifier, DigitsData
@@ -40,7 +38,7 @@ BY_HAND: list[dict[str, Any]] = [
 
 
 def by_hand(problem: str) -> list[dict[str, Any]]:
-    """The table: each setting, then all, then all with a large batch."""
+    """Return each setting, then all of them, then all of them with a large batch."""
     large = {"batch_size": LARGE[problem]}
     return [*BY_HAND, {**ONE, **large}, {**FAST, **large}]
 
@@ -53,7 +51,7 @@ def mnist_shaped(images: int) -> DataLoader:
 
 
 def parts(problem: str, toy: bool) -> tuple[Any, dict[str, Any]]:
-    """A model, and what fit is given beside it."""
+    """Return a model and the other arguments of fit."""
     torch.manual_seed(0)
     if problem == "digits":
         return DigitsClassifier(), {"datamodule": DigitsData()}
@@ -65,7 +63,7 @@ def parts(problem: str, toy: bool) -> tuple[Any, dict[str, Any]]:
 def rates(
     job: tuple[Any, dict[str, Any]], choices: list[dict[str, Any]], seconds: float, rounds: int
 ) -> list[list[float]]:
-    """Samples per second of each choice, round by round."""
+    """Return samples per second of each choice in each round."""
     found: list[list[float]] = []
     for _ in range(rounds):
         answers = [run_in_process(partial(measure, *job, seconds, choice)) for choice in choices]
