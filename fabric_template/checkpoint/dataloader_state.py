@@ -18,15 +18,20 @@ import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ..data.tensor_loader import TensorLoader
-from .rng import capture_rng_state, pack_rng_state, restore_rng_state, unpack_rng_state
+from .rng import (
+    capture_rng_state,
+    pack_rng_state,
+    restore_rng_state,
+    unchanged_rng_state,
+    unpack_rng_state,
+)
 
 
 class ResumableLoader:
@@ -35,16 +40,12 @@ class ResumableLoader:
     The order of a pass depends on the random numbers at its start. They are captured there, and restored before
     the iterator of a resumed pass is made. Afterwards the random numbers are as they were before.
 
-    Args:
-        is_training: Record the random states of workers after each batch, too. For an evaluation this is
-            needed only where workers live on from one pass to the next.
-
     Attributes:
         passes: Passes of this epoch. CombinedLoader starts a short loader several times.
         batches: Batches of this pass.
     """
 
-    def __init__(self, loader: Any, is_training: bool = True) -> None:
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.passes = self.batches = 0
         self._is_finished = False
@@ -54,23 +55,44 @@ class ResumableLoader:
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
-        is_recorded = is_plain and (is_training or self._is_persistent)
-        self._num_workers = loader.num_workers if is_recorded else 0
-        self._workers: list[Any] = [None] * self._num_workers
+        # The random states of the workers after their last batches. Persistent workers keep them between passes.
+        self._workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
+        self._had_workers = False
         # Workers take turns, a round is one batch of each. A pass is resumed at the start of a round.
         self._rounds: list[tuple[int, list[Any]]] = [(0, self._workers)]
-        # Persistent workers start in one pass and live on in the later ones.
-        self._had_workers = False
         self._restored: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
         self._stateful_part = find_stateful_part(loader)
         samplers = samplers_of(loader)
-        is_stateful = has_state(loader)
-        self._samplers = [] if is_stateful else [part for part in samplers if has_state(part)]
-        found = [getattr(part, "generator", None) for part in (loader, *samplers)]
-        self._generators = list(
-            {id(g): g for g in found if isinstance(g, torch.Generator)}.values()
-        )
+        self._samplers = [] if has_state(loader) else list(filter(has_state, samplers))
+        generators = [getattr(part, "generator", None) for part in (loader, *samplers)]
+        self._generators = [part for part in generators if isinstance(part, torch.Generator)]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.close()
+        if self._restored is not None:
+            return self._resume_pass(self._restored)
+        self.passes += 1
+        self.batches, self._is_finished = 0, False
+        self._at_start = {"rng": capture_rng_state(), **self._part_states()}
+        self._at_first_batch = None
+        if self._is_persistent:
+            self._had_workers = self.loader._iterator is not None
+        else:
+            self._workers = [None] * len(self._workers)
+        self._rounds = [(0, list(self._workers))]
+        self._reader = self._read(self._iterate())
+        return self._reader
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether a batch of this pass was asked for."""
+        return self._at_first_batch is not None
+
+    def start_epoch(self) -> None:
+        """Forget the passes of the last epoch, but keep a position that was just restored."""
+        if self._restored is None:
+            self.passes = 0
 
     def end_pass(self) -> None:
         """End a pass, also an early one. Workers shut down as the next one starts, as under Trainer."""
@@ -89,40 +111,15 @@ class ResumableLoader:
             self._reader.close()
             self._reader = None
 
-    def start_epoch(self) -> None:
-        """Forget the passes of the last epoch, but keep a position that was just restored."""
-        if self._restored is None:
-            self.passes = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.close()
-        if self._restored is not None:
-            return self._resume_pass(self._restored)
-        self.passes += 1
-        self.batches, self._is_finished = 0, False
-        self._at_start, self._at_first_batch = self._capture(), None
-        if self._is_persistent:
-            self._had_workers = self.loader._iterator is not None
-        else:
-            self._workers = [None] * self._num_workers
-        self._rounds = [(0, list(self._workers))]
-        self._reader = self._read(self._iterate())
-        return self._reader
-
     def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
         if self._at_first_batch is None:
-            self._at_first_batch = self._capture()
+            self._at_first_batch = {"rng": capture_rng_state(), **self._part_states()}
         # Not a for loop: it would call iter() again, which starts some iterators over.
         while True:
             try:
                 batch = next(iterator)
             except StopIteration:
                 break
-            except Exception:
-                # The traceback would keep the workers alive.
-                if isinstance(iterator, _MultiProcessingDataLoaderIter):
-                    iterator._shutdown_workers()
-                raise
             self.batches += 1
             if isinstance(batch, WorkerBatch):
                 batch = self._unpack(batch)
@@ -134,7 +131,7 @@ class ResumableLoader:
         if item.rng_state is not None:
             self._workers[item.worker] = item.rng_state
         # Where batches are read again, workers start as they did at the start of the pass.
-        if self._is_indexed and self.batches % self._num_workers == 0:
+        if self._is_indexed and self.batches % len(self._workers) == 0:
             # Training may still be in the round before, if batches were read early.
             self._rounds = [self._rounds[-1], (self.batches, list(self._workers))]
         return item.batch
@@ -142,11 +139,12 @@ class ResumableLoader:
     def _iterate(self, indices: Iterable[Any] | None = None) -> Iterator[Any]:
         """Start the loader's iterator, over other indices if they are given."""
         replaced: dict[str, Any] = {}
-        if self._num_workers:
+        if self._workers:
             recorder = WorkerRecorder(self.loader, self._workers)
             replaced = {"collate_fn": recorder.collate, "worker_init_fn": recorder.start_worker}
         if indices is not None:
-            replaced[self._index_name] = indices
+            has_batches = self.loader.batch_sampler is not None
+            replaced["batch_sampler" if has_batches else "sampler"] = indices
         if not replaced:
             return iter(self.loader)
         with replaced_attributes(self.loader, replaced):
@@ -166,9 +164,10 @@ class ResumableLoader:
         if state["is_finished"]:
             self._restore_between_passes(state)
             return iter(())
-        with self._unchanged_random_numbers():
+        with unchanged_rng_state():
             self._reader = self._start_at(state)
-        self._restore_generators(state["generators"])
+        for generator, generator_state in zip(self._generators, state["generators"], strict=False):
+            generator.set_state(generator_state)
         return self._reader
 
     def _start_at(self, state: dict[str, Any]) -> Generator[Any]:
@@ -176,11 +175,24 @@ class ResumableLoader:
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
             return self._read(iter(self.loader))
-        self._restore(self._at_start)
-        if self._is_indexed:
-            return self._start_at_index(state, done)
+        self._restore(state["at_start"])
         if getattr(type(self.loader), "__iter__", None) is TensorLoader.__iter__:
             return self._read(self.loader.iter_from(done))
+        if self._is_indexed and self._workers:
+            # The order is drawn as the workers start.
+            is_same = len(state["workers"]) == len(self._workers)
+            self.batches = state["round_start"] if is_same else done
+            sampler = self.loader._index_sampler
+            iterator = self._iterate(islice(sampler, self.batches, None))
+            return self._drop(iterator, done - self.batches)
+        iterator = self._iterate()
+        if state["at_first_batch"] is not None and not state["workers"]:
+            # Without workers the order is drawn at the first batch.
+            self._restore(state["at_first_batch"])
+        if self._is_indexed:
+            for _ in islice(iterator._sampler_iter, done):  # type: ignore[attr-defined]
+                pass
+            return self._read(iterator)
         if done and not isinstance(self.loader, Sequence):
             warnings.warn(
                 f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped, because it"
@@ -188,32 +200,8 @@ class ResumableLoader:
                 " torchdata's StatefulDataLoader, continues without that.",
                 stacklevel=2,
             )
-        iterator = self._iterate()
-        self._restore(self._at_first_batch)
         self.batches = 0
         return self._drop(iterator, done)
-
-    def _start_at_index(self, state: dict[str, Any], done: int) -> Generator[Any]:
-        sampler = getattr(self.loader, self._index_name)
-        count, states = state["round"]
-        is_same = self._num_workers and len(states) == self._num_workers
-        indices: Iterator[Any]
-        self.batches = min(count, done) if is_same else done
-        if self._num_workers and state["num_workers"]:
-            # torch draws the order as it starts the workers.
-            indices = islice(sampler, self.batches, None)
-        else:
-            if state["num_workers"]:
-                # The seed of the workers was drawn before the order.
-                iter(self.loader)
-            indices = iter(sampler)
-            if not state["num_workers"]:
-                # Without workers the order is drawn at the first batch, whose step may not be done.
-                self._restore(self._at_first_batch)
-            if self._at_first_batch is not None:
-                first = list(islice(indices, max(1, self.batches)))
-                indices = chain(first[self.batches :], indices)
-        return self._drop(self._iterate(indices), done - self.batches)
 
     def _drop(self, iterator: Iterator[Any], count: int) -> Generator[Any]:
         reader = self._read(iterator)
@@ -223,59 +211,54 @@ class ResumableLoader:
 
     # State
 
-    def part_state(self) -> Any:
-        """Return the state of a loader that saves its own position, or None."""
-        return None if self._stateful_part is None else deepcopy(self._stateful_part.state_dict())
-
-    def state_dict(self, dropped: int = 0) -> dict[str, Any]:
+    def state_dict(self, is_in_pass: bool = False, dropped: int = 0) -> dict[str, Any]:
         """Return the position.
 
         Args:
+            is_in_pass: Whether a resumed run continues this pass. Otherwise it starts a new one.
             dropped: Batches that were taken from the loader but count as not trained.
         """
         if self._restored is not None:
             return self._restored
-        batches = max(0, self.batches - dropped)
-        count, states = self._rounds[-1 if self._rounds[-1][0] <= batches else 0]
+        done = max(0, self.batches - dropped)
+        round_start, workers = self._rounds[-1 if self._rounds[-1][0] <= done else 0]
+        is_finished = self._is_finished and not dropped
         position = {
+            "is_in_pass": is_in_pass and self._at_start is not None,
             "passes": self.passes,
-            "batches": batches,
-            "is_finished": self._is_finished and not dropped,
+            "batches": done,
+            "is_finished": is_finished,
             "at_start": self._at_start,
             "at_first_batch": self._at_first_batch,
             "had_workers": self._had_workers,
-            "num_workers": self._num_workers,
-            "workers": [unpack_rng_state(state) for state in self._workers],
-            "round": [count, [unpack_rng_state(state) for state in states]],
-            **self._generators_and_samplers(),
+            "round_start": min(round_start, done),
+            **self._part_states(),
         }
+        if not is_in_pass or is_finished:
+            workers = self._workers
+            position["had_workers"] = self._at_start is not None
+        position["workers"] = [unpack_rng_state(state) for state in workers]
         if self._stateful_part is not None:
             position["state"] = self.part_state()
         return position
 
-    def load_state_dict(self, state: dict[str, Any], is_in_pass: bool) -> None:
-        """Restore a position; the next iterator starts there.
+    def part_state(self) -> Any:
+        """Return the state of a loader that saves its own position, or None."""
+        return None if self._stateful_part is None else deepcopy(self._stateful_part.state_dict())
 
-        Args:
-            is_in_pass: Whether a pass is continued. Otherwise the next iterator starts a new pass.
-        """
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a position; the next iterator starts there."""
         self.passes, self.batches = state["passes"], state["batches"]
-        self._is_finished = state["is_finished"]
+        self._is_finished, self._had_workers = state["is_finished"], state["had_workers"]
         self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
-        self._had_workers = state["had_workers"]
-        is_in_pass = is_in_pass and self._at_start is not None
-        is_continued = is_in_pass and not self._is_finished
-        count, states = state["round"]
-        workers = states if is_continued else state["workers"]
-        if len(workers) == self._num_workers:
-            self._workers = list(workers)
-        self._rounds = [(count, list(self._workers))]
-        had_workers = self._had_workers if is_continued else self._at_start is not None
-        if self._is_persistent and had_workers:
-            with self._unchanged_random_numbers():
+        if len(state["workers"]) == len(self._workers):
+            self._workers = list(state["workers"])
+        self._rounds = [(state["round_start"], list(self._workers))]
+        if self._is_persistent and self._had_workers:
+            with unchanged_rng_state():
                 # A pass without batches starts the workers of the earlier pass.
                 self._iterate(())
-        if is_in_pass:
+        if state["is_in_pass"]:
             self._restored = state
         else:
             self._restore_between_passes(state)
@@ -286,43 +269,21 @@ class ResumableLoader:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
             # It continues the pass that has ended. The next iterator starts a new one.
             iter(self.loader)
-        self._restore_samplers(state["samplers"])
-        self._restore_generators(state["generators"])
+        self._restore(state)
 
-    @property
-    def _index_name(self) -> str:
-        return "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-
-    def _capture(self) -> dict[str, Any]:
-        return {"rng": capture_rng_state(), **self._generators_and_samplers()}
-
-    def _generators_and_samplers(self) -> dict[str, Any]:
+    def _part_states(self) -> dict[str, Any]:
         return {
             "generators": [generator.get_state() for generator in self._generators],
             "samplers": [deepcopy(sampler.state_dict()) for sampler in self._samplers],
         }
 
-    def _restore(self, captured: dict[str, Any] | None) -> None:
-        if captured is not None:
+    def _restore(self, captured: dict[str, Any]) -> None:
+        if "rng" in captured:
             restore_rng_state(captured["rng"])
-            self._restore_generators(captured["generators"])
-            self._restore_samplers(captured["samplers"])
-
-    def _restore_generators(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=False):
+        for generator, state in zip(self._generators, captured["generators"], strict=False):
             generator.set_state(state)
-
-    def _restore_samplers(self, states: list[Any]) -> None:
-        for sampler, state in zip(self._samplers, states, strict=False):
+        for sampler, state in zip(self._samplers, captured["samplers"], strict=False):
             sampler.load_state_dict(deepcopy(state))
-
-    @contextmanager
-    def _unchanged_random_numbers(self) -> Iterator[None]:
-        rng_state = capture_rng_state()
-        generators = [generator.get_state() for generator in self._generators]
-        yield
-        restore_rng_state(rng_state)
-        self._restore_generators(generators)
 
 
 class WorkerBatch(NamedTuple):

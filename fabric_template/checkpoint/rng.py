@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,7 @@ import torch
 
 def capture_rng_state() -> dict[str, Any]:
     """Return the states of Python's, NumPy's and PyTorch's generators, as plain values and tensors."""
-    state = _as_plain_values(
-        torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=True)
-    )
+    state = _as_plain_values(torch.get_rng_state(), random.getstate(), np.random.get_state())
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
@@ -32,24 +32,26 @@ def restore_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"][:count])
 
 
+@contextmanager
+def unchanged_rng_state() -> Iterator[None]:
+    """Restore every generator at the end of a block."""
+    state = capture_rng_state()
+    yield
+    restore_rng_state(state)
+
+
 def pack_rng_state() -> bytes:
     """Return the states of this DataLoader worker as bytes. Equal states give equal bytes."""
-    torch_state = torch.get_rng_state().numpy().tobytes()
-    numpy_state: Any = np.random.get_state(legacy=True)
-    name, keys, *position = numpy_state
-    return pickle.dumps((torch_state, random.getstate(), (name, keys.tobytes(), *position)))
+    states = torch.get_rng_state().numpy(), random.getstate(), np.random.get_state()
+    return pickle.dumps(states)
 
 
 def unpack_rng_state(packed: Any) -> Any:
     """Return packed states in the form of ``capture_rng_state``, and other values as they are."""
     if not isinstance(packed, bytes):
         return packed
-    torch_state, python_state, (name, keys, *position) = pickle.loads(packed)
-    return _as_plain_values(
-        torch.frombuffer(bytearray(torch_state), dtype=torch.uint8),
-        python_state,
-        (name, np.frombuffer(keys, np.uint32), *position),
-    )
+    torch_state, python_state, numpy_state = pickle.loads(packed)
+    return _as_plain_values(torch.from_numpy(torch_state), python_state, numpy_state)
 
 
 def _as_plain_values(

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from ..checkpoint.dataloader_state import ResumableLoader, has_state, samplers_of
-from ..checkpoint.rng import capture_rng_state, restore_rng_state
+from ..checkpoint.rng import capture_rng_state, restore_rng_state, unchanged_rng_state
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.private import combined_mode
@@ -60,6 +60,8 @@ class DataConnector:
     Attributes:
         sampler_seed: The seed by which processes draw one order of the samples. A resumed run has that of
             its checkpoint.
+        keeps_first_iterator: Whether the run continues a checkpoint of Trainer, whose iterator starts with
+            its loader.
     """
 
     def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
@@ -69,10 +71,6 @@ class DataConnector:
         self.train: TrainLoaders = None  # type: ignore[assignment]
         self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
         self.sampler_seed: int | None = None
-        self._eval_stage: str | None = None
-        self._loaded_in_epoch: dict[str, int | float] = {}
-        self._restored_eval: list[dict[str, Any]] | None = None
-        # Whether the run continues a checkpoint of Trainer, whose iterator starts with its loader.
         self.keeps_first_iterator = False
 
     def has_loader(self, stage: str) -> bool:
@@ -104,18 +102,18 @@ class DataConnector:
         loaders = [prepare_loader(self.run, loader, stage) for loader in combined.flattened]
         return with_loaders(combined, loaders)
 
-    def _should_reload(self, stage: str) -> bool:
-        if stage not in self._loaded_in_epoch:
-            return True
+    def _is_current(self, loaders: StageLoaders | None) -> bool:
+        """Return whether loaders exist and need no reload."""
+        if loaders is None:
+            return False
         every = self.run.config.reload_dataloaders_every_n_epochs
-        return bool(every) and self.run.progress.epochs_done - self._loaded_in_epoch[stage] >= every
+        return not every or self.run.progress.epochs_done - loaders.loaded_in_epoch < every
 
     def setup_train_loader(self) -> None:
         """Make the training loader, at first and whenever it is to be reloaded."""
         run = self.run
-        if run.config.limit_train_batches == 0 or not self._should_reload("train"):
+        if run.config.limit_train_batches == 0 or self._is_current(self.train):
             return
-        self._loaded_in_epoch["train"] = run.progress.epochs_done
         self.train = TrainLoaders(run, self._prepare("train", "max_size_cycle"))
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps or 0
@@ -136,11 +134,12 @@ class DataConnector:
         """Start the iterator of an epoch, unless it has started with its loader."""
         is_later = self.run.progress.epochs_done > 0 and not self.keeps_first_iterator
         self.keeps_first_iterator = False
-        if is_later or self.train.is_used or not self.train.is_started:
+        if is_later or not self.train.is_started:
             self.train.start()
 
     def resume_train_batches(self) -> None:
         """Continue the epoch that a checkpoint was saved in."""
+        self.keeps_first_iterator = False
         self.set_epoch("train", self.run.progress.epochs_done)
         self.train.start()
         self.train.set_batches_done(self.run.progress.batches_done)
@@ -151,24 +150,21 @@ class DataConnector:
 
     def setup_eval_loaders(self, stage: str) -> None:
         """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""
-        run, is_due, restored = self.run, self._should_reload(stage), self._restored_eval
-        if self._eval_stage == stage and not is_due:
+        run = self.run
+        if self._is_current(self.eval_loaders):
             return
-        self._restored_eval = None
-        if is_due:
-            # A sanity check before an epoch that does not validate does not count as a load.
-            every = run.config.check_val_every_n_epoch
-            is_counted = not run.loop.sanity_checking or every in (None, 1)
-            self._loaded_in_epoch[stage] = run.progress.epochs_done if is_counted else -math.inf
-            if self.eval_loaders is not None or restored is not None:
-                run.loggers.restart_evaluation_count()
-        self._eval_stage = stage
+        if self.eval_loaders is not None:
+            run.loggers.restart_evaluation_count()
         self.eval_loaders = EvalLoaders(run, self._prepare(stage, "sequential"), stage)
-        # Loaders that were given are the same objects after a reload, and so are their generators.
-        if restored is not None and (not is_due or stage in self.given):
-            self.eval_loaders.load_state_dict(restored)
-        for loader in self.eval_loaders.resumable if is_due else ():
-            loader.start_epoch()
+        if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
+            # A sanity check before an epoch that does not validate does not count as a load.
+            self.eval_loaders.loaded_in_epoch = -math.inf
+
+    def setup_val_loaders(self) -> None:
+        """Make the loaders of the validation before it starts, for progress bars and for a resume."""
+        self.run.progress.stage = "validate"
+        self.setup_eval_loaders("val")
+        self.run.progress.stage = "train"
 
     def set_epoch(self, stage: str, epoch: int) -> None:
         """Tell every sampler the epoch, so that shuffled epochs differ."""
@@ -186,40 +182,31 @@ class DataConnector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of the loaders, those of the validation between two passes."""
-        progress = self.run.progress.state_dict()
-        val = self.eval_loaders.state_dict() if self._eval_stage == "val" else self._restored_eval
+        val = self.eval_loaders
         return {
-            "loaded_in_epoch": dict(sorted(self._loaded_in_epoch.items())),
-            "train": None if self.train is None else self.train.state_dict(progress),
-            "val": val,
+            "train": None if self.train is None else self.train.state_dict(),
+            "val": val.state_dict() if val is not None and val.is_used else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # The loader that exists was made for this run. It is due again as it was before the resume.
-        self._loaded_in_epoch.update(state["loaded_in_epoch"])
-        self._restored_eval = state["val"]
-        if state["val"] is not None and self._eval_stage == "val":
-            self.eval_loaders.load_state_dict(state["val"])
         if self.train is not None and state["train"] is not None:
-            self.train.load_state_dict(state["train"], self.run.progress.is_in_epoch)
+            self.train.load_state_dict(state["train"])
+        if state["val"] is not None and self.run.should_validate:
+            if self.eval_loaders is None:
+                self.setup_val_loaders()
+            self.eval_loaders.load_state_dict(state["val"])
 
     def loader_states(self) -> list[Any]:
         """Return the states of the training loaders with ``state_dict``, which Trainer saves, too."""
         if self.train is None or not any(map(has_state, self.train.loaders)):
             return []
-        positions = self.train.state_dict(self.run.progress.state_dict())["loaders"]
+        positions = self.train.state_dict()["loaders"]
         pairs = zip(self.train.loaders, positions, strict=True)
         return [position["state"] for loader, position in pairs if has_state(loader)]
 
     def load_loader_states(self, states: list[Any]) -> None:
         """Restore the states that Trainer saved."""
-        loaders = [] if self.train is None else list(filter(has_state, self.train.loaders))
-        if states and len(states) != len(loaders):
-            raise RuntimeError(
-                f"The CombinedLoader has {len(loaders)} stateful loaders, but found {len(states)} states in"
-                " the checkpoint. Please make sure you define the same dataloaders that were used when"
-                " saving the checkpoint."
-            )
+        loaders = [] if self.train is None else filter(has_state, self.train.loaders)
         for loader, state in zip(loaders, states, strict=False):
             loader.load_state_dict(state)
             if not self.run.progress.is_in_epoch:
@@ -232,20 +219,37 @@ class StageLoaders:
 
     Attributes:
         loaders: The loaders with the samplers that this run needs; in the shape as given: ``as_given``.
-        resumable: The loaders with their positions; ``combined`` gives (batch, batch_idx, dataloader_idx).
+        resumable: The loaders with their positions; ``combined`` iterates over them.
         limits: How many batches of each loader count.
     """
 
-    def __init__(self, run: RunState, prepared: CombinedLoader, stage: str) -> None:
-        self.run, self.prepared, self.stage = run, prepared, stage
-        self.mode = combined_mode(prepared)
-        self.loaders = prepared.flattened
-        self.as_given: Any = prepared.iterables
+    def __init__(self, run: RunState, combined: CombinedLoader, stage: str) -> None:
+        self.run, self.stage = run, stage
+        self.mode = combined_mode(combined)
+        if stage == "train" and self.mode == "sequential":
+            raise ConfigurationError(
+                '`_FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. The available'
+                " modes are: ['min_size', 'max_size_cycle', 'max_size']"
+            )
+        if stage == "predict" and self.mode != "sequential":
+            raise ConfigurationError(
+                '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
+            )
+        self.loaders = combined.flattened
+        self.as_given: Any = combined.iterables
         limit = getattr(run.config, f"limit_{stage}_batches")
         self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
         check_lengths(run, self.limits, stage)
-        self.resumable = [ResumableLoader(loader, stage == "train") for loader in self.loaders]
-        self.combined = with_loaders(prepared, self.resumable)
+        self.resumable = [ResumableLoader(loader) for loader in self.loaders]
+        self.combined = with_loaders(combined, self.resumable)
+        self.loaded_in_epoch: int | float = run.progress.epochs_done
+        self.is_started = False
+        self._iterator: Iterator[Any] = iter(())
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether a batch was asked for since an iterator was started, also before a resume."""
+        return any(loader.is_used for loader in self.resumable)
 
     def count(self, limits: list[int | float]) -> int | float:
         """Return the number of batches of all loaders together under limits."""
@@ -253,12 +257,33 @@ class StageLoaders:
             return sum(limits)
         return min(limits) if self.mode == "min_size" else max(limits)
 
+    def start_iterator(self, source: Any) -> None:
+        """Start a pass, or the rest of one whose position was restored."""
+        self.is_started = True
+        for loader in self.resumable:
+            loader.start_epoch()
+        self._iterator = iter(source)
+
+    def end_pass(self) -> None:
+        for loader in self.resumable:
+            loader.end_pass()
+
     def close(self) -> None:
         """End the workers of every loader."""
         for loader in self.resumable:
             loader.close()
+        self.combined.flattened = self.loaders
         self.combined.reset()
-        self.prepared.reset()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["loaders"]) != len(self.resumable):
+            raise CheckpointError(
+                f"resume: got the positions of {len(state['loaders'])} {self.stage} loaders, expected"
+                f" {len(self.resumable)}. Give the loaders that the run was started with, or use load=."
+            )
+        self.loaded_in_epoch = state["loaded_in_epoch"]
+        for loader, position in zip(self.resumable, state["loaders"], strict=True):
+            loader.load_state_dict(position)
 
 
 class TrainLoaders(StageLoaders):
@@ -267,23 +292,15 @@ class TrainLoaders(StageLoaders):
     Attributes:
         num_batches: Batches of an epoch; infinite where nobody knows.
         extra_batches: Batches that steps with ``dataloader_iter`` took beyond one for each step.
-        is_used: Whether a batch was asked for since the iterator was started.
+        reads_in_process: Whether samples depend on the random numbers of this process.
     """
 
-    def __init__(self, run: RunState, prepared: CombinedLoader) -> None:
-        super().__init__(run, prepared, "train")
-        if self.mode == "sequential":
-            raise ConfigurationError(
-                '`_FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. The available'
-                " modes are: ['min_size', 'max_size_cycle', 'max_size']"
-            )
+    def __init__(self, run: RunState, combined: CombinedLoader) -> None:
+        super().__init__(run, combined, "train")
         self.is_single = self.as_given is self.loaders[0]
         self.num_batches = self.count(self.limits)
-        self.is_started = self.is_used = False
         self.extra_batches = 0
         self._num_given = 0
-        self._iterator: Iterator[Any] = iter(())
-        # Samples that workers read depend on the random numbers of the workers.
         self.reads_in_process = not all(getattr(part, "num_workers", 0) for part in self.loaders)
         # A loader of unknown length is read one batch ahead.
         self._following: Any = _END
@@ -292,16 +309,9 @@ class TrainLoaders(StageLoaders):
         self._restored_rng: dict[str, Any] | None = None
 
     def start(self) -> None:
-        """Start the iterator of an epoch, or of the rest of one whose position was restored."""
-        self.is_started, self.is_used = True, False
-        for loader in self.resumable:
-            loader.start_epoch()
+        """Start the iterator of an epoch, or of the rest of one."""
         # CombinedLoader would cost each batch some microseconds.
-        self._iterator = iter(self.resumable[0] if self.is_single else self.combined)
-
-    def set_batches_done(self, batches_done: int) -> None:
-        """Count the batches of this epoch, also those of an earlier process. There may be none left."""
-        self.is_used, self._num_given = True, batches_done + self.extra_batches
+        self.start_iterator(self.resumable[0] if self.is_single else self.combined)
 
     def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
         """Return an iterator of (batch on the device, whether it is the last one)."""
@@ -326,6 +336,10 @@ class TrainLoaders(StageLoaders):
             self._num_given = index + 1
             yield (item if self.is_single else item[0]), index + 1 == self.num_batches
 
+    def set_batches_done(self, batches_done: int) -> None:
+        """Count the batches of this epoch, also those of an earlier process. There may be none left."""
+        self._num_given = batches_done + self.extra_batches
+
     def _batches_of_unknown_length(self) -> Iterator[tuple[Any, bool]]:
         self._following = self._read_ahead()
         while self._following is not _END:
@@ -341,93 +355,60 @@ class TrainLoaders(StageLoaders):
         if restored is None:
             self._rng_before_ahead = capture_rng_state() if self.reads_in_process else None
             return next(self._iterator, _END)
-        current, self._rng_before_ahead = capture_rng_state(), restored
-        restore_rng_state(restored)
-        batch = next(self._iterator, _END)
-        restore_rng_state(current)
-        return batch
+        self._rng_before_ahead = restored
+        with unchanged_rng_state():
+            restore_rng_state(restored)
+            return next(self._iterator, _END)
 
-    def state_dict(self, progress: dict[str, Any]) -> dict[str, Any]:
-        """Return the positions of the loaders, and the random state before the batch ahead was read.
-
-        Args:
-            progress: The saved progress. Batches whose step was not finished count as not given.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions of the loaders, and the random state before the batch ahead was read."""
+        # Batches whose step was not finished count as not given.
+        progress = self.run.progress.state_dict()
         is_in_pass = progress["is_in_epoch"] and self.is_used
         is_ahead = is_in_pass and self._following is not _END
         dropped, rng_before_ahead = 0, self._restored_rng
         if is_in_pass:
             dropped = self._num_given - progress["batches_done"] - self.extra_batches
         if is_ahead:
-            rng_before_ahead = capture_rng_state() if dropped else self._rng_before_ahead
+            rng_before_ahead = None if dropped else self._rng_before_ahead
             dropped += 1
-        positions = [loader.state_dict(dropped) for loader in self.resumable]
+        # The iterator of the first epoch starts before that epoch.
+        is_continued = is_in_pass or not self.is_used
+        positions = [loader.state_dict(is_continued, dropped) for loader in self.resumable]
         if is_ahead:
             for position, part_state in zip(positions, self._states_before_ahead, strict=True):
                 if part_state is not None:
                     position["state"] = part_state
         return {
-            "is_used": self.is_used,
+            "loaded_in_epoch": self.loaded_in_epoch,
             "extra_batches": self.extra_batches,
             "rng_before_ahead": rng_before_ahead,
             "loaders": positions,
         }
 
-    def load_state_dict(self, state: dict[str, Any], is_in_epoch: bool) -> None:
-        if len(state["loaders"]) != len(self.resumable):
-            raise CheckpointError(
-                f"resume: got the positions of {len(state['loaders'])} training loaders, expected"
-                f" {len(self.resumable)}. Give the loaders that the run was started with, or use load=."
-            )
-        # The iterator of the first epoch starts before that epoch.
-        is_in_pass = is_in_epoch or not state["is_used"]
-        for loader, position in zip(self.resumable, state["loaders"], strict=True):
-            loader.load_state_dict(position, is_in_pass)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.extra_batches = state["extra_batches"]
         self._restored_rng = state["rng_before_ahead"]
 
-    def check_short_pass(self, batches_done: int) -> None:
-        """Warn if a pass was shorter than the length of its loader. Refuse epochs without batches."""
-        names = ", ".join(type(loader).__name__ for loader in self.loaders)
-        if not batches_done:
-            message = no_batch_message(f"train loader ({names})")
-            is_used_up = any(isinstance(loader, Iterator) for loader in self.loaders)
-            if is_used_up or self.run.stop.max_epochs == -1:
-                # All further epochs would be empty, too.
-                raise ConfigurationError(message)
-            self.run.warn_once(message)
-        elif self.num_batches != math.inf:
-            self.run.warn_once(
-                f"The train loader ({names}) gave {batches_done} batches, expected {self.num_batches} by its"
-                " len() or limit_train_batches. The epoch ends here. Give the loader its true length, or"
-                " write a smaller limit."
-            )
+    def check_empty_pass(self) -> None:
+        """Refuse a pass without batches where all further ones would be empty, too."""
+        is_used_up = any(isinstance(loader, Iterator) for loader in self.loaders)
+        if not self._num_given and (is_used_up or self.run.stop.max_epochs == -1):
+            raise ConfigurationError(no_batch_message("train", self.loaders))
 
     def end_epoch(self) -> None:
         self.extra_batches = 0
-        for loader in self.resumable:
-            loader.end_pass()
+        self.end_pass()
 
 
 class EvalLoaders(StageLoaders):
     """The loaders of an evaluation, one after the other."""
 
-    def __init__(self, run: RunState, prepared: CombinedLoader, stage: str) -> None:
-        super().__init__(run, prepared, stage)
-        if stage == "predict" and self.mode != "sequential":
-            raise ConfigurationError(
-                '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
-            )
+    def __init__(self, run: RunState, combined: CombinedLoader, stage: str) -> None:
+        super().__init__(run, combined, stage)
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
-        self._iterator: Iterator[tuple[Any, int, int]] = iter(())
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        return [loader.state_dict() for loader in self.resumable]
-
-    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        for loader, position in zip(self.resumable, state, strict=False):
-            loader.load_state_dict(position, is_in_pass=False)
 
     @property
     def has_several(self) -> bool:
@@ -445,40 +426,44 @@ class EvalLoaders(StageLoaders):
     def start(self, max_batches: int | float | None = None) -> None:
         """Start the iterator, which may draw random numbers, before the hooks, as Trainer."""
         self.combined.limits = self._limited(max_batches)
-        self._iterator = iter(self.combined)
+        self.start_iterator(self.combined)
 
     def batches(self, max_batches: int | float | None = None) -> Iterator[tuple[Any, int, int]]:
-        """Yield (batch on the device, batch_idx, dataloader_idx)."""
+        """Iterate over (batch on the device, batch_idx, dataloader_idx)."""
         transfer = make_transfer(self.run)
-        for batch, batch_idx, dataloader_idx in self.raw_batches(max_batches):
-            moved = batch if transfer is None else transfer(batch, dataloader_idx)
-            yield moved, batch_idx, dataloader_idx
+        raw = self.raw_batches(max_batches)
+        if transfer is None:
+            return raw
+        return ((transfer(batch, place[1]), *place) for batch, *place in raw)
 
     def raw_batches(self, max_batches: int | float | None) -> Iterator[tuple[Any, int, int]]:
         """Yield (batch, batch_idx, dataloader_idx)."""
         loop = "_PredictionLoop" if self.stage == "predict" else "_EvaluationLoop"
         fetch = self.run.hooks.with_profiler(f"[{loop}].{self.stage}_next", next)
-        counts = [0] * len(self.loaders)
-        num_batches = self.count_batches(max_batches)
+        num_left = self.count_batches(max_batches)
         # CombinedLoader keeps the limits only where loaders come one after the other.
-        while sum(counts) < num_batches:
+        while num_left > 0:
             try:
                 item = fetch(self._iterator)
             except StopIteration:
                 break
-            counts[item[2]] += 1
+            num_left -= 1
             yield item
-        for index, loader in enumerate(self.resumable):
-            loader.end_pass()
-            if self.limits[index] and not counts[index] and self.mode == "sequential":
-                name = type(self.loaders[index]).__name__
-                self.run.warn_once(no_batch_message(f"{self.stage} loader ({name})"))
+        self.end_pass()
+        for limit, loader in zip(self.limits, self.resumable, strict=True):
+            if limit and not loader.batches:
+                self.run.warn_once(no_batch_message(self.stage, [loader.loader]))
 
     def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
         """Return the samples of a batch that is predicted; empty for loaders that have no indices."""
         sampler = getattr(self.loaders[dataloader_idx], "batch_sampler", None)
         seen = sampler.seen if isinstance(sampler, TrackingBatchSampler) else []
         return seen[batch_idx] if batch_idx < len(seen) else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state between two passes."""
+        positions = [loader.state_dict() for loader in self.resumable]
+        return {"loaded_in_epoch": self.loaded_in_epoch, "loaders": positions}
 
 
 class TrackingBatchSampler(BatchSampler):
@@ -528,10 +513,11 @@ def with_loaders(combined: CombinedLoader, loaders: list[Any]) -> CombinedLoader
     return other
 
 
-def no_batch_message(loader: str) -> str:
+def no_batch_message(stage: str, loaders: list[Any]) -> str:
+    names = ", ".join(type(loader).__name__ for loader in loaders)
     return (
-        f"The {loader} gave no batch in this pass. An iterator is used up after one pass: give an object"
-        " that starts from its beginning with each iter(), such as a DataLoader or a list."
+        f"The {stage} loader ({names}) gave no batch in this pass. An iterator is used up after one pass: give"
+        " an object that starts from its beginning with each iter(), such as a DataLoader or a list."
     )
 
 
@@ -574,17 +560,9 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
 
 def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None:
     """Refuse loaders whose numbers of batches differ between processes that wait for each other."""
-    if run.fabric.world_size == 1:
-        return
     for found in zip(*gather_objects(run, lengths), strict=False):
-        if len(set(found)) == 1:
-            continue
-        if 0 in found:
-            raise RuntimeError(
-                "`DataLoader` within local rank has zero length. Please make sure that it returns at least 1"
-                " batch."
-            )
-        if run.stage == "fit":
+        is_strict = run.stage == "fit" or 0 in found
+        if is_strict and len(set(found)) > 1:
             raise ConfigurationError(
                 f"{stage}_dataloader: got {list(found)} batches by process, expected one number. Write"
                 f" limit_{stage}_batches={min(found)}, or leave the sampler out."
@@ -597,25 +575,29 @@ def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None
 def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     """Return a loader with the sampler that this run needs."""
     if callable(getattr(loader, "for_rank", None)):
-        return share_tensors(run, loader)
+        options = sampler_options(run, loader.shuffle)
+        return loader.for_rank(options.pop("rank"), options.pop("num_replicas"), **options)
     if not isinstance(loader, DataLoader):
         return loader
-    if run.config.overfit_batches and run.stage == "fit":
-        loader = _without_shuffling(run, loader, stage)
-    warn_of_loader(run, loader, stage)
     if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
-    is_map_style = not isinstance(loader.dataset, IterableDataset)
-    is_distributed = isinstance(loader.sampler, DistributedSampler)
-    if shares_of(run)[0] > 1 and is_map_style and not is_distributed:
-        loader = share_samples(run, loader, stage)
-    if stage == "predict" and is_map_style and loader.batch_sampler is not None:
-        batch_sampler = loader.batch_sampler
+    warn_of_workers(run, loader, stage)
+    if isinstance(loader.dataset, IterableDataset):
+        return loader
+    sampler, batch_sampler = choose_sampler(run, loader, stage), loader.batch_sampler
+    if sampler is not loader.sampler:
+        batch_sampler = remake_batch_sampler(batch_sampler, sampler)
+    if stage == "predict" and batch_sampler is not None:
         if type(batch_sampler) is BatchSampler:
-            # As Trainer: no sample is dropped, and a BatchSampler of the user's own loses its order.
-            batch_sampler = BatchSampler(loader.sampler, batch_sampler.batch_size, False)
-        loader = with_samplers(loader, loader.sampler, TrackingBatchSampler(batch_sampler))
-    return loader
+            # As Trainer: no sample is dropped.
+            batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, False)
+        batch_sampler = TrackingBatchSampler(batch_sampler)
+    if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
+        return loader
+    clone = copy.copy(loader)
+    # A DataLoader refuses to change its samplers through its own __setattr__.
+    vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
+    return clone
 
 
 def shares_of(run: RunState) -> tuple[int, int]:
@@ -633,32 +615,30 @@ def sampler_options(run: RunState, shuffle: bool) -> dict[str, Any]:
     shares, share = shares_of(run)
     if run.data.sampler_seed is None:
         run.data.sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-    is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
-    is_shuffled = shuffle and not is_overfitting
     seed = run.data.sampler_seed
-    return {"num_replicas": shares, "rank": share, "shuffle": is_shuffled, "seed": seed}
+    return {"num_replicas": shares, "rank": share, "shuffle": shuffle, "seed": seed}
 
 
-def share_tensors(run: RunState, loader: TensorLoader) -> TensorLoader:
-    """Return a TensorLoader of this process's share."""
-    if shares_of(run)[0] == 1:
-        return loader
-    options = sampler_options(run, loader.shuffle)
-    return loader.for_rank(options.pop("rank"), options.pop("num_replicas"), **options)
-
-
-def share_samples(run: RunState, loader: DataLoader, stage: str) -> DataLoader:
-    """Return a loader of this process's share, with Trainer's samplers."""
-    given = loader.sampler
-    options = sampler_options(run, stage == "train" or isinstance(given, RandomSampler))
-    sampler: Any
+def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
+    """Return the sampler that Trainer uses: in order to overfit, and of this process's share."""
+    given: Any = loader.sampler
+    dataset: Any = loader.dataset
+    is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
+    if is_overfitting and not isinstance(given, SequentialSampler):
+        run.warn_once(
+            f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
+            f" {stage} dataloader shuffling for you."
+        )
+        given = SequentialSampler(dataset)
+    if shares_of(run)[0] == 1 or isinstance(given, DistributedSampler):
+        return given
+    is_shuffled = stage == "train" or isinstance(given, RandomSampler)
+    options = sampler_options(run, is_shuffled and not is_overfitting)
     if stage == "predict":
-        sampler = UnrepeatedDistributedSamplerWrapper(given, **options)
-    elif isinstance(given, RandomSampler | SequentialSampler):
-        sampler = DistributedSampler(loader.dataset, **options)
-    else:
-        sampler = DistributedSamplerWrapper(given, **options)
-    return with_samplers(loader, sampler, remake_batch_sampler(loader.batch_sampler, sampler))
+        return UnrepeatedDistributedSamplerWrapper(given, **options)
+    if isinstance(given, RandomSampler | SequentialSampler):
+        return DistributedSampler(dataset, **options)
+    return DistributedSamplerWrapper(given, **options)
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
@@ -675,14 +655,8 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
         ) from error
 
 
-def warn_of_loader(run: RunState, loader: DataLoader, stage: str) -> None:
-    """Warn of evaluations in random order, streams whose length may be wrong, and few workers."""
-    if run.stage != "fit" and isinstance(loader.sampler, RandomSampler):
-        run.warn_once(
-            f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you"
-            " turn shuffling off for val/test dataloaders.",
-            PossibleUserWarning,
-        )
+def warn_of_workers(run: RunState, loader: DataLoader, stage: str) -> None:
+    """Warn of streams whose length may be wrong with workers, and of few workers."""
     if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
         run.warn_once(
             "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"
@@ -697,25 +671,6 @@ def warn_of_loader(run: RunState, loader: DataLoader, stage: str) -> None:
             " `DataLoader` to improve performance.",
             PossibleUserWarning,
         )
-
-
-def _without_shuffling(run: RunState, loader: DataLoader, stage: str) -> DataLoader:
-    if isinstance(loader.sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset):
-        return loader
-    run.warn_once(
-        f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
-        f" {stage} dataloader shuffling for you."
-    )
-    dataset: Any = loader.dataset
-    sampler = SequentialSampler(dataset)
-    return with_samplers(loader, sampler, remake_batch_sampler(loader.batch_sampler, sampler))
-
-
-def with_samplers(loader: DataLoader, sampler: Any, batch_sampler: Any) -> DataLoader:
-    """Return a copy of a loader with other samplers, which its own ``__setattr__`` would refuse."""
-    clone = copy.copy(loader)
-    vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
-    return clone
 
 
 def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:

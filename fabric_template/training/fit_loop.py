@@ -29,9 +29,7 @@ def fit(run: RunState) -> None:
         restore_position(run)
         return
     if run.validation_schedule.is_in_this_epoch():
-        run.progress.stage = "validate"
-        run.data.setup_eval_loaders("val")
-        run.progress.stage = "train"
+        run.data.setup_val_loaders()
     run.history.start_clock()
     # A checkpoint of the last hook of an epoch: on_train_start sees the next epoch, as in Trainer.
     is_epoch_over = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
@@ -161,7 +159,7 @@ def validate(run: RunState) -> None:
 def end_short_epoch(run: RunState) -> None:
     """End an epoch whose loader gave fewer batches than its length or the limit."""
     run.progress.is_last_batch = True
-    run.data.train.check_short_pass(run.progress.batches_done)
+    run.data.train.check_empty_pass()
     run.history.learning_rates = learning_rates(run)
     step_lr_schedulers(run, "epoch", plateau=False)
     if run.validation_schedule.is_due_at_short_end():

@@ -345,8 +345,7 @@ def train_with_iterator(run: RunState, end_step: Callable[..., None]) -> None:
         if run.stop.is_reached:
             return
     progress.is_last_batch, progress.phase = True, None
-    if not first + iterator.num_fetched:
-        loaders.check_short_pass(0)
+    loaders.check_empty_pass()
 
 
 def evaluate_with_iterator(

@@ -187,6 +187,8 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
+        # A step with dataloader_iter may take several batches.
+        self._fetches_itself = takes_iterator(run.hooks.source.training_step)
         self._seconds: float | None = None
         interval = run.config.val_check_interval
         if interval is not None and not isinstance(interval, int | float):
@@ -205,9 +207,7 @@ class ValidationSchedule:
         self._is_enabled = self.run.should_validate
         interval: Any = config.val_check_interval
         num_batches = self.run.progress.num_train_batches
-        # A step with dataloader_iter fetches its batches itself. Their number is not known.
-        fetches_itself = takes_iterator(self.run.hooks.source.training_step)
-        if self._seconds is not None or config.validate_every_n_steps or fetches_itself:
+        if self._seconds is not None or config.validate_every_n_steps:
             return
         if isinstance(interval, int):
             if interval > num_batches and self._counts_in_epoch and self._is_enabled:
@@ -251,7 +251,7 @@ class ValidationSchedule:
             return time.monotonic() - self._restarted_at >= self._seconds
         if every_n_steps := self.run.config.validate_every_n_steps:
             return progress.global_step // every_n_steps > self._last_global_step // every_n_steps
-        if self.every_n_batches == math.inf:
+        if self.every_n_batches == math.inf or (self._fetches_itself and progress.is_last_batch):
             return progress.is_last_batch
         count = progress.batches_done if self._counts_in_epoch else progress.total_batches
         return count % self.every_n_batches == 0

@@ -31,10 +31,10 @@ def resume_at(make, done):
     torch.manual_seed(3)
     whole = ResumableLoader(make())
     batches = list(whole)
-    state = whole.state_dict(dropped=len(batches) - done)
+    state = whole.state_dict(is_in_pass=True, dropped=len(batches) - done)
     torch.manual_seed(4)
     resumed = ResumableLoader(make())
-    resumed.load_state_dict(state, is_in_pass=True)
+    resumed.load_state_dict(state)
     return batches[done:], resumed
 
 
@@ -130,7 +130,7 @@ def test_another_number_of_loaders(tmp_path):
     fit(tmp_path, Net, lambda: [loader(), loader()], max_epochs=1)
     with (
         pytest.warns(UserWarning, match=r"batch size \[4, 4\] was saved, now \[4\]"),
-        pytest.raises(ValueError, match="got the positions of 2 training loaders, expected 1. .* or use load="),
+        pytest.raises(ValueError, match="got the positions of 2 train loaders, expected 1. .* or use load="),
     ):
         fit(tmp_path, Net, loader, resume="last", max_epochs=2)
 

@@ -303,13 +303,6 @@ def warnings_of(call="validate", loader=None, **words):
     return [text for text in texts if not any(other in text for other in others)]
 
 
-@pytest.mark.parametrize("call", STAGE_NAMES)
-def test_shuffled_evaluation(call):
-    found = warnings_of(call, ones(4, shuffle=True))
-    text = f"Your `{STAGES[call]}_dataloader`'s sampler has shuffling enabled"
-    assert sum(line.startswith(text) for line in found) == (call != "fit")
-
-
 def test_workers(monkeypatch):
     assert warnings_of(loader=ones(4)) == []
     monkeypatch.setattr("lightning.fabric.utilities.data._num_cpus_available", lambda: 8)
@@ -337,8 +330,7 @@ def test_overfitting_is_unshuffled_in_fit_only():
         loop.fit(module)
     assert [batch.tolist() for what, batch, *_ in module.seen if what == "train"] == [[0, 1], [2, 3]] * 2
     assert isinstance(loop.val_dataloaders.sampler, SequentialSampler)
-    with pytest.warns(UserWarning, match="shuffling enabled"):
-        loop.validate(module)
+    loop.validate(module)
     assert isinstance(loop.val_dataloaders.sampler, RandomSampler)
 
 
