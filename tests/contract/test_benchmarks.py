@@ -39,7 +39,7 @@ def test_it_runs(name, monkeypatch, capsys):
 
 
 def test_instructions_are_counted_by_valgrind(monkeypatch, tmp_path):
-    """What is read of the files that cachegrind leaves; and what is said where it is not installed."""
+    """The script reads cachegrind's files, and names valgrind where it is not installed."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", ["instructions"])
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -54,7 +54,7 @@ def test_instructions_are_counted_by_valgrind(monkeypatch, tmp_path):
         (tmp_path / str(child)).write_text(f"events: Ir\nfn=f\n1 5\nsummary: {count} \n")
     (tmp_path / "names").write_text("".join(f"{child} {steps} {name}\n" for child, (name, steps) in enumerate(names)))
     rows = [line.split("  ") for line in instructions.table(tmp_path).splitlines()[1:]]
-    assert [[word.strip() for word in row if word] for row in rows] == [
+    assert [[cell.strip() for cell in row if cell] for row in rows] == [
         ["plain", "1,000", "1.000", "0.500"],
         ["plain, same metrics", "2,000", "2.000", "1.000"],
         ["ours, barebones", "1,030", "1.030", "0.515"],

@@ -34,10 +34,10 @@ from somewhere.my_loop import FabricLoop, TensorLoader, plot_logs, read_logs
 from somewhere.my_loop.demos.digits import DigitsClassifier, DigitsData
 
 data = DigitsData()
-words = {"accelerator": "cpu", "name": "digits", "monitor": "val_loss", "enable_progress_bar": False}
-loop = FabricLoop(max_epochs=1, limit_train_batches=4, **words)
+options = {"accelerator": "cpu", "name": "digits", "monitor": "val_loss", "enable_progress_bar": False}
+loop = FabricLoop(max_epochs=1, limit_train_batches=4, **options)
 loop.fit(DigitsClassifier(hidden=8), datamodule=data)
-again = FabricLoop(max_epochs=2, limit_train_batches=4, **words)
+again = FabricLoop(max_epochs=2, limit_train_batches=4, **options)
 history = again.fit(DigitsClassifier(hidden=8), datamodule=data, resume="last")
 assert history["epoch"].tolist() == [0, 1]
 assert len(loop.validate(load="best", verbose=False)) == 1

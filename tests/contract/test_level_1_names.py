@@ -57,7 +57,7 @@ def test_names(precision):
 
 
 def test_clipping_is_in_the_optimizers_order():
-    """As the docstring of `setup` says; the model's order has a sum with other last bits."""
+    """Clip as the docstring of `setup` shows. A sum in another order has other last bits."""
     bare = make_net()
     groups = [{"params": bare[index].parameters()} for index in (3, 0, 1)]
     loop = FabricLoop(**quiet())
@@ -68,7 +68,7 @@ def test_clipping_is_in_the_optimizers_order():
 
 
 def test_what_setup_gave_back_goes_into_fit():
-    """Not wrapped twice: the weights of a net that came as it was made."""
+    """Fit does not wrap the model twice. Its weights equal those of a model that was not set up."""
 
     def fitted(through_setup):
         net = make_net()
@@ -92,7 +92,7 @@ def log_alone(fabric, loop):
 
 
 def test_a_loop_of_several_processes_logs_once(monkeypatch, capfd):
-    """A row and a line for all of them; their means by one word."""
+    """Write one row and one line for all processes, with their means if sync_dist is set."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(logger=True, name="ranks", devices=2, strategy="ddp_fork"))
     loop.fabric.launch(log_alone, loop)

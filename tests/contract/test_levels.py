@@ -30,9 +30,14 @@ def make_loaders():
     return TensorLoader(*train.tensors, batch_size=6, shuffle=True), TensorLoader(*val.tensors, batch_size=4)
 
 
-def make_loop(name, **words):
+def make_loop(name, **options):
     return FabricLoop(
-        accelerator="cpu", max_epochs=EPOCHS, enable_progress_bar=False, enable_model_summary=False, name=name, **words
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        name=name,
+        **options,
     )
 
 
@@ -206,20 +211,20 @@ class PlainModule(nn.Module):
 @pytest.mark.parametrize("cls", [PlainObject, PlainModule])
 def test_level_3_an_object_with_step_methods(expected, cls, given):
     torch.manual_seed(1)
-    owner = cls()
-    given = {name: make(owner.net) for name, make in given.items()}
-    history = make_loop("object").fit(owner, *make_loaders(), **given)
-    assert_same_weights(expected[0], owner.net)
+    model = cls()
+    given = {name: make(model.net) for name, make in given.items()}
+    history = make_loop("object").fit(model, *make_loaders(), **given)
+    assert_same_weights(expected[0], model.net)
     assert_history(history, expected[1])
 
 
 def test_level_3_last_and_best_are_known_after_validate():
-    owner = PlainModule()
+    model = PlainModule()
     train, val = make_loaders()
     loop = make_loop("known", monitor="val_loss")
-    history = loop.fit(owner, train, val)
+    history = loop.fit(model, train, val)
     for _ in range(2):
-        (results,) = loop.validate(owner, val, load="best", verbose=False)
+        (results,) = loop.validate(model, val, load="best", verbose=False)
         assert results["val_loss"] == history["val_loss"].min()
     assert loop.checkpoint_path("last").samefile("checkpoints/known/version_0/last.ckpt")
 

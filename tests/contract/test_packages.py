@@ -1,8 +1,4 @@
-"""What LightningModules of public packages do, each in a few lines, under lightning.Trainer and FabricLoop.
-
-The packages themselves (forecasting, chemistry, single cells, reinforcement learning, recommenders and more) are not
-needed: every case is the shape that once made one of them differ.
-"""
+"""Compare Trainer and FabricLoop on LightningModules with the habits of public packages."""
 
 import lightning.pytorch as pl
 import pytest
@@ -33,14 +29,14 @@ class Rows(Logger):
         pass
 
 
-def both(make_module, **words):
+def both(make_module, **options):
     """Train under both; returns (trainer, its module, loop, its module), equal in weights, metrics and logged rows."""
     rows = Rows(), Rows()
     trainer, expected = run_trainer(
-        make_module, make_loader, val, max_epochs=2, log_every_n_steps=1, **{"logger": rows[0], **words}
+        make_module, make_loader, val, max_epochs=2, log_every_n_steps=1, **{"logger": rows[0], **options}
     )
     loop, module = run_loop(
-        make_module, make_loader, val, max_epochs=2, log_every_n_steps=1, **{"logger": rows[1], **words}
+        make_module, make_loader, val, max_epochs=2, log_every_n_steps=1, **{"logger": rows[1], **options}
     )
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
@@ -55,9 +51,9 @@ class OwnLog(Classifier):
         super().__init__()
         self.mean = MeanMetric()
 
-    def log(self, *args, **words):
+    def log(self, *args, **options):
         if not self.trainer.sanity_checking:
-            super().log(*args, **words)
+            super().log(*args, **options)
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -70,8 +66,8 @@ class OwnLog(Classifier):
 
 
 class OwnLogAgain(OwnLog):
-    def log(self, name, value, **words):
-        super().log(f"own/{name}", value, **words)
+    def log(self, name, value, **options):
+        super().log(f"own/{name}", value, **options)
 
 
 @pytest.mark.parametrize("make_module", [OwnLog, OwnLogAgain])
@@ -107,9 +103,9 @@ def test_an_evaluation_after_fit_stands_where_fit_ended():
 
     trainer, expected, loop, module = both(Tested)
     seen = []
-    for runner, owner in ((trainer, expected), (loop, module)):
+    for runner, model in ((trainer, expected), (loop, module)):
         runner.logger.rows.clear()
-        results = runner.validate(owner, val(), verbose=False), runner.test(owner, val(), verbose=False)
+        results = runner.validate(model, val(), verbose=False), runner.test(model, val(), verbose=False)
         seen.append((results, runner.logger.rows, runner.current_epoch, runner.global_step))
     assert seen[0] == seen[1]
     assert seen[1][2:] == (2, 20)
@@ -169,7 +165,7 @@ class Uncounted(Gan):
 
 
 class PutOnce(Gan):
-    """What is put around a step is gone with its batch."""
+    """A decorator around a step is removed after the batch."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx % 4 == 0:
@@ -199,10 +195,10 @@ class CountsItself(Gan):
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
-@pytest.mark.parametrize("words", [{}, {"max_steps": 7}], ids=["epochs", "steps"])
+@pytest.mark.parametrize("options", [{}, {"max_steps": 7}], ids=["epochs", "steps"])
 @pytest.mark.parametrize("make_module", [Uncounted, PutOnce, Elsewhere, CountsItself])
-def test_steps_that_a_module_has_counted_or_not(make_module, words):
-    trainer, _, loop, _ = both(make_module, **words)
+def test_steps_that_a_module_has_counted_or_not(make_module, options):
+    trainer, _, loop, _ = both(make_module, **options)
     assert (loop.global_step, loop.current_epoch) == (trainer.global_step, trainer.current_epoch)
 
 

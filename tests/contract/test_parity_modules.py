@@ -24,10 +24,10 @@ class WithMetrics(Classifier):
 
     def __init__(self):
         super().__init__()
-        words = {"task": "multiclass", "num_classes": 3}
-        self.train_accuracy = torchmetrics.Accuracy(**words)
+        options = {"task": "multiclass", "num_classes": 3}
+        self.train_accuracy = torchmetrics.Accuracy(**options)
         self.val_metrics = torchmetrics.MetricCollection(
-            [torchmetrics.Accuracy(**words), torchmetrics.F1Score(**words, average="macro")], prefix="val_"
+            [torchmetrics.Accuracy(**options), torchmetrics.F1Score(**options, average="macro")], prefix="val_"
         )
 
     def training_step(self, batch, batch_idx):
@@ -105,7 +105,7 @@ class Frozen(Classifier):
 
 
 class Clips(Classifier):
-    """Clips as the options say."""
+    """Clip with the given options."""
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

@@ -1,6 +1,6 @@
 """The underscored names of Lightning, torchmetrics and PyTorch on which the package depends.
 
-When a release drops one of them, the test of its name fails and says what it was for.
+When a release drops one of them, the test of its name fails with its purpose.
 """
 
 import ast
@@ -61,13 +61,13 @@ OF_LIGHTNING = {
 }
 
 # Names of torch, torchmetrics and argparse that other files use, and what for.
-ELSEWHERE = {
+NAMES_OF_OTHERS = {
     "_forward_cache": "A metric's value for the current batch.",
     "_step_supports_amp_scaling": "Fused optimizers unscale the gradients themselves.",
     "_iterator": "The workers of a persistent loader.",
     "_MultiProcessingDataLoaderIter": "Shut down the workers of a loader.",
     "_shutdown_workers": "Shut down the workers of a loader.",
-    "_sampler_iter": "Read the batches that workers have begun, and ask for no more.",
+    "_sampler_iter": "Read the batches that workers have started, and ask for no more.",
     "_index_sampler": "Give persistent workers the indices of the rest of a pass.",
     "_parameters": "Share a network's parts by name.",
     "_buffers": "Share a network's parts by name.",
@@ -123,7 +123,7 @@ def test_lightnings_private_names_are_few_and_in_one_file():
 def test_no_other_private_names_are_used():
     trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     own = set().union(*map(own_names, trees.values()))
-    listed = {*ELSEWHERE, *OF_LIGHTNING, *DOCUMENTED}
+    listed = {*NAMES_OF_OTHERS, *OF_LIGHTNING, *DOCUMENTED}
     unlisted = {
         f"{path.relative_to(PACKAGE)}: {name}"
         for path, tree in trees.items()

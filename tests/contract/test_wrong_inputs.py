@@ -1,4 +1,4 @@
-"""Plausible wrong inputs: each raises one line that says what to write instead, before anything is written."""
+"""Each plausible wrong input raises one line with the fix, before anything is written."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ def options(**given):
 
 
 def fit(*args, **given):
-    """A fit with a wrong argument: the model, the loaders or another one."""
+    """Return a fit with a wrong model, wrong loaders or another wrong argument."""
 
     def call(root):
         model, *loaders = args or (Plain(),)

@@ -1,4 +1,4 @@
-"""Runs on a CUDA device: where the module is afterwards, evaluation, compile, errors of the device, profile."""
+"""Run on a CUDA device, with evaluation, compile, errors of the device and profile."""
 
 import subprocess
 import warnings
@@ -23,9 +23,9 @@ def devices_of(module):
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("optimizers", [by_epoch, fused_adam])
 def test_the_module_stays_where_it_was_given(tmp_path, kind, optimizers):
-    words = {**ON, "max_epochs": 1, "default_root_dir": str(tmp_path)}
+    options = {**ON, "max_epochs": 1, "default_root_dir": str(tmp_path)}
     module = Drawing(optimizers)
-    loop = kind(**words)
+    loop = kind(**options)
     loop.fit(module, make_loader(), val_loader())
     assert devices_of(module) == {"cpu"}
     module.zero_grad()
@@ -35,7 +35,7 @@ def test_the_module_stays_where_it_was_given(tmp_path, kind, optimizers):
     assert loop.validate(module, val_loader())[0].keys() == {"val_loss", "val_acc"}
     assert devices_of(module) == {"cpu"}
     module = Drawing(optimizers).to(DEVICE)
-    loop = kind(**words)
+    loop = kind(**options)
     loop.fit(module, make_loader(), val_loader())
     assert devices_of(module) == {DEVICE}
 
