@@ -107,6 +107,9 @@ class History:
         run = self.run
         if run.config.barebones:
             return
+        if run.results.train.mean_loss() is not None:
+            # The module logs the same mean itself.
+            return
         logs_itself = run.is_lightning_module and run.results.active
         if isinstance(output, Tensor) or logs_itself:
             values = {"train_loss": loss.detach()}
@@ -129,7 +132,9 @@ class History:
         """Compute the means of the training epoch."""
         means = self._compute(self.train_sums)
         self.train_sums = WeightedMeans()
-        is_finite = math.isfinite(means.get("train_loss", 0.0))
+        logged = self.run.results.train.mean_loss()
+        loss = means.get("train_loss", 0.0) if logged is None else logged.value(of_step=False)
+        is_finite = loss is None or math.isfinite(loss)
         if not is_finite and self.run.config.on_nan == "warn":
             self.run.warn_once(
                 "The training loss is not finite (NaN or inf). To find the operation:"
@@ -255,6 +260,10 @@ class History:
     def latest(self) -> dict[str, float]:
         """Return the means of this epoch so far, and of the newest validation. Reads the device."""
         found = {**self.returned, **self.train_sums.compute()}
+        logged = self.run.results.train.mean_loss()
+        if logged is not None and logged.total is not None:
+            # Of this process, because the others do not call this method.
+            found["train_loss"] = (logged.total / logged.weight).item()
         return {name: found[name] for name in sorted(found, key=_is_not_of_training)}
 
     def frame(self) -> Any:

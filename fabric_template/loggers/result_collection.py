@@ -305,6 +305,11 @@ class Results(dict):
             if metric.has_value and metric.arguments.dataloader_idx == self.dataloader_idx:
                 yield metric
 
+    def mean_loss(self) -> ResultMetric | None:
+        """Return the epoch's mean of ``train_loss``, if the training step logs it."""
+        metric = self.get(("training_step", "train_loss", None))
+        return metric if metric is not None and metric.needs_batch_size else None
+
     def reset_hook(self, hook: str | None) -> None:
         """Reset the sums of a hook that logs for the first time in an epoch."""
         for metric in self.values():
