@@ -147,26 +147,11 @@ def test_no_figure_that_the_results_do_not_have():
 # Commands
 
 
-def test_the_terminal_shows_what_is_printed_and_the_page_names_the_files(tmp_path):
-    """A short fit prints the same lines, except for numbers."""
-    shown = next(source for _, source in blocks(PAGES["docs/command-line.md"], "text") if "trained " in source)
-    shown = [line for line in shown.splitlines() if "it/s" not in line]  # Only a terminal has the bar.
+def test_the_page_names_the_files_of_a_run(tmp_path):
     short = ["--limit_train_batches", "2", "--max_epochs", "2", "--log_every_n_steps", "1"]
     command = [sys.executable, "-m", "fabric_template", "fit", *short]
     done = subprocess.run(ready(command), capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
-
-    def without_numbers(lines):
-        lines = [line.replace(f"{sys.executable} -m fabric_template", "fabric-template") for line in lines]
-        lines = [line.replace("python -m fabric_template", "fabric-template") for line in lines]
-        lines = [re.sub(r"train_loss.*|val_acc.*", "", line) for line in lines]
-        lines = [re.sub(r"\d[\d.,]*(e-\d+)?\*?", "#", re.sub(" --(limit|max).*", "", line)) for line in lines]
-        return "".join(f"{' '.join(line.split())}\n" for line in lines)
-
-    printed = [line for line in done.stdout.splitlines() if line.strip()]
-    left_out = r"(?:.*\n)*"
-    expected = left_out + re.escape(without_numbers(shown)).replace(re.escape("...\n"), left_out)
-    assert re.fullmatch(expected, without_numbers(printed)), without_numbers(printed)
     tree = next(source for _, source in blocks(PAGES["docs/logging-and-plots.md"], "text"))
     named = {line.split()[0].replace("<name>", "digits").replace("<n>", "0") for line in tree.splitlines()}
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
