@@ -8,15 +8,15 @@ How a loader is brought to its position, and what that costs:
 - TensorLoader: the order is drawn, no batch is cut.
 - Anything else, such as an IterableDataset: the batches that are done are read again and dropped.
 
-Samplers with ``state_dict`` are restored, too. Two things cannot be restored: a sampler that draws each index from
-the global random numbers, and an iterator that continues in the next epoch instead of starting over.
+Two things cannot be restored: a sampler that draws each index from the global random numbers, and an iterator
+that continues in the next epoch instead of starting over.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from itertools import islice
 from typing import Any, NamedTuple
@@ -145,13 +145,18 @@ class ResumableLoader:
         if indices is not None:
             has_batches = self.loader.batch_sampler is not None
             replaced["batch_sampler" if has_batches else "sampler"] = indices
-        if not replaced:
-            return iter(self.loader)
-        with replaced_attributes(self.loader, replaced):
+        given = {name: getattr(self.loader, name) for name in replaced}
+        if replaced:
+            # The iterator keeps these. A DataLoader refuses to change its samplers by setattr.
+            vars(self.loader).update(replaced)
+        try:
             if self._is_persistent and self.loader._iterator is not None:
                 # Persistent workers keep the indices of their first pass.
                 self.loader._iterator._index_sampler = self.loader._index_sampler
             return iter(self.loader)
+        finally:
+            if given:
+                vars(self.loader).update(given)
 
     # Starting in the middle
 
@@ -344,15 +349,3 @@ def samplers_of(loader: Any) -> list[Any]:
     inner = getattr(batch_sampler, "sampler", None)
     found = (getattr(loader, "sampler", None), batch_sampler, inner)
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
-
-
-@contextmanager
-def replaced_attributes(loader: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Give a loader other attributes while an iterator is made, which keeps them."""
-    previous = {name: getattr(loader, name) for name in values}
-    # A DataLoader refuses to change its samplers through its own __setattr__.
-    vars(loader).update(values)
-    try:
-        yield
-    finally:
-        vars(loader).update(previous)

@@ -16,7 +16,7 @@ import torch
 from lightning.fabric import __version__ as lightning_version
 from lightning.fabric.utilities import move_data_to_device
 
-from ..data.loaders import shares_of
+from ..data.samplers import shares_of
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError, WeightsOnlyError
 from ..lightning_compat.private import hyperparameters_name

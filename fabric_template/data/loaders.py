@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.fabric.utilities import move_data_to_device, suggested_max_num_workers
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader
 
 from ..checkpoint.dataloader_state import ResumableLoader, has_state, samplers_of
 from ..checkpoint.rng import capture_rng_state, restore_rng_state, unchanged_rng_state
@@ -33,6 +21,7 @@ from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.private import combined_mode
 from ..training.checks import check_loader, loader_argument
 from ..training.hooks import is_instance_of, overridden
+from .samplers import TrackingBatchSampler, prepare_loader
 from .tensor_loader import TensorLoader
 
 if TYPE_CHECKING:
@@ -142,11 +131,6 @@ class DataConnector:
         self.keeps_first_iterator = False
         self.set_epoch("train", self.run.progress.epochs_done)
         self.train.start()
-        self.train.set_batches_done(self.run.progress.batches_done)
-
-    def train_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Return an iterator of (batch on the device, whether it is the last one)."""
-        return self.train.batches(self.run.progress.batches_done)
 
     def setup_eval_loaders(self, stage: str) -> None:
         """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""
@@ -251,18 +235,23 @@ class StageLoaders:
         """Return whether a batch was asked for since an iterator was started, also before a resume."""
         return any(loader.is_used for loader in self.resumable)
 
-    def count(self, limits: list[int | float]) -> int | float:
-        """Return the number of batches of all loaders together under limits."""
+    def count_batches(self, max_batches: int | float = math.inf) -> int | float:
+        """Return the number of batches of all loaders, with at most ``max_batches`` of each."""
+        limits = [min(limit, max_batches) for limit in self.limits]
         if self.mode == "sequential":
             return sum(limits)
         return min(limits) if self.mode == "min_size" else max(limits)
 
-    def start_iterator(self, source: Any) -> None:
-        """Start a pass, or the rest of one whose position was restored."""
+    def start(self, max_batches: int | float = math.inf) -> None:
+        """Start a pass, or the rest of one whose position was restored. This may draw random numbers."""
         self.is_started = True
         for loader in self.resumable:
             loader.start_epoch()
-        self._iterator = iter(source)
+        self.combined.limits = [min(limit, max_batches) for limit in self.limits]
+        self._iterator = self.make_iterator()
+
+    def make_iterator(self) -> Iterator[Any]:
+        return iter(self.combined)
 
     def end_pass(self) -> None:
         for loader in self.resumable:
@@ -276,13 +265,8 @@ class StageLoaders:
         self.combined.reset()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state["loaders"]) != len(self.resumable):
-            raise CheckpointError(
-                f"resume: got the positions of {len(state['loaders'])} {self.stage} loaders, expected"
-                f" {len(self.resumable)}. Give the loaders that the run was started with, or use load=."
-            )
         self.loaded_in_epoch = state["loaded_in_epoch"]
-        for loader, position in zip(self.resumable, state["loaders"], strict=True):
+        for loader, position in zip(self.resumable, state["loaders"], strict=False):
             loader.load_state_dict(position)
 
 
@@ -297,8 +281,7 @@ class TrainLoaders(StageLoaders):
 
     def __init__(self, run: RunState, combined: CombinedLoader) -> None:
         super().__init__(run, combined, "train")
-        self.is_single = self.as_given is self.loaders[0]
-        self.num_batches = self.count(self.limits)
+        self.num_batches = self.count_batches()
         self.extra_batches = 0
         self._num_given = 0
         self.reads_in_process = not all(getattr(part, "num_workers", 0) for part in self.loaders)
@@ -308,21 +291,26 @@ class TrainLoaders(StageLoaders):
         self._rng_before_ahead: dict[str, Any] | None = None
         self._restored_rng: dict[str, Any] | None = None
 
-    def start(self) -> None:
+    def start(self, max_batches: int | float = math.inf) -> None:
         """Start the iterator of an epoch, or of the rest of one."""
-        # CombinedLoader would cost each batch some microseconds.
-        self.start_iterator(self.resumable[0] if self.is_single else self.combined)
+        self._num_given, self._following = self.run.progress.batches_done + self.extra_batches, _END
+        super().start(max_batches)
 
-    def batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
+    def make_iterator(self) -> Iterator[Any]:
+        if self.as_given is self.loaders[0]:
+            # CombinedLoader would cost each batch some microseconds.
+            return iter(self.resumable[0])
+        return (batch for batch, _, _ in self.combined)
+
+    def batches(self) -> Iterator[tuple[Any, bool]]:
         """Return an iterator of (batch on the device, whether it is the last one)."""
-        transfer, batches = make_transfer(self.run), self.raw_batches(batches_done)
+        transfer, batches = make_transfer(self.run), self.raw_batches()
         if transfer is None:
             return batches
         return ((transfer(batch, 0), is_last) for batch, is_last in batches)
 
-    def raw_batches(self, batches_done: int) -> Iterator[tuple[Any, bool]]:
+    def raw_batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
-        self.set_batches_done(batches_done)
         if self.num_batches == math.inf:
             yield from self._batches_of_unknown_length()
             return
@@ -330,23 +318,19 @@ class TrainLoaders(StageLoaders):
         fetch = self.run.hooks.with_profiler(action, next)
         for index in range(self._num_given, int(self.num_batches)):
             try:
-                item = fetch(self._iterator)
+                batch = fetch(self._iterator)
             except StopIteration:
                 return
             self._num_given = index + 1
-            yield (item if self.is_single else item[0]), index + 1 == self.num_batches
-
-    def set_batches_done(self, batches_done: int) -> None:
-        """Count the batches of this epoch, also those of an earlier process. There may be none left."""
-        self._num_given = batches_done + self.extra_batches
+            yield batch, index + 1 == self.num_batches
 
     def _batches_of_unknown_length(self) -> Iterator[tuple[Any, bool]]:
         self._following = self._read_ahead()
         while self._following is not _END:
-            item: Any = self._following
+            batch: Any = self._following
             self._following = self._read_ahead()
             self._num_given += 1
-            yield (item if self.is_single else item[0]), self._following is _END
+            yield batch, self._following is _END
 
     def _read_ahead(self) -> Any:
         """Read the next batch. The first one after a resume was read before the checkpoint was saved."""
@@ -362,19 +346,19 @@ class TrainLoaders(StageLoaders):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of the loaders, and the random state before the batch ahead was read."""
-        # Batches whose step was not finished count as not given.
         progress = self.run.progress.state_dict()
-        is_in_pass = progress["is_in_epoch"] and self.is_used
-        is_ahead = is_in_pass and self._following is not _END
+        is_in_epoch = progress["is_in_epoch"]
+        is_ahead = is_in_epoch and self._following is not _END
         dropped, rng_before_ahead = 0, self._restored_rng
-        if is_in_pass:
+        if is_in_epoch:
+            # Batches whose step was not finished count as not given.
             dropped = self._num_given - progress["batches_done"] - self.extra_batches
         if is_ahead:
             rng_before_ahead = None if dropped else self._rng_before_ahead
             dropped += 1
         # The iterator of the first epoch starts before that epoch.
-        is_continued = is_in_pass or not self.is_used
-        positions = [loader.state_dict(is_continued, dropped) for loader in self.resumable]
+        is_in_pass = is_in_epoch or not self.is_used
+        positions = [loader.state_dict(is_in_pass, dropped) for loader in self.resumable]
         if is_ahead:
             for position, part_state in zip(positions, self._states_before_ahead, strict=True):
                 if part_state is not None:
@@ -387,6 +371,11 @@ class TrainLoaders(StageLoaders):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["loaders"]) != len(self.resumable):
+            raise CheckpointError(
+                f"resume: got the positions of {len(state['loaders'])} training loaders, expected"
+                f" {len(self.resumable)}. Give the loaders that the run was started with, or use load=."
+            )
         super().load_state_dict(state)
         self.extra_batches = state["extra_batches"]
         self._restored_rng = state["rng_before_ahead"]
@@ -415,28 +404,14 @@ class EvalLoaders(StageLoaders):
         """Return whether steps and hooks get a ``dataloader_idx``."""
         return len(self.loaders) > 1 and self.mode == "sequential"
 
-    def count_batches(self, max_batches: int | float | None = None) -> int | float:
-        """Return the number of batches of all loaders."""
-        return self.count(self._limited(max_batches))
-
-    def _limited(self, max_batches: int | float | None) -> list[int | float]:
-        most = math.inf if max_batches is None else max_batches
-        return [min(limit, most) for limit in self.limits]
-
-    def start(self, max_batches: int | float | None = None) -> None:
-        """Start the iterator, which may draw random numbers, before the hooks, as Trainer."""
-        self.combined.limits = self._limited(max_batches)
-        self.start_iterator(self.combined)
-
-    def batches(self, max_batches: int | float | None = None) -> Iterator[tuple[Any, int, int]]:
-        """Iterate over (batch on the device, batch_idx, dataloader_idx)."""
-        transfer = make_transfer(self.run)
-        raw = self.raw_batches(max_batches)
+    def batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
+        """Return an iterator of (batch on the device, batch_idx, dataloader_idx)."""
+        transfer, batches = make_transfer(self.run), self.raw_batches(max_batches)
         if transfer is None:
-            return raw
-        return ((transfer(batch, place[1]), *place) for batch, *place in raw)
+            return batches
+        return ((transfer(item[0], item[2]), item[1], item[2]) for item in batches)
 
-    def raw_batches(self, max_batches: int | float | None) -> Iterator[tuple[Any, int, int]]:
+    def raw_batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
         """Yield (batch, batch_idx, dataloader_idx)."""
         loop = "_PredictionLoop" if self.stage == "predict" else "_EvaluationLoop"
         fetch = self.run.hooks.with_profiler(f"[{loop}].{self.stage}_next", next)
@@ -466,24 +441,6 @@ class EvalLoaders(StageLoaders):
         return {"loaded_in_epoch": self.loaded_in_epoch, "loaders": positions}
 
 
-class TrackingBatchSampler(BatchSampler):
-    """A batch sampler that remembers the indices of each batch that it gave, for predictions."""
-
-    def __init__(self, batch_sampler: Any) -> None:
-        vars(self).update(vars(batch_sampler))
-        self._batch_sampler = batch_sampler
-        self.seen: list[list[int]] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        self.seen = []
-        for indices in self._batch_sampler:
-            self.seen.append(list(indices))
-            yield indices
-
-    def __len__(self) -> int:
-        return len(self._batch_sampler)
-
-
 # The shapes and lengths of loaders
 
 
@@ -491,12 +448,6 @@ def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) 
     """Return the CombinedLoader that was given, or one around the loaders that were given.
 
     A list of loaders gives several loaders, a list of batches is one loader.
-
-    Example:
-        >>> combine_loaders({"a": range(3), "b": [range(2), range(1)]}, "sequential").flattened
-        [range(0, 3), range(0, 2), range(0, 1)]
-        >>> len(combine_loaders([Tensor([1.0]), Tensor([2.0])], "sequential").flattened)
-        1
     """
     if is_instance_of(source, "CombinedLoader"):
         return source
@@ -522,12 +473,7 @@ def no_batch_message(stage: str, loaders: list[Any]) -> str:
 
 
 def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
-    """Return how many batches of a loader count under a limit; infinite where nobody knows.
-
-    Example:
-        >>> count_batches(range(10), 0.25, "val"), count_batches(iter([1]), 4, "val")
-        (2, 4)
-    """
+    """Return how many batches of a loader count under a limit; infinite where nobody knows."""
     try:
         length: int | float = len(loader)
     except (TypeError, NotImplementedError):
@@ -567,110 +513,6 @@ def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None
                 f"{stage}_dataloader: got {list(found)} batches by process, expected one number. Write"
                 f" limit_{stage}_batches={min(found)}, or leave the sampler out."
             )
-
-
-# Samplers
-
-
-def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
-    """Return a loader with the sampler that this run needs."""
-    if callable(getattr(loader, "for_rank", None)):
-        options = sampler_options(run, loader.shuffle)
-        return loader.for_rank(options.pop("rank"), options.pop("num_replicas"), **options)
-    if not isinstance(loader, DataLoader):
-        return loader
-    if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
-    warn_of_workers(run, loader, stage)
-    if isinstance(loader.dataset, IterableDataset):
-        return loader
-    sampler, batch_sampler = choose_sampler(run, loader, stage), loader.batch_sampler
-    if sampler is not loader.sampler:
-        batch_sampler = remake_batch_sampler(batch_sampler, sampler)
-    if stage == "predict" and batch_sampler is not None:
-        if type(batch_sampler) is BatchSampler:
-            # As Trainer: no sample is dropped.
-            batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, False)
-        batch_sampler = TrackingBatchSampler(batch_sampler)
-    if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
-        return loader
-    clone = copy.copy(loader)
-    # A DataLoader refuses to change its samplers through its own __setattr__.
-    vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
-    return clone
-
-
-def shares_of(run: RunState) -> tuple[int, int]:
-    """Return the number of shares and the one of this process. A tensor-parallel group has one share."""
-    fabric = run.fabric
-    if fabric.world_size == 1:
-        return 1, 0
-    default = {"num_replicas": fabric.world_size, "rank": fabric.global_rank}
-    kwargs = getattr(fabric.strategy, "distributed_sampler_kwargs", default)
-    return kwargs["num_replicas"], kwargs["rank"]
-
-
-def sampler_options(run: RunState, shuffle: bool) -> dict[str, Any]:
-    """Return the arguments of a DistributedSampler."""
-    shares, share = shares_of(run)
-    if run.data.sampler_seed is None:
-        run.data.sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-    seed = run.data.sampler_seed
-    return {"num_replicas": shares, "rank": share, "shuffle": shuffle, "seed": seed}
-
-
-def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
-    """Return the sampler that Trainer uses: in order to overfit, and of this process's share."""
-    given: Any = loader.sampler
-    dataset: Any = loader.dataset
-    is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
-    if is_overfitting and not isinstance(given, SequentialSampler):
-        run.warn_once(
-            f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
-            f" {stage} dataloader shuffling for you."
-        )
-        given = SequentialSampler(dataset)
-    if shares_of(run)[0] == 1 or isinstance(given, DistributedSampler):
-        return given
-    is_shuffled = stage == "train" or isinstance(given, RandomSampler)
-    options = sampler_options(run, is_shuffled and not is_overfitting)
-    if stage == "predict":
-        return UnrepeatedDistributedSamplerWrapper(given, **options)
-    if isinstance(given, RandomSampler | SequentialSampler):
-        return DistributedSampler(dataset, **options)
-    return DistributedSamplerWrapper(given, **options)
-
-
-def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a batch sampler of the same class around another sampler; None for batch_size=None."""
-    if batch_sampler is None:
-        return None
-    kind = type(batch_sampler)
-    try:
-        return kind(sampler, batch_size=batch_sampler.batch_size, drop_last=batch_sampler.drop_last)
-    except (AttributeError, TypeError) as error:
-        raise ConfigurationError(
-            f"batch_sampler: got {kind.__name__}, expected the arguments of torch's BatchSampler, so that"
-            f" each process can have its share: {error}. Or give the loader a DistributedSampler."
-        ) from error
-
-
-def warn_of_workers(run: RunState, loader: DataLoader, stage: str) -> None:
-    """Warn of streams whose length may be wrong with workers, and of few workers."""
-    if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
-        run.warn_once(
-            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"
-            " (when num_workers > 1), `__len__` could be inaccurate if each worker is not configured"
-            " independently to avoid having duplicate data."
-        )
-    most = suggested_max_num_workers(run.loop.num_devices)
-    if loader.num_workers < 2 and most > 1:
-        run.warn_once(
-            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider"
-            f" increasing the value of the `num_workers` argument` to `num_workers={most}` in the"
-            " `DataLoader` to improve performance.",
-            PossibleUserWarning,
-        )
 
 
 def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:

@@ -54,21 +54,17 @@ class TensorLoader:
         other.tensors = tuple(tensor.to(device) for tensor in self.tensors)
         return other
 
-    def for_rank(
-        self, rank: int, world_size: int, shuffle: bool | None = None, seed: int = 0
-    ) -> TensorLoader:
+    def for_rank(self, rank: int, world_size: int, seed: int = 0) -> TensorLoader:
         """Return a loader of one process's share of the samples; this loader for a single process.
 
         Args:
-            shuffle: None: as this loader.
             seed: By which all processes draw one order.
         """
         if world_size == 1:
             return self
         other = copy.copy(self)
         samples: Any = range(len(self.tensors[0]))
-        if shuffle is None:
-            shuffle = self.shuffle
+        shuffle = self.shuffle
         other._sampler = DistributedSampler(samples, world_size, rank, shuffle=shuffle, seed=seed)
         return other
 

@@ -26,9 +26,10 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch.distributed import DistError, TCPStore
 from torch.multiprocessing.spawn import ProcessException
 
+from ..checkpoint.dataloader_state import has_state
 from ..errors import ConfigurationError, ConfigurationTypeError
 from ..training.hooks import is_instance_of, overridden
-from .signals import SignalForwarder, error_of_signal, signal_of_exit_code
+from .signals import SignalForwarder, error_of_signal
 from .strategies import gather_tensors, has_mesh
 
 if TYPE_CHECKING:
@@ -50,19 +51,19 @@ def is_joined() -> bool:
 
 def join_processes(fabric: Fabric) -> None:
     """Join the group of the run's processes, unless an earlier call has done it."""
-    strategy = fabric.strategy
-    if not isinstance(strategy, ParallelStrategy):
-        return
-    is_child = is_instance_of(strategy.launcher, "_MultiProcessingLauncher") and is_joined()
+    strategy: Any = fabric.strategy
     is_from_cli = os.environ.get("LT_CLI_USED") == "1"
-    has_started = bool(getattr(strategy.launcher, "procs", ())) or has_mesh(strategy)
-    if not (is_child or is_from_cli or has_started):
-        if not is_joined():
-            atexit.register(_leave_group)
+    if not isinstance(strategy, ParallelStrategy) or is_from_cli:
+        return
+    store = None
+    if not is_joined():
+        atexit.register(_leave_group)
         # The store has to stay open until all processes have joined.
-        store = open_store_of_attempt() if not is_joined() else None
-        fabric.launch()
-        del store
+        store = open_store_of_attempt()
+    elif is_spawning(fabric) or getattr(strategy.launcher, "procs", None) or has_mesh(strategy):
+        return
+    fabric.launch()
+    del store
 
 
 def _leave_group() -> None:
@@ -88,7 +89,7 @@ def gather_objects(run: RunState, item: Any) -> list[Any]:
 def is_started_externally(fabric: Fabric) -> bool:
     """Return whether somebody else starts the processes, so that they meet only when they join."""
     environment = getattr(fabric.strategy, "cluster_environment", None)
-    return bool(getattr(environment, "creates_processes_externally", False))
+    return getattr(environment, "creates_processes_externally", False)
 
 
 def end_processes(fabric: Fabric) -> None:
@@ -100,17 +101,14 @@ def end_processes(fabric: Fabric) -> None:
 def launched_processes() -> tuple[int, int] | None:
     """Return how many processes torchrun or SLURM has started on each machine, and the number of machines."""
     env = os.environ
+    total, nodes = 1, 1
     if env.get("LT_CLI_USED") == "1":
         return None
     if TorchElasticEnvironment.detect():
-        total, nodes = (
-            int(env["WORLD_SIZE"]),
-            int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"]),
-        )
+        total = int(env["WORLD_SIZE"])
+        nodes = total // int(env["LOCAL_WORLD_SIZE"])
     elif SLURMEnvironment.detect():
         total, nodes = int(env.get("SLURM_NTASKS", 1)), int(env.get("SLURM_NNODES", 1))
-    else:
-        return None
     return (total // nodes, nodes) if total > 1 else None
 
 
@@ -123,15 +121,10 @@ def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
 
 
 def check_launched(fabric: Fabric) -> None:
-    """Refuse other numbers of processes than were started, which would wait for each other.
-
-    Raises:
-        ConfigurationError: devices or num_nodes are not those of the launcher.
-    """
+    """Refuse other numbers of processes than were started, which would wait for each other."""
     strategy, started = fabric.strategy, launched_processes()
     given = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
-    is_spawning = is_instance_of(strategy.launcher, "_MultiProcessingLauncher")
-    if started is not None and (is_spawning or given != started):
+    if started is not None and (is_spawning(fabric) or given != started):
         raise ConfigurationError(
             f"devices, num_nodes: got {given[0]} and {given[1]}, but {started[0]} processes were started on each"
             f" of {started[1]} machines. Leave both out, and use strategy='ddp' or none."
@@ -172,17 +165,18 @@ def open_store_of_attempt() -> TCPStore | None:
 # Processes that are spawned or forked for one call
 
 
+def is_spawning(fabric: Fabric) -> bool:
+    """Return whether the strategy spawns or forks processes for each call."""
+    return is_instance_of(fabric.strategy.launcher, "_MultiProcessingLauncher")
+
+
 def starts_processes(fabric: Fabric) -> bool:
     """Return whether the strategy spawns or forks processes for each call, and this is not one of them."""
-    return is_instance_of(fabric.strategy.launcher, "_MultiProcessingLauncher") and not is_joined()
+    return is_spawning(fabric) and not is_joined()
 
 
 def launch_processes(run: RunState) -> Any:
-    """Run a call in new processes. Returns its result; the caller's objects get the new state.
-
-    Raises:
-        BaseException: What the first process that failed has raised.
-    """
+    """Run a call in new processes. Returns its result; the caller's objects get the new state."""
     # Lightning sets the port for its children, and the next call needs another one.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_call_in_process, folder, run.loop, run.stage, arguments_of(run))
@@ -190,20 +184,15 @@ def launch_processes(run: RunState) -> Any:
             try:
                 run.fabric.launch(call)
             except ProcessException as error:
-                first = _first_error(folder)
-                number = signals.received
-                if number is None and first is None:
-                    number = signal_of_exit_code(getattr(error, "exit_code", None))
-                if number is not None:
-                    first = error_of_signal(number)
-                raise (first or error) from error
+                if signals.received is not None:
+                    raise error_of_signal(signals.received) from error
+                raise (_first_error(folder) or error) from error
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise ConfigurationTypeError(
                     "strategy: got one that spawns processes, which get the arguments of the call by pickle:"
                     f" {error}. Define functions and classes at the top of a file, or use strategy='ddp' in a"
                     " script and 'ddp_fork' in a notebook."
                 ) from error
-        # A file that our own child wrote a moment ago.
         outcome = torch.load(Path(folder, "outcome"), weights_only=False)
     _apply_outcome(run, outcome)
     if outcome["ending"] is not None:
@@ -238,10 +227,8 @@ def _call_in_process(
     loop.fabric = fabric
     if isinstance(multiprocessing.current_process(), SpawnProcess):
         # Spawned processes get tensors in shared memory, and need their own.
-        trained: dict[str, Any] = {"model": arguments["model"]}
-        if "optimizer" in arguments:
-            trained["optimizer"] = arguments["optimizer"]
-        arguments = {**arguments, **deepcopy(trained)}
+        names = {"model", "optimizer"} & set(arguments)
+        arguments |= deepcopy({name: arguments[name] for name in names})
     ending = result = None
     try:
         result = getattr(loop, stage)(**arguments)
@@ -249,9 +236,7 @@ def _call_in_process(
         run = loop.run
         if run is None or run.stop.signal is None or isinstance(error, Exception):
             _write_error(error, folder)
-            if isinstance(error, Exception):
-                raise
-            # torch takes the others for a regular end.
+            # torch takes KeyboardInterrupt for a regular end.
             raise RuntimeError(repr(error)) from error
         # A signal has ended all processes after the same step.
         ending = error
@@ -271,7 +256,7 @@ def _outcome_of(run: RunState) -> dict[str, Any]:
         "metrics": {name: getattr(run.results, name) for name in _METRICS},
         "stop": run.stop,
         "rows": run.history.rows,
-        "callbacks": [part.state_dict() for part in run.hooks.callbacks if _has_state(part)],
+        "callbacks": [part.state_dict() for part in run.hooks.callbacks if has_state(part)],
         "checkpoints": {name: value for name, value in manager if name != "config"},
         "paths": {name: getattr(saver, name) for name in _PATHS if hasattr(saver, name)},
         "version": getattr(run.loop.own_logger, "version", None),
@@ -291,7 +276,7 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
     vars(run.results).update(outcome["metrics"])
     run.stop, run.progress = outcome["stop"], outcome["stop"].progress
     run.history.rows = outcome["rows"]
-    with_state = filter(_has_state, run.hooks.callbacks)
+    with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
         # SpikeDetection of Lightning looks for an attribute that it lacks.
         with suppress(AttributeError):
@@ -304,21 +289,16 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
     run.loop.has_fitted = run.loop.has_fitted or run.stage == "fit"
 
 
-def _has_state(callback: Any) -> bool:
-    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
-
-
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write an error for the caller. If it cannot be pickled, the launcher shows its text."""
+    """Write the first error for the caller: those of other processes may be its consequence."""
+    # If it cannot be pickled, the launcher shows its text.
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)
-        path = Path(folder, f"{time.monotonic_ns():020}-{os.getpid()}")
-        path.write_bytes(data)
-        path.rename(path.with_suffix(".error"))
+        with Path(folder, "error").open("xb") as file:
+            file.write(data)
 
 
 def _first_error(folder: str) -> BaseException | None:
-    """Return the error that came first: those of other processes may be its consequence."""
-    paths = sorted(Path(folder).glob("*.error"))
-    return pickle.loads(paths[0].read_bytes()) if paths else None
+    path = Path(folder, "error")
+    return pickle.loads(path.read_bytes()) if path.exists() else None

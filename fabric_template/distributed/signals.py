@@ -154,11 +154,6 @@ def error_of_signal(number: int) -> BaseException:
     return SIGTERMException(143) if number == signal.SIGTERM else SystemExit(128 + number)
 
 
-def signal_of_exit_code(code: int | None) -> int | None:
-    """Return the signal that ended a process with this exit code; None if none did."""
-    return next((number for number in SIGNALS if code in (-number, 128 + number)), None)
-
-
 def is_notebook() -> bool:
     """Return whether the caller continues after an interrupt: a notebook or an interactive session."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
@@ -174,14 +169,13 @@ def requeue_slurm_job(is_saved: bool) -> None:
     if "SLURM_ARRAY_JOB_ID" in env:
         job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     if not is_saved:
-        warnings.warn(
-            f"SLURM job {job} is not requeued, because it has no checkpoint.", stacklevel=2
-        )
+        text = f"SLURM job {job} is not requeued, because it has no checkpoint."
+        warnings.warn(text, stacklevel=2)
         return
     try:
         command = ["scontrol", "requeue", job]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
         print(f"SLURM job {job} is requeued. resume='auto' continues there.", file=sys.stderr)
     except (OSError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip()
+        reason = getattr(error, "stderr", None) or error
         warnings.warn(f"SLURM job {job} could not be requeued: {reason}.", stacklevel=2)

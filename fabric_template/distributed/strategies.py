@@ -30,13 +30,11 @@ if TYPE_CHECKING:
     from ..training.run_state import RunState
 
 _OF_TRAINER = ("lightning.pytorch.", "pytorch_lightning.")
+_CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
 def convert_strategy(strategy: Any) -> Any:
     """Return Fabric's strategy for one of Trainer's. Anything else is for Fabric to judge.
-
-    Raises:
-        ConfigurationError: Fabric has no equivalent.
 
     Example:
         >>> type(convert_strategy("ddp_fork_find_unused_parameters_false")).__name__
@@ -63,34 +61,26 @@ def _is_trainers(part: Any) -> bool:
 def _convert_object(strategy: Any) -> Any:
     """Return Fabric's strategy with the settings of one of Trainer's, which has the same attributes."""
     name = type(strategy).__name__
-    if name == "ModelParallelStrategy":
-        made: Any = ModelParallelStrategy(_shard_nothing)
-    elif name in ("DDPStrategy", "SingleDeviceStrategy"):
-        made = getattr(strategies, name)()
-    else:
+    has_plugin = type(getattr(strategy, "precision_plugin", None)).__name__ != "Precision"
+    if name not in _CONVERTED or has_plugin or has_communication_hook(strategy):
         raise ConfigurationError(
-            f"strategy: got {name}, which is made for Trainer, expected a strategy of"
-            " lightning.fabric.strategies or a name, such as 'ddp', 'ddp_spawn' or 'ddp_notebook'."
+            f"strategy: got {name}, which is made for Trainer or has a precision plugin or a communication hook."
+            " Use a strategy of lightning.fabric.strategies or a name, such as 'ddp', and the options"
+            " precision and plugins."
         )
-    if type(strategy.precision_plugin).__name__ != "Precision" or has_communication_hook(strategy):
-        raise ConfigurationError(
-            f"strategy: got a {name} with a precision plugin or a communication hook, which Fabric's {name} does"
-            " not have. Leave it out, and use the options precision and plugins of FabricLoop."
-        )
+    # Modules written for Trainer are sharded in their configure_model, by self.device_mesh.
+    arguments = [_return_model] if name == "ModelParallelStrategy" else []
+    made = getattr(strategies, name)(*arguments)
     vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
     return made
 
 
-def _shard_nothing(model: nn.Module, mesh: Any) -> nn.Module:
-    """Modules written for Trainer are sharded in their ``configure_model``, by ``self.device_mesh``."""
+def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
 def convert_plugins(plugins: list[Any]) -> list[Any]:
     """Return Fabric's precision plugins in place of Trainer's, and other plugins as they are.
-
-    Raises:
-        ConfigurationError: A class derived from Trainer's.
 
     Example:
         >>> from lightning.pytorch.plugins import DoublePrecision
@@ -150,9 +140,6 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
 
     Args:
         name: What messages call the model.
-
-    Raises:
-        ConfigurationError: Processes would train parameters for themselves.
     """
     strategy: Any = fabric.strategy
     tensors = [*network.parameters(), *network.buffers()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    run: RunState, stage: str, max_batches: int | float | None = None
+    run: RunState, stage: str, max_batches: int | float = math.inf
 ) -> list[dict[str, Any]]:
     """Run ``validation_step`` or ``test_step`` over the loaders of the run, one after the other.
 
@@ -68,7 +69,7 @@ def evaluate(
     return results
 
 
-def evaluate_batches(run: RunState, name: str, max_batches: int | float | None) -> None:
+def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> None:
     hooks, results, loaders = run.hooks, run.results, run.data.eval_loaders
     method = getattr(hooks.source, f"{name}_step")
     step = run.make_step(f"{name}_step", method)
@@ -148,7 +149,7 @@ def predict_batches(run: RunState, keep: bool) -> None:
     step = run.make_step("predict_step", method)
     if takes_iterator(method):
         outputs = predictions.outputs if keep else [[] for _ in predictions.outputs]
-        evaluate_with_iterator(run, "predict", step, None, outputs)
+        evaluate_with_iterator(run, "predict", step, math.inf, outputs)
         return
     arguments = step_arguments(own_step, loaders.has_several)
     # BasePredictionWriter asks for all predictions at the end, also where predict returns none.

@@ -86,7 +86,7 @@ def train_batches(run: RunState) -> None:
     """Train on each batch, and do what is due after it."""
     progress, hooks, results = run.progress, run.hooks, run.results
     train_batch = hooks.with_profiler("run_training_batch", run.optimization.train_batch)
-    for batch, is_last in run.data.train_batches():
+    for batch, is_last in run.data.train.batches():
         batch_idx = progress.start_batch(is_last)
         results.start_batch(batch)
         outputs = None

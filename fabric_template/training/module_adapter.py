@@ -327,7 +327,7 @@ def train_with_iterator(run: RunState, end_step: Callable[..., None]) -> None:
     """
     progress, loaders = run.progress, run.data.train
     first = progress.batches_done + loaders.extra_batches
-    raw = loaders.raw_batches(progress.batches_done)
+    raw = loaders.raw_batches()
     fetched = ((batch, index, 0) for index, (batch, _) in enumerate(raw, first))
     iterator = StepIterator(fetched, loaders.num_batches - first)
     while not iterator.is_done:
@@ -352,7 +352,7 @@ def evaluate_with_iterator(
     run: RunState,
     name: str,
     step: Callable,
-    max_batches: int | float | None,
+    max_batches: int | float,
     outputs: list[list[Any]],
 ) -> None:
     """Run a step of an evaluation that fetches its batches. Adds what it returns to outputs, by loader."""

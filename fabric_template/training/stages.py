@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import signal
 import sys
@@ -182,7 +183,7 @@ def run_sanity_check(run: RunState) -> None:
     rng_state = capture_rng_state()
     run.progress.stage = "sanity_check"
     run.hooks.call("on_sanity_check_start")
-    evaluate(run, "sanity_check", None if most == -1 else most)
+    evaluate(run, "sanity_check", math.inf if most in (-1, None) else most)
     run.hooks.call("on_sanity_check_end")
     run.results.forget_evaluation()
     run.history.forget_evaluation()

@@ -130,7 +130,7 @@ def test_another_number_of_loaders(tmp_path):
     fit(tmp_path, Net, lambda: [loader(), loader()], max_epochs=1)
     with (
         pytest.warns(UserWarning, match=r"batch size \[4, 4\] was saved, now \[4\]"),
-        pytest.raises(ValueError, match="got the positions of 2 train loaders, expected 1. .* or use load="),
+        pytest.raises(ValueError, match="got the positions of 2 training loaders, expected 1. .* or use load="),
     ):
         fit(tmp_path, Net, loader, resume="last", max_epochs=2)
 

@@ -12,7 +12,7 @@ from pandas import DataFrame
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.data.loaders import TrackingBatchSampler
+from fabric_template.data.samplers import TrackingBatchSampler
 
 STAGE_NAMES = ("fit", "validate", "test", "predict")
 STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}

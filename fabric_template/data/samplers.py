@@ -1,0 +1,147 @@
+"""The samplers that a run needs: shares of processes, no shuffling to overfit, indices of predictions."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities import suggested_max_num_workers
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+
+def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
+    """Return a loader with the sampler that this run needs."""
+    if callable(getattr(loader, "for_rank", None)):
+        shares, share = shares_of(run)
+        return loader.for_rank(share, shares, common_seed(run))
+    if not isinstance(loader, DataLoader):
+        return loader
+    if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
+    warn_of_workers(run, loader, stage)
+    if isinstance(loader.dataset, IterableDataset):
+        return loader
+    sampler, batch_sampler = choose_sampler(run, loader, stage), loader.batch_sampler
+    if sampler is not loader.sampler:
+        batch_sampler = remake_batch_sampler(batch_sampler, sampler)
+    if stage == "predict" and batch_sampler is not None:
+        if type(batch_sampler) is BatchSampler:
+            # As Trainer: no sample is dropped.
+            batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, False)
+        batch_sampler = TrackingBatchSampler(batch_sampler)
+    if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
+        return loader
+    clone = copy.copy(loader)
+    # A DataLoader refuses to change its samplers through its own __setattr__.
+    vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
+    return clone
+
+
+def shares_of(run: RunState) -> tuple[int, int]:
+    """Return the number of shares and the one of this process. A tensor-parallel group has one share."""
+    fabric = run.fabric
+    if fabric.world_size == 1:
+        return 1, 0
+    default = {"num_replicas": fabric.world_size, "rank": fabric.global_rank}
+    kwargs = getattr(fabric.strategy, "distributed_sampler_kwargs", default)
+    return kwargs["num_replicas"], kwargs["rank"]
+
+
+def common_seed(run: RunState) -> int:
+    """Return the seed by which all processes draw one order. A resumed run has that of its checkpoint."""
+    if run.data.sampler_seed is None:
+        run.data.sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    return run.data.sampler_seed
+
+
+def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
+    """Return the sampler that Trainer uses: in order to overfit, and of this process's share."""
+    given: Any = loader.sampler
+    dataset: Any = loader.dataset
+    is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
+    if is_overfitting and not isinstance(given, SequentialSampler):
+        run.warn_once(
+            f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
+            f" {stage} dataloader shuffling for you."
+        )
+        given = SequentialSampler(dataset)
+    shares, share = shares_of(run)
+    if shares == 1 or isinstance(given, DistributedSampler):
+        return given
+    is_shuffled = stage == "train" or isinstance(given, RandomSampler)
+    options: dict[str, Any] = {"num_replicas": shares, "rank": share, "seed": common_seed(run)}
+    options["shuffle"] = is_shuffled and not is_overfitting
+    if stage == "predict":
+        return UnrepeatedDistributedSamplerWrapper(given, **options)
+    if isinstance(given, RandomSampler | SequentialSampler):
+        return DistributedSampler(dataset, **options)
+    return DistributedSamplerWrapper(given, **options)
+
+
+def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
+    """Return a batch sampler of the same class around another sampler; None for batch_size=None."""
+    if batch_sampler is None:
+        return None
+    kind = type(batch_sampler)
+    try:
+        return kind(sampler, batch_size=batch_sampler.batch_size, drop_last=batch_sampler.drop_last)
+    except (AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"batch_sampler: got {kind.__name__}, expected the arguments of torch's BatchSampler, so that"
+            f" each process can have its share: {error}. Or give the loader a DistributedSampler."
+        ) from error
+
+
+def warn_of_workers(run: RunState, loader: DataLoader, stage: str) -> None:
+    """Warn of streams whose length may be wrong with workers, and of few workers."""
+    if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
+        run.warn_once(
+            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"
+            " (when num_workers > 1), `__len__` could be inaccurate if each worker is not configured"
+            " independently to avoid having duplicate data."
+        )
+    most = suggested_max_num_workers(run.loop.num_devices)
+    if loader.num_workers < 2 and most > 1:
+        run.warn_once(
+            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider"
+            f" increasing the value of the `num_workers` argument` to `num_workers={most}` in the"
+            " `DataLoader` to improve performance.",
+            PossibleUserWarning,
+        )
+
+
+class TrackingBatchSampler(BatchSampler):
+    """A batch sampler that remembers the indices of each batch that it gave, for predictions."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        vars(self).update(vars(batch_sampler))
+        self._batch_sampler = batch_sampler
+        self.seen: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.seen = []
+        for indices in self._batch_sampler:
+            self.seen.append(list(indices))
+            yield indices
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler)
