@@ -6,22 +6,20 @@ DEMOS has the options of each: `fabric-template fit --model demos.gan` uses them
 from typing import Any
 
 
-def _demo(name: str, model: str, data: str, epochs: int, monitor: str) -> dict[str, Any]:
+def _demo(path: str, data: str, monitor: str, **options: Any) -> dict[str, Any]:
     mode = "min" if "loss" in monitor else "max"
-    options = {"name": name, "max_epochs": epochs, "monitor": monitor, "mode": mode, "seed": 0}
-    return {"model": f"{__name__}.{model}", "data": f"{__name__}.{data}", **options}
+    options |= {"name": path.partition(".")[0], "monitor": monitor, "mode": mode, "seed": 0}
+    return {"model": f"{__name__}.{path}", "data": f"{__name__}.{data}", **options}
 
 
-DEMOS = {
-    "digits": _demo("digits", "digits.DigitsClassifier", "digits.DigitsData", 10, "val_acc"),
-    "tabular": _demo("tabular", "tabular.TabularNet", "tabular.TabularData", 20, "val_r2"),
-    "mnist": _demo("mnist", "mnist.MNISTNet", "mnist.MNISTData", 5, "val_acc"),
-    "cifar10": _demo("cifar10", "cifar10.CIFAR10Net", "cifar10.CIFAR10Data", 10, "val_acc"),
-    "language_model": _demo(
-        "language_model", "language_model.GPT", "language_model.TextData", 5, "val_loss"
-    ),
-    "autoencoder": _demo(
-        "autoencoder", "autoencoder.Autoencoder", "digits.DigitsData", 40, "val_loss"
-    ),
-    "gan": _demo("gan", "gan.GAN", "gan.RingData", 20, "val_good"),
-}
+_BY_STEPS = {"max_steps": 1000, "validate_every_n_steps": 200, "gradient_clip_val": 1.0}
+_DEMOS = [
+    _demo("digits.DigitsClassifier", "digits.DigitsData", "val_acc", max_epochs=10),
+    _demo("tabular.TabularNet", "tabular.TabularData", "val_r2", max_epochs=20),
+    _demo("mnist.MNISTNet", "mnist.MNISTData", "val_acc", max_epochs=5),
+    _demo("cifar10.CIFAR10Net", "cifar10.CIFAR10Data", "val_acc", max_epochs=10),
+    _demo("language_model.GPT", "language_model.TextData", "val_loss", **_BY_STEPS),
+    _demo("autoencoder.Autoencoder", "digits.DigitsData", "val_loss", max_epochs=40),
+    _demo("gan.GAN", "gan.RingData", "val_good", max_epochs=20),
+]
+DEMOS = {demo["name"]: demo for demo in _DEMOS}

@@ -21,20 +21,15 @@ class SplitData:
     """Serve the datasets in ``splits`` with the loader methods of a LightningDataModule.
 
     A subclass fills ``splits`` with "train", "val" and "test" in ``setup()``.
-
-    Args:
-        batch_size: Samples per batch. The last batch of an epoch may be smaller.
-        num_workers: Worker processes per loader. 0 is fastest for data that is in memory.
     """
 
-    def __init__(self, batch_size: int, num_workers: int = 0) -> None:
+    def __init__(self, batch_size: int) -> None:
         if batch_size < 1:
             raise ValueError(
                 f"{type(self).__name__}(batch_size): got {batch_size}, expected at least 1."
                 " Write batch_size=64 (--data.batch_size 64)."
             )
         self.batch_size = batch_size
-        self.num_workers = num_workers
         self.splits: dict[str, Any] = {}
 
     def prepare_data(self) -> None:
@@ -49,22 +44,14 @@ class SplitData:
     def test_dataloader(self) -> Any:
         return self.make_loader("test")
 
-    def predict_dataloader(self) -> Any:
-        return self.make_loader("test")
+    predict_dataloader = test_dataloader
 
     def make_loader(self, split: str, shuffle: bool = False) -> Any:
         """Return a loader for one split. Override this for another kind of loader."""
         if not self.splits:
             name = type(self).__name__
             raise RuntimeError(f"{name}: no splits before setup(). Call data.setup('fit') first.")
-        return DataLoader(
-            self.splits[split],
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            # Starting the workers again takes longer than an epoch of a small data set.
-            persistent_workers=self.num_workers > 0,
-        )
+        return DataLoader(self.splits[split], batch_size=self.batch_size, shuffle=shuffle)
 
 
 def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
@@ -77,25 +64,18 @@ def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
     }
 
 
-def split_indices(
-    count: int, val_fraction: float, test_fraction: float, seed: int = 0, labels: Any = None
-) -> dict[str, np.ndarray]:
-    """Split ``range(count)`` at random into "train", "val" and "test".
+def split_indices(count: int, seed: int = 0, labels: Any = None) -> dict[str, np.ndarray]:
+    """Split ``range(count)`` at random: 70 % "train", 20 % "val" and 10 % "test".
 
     With ``labels``, a NumPy array, each split has the same share of each class.
-
-    Example:
-        >>> {name: len(part) for name, part in split_indices(100, 0.2, 0.1).items()}
-        {'train': 70, 'val': 20, 'test': 10}
     """
     import numpy as np
     from sklearn.model_selection import train_test_split
 
     rows = np.arange(count)
-    rest, test = train_test_split(rows, test_size=test_fraction, stratify=labels, random_state=seed)
+    rest, test = train_test_split(rows, test_size=0.1, stratify=labels, random_state=seed)
     labels = None if labels is None else labels[rest]
-    share = val_fraction / (1 - test_fraction)
-    train, val = train_test_split(rest, test_size=share, stratify=labels, random_state=seed)
+    train, val = train_test_split(rest, test_size=2 / 9, stratify=labels, random_state=seed)
     return {"train": train, "val": val, "test": test}
 
 

@@ -23,10 +23,7 @@ class DigitsData(SplitData):
 
     Args:
         batch_size: Images per batch.
-        val_fraction: Share of the images for validation.
-        test_fraction: Share of the images for the test.
         seed: Decides which image is in which split.
-        num_workers: Worker processes per loader.
 
     Example:
         >>> data = DigitsData(batch_size=32)
@@ -36,17 +33,8 @@ class DigitsData(SplitData):
         (torch.Size([32, 1, 8, 8]), torch.float32, torch.int64)
     """
 
-    def __init__(
-        self,
-        batch_size: int = 64,
-        val_fraction: float = 0.2,
-        test_fraction: float = 0.1,
-        seed: int = 0,
-        num_workers: int = 0,
-    ) -> None:
-        super().__init__(batch_size, num_workers)
-        self.val_fraction = val_fraction
-        self.test_fraction = test_fraction
+    def __init__(self, batch_size: int = 64, seed: int = 0) -> None:
+        super().__init__(batch_size)
         self.seed = seed
 
     def setup(self, stage: str | None = None) -> None:
@@ -59,8 +47,7 @@ class DigitsData(SplitData):
         # The pixels are stored as 0 to 16.
         images = torch.as_tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
         labels = torch.as_tensor(digits.target, dtype=torch.int64)
-        shares = {"val_fraction": self.val_fraction, "test_fraction": self.test_fraction}
-        indices = split_indices(len(images), **shares, seed=self.seed, labels=digits.target)
+        indices = split_indices(len(images), seed=self.seed, labels=digits.target)
         for split, rows in indices.items():
             self.splits[split] = TensorDataset(images[rows], labels[rows])
 

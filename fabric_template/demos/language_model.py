@@ -1,13 +1,18 @@
-"""A small GPT that predicts the next byte of a text and continues texts.
+"""A small GPT, trained by steps, that predicts the next byte of a text and continues texts.
 
-The model is an nn.Module with step methods. The default text is Python's own help.
+The model is a LightningModule. The default text is Python's own help. Try also ``--compile true``,
+``--precision bf16-mixed`` and ``--max_steps 5000``.
 """
 
 from __future__ import annotations
 
 import math
+from pydoc_data.topics import topics
+from time import perf_counter
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,100 +39,103 @@ class TextData(SplitData):
         """Read the text and cut it. Training blocks overlap by half, validation blocks do not."""
         text = torch.tensor(list(self.read_text()), dtype=torch.int64)
         cut = len(text) * 9 // 10
-        train, val = text[:cut], text[cut:]
-        if len(val) <= self.block:
-            raise ValueError(
-                f"TextData(block): got {self.block}, expected less than a tenth of the text's"
-                f" {len(text)} bytes. Write a smaller block= (--data.block)."
-            )
-        val_blocks = val.unfold(0, self.block + 1, self.block)
-        self.splits = {
-            "train": train.unfold(0, self.block + 1, max(self.block // 2, 1)),
-            "val": val_blocks,
-            "test": val_blocks[:3],  # The beginnings that predict continues.
-        }
+        train = text[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
+        val = text[cut:].unfold(0, self.block + 1, self.block)
+        # Predict continues the blocks of the test.
+        self.splits = {"train": train, "val": val, "test": val[:3]}
 
     def read_text(self) -> bytes:
-        if self.path is None:
-            from pydoc_data.topics import topics
-
-            return "\n".join(topics.values())[:200_000].encode()
-        return require_path("TextData", self.path).read_bytes()
+        if self.path is not None:
+            return require_path("TextData", self.path).read_bytes()
+        return "\n".join(topics.values())[:200_000].encode()
 
 
-class GPT(nn.Module):
-    """Predict the next byte.
+class GPT(LightningModule):
+    """Predict the next byte. Print a text of its own at the end of the training.
 
     Args:
         block: Context length, at least that of the data.
-        width: Width of the embeddings. ``heads`` divides it.
-        heads: Attention heads per layer.
-        layers: Number of layers.
-        lr: Learning rate of AdamW.
-        length: Number of bytes that ``predict`` adds to a text.
+        lr: Highest learning rate of AdamW.
+        length: Number of bytes to generate.
     """
 
     def __init__(
-        self,
-        block: int = 64,
-        width: int = 64,
-        heads: int = 4,
-        layers: int = 2,
-        lr: float = 3e-3,
-        length: int = 200,
+        self, block: int = 64, width: int = 64, layers: int = 2, lr: float = 3e-3, length: int = 200
     ) -> None:
         super().__init__()
-        self.block = block
-        self.lr = lr
-        self.length = length
+        self.save_hyperparameters()
         self.token_embedding = nn.Embedding(VOCABULARY, width)
         self.position_embedding = nn.Embedding(block, width)
+        options: Any = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, 0.0, activation="gelu", batch_first=True, norm_first=True
-            )
+            nn.TransformerEncoderLayer(width, 4, 4 * width, norm_first=True, **options)
             for _ in range(layers)
         )
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens ``(batch, time)`` to scores of the next token ``(batch, time, 256)``."""
-        time = tokens.shape[1]
-        if time > self.block:
-            raise ValueError(
-                f"GPT(block): got {self.block}, expected at least the data's {time}."
-                f" Write block={time} (--model.block {time})."
-            )
-        positions = torch.arange(time, device=tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         # No position attends to a later one.
-        mask = nn.Transformer.generate_square_subsequent_mask(time, device=tokens.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(len(positions), x.device)
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
         return self.head(x)
 
-    def training_step(self, batch: Tensor) -> Tensor:
-        """Return the cross-entropy in nats per byte."""
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the cross-entropy in nats per byte, which is logged as ``train_loss``."""
         return functional.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
-    def validation_step(self, batch: Tensor) -> dict[str, Tensor]:
-        """Return the loss in nats and in bits, logged as ``val_loss`` and ``val_bits``."""
-        loss = self.training_step(batch)
-        return {"loss": loss, "bits": loss / math.log(2)}
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = self.training_step(batch, batch_idx)
+        self.log_dict({"val_loss": loss, "val_bits": loss / math.log(2)})
 
-    def predict_step(self, batch: Tensor) -> list[str]:
-        return [bytes(tokens.tolist()).decode(errors="replace") for tokens in self.generate(batch)]
+    def on_train_start(self) -> None:
+        self.since = perf_counter()
 
+    on_validation_end = on_train_start
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        """Log the speed: tokens of a batch by the time since the previous one."""
+        now = perf_counter()
+        speed = batch[:, 1:].numel() / (now - self.since)
+        self.log("tokens_per_second", speed, on_step=True, on_epoch=True, prog_bar=True)
+        self.since = now
+
+    def on_train_end(self) -> None:
+        start = torch.tensor([list(b"The ")], device=self.device)
+        self.print(f"generated   {to_text(self.generate(start)[0])!r}")
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> list[str]:
+        return [to_text(tokens) for tokens in self.generate(batch)]
+
+    @torch.no_grad()
     def generate(self, tokens: Tensor) -> Tensor:
         """Append ``length`` tokens, each drawn from the 20 most likely ones."""
         generator = torch.Generator(tokens.device).manual_seed(0)
-        for _ in range(self.length):
-            logits = self(tokens[:, -self.block :])[:, -1]
-            scores, candidates = logits.topk(20)
-            probabilities = functional.softmax(scores / 0.8, dim=1)
+        for _ in range(self.hparams["length"]):
+            scores, candidates = self(tokens[:, -self.hparams["block"] :])[:, -1].topk(20)
+            probabilities = functional.softmax(scores.float() / 0.8, dim=1)
             drawn = torch.multinomial(probabilities, 1, generator=generator)
             tokens = torch.cat([tokens, candidates.gather(1, drawn)], dim=1)
         return tokens
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+    def configure_optimizers(self) -> tuple[list, list]:
+        """Return AdamW, and a rate that rises for a tenth of the steps, then falls to a tenth."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        steps = int(self.trainer.estimated_stepping_batches)
+        warm_up = steps // 10
+
+        def get_factor(step: int) -> float:
+            if step < warm_up:
+                return (step + 1) / warm_up
+            progress = (step - warm_up) / max(1, steps - warm_up)
+            return 0.55 + 0.45 * math.cos(math.pi * progress)
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, get_factor)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def to_text(tokens: Tensor) -> str:
+    return bytes(tokens.tolist()).decode(errors="replace")

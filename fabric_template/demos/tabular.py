@@ -66,7 +66,7 @@ class TabularData(LightningDataModule):
         table = table.dropna(subset=[self.target])
         features = table.drop(columns=self.target)
         target = torch.tensor(table[self.target].to_numpy()).float()
-        indices = split_indices(len(table), val_fraction=0.2, test_fraction=0.1)
+        indices = split_indices(len(table))
         fill = SimpleImputer(strategy="median", add_indicator=True)
         encode = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
         preprocessing = make_column_transformer(
