@@ -72,7 +72,10 @@ class LoopConfig:
     num_sanity_val_steps: int | None = None
     """Validate this many batches before training starts. -1: all. None: 2."""
     log_every_n_steps: int | None = None
-    """Write values that are logged per step every N optimizer steps. 0: never. None: 50."""
+    """Write the loss, the learning rate and what is logged per step every N optimizer steps. 0: never.
+    None: 50."""
+    log_grad_norm: bool = False
+    """Write the norm of the gradients before clipping into steps.csv, too."""
 
     # The optimizer step
     accumulate_grad_batches: int = 1

@@ -62,13 +62,10 @@ class Console:
             self._guard(self._start, run, num_batches, 0)
 
     def end_evaluation(self, run: RunState) -> None:
-        """Return to the bar of the epoch. A validation inside of an epoch has a row of its own."""
+        """Return to the bar of the epoch."""
         self._num_eval_batches = None
-        is_in_fit = run.stage == "fit" and run.progress.stage == "validate"
-        if is_in_fit and not run.progress.is_epoch_complete:
-            self._guard(self._add_validation, run)
 
-    def end_epoch(self, row: Mapping[str, Any]) -> None:
+    def add_row(self, row: Mapping[str, Any]) -> None:
         self._guard(self._add_row, row)
 
     def update(self, run: RunState) -> None:
@@ -137,11 +134,6 @@ class Console:
     def _add_row(self, row: Mapping[str, Any]) -> None:
         if self._screen is not None:
             self._screen.add_row(row)
-
-    def _add_validation(self, run: RunState) -> None:
-        place = {"epoch": run.progress.epochs_done, "step": run.progress.global_step}
-        values = to_numbers({**run.history.latest(), **run.history.evaluated})
-        self._add_row({**place, **values, "time": run.history.elapsed()})
 
     def _close(self, run: RunState, is_complete: bool) -> None:
         if self._screen is None:

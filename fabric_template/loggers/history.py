@@ -31,10 +31,12 @@ class WeightedMeans:
     """
 
     def __init__(self) -> None:
+        self.num_samples = 0
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, int] = {}
 
     def add(self, values: Mapping[str, Tensor], batch_size: int) -> None:
+        self.num_samples += batch_size
         for name, value in values.items():
             if value.dim():
                 value = value.mean(dtype=torch.promote_types(value.dtype, torch.float32))
@@ -57,20 +59,30 @@ class WeightedMeans:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": dict(self._sums), "weights": dict(self._weights)}
+        sums, weights = dict(self._sums), dict(self._weights)
+        return {"sums": sums, "weights": weights, "num_samples": self.num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sums, self._weights = dict(state["sums"]), dict(state["weights"])
+        self.num_samples = state["num_samples"]
 
 
 class History:
-    """Collects the row of each epoch, which ``fit`` returns and the CSV logger writes.
+    """Collects the rows of a run, which ``fit`` returns and the CSV logger writes into metrics.csv.
+
+    A row has everything since the row before: means of training, the newest validation, learning rate and
+    time. A run by epochs has a row for each epoch. A step-based run has one for each validation (without
+    validation, for each epoch), and one at its end. A run is step-based if max_steps is given, if it
+    validates by steps across epochs, or if nobody knows the length of its loader.
 
     Attributes:
         rows: The rows so far.
+        is_step_based: Whether rows follow the steps.
+        is_validated: Whether the run has validated since the newest row.
         returned: The newest means of what the steps returned, by name.
-        learning_rates: Those of the epoch's last optimizer step, noted before a scheduler changed them.
-        train_sums: What the training steps of this epoch returned. Each process has its own.
+        learning_rates: Those of the newest optimizer step, noted before a scheduler changed them.
+        train_sums: What the training steps have returned since the newest row. Each process has its own.
+        step_values: The loss of the newest training batch, and the norm of its gradients if it is logged.
         outputs: What the steps of the current evaluation returned, by loader and batch.
         evaluated: What the newest evaluation measured.
         evaluated_metrics: The part of it that loggers get. Of a LightningModule that is what it logged.
@@ -79,40 +91,66 @@ class History:
     def __init__(self) -> None:
         self.run: RunState = None  # type: ignore[assignment]
         self.rows: list[dict[str, Any]] = []
+        self.is_step_based = self.is_validated = False
         self.returned: dict[str, float] = {}
-        self.learning_rates: list[float] = []
+        self.learning_rates: list[Any] = []
+        self.step_values: dict[str, Tensor] = {}
         self.outputs: list[list[Any]] = []
         self.evaluated: dict[str, Any] = {}
         self.evaluated_metrics: dict[str, Any] = {}
         self.train_sums = WeightedMeans()
-        # What was returned since the last row.
+        # What was returned since the newest row.
         self._row: dict[str, float] = {}
         # Of the current evaluation: what the steps of this loader returned, and what each loader before has
         # returned and logged.
         self._eval_sums = WeightedMeans()
         self._eval_results: list[tuple[dict[str, float], dict[str, Any]]] = []
-        self._epoch_started = time.monotonic()
-        self._seconds_before_resume = 0.0
+        self._started = self._eval_started = time.monotonic()
+        self._seconds_before_resume = self._eval_seconds = 0.0
+
+    def choose_rows(self) -> None:
+        """Find out when a row ends, once the training loader is known."""
+        has_no_length = self.run.progress.num_train_batches == math.inf
+        self.is_step_based = self.run.results.is_step_based = self.counts_steps or has_no_length
+
+    @property
+    def counts_steps(self) -> bool:
+        """Return whether the options count steps, not epochs."""
+        return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def start_clock(self) -> None:
-        """Start the time of the first epoch, so that it does not cover the set-up."""
-        self._epoch_started = time.monotonic()
+        """Start the time of a row, so that the first one does not cover the set-up."""
+        self._started = time.monotonic()
 
     def elapsed(self) -> float:
-        """Return the seconds of this epoch, those before a resume included."""
-        return self._seconds_before_resume + time.monotonic() - self._epoch_started
+        """Return the seconds since the newest row, those before a resume included."""
+        return self._seconds_before_resume + time.monotonic() - self._started
+
+    @property
+    def is_due_at_epoch_end(self) -> bool:
+        """Return whether the end of an epoch ends a row."""
+        is_due = self.is_validated or not self.run.should_validate
+        return not self.is_step_based or (is_due and self.run.progress.is_epoch_complete)
+
+    @property
+    def is_due_at_end(self) -> bool:
+        """Return whether a step-based run has taken steps since its newest row."""
+        last_step = self.rows[-1]["step"] if self.rows else 0
+        return self.is_step_based and self.run.progress.global_step > last_step
 
     def add_train_output(self, output: Any, loss: Tensor) -> None:
         """Add what ``training_step`` returned. Of a LightningModule that logs, this is the loss."""
         run = self.run
         if run.config.barebones:
             return
-        if run.results.train.mean_loss() is not None:
+        loss = loss.detach()
+        self.step_values["train_loss"] = loss
+        if run.results.train.mean_loss() is not None and not self.is_step_based:
             # The module logs the same mean itself.
             return
         logs_itself = run.is_lightning_module and run.results.active
         if isinstance(output, Tensor) or logs_itself:
-            values = {"train_loss": loss.detach()}
+            values = {"train_loss": loss}
         else:
             values = name_outputs(output, "train")
         self.train_sums.add(values, self._batch_size())
@@ -129,11 +167,16 @@ class History:
             return 1
 
     def end_train_batches(self) -> None:
-        """Compute the means of the training epoch."""
-        means = self._compute(self.train_sums)
-        self.train_sums = WeightedMeans()
-        logged = self.run.results.train.mean_loss()
-        loss = means.get("train_loss", 0.0) if logged is None else logged.value(of_step=False)
+        """Compute the means of training for the row that ends, and start those of the next one."""
+        sums, self.train_sums = self.train_sums, WeightedMeans()
+        means = self._compute(sums)
+        seconds = self.elapsed() - self._eval_seconds
+        if self.counts_steps and sums.num_samples:
+            samples = sums.num_samples * self.run.fabric.world_size
+            self._row["samples_per_second"] = round(samples / max(seconds, 1e-9), 1)
+        loss, logged = means.get("train_loss"), self.run.results.train.mean_loss()
+        if loss is None and logged is not None:
+            loss = logged.value(of_step=False)
         is_finite = loss is None or math.isfinite(loss)
         if not is_finite and self.run.config.on_nan == "warn":
             self.run.warn_once(
@@ -152,6 +195,7 @@ class History:
     def start_evaluation(self) -> None:
         self.outputs = [[] for _ in self.run.data.eval_loaders.loaders]
         self._eval_sums, self._eval_results = WeightedMeans(), []
+        self._eval_started = time.monotonic()
 
     def add_evaluation_output(self, output: Any, dataloader_idx: int) -> None:
         """Add what an evaluation step returned. Of a LightningModule that logs, this is the loss."""
@@ -236,6 +280,8 @@ class History:
             first = returned if uses_returned else {}
             results.append(to_numbers({**first, **logged, **at_end}))
         self.outputs, self._eval_results = [], []
+        self._eval_seconds += time.monotonic() - self._eval_started
+        self.is_validated |= self.run.progress.stage == "validate"
         return results
 
     def forget_evaluation(self) -> None:
@@ -244,27 +290,44 @@ class History:
             values.clear()
 
     def add_row(self) -> dict[str, Any]:
-        """Add the row of the epoch that ends."""
-        run = self.run
-        values = to_numbers({**self._row, **run.results.take_row()})
-        row: dict[str, Any] = {"epoch": run.progress.epochs_done, "step": run.progress.global_step}
-        row |= {name: values[name] for name in sorted(values, key=_is_not_of_training)}
-        for index, rate in enumerate(self.learning_rates or learning_rates(run)):
-            row.setdefault("lr" if index == 0 else f"lr_{index}", rate)
+        """End a row."""
+        values = {**self._row, **self.run.results.take_row()}
+        speed = {n: values.pop(n) for n in ("samples_per_second",) if n in values}
+        row = {**self.place(), **in_order(values), **self._learning_rates(), **speed}
         row["time"] = self.elapsed()
         self.rows.append(row)
-        self._row, self.learning_rates = {}, []
-        self._epoch_started, self._seconds_before_resume = time.monotonic(), 0.0
+        self._row, self.is_validated = {}, False
+        self._seconds_before_resume = self._eval_seconds = 0.0
+        self.start_clock()
         return row
 
+    def place(self) -> dict[str, Any]:
+        """Return the epoch and the number of optimizer steps. After its end an epoch is counted."""
+        progress = self.run.progress
+        epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
+        return {"epoch": epoch, "step": progress.global_step}
+
+    def step_row(self) -> dict[str, Any]:
+        """Return the loss and the learning rates of the newest step, for steps.csv."""
+        return {**self.step_values, **self._learning_rates()}
+
+    def open_row(self) -> dict[str, Any]:
+        """Return the values of the row that has not ended."""
+        return in_order({**self._row, **self.run.results.row})
+
+    def _learning_rates(self) -> dict[str, float]:
+        rates = self.learning_rates if self.run.lr_schedulers else learning_rates(self.run)
+        names = ["lr", *(f"lr_{index}" for index in range(1, len(rates)))]
+        return {name: float(rate) for name, rate in zip(names, rates, strict=False)}
+
     def latest(self) -> dict[str, float]:
-        """Return the means of this epoch so far, and of the newest validation. Reads the device."""
-        found = {**self.returned, **self.train_sums.compute()}
+        """Return the means of training so far, and of the newest validation. Reads the device."""
+        means = self.train_sums.compute()
         logged = self.run.results.train.mean_loss()
-        if logged is not None and logged.total is not None:
+        if "train_loss" not in means and logged is not None and logged.total is not None:
             # Of this process, because the others do not call this method.
-            found["train_loss"] = (logged.total / logged.weight).item()
-        return {name: found[name] for name in sorted(found, key=_is_not_of_training)}
+            means["train_loss"] = (logged.total / logged.weight).item()
+        return in_order({**self.returned, **means})
 
     def frame(self) -> Any:
         """Return the rows as a DataFrame."""
@@ -277,18 +340,26 @@ class History:
             "rows": [dict(row) for row in self.rows],
             "returned": dict(self.returned),
             "row": dict(self._row),
-            "learning_rates": list(self.learning_rates),
+            "learning_rates": [float(rate) for rate in self.learning_rates],
             "evaluated": list(self.evaluated),
+            "is_validated": self.is_validated,
             "seconds": self.elapsed(),
+            "eval_seconds": self._eval_seconds,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rows = [dict(row) for row in state["rows"]]
+        if not self.counts_steps:
+            # The run before was limited by max_steps. A run by epochs has no such column.
+            for row in self.rows:
+                row.pop("samples_per_second", None)
         self.returned, self._row = dict(state["returned"]), dict(state["row"])
         self.learning_rates = list(state["learning_rates"])
         self.evaluated = dict.fromkeys(state["evaluated"])
+        self.is_validated = state["is_validated"]
         self._seconds_before_resume = state["seconds"]
-        self._epoch_started = time.monotonic()
+        self._eval_seconds = state["eval_seconds"]
+        self.start_clock()
 
 
 def to_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,9 +367,10 @@ def to_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
 
 
-def _is_not_of_training(name: str) -> bool:
-    """Return False for a training metric, so that sorting puts it first."""
-    return not name.startswith("train")
+def in_order(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return numbers with those of training first."""
+    names = sorted(values, key=lambda name: not name.startswith("train"))
+    return to_numbers({name: values[name] for name in names})
 
 
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:

@@ -34,8 +34,8 @@ class LoggerConnector:
     def log_step(self, run: RunState) -> None:
         """Log the values of an optimizer step every log_every_n_steps, and at the last step."""
         if self.is_step_due():
-            metrics = run.results.views().logged
-            self.log_metrics(metrics, row=metrics)
+            views = run.results.views()
+            self.log_metrics(views.logged, row={**run.history.step_row(), **views.row})
 
     def is_step_due(self) -> bool:
         """Return whether the values of the current training or evaluation batch are logged."""
@@ -53,35 +53,62 @@ class LoggerConnector:
         count = self._evaluated_batches.get(dataloader_idx, 0)
         self._evaluated_batches[dataloader_idx] = count + 1
         if run.results.evaluation.has_step_values:
-            metrics = run.results.views().logged
-            self.log_metrics(metrics, step=count, row=metrics)
+            views = run.results.views()
+            self.log_metrics(views.logged, step=count, row=views.row)
 
     def restart_evaluation_count(self) -> None:
         """Count evaluation batches from 0 again, because the loaders are new ones."""
         self._evaluated_batches.clear()
 
     def log_evaluation(self, run: RunState) -> None:
-        """Log what an evaluation measured. Inside an epoch the values are a row of steps.csv, too."""
-        if run.progress.stage == "sanity_check":
+        """Log what an evaluation measured. What belongs to no row of metrics.csv is a row of steps.csv."""
+        history, progress = run.history, run.progress
+        if progress.stage == "sanity_check":
             return
-        is_inside_epoch = run.stage != "fit" or not run.progress.is_epoch_complete
-        row = run.history.evaluated if is_inside_epoch else None
-        self.log_metrics(run.history.evaluated_metrics, row=row)
+        is_of_row = history.is_step_based or progress.is_epoch_complete
+        row = None if run.stage == "fit" and is_of_row else history.open_row()
+        self.log_metrics(history.evaluated_metrics, row=row)
+
+    def end_validation(self, run: RunState) -> None:
+        """End the row of a step-based run. At the end of an epoch, the epoch ends it."""
+        history = run.history
+        if run.progress.is_epoch_complete or not history.is_validated:
+            return
+        if not history.is_step_based:
+            values = {**history.latest(), **history.open_row()}
+            run.console.add_row({**history.place(), **values, "time": history.elapsed()})
+            history.is_validated = False
+            return
+        history.end_train_batches()
+        self.log_metrics(self._returned_in_training(), step_offset=-1)
+        self._add_row(run)
 
     def log_train_epoch(self, run: RunState) -> None:
-        """Log the values of an epoch, and write its row."""
-        metrics = dict(run.results.update_metrics())
-        if not run.is_lightning_module:
-            returned: dict[str, Any] = {
-                n: v for n, v in run.history.returned.items() if n.startswith("train_")
-            }
-            metrics = {**returned, **metrics}
+        """Log the values of an epoch, and write the row that it ends."""
+        metrics = {**self._returned_in_training(), **run.results.update_metrics()}
         # Loggers expect the values of an epoch at its last step.
         self.log_metrics(metrics, step_offset=-1)
+        if run.history.is_due_at_epoch_end:
+            self._add_row(run)
+
+    def end_training(self, run: RunState) -> None:
+        """Write the last row of a step-based run. No checkpoint has it, so a resumed run continues it."""
+        if run.history.is_due_at_end:
+            run.history.end_train_batches()
+            self._add_row(run)
+
+    def _add_row(self, run: RunState) -> None:
         row = run.history.add_row()
         for logger in self.csv_loggers:
             logger.log_epoch(row)
-        run.console.end_epoch(row)
+        run.console.add_row(row)
+
+    def _returned_in_training(self) -> dict[str, Any]:
+        """Return the means of what a plain model returned. A LightningModule logs by itself."""
+        if self.run.is_lightning_module:
+            return {}
+        returned = self.run.history.returned
+        return {name: value for name, value in returned.items() if name.startswith("train_")}
 
     def log_metrics(
         self,

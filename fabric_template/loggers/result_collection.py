@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError
 
-# Where self.log may be called.
-_TRAIN_STEP_HOOKS = {
+# Where self.log may be called, with the defaults of (on_step, on_epoch).
+_TRAIN_STEP_HOOKS = [
     "training_step",
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -33,14 +33,18 @@ _TRAIN_STEP_HOOKS = {
     "configure_gradient_clipping",
     "clip_gradients",
     "on_train_batch_end",
-}
-_EVAL_STEP_HOOKS = {
+]
+_EVAL_STEP_HOOKS = [
     "validation_step",
     "on_validation_batch_start",
     "on_validation_batch_end",
     "test_step",
     "on_test_batch_start",
     "on_test_batch_end",
+]
+_STEP_HOOKS = {
+    **dict.fromkeys(_TRAIN_STEP_HOOKS, (True, False)),
+    **dict.fromkeys(_EVAL_STEP_HOOKS, (False, True)),
 }
 _EPOCH_HOOKS = {
     f"on_{stage}_{moment}"
@@ -63,6 +67,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # Types that torch.load(weights_only=True) reads.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
+_SUMS = ("total", "weight", "step_value", "has_value")
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -142,10 +147,11 @@ def _step_and_epoch(
                     f"You can't `self.log({name}={value})` inside `{hook}`, must be one of ({allowed},)."
                 )
         return False, True
-    if hook not in _TRAIN_STEP_HOOKS and hook not in _EVAL_STEP_HOOKS:
+    if hook not in _STEP_HOOKS:
         raise hook_error(hook)
-    on_step = hook in _TRAIN_STEP_HOOKS if on_step is None else on_step
-    on_epoch = hook in _EVAL_STEP_HOOKS if on_epoch is None else on_epoch
+    of_step, of_epoch = _STEP_HOOKS[hook]
+    on_step = of_step if on_step is None else on_step
+    on_epoch = of_epoch if on_epoch is None else on_epoch
     if not on_step and not on_epoch:
         raise ConfigurationError("`self.log(on_step=False, on_epoch=False)` is not useful.")
     return on_step, on_epoch
@@ -186,17 +192,20 @@ class ResultMetric:
     """The last value of one logged name, and its sum over the epoch.
 
     Args:
-        given: The arguments as they were given, by which a later call is recognized.
         all_reduce: Combines values of several processes. None if there is one.
+
+    Attributes:
+        given: The arguments as they were given, by which a later call is recognized.
     """
 
-    def __init__(
-        self, arguments: LogArguments, given: tuple, all_reduce: Callable[..., Any] | None
-    ) -> None:
-        self.arguments, self.given, self._all_reduce = arguments, given, all_reduce
+    def __init__(self, arguments: LogArguments, all_reduce: Callable[..., Any] | None) -> None:
+        self.arguments, self._all_reduce = arguments, all_reduce
+        self.given: tuple = ()
         self.needs_batch_size = arguments.on_epoch and arguments.reduction == "mean"
         self.torchmetric: Any = None
         self.step_value: Tensor | None = None
+        # In a step-based run, the sum since the newest row of metrics.csv.
+        self.since_row: ResultMetric | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -274,6 +283,17 @@ class ResultMetric:
         group, reduction = arguments.sync_dist_group, arguments.reduction
         return self._all_reduce(value, group=group, reduce_op=reduction)
 
+    def state_dict(self) -> dict[str, Any]:
+        arguments = dataclasses.replace(self.arguments, sync_dist_group=None)
+        state: dict[str, Any] = {name: getattr(self, name) for name in _SUMS}
+        state["since_row"] = None if self.since_row is None else self.since_row.state_dict()
+        return {"arguments": dataclasses.asdict(arguments), **state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update((name, state[name]) for name in _SUMS)
+        if self.since_row is not None and state["since_row"] is not None:
+            self.since_row.load_state_dict(state["since_row"])
+
 
 class Results(dict):
     """The logged names of training, or of an evaluation, by (hook, name, dataloader_idx).
@@ -324,7 +344,7 @@ class Results(dict):
 
 
 class MetricViews(NamedTuple):
-    """The current value of each name, for those who read it."""
+    """The current value of each name, for those who read it. Names in row have no "_step" or "_epoch"."""
 
     callback: dict[str, Any]
     logged: dict[str, Any]
@@ -338,7 +358,8 @@ class ResultCollection:
     Attributes:
         active: Where values are logged now; None outside of the loops.
         callback_metrics, logged_metrics, progress_bar_metrics: As Trainer's attributes of these names.
-        row: The values of this epoch for its row in metrics.csv, without forks in their names.
+        is_step_based: Whether rows of metrics.csv follow the steps, not the epochs.
+        row: The values of the next row of metrics.csv.
     """
 
     def __init__(
@@ -352,6 +373,7 @@ class ResultCollection:
         self._all_reduce, self._is_enabled = all_reduce, is_enabled
         self.train, self.evaluation = Results(is_training=True), Results(is_training=False)
         self.active: Results | None = None
+        self.is_step_based = False
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, float] = {}
@@ -415,6 +437,8 @@ class ResultCollection:
         elif metric.needs_batch_size:
             batch_size = results.find_batch_size()
         metric.update(value, batch_size or 1)
+        if metric.since_row is not None:
+            metric.since_row.update(value.detach(), batch_size or 1)
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
         """Log every item of a dict or of a torchmetrics MetricCollection."""
@@ -430,15 +454,21 @@ class ResultCollection:
         arguments = parse_arguments(hook, name, given)
         metric = results.get(arguments.key)
         if metric is None:
-            metric = ResultMetric(arguments, given, self._all_reduce)
-            results[arguments.key] = metric
-            results.has_step_values |= arguments.on_step
+            metric = self._add_metric(results, arguments)
         elif metric.given and metric.arguments != arguments:
             raise ConfigurationError(
                 f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments."
                 " This is not allowed"
             )
         metric.given = given
+        return metric
+
+    def _add_metric(self, results: Results, arguments: LogArguments) -> ResultMetric:
+        metric = results[arguments.key] = ResultMetric(arguments, self._all_reduce)
+        results.has_step_values |= arguments.on_step
+        if self.is_step_based and results is self.train and arguments.on_epoch:
+            of_row = dataclasses.replace(arguments, on_step=False)
+            metric.since_row = ResultMetric(of_row, self._all_reduce)
         return metric
 
     def start_training(self) -> None:
@@ -499,7 +529,9 @@ class ResultCollection:
         self.callback_metrics.update(views.callback)
         self.logged_metrics.update(views.logged)
         self.progress_bar_metrics.update({k: v.item() for k, v in views.progress_bar.items()})
-        self.row.update(views.row)
+        of_step = self.active.is_first_batch is not None
+        if not of_step and not (self.is_step_based and self.active.is_training):
+            self.row.update(views.row)
         return views.logged
 
     def views(self) -> MetricViews:
@@ -514,20 +546,24 @@ class ResultCollection:
             arguments = metric.arguments
             name, forked_name = arguments.full_name(), arguments.forked_name(of_step)
             if arguments.logger:
-                views.logged[forked_name] = value
+                views.logged[forked_name] = views.row[name] = value
             if arguments.prog_bar:
                 views.progress_bar[forked_name] = value
             if self.active.is_training or not of_step:
-                views.callback[name] = value
-                views.callback[forked_name] = value
-            # The row has the epoch's value. What is logged per step only has its last one there.
-            if arguments.logger and not (of_step and arguments.on_epoch):
-                views.row[name] = value
+                views.callback[name] = views.callback[forked_name] = value
         return views
 
     def take_row(self) -> dict[str, Tensor]:
-        """Return the values of the epoch's row, once."""
+        """Return the values of a row, once. A torchmetrics object has its value of the epoch so far."""
         row, self.row = self.row, {}
+        for metric in self.train.values():
+            if metric.since_row is None:
+                continue
+            source = metric.since_row if metric.torchmetric is None else metric
+            value = source.value(of_step=False) if source.has_value else None
+            if value is not None and metric.arguments.logger:
+                row[metric.arguments.full_name()] = value
+            metric.since_row.reset()
         return row
 
     def state_dict(self) -> dict[str, Any]:
@@ -539,17 +575,8 @@ class ResultCollection:
         of_evaluation = {id(metric.torchmetric) for metric in self.evaluation.values()} - of_train
         kept = {name: part for name, part in metrics.items() if id(part) not in of_evaluation}
         entries = [
-            {
-                "arguments": dataclasses.asdict(
-                    dataclasses.replace(metric.arguments, sync_dist_group=None)
-                ),
-                "total": metric.total,
-                "weight": metric.weight,
-                "step_value": metric.step_value,
-                "torchmetric": names.get(id(metric.torchmetric)),
-            }
+            {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
             for metric in train.values()
-            if metric.has_value
         ]
         return {
             "train": entries,
@@ -563,14 +590,10 @@ class ResultCollection:
         load_torchmetrics(self._module, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self._module)
         for entry in state["train"]:
-            arguments = LogArguments(**entry["arguments"])
-            # Without given arguments. They are checked when the name is logged again.
-            metric = ResultMetric(arguments, (), self._all_reduce)
-            metric.total, metric.weight = entry["total"], entry["weight"]
-            metric.step_value, metric.has_value = entry["step_value"], True
+            # The arguments are checked when the name is logged again.
+            metric = self._add_metric(train, LogArguments(**entry["arguments"]))
+            metric.load_state_dict(entry)
             metric.torchmetric = metrics.get(entry["torchmetric"])
-            train[arguments.key] = metric
-            train.has_step_values |= arguments.on_step
         self.callback_metrics, self.row = dict(state["callback_metrics"]), dict(state["row"])
         train.is_first_batch, train.last_hook, train.are_views_old = state["position"]
 

@@ -11,7 +11,6 @@ from .module_adapter import takes_iterator, train_with_iterator
 from .optimization import (
     after_optimizer_step,
     is_step_due,
-    learning_rates,
     step_lr_schedulers,
 )
 from .progress import ValidationSchedule
@@ -24,9 +23,11 @@ def fit(run: RunState) -> None:
     """Train until a limit is reached or something asks to stop."""
     run.data.setup_train_loader()
     run.validation_schedule = ValidationSchedule(run)
+    run.history.choose_rows()
     is_done = run.stop.is_fit_done and not run.progress.is_in_epoch
     if is_done or run.config.limit_train_batches == 0:
         restore_position(run)
+        run.loggers.end_training(run)
         return
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
@@ -44,6 +45,7 @@ def fit(run: RunState) -> None:
             # Before on_train_end, where callbacks may exchange the weights.
             run.checkpoints.save_signal(run)
             break
+    run.loggers.end_training(run)
     run.hooks.call("on_train_end")
 
 
@@ -121,7 +123,7 @@ def end_batch(run: RunState) -> None:
     """Log, validate if it is due, listen to signals, save. The end of a batch exists only here."""
     progress, is_stepping = run.progress, is_step_due(run)
     is_logging = is_stepping or not run.optimization.is_automatic
-    if is_logging and run.results.train.has_step_values and progress.phase == "batch_end":
+    if is_logging and progress.phase == "batch_end":
         run.loggers.log_step(run)
     if run.console.is_enabled:
         run.console.update(run)
@@ -153,6 +155,7 @@ def validate(run: RunState) -> None:
         if rng_state is not None and run.stop.is_requested:
             restore_rng_state(rng_state)
     run.validation_schedule.restart()
+    run.loggers.end_validation(run)
     run.checkpoints.save_validation(run)
 
 
@@ -160,18 +163,18 @@ def end_short_epoch(run: RunState) -> None:
     """End an epoch whose loader gave fewer batches than its length or the limit."""
     run.progress.is_last_batch = True
     run.data.train.check_empty_pass()
-    run.history.learning_rates = learning_rates(run)
     step_lr_schedulers(run, "epoch", plateau=False)
     if run.validation_schedule.is_due_at_short_end():
         validate(run)
 
 
 def end_epoch(run: RunState) -> None:
-    """Call the hooks, step the schedulers by epoch, write the epoch's row, save."""
+    """Call the hooks, step the schedulers by epoch, write the row, save."""
     progress = run.progress
     if progress.phase != "epoch_end":
         run.results.end_batches()
-        run.history.end_train_batches()
+        if run.history.is_due_at_epoch_end:
+            run.history.end_train_batches()
         progress.phase = "epoch_end"
         run.hooks.call_train_epoch_end()
         run.checkpoints.save_stopped(run)

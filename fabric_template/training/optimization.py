@@ -84,10 +84,12 @@ class Optimization:
         hooks.call("on_after_backward")
 
     def prepare_step(self, optimizer: Optimizer) -> None:
-        """Call the hook that sees the gradients, and clip them."""
+        """Call the hook that sees the gradients, note their norm if it is logged, and clip them."""
         self.run.hooks.call("on_before_optimizer_step", optimizer)
         config = self.run.config
         value, algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
+        if config.log_grad_norm and self.run.loggers.is_step_due():
+            self.run.history.step_values["grad_norm"] = gradient_norm(optimizer)
         if not self.is_automatic:
             return
         if self._own_clipping is not None:
@@ -366,6 +368,13 @@ def clip_gradients(optimizer: Optimizer, value: float, algorithm: str | None) ->
         torch.nn.utils.clip_grad_norm_(parameters, value)
 
 
+def gradient_norm(optimizer: Optimizer) -> Tensor:
+    """Return the common norm of all gradients of an optimizer's parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
 def find_loss(output: Any, run: RunState) -> Tensor | None:
     """Return the loss in what a step returned. None skips the batch."""
     loss = output
@@ -404,7 +413,7 @@ def after_optimizer_step(run: RunState) -> None:
     """Step the schedulers that do not follow a metric."""
     if not run.lr_schedulers:
         return
-    if run.progress.is_epoch_complete or run.stop.has_max_steps:
+    if is_step_due(run):
         run.history.learning_rates = learning_rates(run)
     step_lr_schedulers(run, "step", plateau=False)
     if run.progress.is_epoch_complete:
@@ -453,10 +462,10 @@ def _step_scheduler(run: RunState, config: LRSchedulerConfig) -> None:
         scheduler.step(monitored)
 
 
-def learning_rates(run: RunState) -> list[float]:
-    """Return the learning rate of each optimizer's first parameter group."""
+def learning_rates(run: RunState) -> list[Any]:
+    """Return the learning rate of each optimizer's first parameter group, read from no device."""
     rates = [group["lr"] for o in run.optimizers for group in o.param_groups[:1] if "lr" in group]
-    return [float(rate) for rate in rates]
+    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
 
 # The option on_nan with a number

@@ -1,0 +1,142 @@
+"""Test step-based runs: a row of metrics.csv for each validation, steps.csv, and what a resumed run writes."""
+
+import itertools
+import math
+
+import pandas as pd
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from modules import Classifier, make_loader
+from runs import TIMES, Plain, Snapshots, fit, logs_of, same, val_loader, weights_of
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class Endless(IterableDataset):
+    """Batches without end, which are the same in each run."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(3)
+        while True:
+            yield torch.randn(8, generator=generator), torch.randint(3, (), generator=generator)
+
+
+def endless():
+    return DataLoader(Endless(), batch_size=4)
+
+
+class Silent(Classifier):
+    """A LightningModule that logs nothing in training."""
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class Means(Classifier):
+    """Logs the loss of each batch under its own name, and the number of the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.step = [], itertools.count(1)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.item())
+        self.log("mine", loss.detach(), on_step=True, on_epoch=True)
+        self.log("of_step", float(next(self.step)))
+        return loss
+
+
+def read(root, name):
+    return pd.read_csv(root / "logs/run/version_0" / name)
+
+
+@pytest.mark.parametrize("make", [Plain, Silent, Means])
+@pytest.mark.parametrize("train", [make_loader, endless], ids=["epochs", "endless"])
+def test_a_row_for_each_validation_and_one_at_the_end(tmp_path, make, train):
+    options = {"max_steps": 25, "validate_every_n_steps": 10, "log_every_n_steps": 5, "log_grad_norm": True}
+    _, module, history = fit(tmp_path, make, train, val_loader, gradient_clip_val=0.1, **options)
+    rows, steps = read(tmp_path, "metrics.csv"), read(tmp_path, "steps.csv")
+    assert rows["step"].tolist() == [10, 20, 25]
+    assert rows["epoch"].tolist() == ([0, 0, 0] if train is endless else [0, 1, 2])
+    assert rows["val_loss"].isna().tolist() == [False, False, True]
+    assert list(history.columns)[-3:] == ["lr", "samples_per_second", "time"]
+    assert not rows[["train_loss", "lr", "samples_per_second", "time"]].isna().any(axis=None)
+    assert steps["step"].tolist() == [5, 10, 15, 20, 25]
+    assert (steps["grad_norm"] > 0.1).all()
+    assert "val_loss" not in steps
+    if make is Means:
+        parts = [module.losses[start:stop] for start, stop in ((0, 10), (10, 20), (20, 25))]
+        means = [pytest.approx(math.fsum(part) / len(part), rel=1e-5) for part in parts]
+        assert rows["train_loss"].tolist() == rows["mine"].tolist() == means
+        assert steps["train_loss"].tolist() == steps["mine"].tolist() == module.losses[4::5]
+        assert "of_step" not in rows
+        assert steps["of_step"].tolist() == [5, 10, 15, 20, 25]
+
+
+def test_rows_at_the_ends_of_epochs(tmp_path):
+    """A run with max_steps validates after each epoch by default. Without a validation the epoch has a row."""
+    for name, val in (("validated", val_loader), ("not", None)):
+        _, _, history = fit(tmp_path / name, Plain, val=val, max_steps=25)
+        assert history["step"].tolist() == [10, 20, 25]
+        assert history["epoch"].tolist() == [0, 1, 2]
+
+
+KINDS = {
+    "max_steps": {"max_steps": 26},
+    "validate_every_n_steps": {"validate_every_n_steps": 7, "max_epochs": 3},
+    "val_check_interval": {"val_check_interval": 6, "check_val_every_n_epoch": None, "max_steps": 26},
+    "endless": {"train": endless, "max_steps": 26, "val_check_interval": 6},
+    "accumulation": {"accumulate_grad_batches": 3, "validate_every_n_steps": 2, "max_steps": 9},
+}
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* are read again")
+@pytest.mark.parametrize("make", [Plain, lambda: Classifier(on_step=True)], ids=["plain", "lit"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_and_resumed(tmp_path, kind, make):
+    """A resumed run, and one that max_steps has ended before, write the rows of a run without a break."""
+    options = {"val": val_loader, "log_every_n_steps": 2, "save_every_n_steps": 1, **KINDS[kind]}
+    snapshots = Snapshots(tmp_path / "whole", tmp_path)
+    _, module, history = fit(tmp_path / "whole", make, callbacks=[snapshots], **options)
+    roots = [tmp_path / str(batches) for batches in (5, 13, 22)]
+    if "max_steps" in options:
+        for steps in (4, 7, 8):
+            fit(tmp_path / f"cut_{steps}", make, **{**options, "max_steps": steps})
+            roots.append(tmp_path / f"cut_{steps}")
+    for root in roots:
+        _, resumed, rows = fit(root, make, seed=9, resume="last", **options)
+        assert same(weights_of(module), weights_of(resumed)), root
+        assert logs_of(root) == logs_of(tmp_path / "whole"), root
+        pd.testing.assert_frame_equal(rows.drop(columns=TIMES), history.drop(columns=TIMES))
+
+
+def test_a_finished_run_keeps_its_last_row(tmp_path):
+    options = {"val": val_loader, "max_steps": 13, "validate_every_n_steps": 5}
+    for resume in (None, "last"):
+        fit(tmp_path, Plain, resume=resume, **options)
+        assert read(tmp_path, "metrics.csv")["step"].tolist() == [5, 10, 13]
+
+
+def test_the_console_has_a_line_for_each_validation(tmp_path, capsys):
+    options = {"max_steps": 25, "validate_every_n_steps": 10, "enable_progress_bar": True}
+    fit(tmp_path, Plain, val=val_loader, **options)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][:4] == ["epoch", "step", "train_loss", "val_loss"]
+    assert [line[:2] for line in lines[1:4]] == [["0", "10"], ["1", "20"], ["2", "25"]]
+
+
+def test_a_callback_that_saves_after_a_validation(tmp_path):
+    """The row of the validation is written once: by the run that saved, and by the one that resumes."""
+
+    class Saves(Callback):
+        def on_validation_end(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    options = {"val": val_loader, "max_steps": 25, "validate_every_n_steps": 7}
+    _, module, _ = fit(tmp_path / "whole", Plain, callbacks=[Saves()], **options)
+    _, resumed, history = fit(tmp_path / "again", Plain, seed=9, resume=tmp_path / "14.ckpt", **options)
+    assert same(weights_of(module), weights_of(resumed))
+    assert history["step"].tolist() == [7, 14, 21, 25]
+    assert logs_of(tmp_path / "again")[0] == logs_of(tmp_path / "whole")[0]
