@@ -11,7 +11,6 @@ files of a ModelCheckpoint, what a validation afterwards returns, and the random
 
 # ruff: noqa: E402
 
-import argparse
 import json
 import os
 import random
@@ -28,7 +27,7 @@ import numpy as np
 import search_path  # noqa: F401
 import torch
 from both import Notes
-from configurations import draw, kinds_of
+from configurations import draw, kinds_of, make_parser, parse_options
 from drawn import make, val_loader_of
 from lightning.fabric.utilities.seed import seed_everything
 from runs import same
@@ -42,11 +41,11 @@ OURS = (
     "save_top_k",
     "save_last",
     "seed",
-)  # words that Trainer does not have
+)  # options that Trainer does not have
 SHAPES = ("lightning", "handed", "gan", "manual")  # Trainer takes LightningModules only
 EXCLUDED = [  # (why, which)
     ("loaders of our own kinds", lambda w: {"tensors", "list"} & set(kinds_of(w))),
-    ("with dataloader_iter Trainer clears the gradients by the index of the batch before: in the middle of a window",
+    ("with dataloader_iter Trainer clears the gradients by the index of the batch before: in the middle of an accumulation window",
      lambda w: w["shape"] == "handed" and ("accumulate_grad_batches" in w["loop"] or "accumulates" in w["callbacks"])),
     ("a step of LBFGS takes several batches from dataloader_iter: Trainer sees the epoch's end too late to step its schedulers",
      lambda w: w["shape"] == "handed" and w["optimizer"] == "LBFGS"),
@@ -61,49 +60,49 @@ def drawn(seed, number, workers=True):
     """A configuration that both can take; `workers`: whether loaders may have processes of their own."""
     chance, draws = random.Random(f"beside/{seed}/{number}"), 0
     while True:
-        words = draw(f"{seed}/{draws}", number, steady=True, whatever=True)
+        plan = draw(f"{seed}/{draws}", number, steady=True, whatever=True)
         draws += 1
-        if words["shape"] not in SHAPES or any(which(words) for _, which in EXCLUDED):
+        if plan["shape"] not in SHAPES or any(which(plan) for _, which in EXCLUDED):
             continue
         if not workers:
-            words |= {"workers": 0, "persistent": False}
-        if words["shape"] == "handed":  # whose batch sizes Trainer does not look for
+            plan |= {"workers": 0, "persistent": False}
+        if plan["shape"] == "handed":  # whose batch sizes Trainer does not look for
             loop = {
                 name: value
-                for name, value in words["loop"].items()
+                for name, value in plan["loop"].items()
                 if name not in ("monitor", "save_top_k")
             }
-            words |= {"logs": "nothing", "metric": None, "loop": loop}
-            words["callbacks"] = [
-                name for name in words["callbacks"] if not name.startswith(("stops", "keeps_best"))
+            plan |= {"logs": "nothing", "metric": None, "loop": loop}
+            plan["callbacks"] = [
+                name for name in plan["callbacks"] if not name.startswith(("stops", "keeps_best"))
             ]
-            words["scheduler"] = (
-                "StepLR" if words["scheduler"] == "ReduceLROnPlateau" else words["scheduler"]
+            plan["scheduler"] = (
+                "StepLR" if plan["scheduler"] == "ReduceLROnPlateau" else plan["scheduler"]
             )
-        if words["logs"] == "nothing" and words["scheduler"] == "ReduceLROnPlateau":
-            words["scheduler"] = "StepLR"  # ours follows what steps return, Trainer nothing
-        if words["loader"] == "function":
-            words["loader"] = chance.choice(("function", "own", "items"))
-        words["callbacks"] = [
-            name for name in words["callbacks"] if name != "on_exception"
+        if plan["logs"] == "nothing" and plan["scheduler"] == "ReduceLROnPlateau":
+            plan["scheduler"] = "StepLR"  # ours follows what steps return, Trainer nothing
+        if plan["loader"] == "function":
+            plan["loader"] = chance.choice(("function", "own", "items"))
+        plan["callbacks"] = [
+            name for name in plan["callbacks"] if name != "on_exception"
         ]  # a Checkpoint to Trainer
-        words.pop("ends")
-        return words
+        plan.pop("ends")
+        return plan
 
 
-def side_of(kind, words, root):
-    """What one of the two leaves, in plain values and tensors; an error is its text."""
+def side_of(kind, plan, root):
+    """Train by one of the two, and return its results as plain values and tensors, or its error."""
     root.mkdir(parents=True)
     seed_everything(1, verbose=False)
-    loop_words, model, fit_words = make(words, root)
+    loop_words, model, fit_words = make(plan, root)
     if kind is pl.Trainer:
         loop_words = {name: value for name, value in loop_words.items() if name not in OURS}
         loop_words["enable_checkpointing"] = any(
-            name.startswith("keeps") for name in words["callbacks"]
+            name.startswith("keeps") for name in plan["callbacks"]
         )
     else:
         loop_words.pop("seed", None)
-    loop_words["logger"] = Notes() if words["logger"] != "none" else False
+    loop_words["logger"] = Notes() if plan["logger"] != "none" else False
     try:
         trainer = kind(**loop_words)
         trainer.fit(model, **fit_words)
@@ -127,11 +126,11 @@ def side_of(kind, words, root):
                 torch.load(path, weights_only=False)["state_dict"]
             )
             for path in sorted(root.rglob("*.ckpt"))
-            if any(name.startswith("keeps") for name in words["callbacks"])
+            if any(name.startswith("keeps") for name in plan["callbacks"])
         },
     }
-    if words["val"] != "none" and words["logs"] != "nothing":  # Ours adds what the steps returned.
-        left["validated"] = trainer.validate(model, val_loader_of(words["val"]), verbose=False)
+    if plan["val"] != "none" and plan["logs"] != "nothing":  # Ours adds what the steps returned.
+        left["validated"] = trainer.validate(model, val_loader_of(plan["val"]), verbose=False)
     return left
 
 
@@ -146,12 +145,12 @@ def plain(value):
     return getattr(value, "__qualname__", value)
 
 
-def compare(words, folder):
+def compare(plan, folder):
     """Train a configuration by both. Return the differences as text, None if both refuse it."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     try:
         theirs, ours = (
-            side_of(kind, words, folder / kind.__name__) for kind in (pl.Trainer, FabricLoop)
+            side_of(kind, plan, folder / kind.__name__) for kind in (pl.Trainer, FabricLoop)
         )
     finally:
         torch.use_deterministic_algorithms(before[0])
@@ -188,7 +187,7 @@ def _first_difference(one, other, path=""):
 
 @dataclass
 class Figures:
-    """What a campaign did."""
+    """Counts and failures of a campaign."""
 
     seed: int
     configurations: int = 0
@@ -197,7 +196,7 @@ class Figures:
     seconds: float = 0.0
 
 
-def apart(words, folder):
+def apart(plan, folder):
     """Compare a configuration in a process of its own."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -205,7 +204,7 @@ def apart(words, folder):
         code = 1
         try:
             os.close(reader)
-            found = compare(words, folder)
+            found = compare(plan, folder)
             with os.fdopen(writer, "w") as file:
                 json.dump(found, file)
             code = 0
@@ -217,45 +216,29 @@ def apart(words, folder):
     with os.fdopen(reader) as file:
         text = file.read()
     os.waitpid(pid, 0)
-    return json.loads(text) if text else ["its process ended without a word"]
+    return json.loads(text) if text else ["its process ended without a result"]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--count", type=int, default=30, help="how many configurations")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first")
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=None,
-        help="of all that is drawn; drawn itself and printed if not given",
-    )
-    parser.add_argument(
-        "--show",
-        action="store_true",
-        help="print what the configurations are made of, and run nothing",
-    )
-    words = parser.parse_args()
-    seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}", file=sys.stderr)
+    options = parse_options(make_parser(__doc__))
     quiet()
-    figures, started = Figures(seed), time.monotonic()
+    figures, started = Figures(options.seed), time.monotonic()
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     torch.set_num_threads(1)
-    for number in range(words.first, words.first + words.count):
-        one = drawn(seed, number)
-        if words.show:
+    for number in range(options.first, options.first + options.count):
+        one = drawn(options.seed, number)
+        if options.show:
             print(json.dumps(one))
             continue
         problems = apart(one, folder / str(number))
         figures.refused += problems is None
         if problems:
-            figures.losses.append({"number": number, "problems": problems[:12], "words": one})
+            figures.losses.append({"number": number, "problems": problems[:12], "options": one})
             print(f"{number}: {problems[:8]}", file=sys.stderr, flush=True)
         figures.configurations += 1
     shutil.rmtree(folder, ignore_errors=True)
     figures.seconds = time.monotonic() - started
-    if not words.show:
+    if not options.show:
         print(json.dumps(asdict(figures)))
     sys.exit(bool(figures.losses))
 

@@ -4,7 +4,7 @@
     python soak/configurations.py --seed 0 --first 57 --count 1 --show     what number 57 is made of
     python soak/configurations.py --seed 0 --first 57 --count 1 --keep     runs it alone, and keeps its folders
 
-A configuration is drawn from its seed and number alone. It is trained undisturbed, then ended at a point of its run and begun
+A configuration is drawn from its seed and number alone. It is trained undisturbed, then ended at a point of its run and started
 again with the same command, each time in a process forked from one that has imported everything. What is compared: weights,
 optimizers, schedulers, metrics, history, each file of the run. What is not: see IGNORED and EXCLUDED.
 """
@@ -143,40 +143,40 @@ EXCLUDED = [  # (why, which)
 ]
 
 
-def kinds_of(words):
+def kinds_of(plan):
     """The kinds of loaders of a configuration."""
-    return words["combined"][:2] if words["loader"] == "combined" else [words["loader"]]
+    return plan["combined"][:2] if plan["loader"] == "combined" else [plan["loader"]]
 
 
-def all_words(value):
-    """Every word in a configuration."""
+def all_values(value):
+    """Return every value in a plan."""
     if isinstance(value, dict | list):
         return {
             word
             for part in (value.values() if isinstance(value, dict) else value)
-            for word in all_words(part)
+            for word in all_values(part)
         }
     return {str(value)}
 
 
 def draw(seed, number, ranks=1, steady=False, only=(), whatever=False):
-    """A configuration in plain words.
+    """Draw the plan of a configuration: plain values by name.
 
     Args:
         seed: of all of them.
         number: of this one.
         ranks: processes of a run.
         steady: whether it is ended at a counted point, not at an instant of a clock.
-        only: words that must be in it.
+        only: values that must be in it.
         whatever: whether what is excluded is drawn, too.
     """
     chance = random.Random(f"{seed}/{number}/{ranks}")
     while True:
-        words = _draw(chance, number, ranks, steady)
-        if set(only) <= all_words(words) and (
-            whatever or not any(which(words) for _, which in EXCLUDED)
+        plan = _draw(chance, number, ranks, steady)
+        if set(only) <= all_values(plan) and (
+            whatever or not any(which(plan) for _, which in EXCLUDED)
         ):
-            return words
+            return plan
 
 
 def _draw(chance, number, ranks, steady):
@@ -238,7 +238,7 @@ def _draw(chance, number, ranks, steady):
     }
     if chance.random() < 0.08:
         loop |= {"val_check_interval": 4, "check_val_every_n_epoch": None}
-    words = {
+    plan = {
         "number": number, "shape": shape, "parts": parts, "optimizer": optimizer, "scheduler": scheduler,
         "interval": chance.choice(("step", "epoch")), "frequency": chance.choice((1, 1, 2, 3)), "followed": followed,
         "logs": logs, "returns": chance.choice(("tensor", "dict")), "metric": metric, "measured": measured,
@@ -251,39 +251,39 @@ def _draw(chance, number, ranks, steady):
         "callbacks": callbacks, "logger": chance.choice(("ours",) * 7 + ("none", "lightning_csv", "tensorboard")),
         "ranks": ranks, "loop": loop,
     }  # fmt: skip
-    _fit_together(words)
-    words["listens"] = chance.random() < 0.6
-    words["ends"] = [_draw_end(chance, words, steady) for _ in range(chance.choice((1, 1, 1, 2)))]
-    return words
+    _fit_together(plan)
+    plan["listens"] = chance.random() < 0.6
+    plan["ends"] = [_draw_end(chance, plan, steady) for _ in range(chance.choice((1, 1, 1, 2)))]
+    return plan
 
 
-def _draw_end(chance, words, steady):
-    """Draw how a run is ended: `part` is how far through the visits of that point the undisturbed run makes."""
+def _draw_end(chance, plan, steady):
+    """Draw how a run is ended. `part` is how far through the visits of that point the undisturbed run makes."""
     kind = chance.choice(
         ("kill", "kill", "kill", "exception", "exception", "SIGTERM", "SIGINT", "KeyboardInterrupt")
     )
-    points = ["training_step", "load"] + (["validation_step"] if words["val"] != "none" else [])
+    points = ["training_step", "load"] + (["validation_step"] if plan["val"] != "none" else [])
     points += (
         [*HOOKS, "on_train_batch_start", "on_train_batch_end", "on_train_batch_end"]
-        if words["listens"]
+        if plan["listens"]
         else []
     )
     at = chance.choice(points)
     if kind == "kill":
         at = chance.choice((at, at, "disk") if steady else (at, "disk", "instant"))
-        if at == "disk" and words["logger"] not in ("ours", "none"):  # which write by other doors
+        if at == "disk" and plan["logger"] not in ("ours", "none"):  # which write by other doors
             at = "training_step"
     return {
         "kind": kind,
         "at": at,
         "part": round(chance.random(), 4),
-        "rank": chance.randrange(words["ranks"]),
+        "rank": chance.randrange(plan["ranks"]),
     }
 
 
-def _fit_together(words):
+def _fit_together(plan):
     """Leave out what the loop or Lightning refuses together."""
-    loop, callbacks, shape = words["loop"], words["callbacks"], words["shape"]
+    loop, callbacks, shape = plan["loop"], plan["callbacks"], plan["shape"]
 
     def without(*names):
         for name in names:
@@ -300,72 +300,72 @@ def _fit_together(words):
         without("accumulates", "swa", "backbone", "unfreezes", "ema", "averages")
         for name in ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"):
             loop.pop(name, None)
-    if words["optimizer"] == "LBFGS":
+    if plan["optimizer"] == "LBFGS":
         if shape in ("gan", "manual"):
-            words["optimizer"] = "Adam"
+            plan["optimizer"] = "Adam"
         without("unfreezes", "backbone")
-    if words["optimizer"] in ("Muon", "SparseAdam", "AdamW_groups"):
+    if plan["optimizer"] in ("Muon", "SparseAdam", "AdamW_groups"):
         without("unfreezes", "backbone", "swa")
-    if words["optimizer"] == "SparseAdam":  # torch clips no sparse gradients
+    if plan["optimizer"] == "SparseAdam":  # torch clips no sparse gradients
         loop.pop("gradient_clip_val", None)
     if (
         "backbone" in callbacks or "unfreezes" in callbacks
     ):  # torch's schedulers take no new parameter groups
-        words["scheduler"] = "none"
+        plan["scheduler"] = "none"
     if "backbone" in callbacks or "unfreezes" in callbacks or "accumulates" in callbacks:
         loop.pop("accumulate_grad_batches", None)
-        words["parts"] = [
-            part for part in words["parts"] if part not in ("freezes", "toggles", "sparse")
+        plan["parts"] = [
+            part for part in plan["parts"] if part not in ("freezes", "toggles", "sparse")
         ]
-    if words["logger"] == "none":
+    if plan["logger"] == "none":
         without("rates")
-    if words["scheduler"] == "none" and shape != "gan":
+    if plan["scheduler"] == "none" and shape != "gan":
         without("rates")
-    if words["logs"] == "nothing":  # Lightning's callbacks see what is logged, not what is returned
+    if plan["logs"] == "nothing":  # Lightning's callbacks see what is logged, not what is returned
         without("stops", "stops_in_training", "keeps_best")
     if loop.get("gradient_clip_algorithm") and "gradient_clip_val" not in loop:
         del loop["gradient_clip_algorithm"]
     if "keeps" in callbacks or "keeps_best" in callbacks:
         for name in ("monitor", "save_top_k", "save_last", "save_every_n_steps"):
             loop.pop(name, None)
-    if words["optimizer"] == "LBFGS":
-        words["parts"] = [part for part in words["parts"] if part != "skips"]
+    if plan["optimizer"] == "LBFGS":
+        plan["parts"] = [part for part in plan["parts"] if part != "skips"]
     # Lightning refuses to clip these
-    if words["optimizer"].endswith("_fused") and loop.get("precision") == "bf16-mixed":
+    if plan["optimizer"].endswith("_fused") and loop.get("precision") == "bf16-mixed":
         for name in ("gradient_clip_val", "gradient_clip_algorithm"):
             loop.pop(name, None)
-    followed_in_training = words["logs"] in ("epoch", "both") or words["val"] != "none"
+    followed_in_training = plan["logs"] in ("epoch", "both") or plan["val"] != "none"
     followed_in_training |= (
-        words["logs"] == "nothing" and shape != "gan"
+        plan["logs"] == "nothing" and shape != "gan"
     )  # whose step returns nothing
-    if not followed_in_training or (words["val"] == "two" and words["logs"] == "nothing"):
+    if not followed_in_training or (plan["val"] == "two" and plan["logs"] == "nothing"):
         loop.pop("monitor", None)
         without("stops", "stops_in_training", "keeps_best")
-        if words["scheduler"] == "ReduceLROnPlateau":
-            words["scheduler"] = "StepLR"
+        if plan["scheduler"] == "ReduceLROnPlateau":
+            plan["scheduler"] = "StepLR"
     # Lightning refuses a skipped batch there; torch to clip none
-    if words["ranks"] > 1 or "gradient_clip_algorithm" in loop:
-        words["parts"] = [part for part in words["parts"] if part != "skips"]
+    if plan["ranks"] > 1 or "gradient_clip_algorithm" in loop:
+        plan["parts"] = [part for part in plan["parts"] if part != "skips"]
     if "monitor" not in loop:
         loop.pop("save_top_k", None)
-    if {"iterable", "function"} & set(kinds_of(words)):  # without a length there is no half of it
+    if {"iterable", "function"} & set(kinds_of(plan)):  # without a length there is no half of it
         loop |= {
             name: 3
             for name in ("limit_train_batches", "val_check_interval")
             if loop.get(name) == 0.5
         }
-    if words["loader"] == "function":
+    if plan["loader"] == "function":
         loop["limit_train_batches"] = 4
     if (
-        "iterable" in kinds_of(words)
+        "iterable" in kinds_of(plan)
         and "limit_train_batches" not in loop
-        and "batchnorm" in words["parts"]
+        and "batchnorm" in plan["parts"]
     ):
         without("swa")  # which wants a length for the epoch that renews BatchNorm
-    if words["loader"] in ("tensors", "function", "list"):
-        words["workers"] = 0
-    if not words["workers"]:
-        words["persistent"] = False
+    if plan["loader"] in ("tensors", "function", "list"):
+        plan["workers"] = 0
+    if not plan["workers"]:
+        plan["persistent"] = False
 
 
 # ---- one run, in a process of its own
@@ -379,18 +379,18 @@ CODES = {  # how a run may end that was ended so, 0 if it came too late; a signa
 }
 
 
-def start(root, words, log, end=None, counts=None):
+def start(root, plan, log, end=None, counts=None):
     """Fork a process for each rank, each typing the same command; returns their process ids."""
-    port = str(free_port()) if words["ranks"] > 1 else None
+    port = str(free_port()) if plan["ranks"] > 1 else None
     pids = []
-    for rank in range(words["ranks"]):
+    for rank in range(plan["ranks"]):
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if not pid:
             _child(
                 root,
-                words,
+                plan,
                 log,
                 end if end is None or end["rank"] == rank else None,
                 counts,
@@ -401,7 +401,7 @@ def start(root, words, log, end=None, counts=None):
     return pids
 
 
-def _child(root, words, log, end, counts, rank, port):
+def _child(root, plan, log, end, counts, rank, port):
     code = 1
     try:
         with open(log, "ab") as file:
@@ -417,7 +417,7 @@ def _child(root, words, log, end, counts, rank, port):
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": str(rank)}
         layer = Fault(root, end["n"], "SIGKILL") if end and end["at"] == "disk" else None
         with layer or contextlib.nullcontext():
-            train(root, words, rank)
+            train(root, plan, rank)
         if counts is not None and rank == 0:
             Path(counts).write_text(
                 json.dumps({**POINTS.counts, "disk": layer.count if layer else 0})
@@ -437,25 +437,25 @@ def _child(root, words, log, end, counts, rank, port):
         os._exit(code)
 
 
-def train(root, words, rank=0):
+def train(root, plan, rank=0):
     """The command that is typed again; at its end it notes what is in memory."""
     seed_everything(
         99 if saved_in(root) else 1, verbose=False
     )  # A resumed run takes nothing from its own seed.
     ranks = {}
-    if words["ranks"] > 1:
-        unused = words["shape"] in ("gan", "manual") or {"freezes", "toggles", "sparse"} & set(
-            words["parts"]
+    if plan["ranks"] > 1:
+        unused = plan["shape"] in ("gan", "manual") or {"freezes", "toggles", "sparse"} & set(
+            plan["parts"]
         )
-        unused = unused or {"backbone", "unfreezes"} & set(words["callbacks"])
+        unused = unused or {"backbone", "unfreezes"} & set(plan["callbacks"])
         ranks = {
             "strategy": "ddp_find_unused_parameters_true" if unused else "ddp",
-            "devices": words["ranks"],
+            "devices": plan["ranks"],
         }
-    loop_words, model, fit_words = make(words, root, **ranks)
+    loop_words, model, fit_words = make(plan, root, **ranks)
     loop = FabricLoop(**loop_words)
     history = loop.fit(model, **fit_words, resume="auto")
-    net = getattr(model, "net", model) if words["shape"] in ("object", "functions") else model
+    net = getattr(model, "net", model) if plan["shape"] in ("object", "functions") else model
     nets = (
         net.net if isinstance(getattr(net, "net", None), torch.nn.Module) else net
     )  # without the metrics
@@ -594,7 +594,7 @@ def _plain(value, root):
 
 
 def differences(expected, found, where=""):
-    """Every place where two ends differ, in words."""
+    """Describe every difference of two ends."""
     if isinstance(expected, dict) and isinstance(found, dict):
         if lacking := [str(key) for key in expected if key not in found]:
             yield f"{where}: lacks {lacking[:3]}"
@@ -647,7 +647,7 @@ class Figures:
     losses: list = field(default_factory=list)
 
 
-def one(words, folder, figures):
+def one(plan, folder, figures):
     """Run a configuration undisturbed and ended; returns what is wrong, a list of lines."""
     for name in ("whole", "run"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -656,49 +656,49 @@ def one(words, folder, figures):
     before = os.times()
     count_disk = (
         {"kind": None, "at": "disk", "n": 0, "rank": 0}
-        if any(e["at"] == "disk" for e in words["ends"])
+        if any(e["at"] == "disk" for e in plan["ends"])
         else None
     )
-    codes = wait(start(folder / "whole", words, log, count_disk, counts))
+    codes = wait(start(folder / "whole", plan, log, count_disk, counts))
     after = os.times()
     if any(codes):
         figures.refused.append(
-            {"number": words["number"], "codes": codes, "words": words, "said": _last_words(log)}
+            {"number": plan["number"], "codes": codes, "plan": plan, "output": last_lines(log)}
         )
-        return [f"refused undisturbed, {codes}: {_last_words(log)}"]
+        return [f"refused undisturbed, {codes}: {last_lines(log)}"]
     counted = json.loads(counts.read_text())
     seconds = (
         after.children_user + after.children_system - before.children_user - before.children_system
     ) / len(codes)
     all_pids = []
-    for end in words["ends"]:
+    for end in plan["ends"]:
         log.unlink(missing_ok=True)
         visits = counted.get(end["at"], 8 if end["at"] == "load" else 0)
         end = {**end, "n": 1 + int(end["part"] * visits)}
-        pids = start(folder / "run", words, log, end)
+        pids = start(folder / "run", plan, log, end)
         all_pids += pids
         codes = wait(pids, end, end["part"] * seconds if end["at"] == "instant" else None)
         # of several ranks, one that has lost another ends with an error, or is killed in its turn
         expected = (*CODES[end["kind"]], 0, *([-signal.SIGKILL, 1] if len(pids) > 1 else []))
-        if end["kind"] == "KeyboardInterrupt" and end["at"] == "load" and words["workers"]:
+        if end["kind"] == "KeyboardInterrupt" and end["at"] == "load" and plan["workers"]:
             expected = (*expected, 1)  # torch reports that a worker is gone.
         if any(code not in expected for code in codes):
-            return [f"{end} ended it with {codes}: {_last_words(log)}"]
+            return [f"{end} ended it with {codes}: {last_lines(log)}"]
         figures.ends[end["kind"]] = figures.ends.get(end["kind"], 0) + any(codes)
         if not any(codes):
-            if end["at"] == "load" and words["workers"]:
+            if end["at"] == "load" and plan["workers"]:
                 return []  # in a batch that a worker loaded ahead and nobody asked for: what it drew then is lost
             break
     log.unlink(missing_ok=True)
     figures.resumed += any(codes) and saved_in(folder / "run")
-    pids = start(folder / "run", words, log)
+    pids = start(folder / "run", plan, log)
     codes = wait(pids)
     clear([*all_pids, *pids])
     if any(codes):
-        return [f"the resumed run ended with {codes}: {_last_words(log)}"]
+        return [f"the resumed run ended with {codes}: {last_lines(log)}"]
     try:
         whole, found = end_of(folder / "whole"), end_of(folder / "run")
-        if words["loop"].get("save_last") is False and batches_in(found.get(LEFT)) > batches_in(
+        if plan["loop"].get("save_last") is False and batches_in(found.get(LEFT)) > batches_in(
             whole.get(LEFT)
         ):
             found.pop(LEFT)
@@ -708,13 +708,13 @@ def one(words, folder, figures):
         return [f"{type(error).__name__}: {error}"]
 
 
-def _last_words(log):
+def last_lines(log):
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return "\n".join(lines[-12:])
 
 
-def campaign(seed, first, count, ranks=1, keep=False, report=lambda words, problems: None, **drawn):
-    """So many configurations, drawn with these words of `draw`; returns the figures."""
+def campaign(seed, first, count, ranks=1, keep=False, report=lambda plan, problems: None, **drawn):
+    """Run a number of configurations, drawn with these arguments of `draw`; return the figures."""
     figures, started = Figures(seed, ranks), time.monotonic()
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
@@ -734,12 +734,12 @@ def campaign(seed, first, count, ranks=1, keep=False, report=lambda words, probl
                 "training has started threads: a fork of this process could wait for their locks for ever"
             )
         for number in range(first, first + count):
-            words = draw(seed, number, ranks, **drawn)
-            problems = one(words, folder, figures)
+            plan = draw(seed, number, ranks, **drawn)
+            problems = one(plan, folder, figures)
             figures.configurations += 1
             if problems:
-                figures.losses.append({"number": number, "problems": problems[:12], "words": words})
-            report(words, problems)
+                figures.losses.append({"number": number, "problems": problems[:12], "plan": plan})
+            report(plan, problems)
     finally:
         if keep:
             print(f"kept: {folder}", file=sys.stderr)
@@ -749,48 +749,48 @@ def campaign(seed, first, count, ranks=1, keep=False, report=lambda words, probl
     return figures
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def make_parser(description):
+    """Return a parser with the options of every campaign."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--count", type=int, default=30, help="how many configurations")
     parser.add_argument("--first", type=int, default=0, help="the number of the first")
+    parser.add_argument("--seed", type=int, help="of all configurations; drawn if not given")
+    parser.add_argument("--show", action="store_true", help="print the configurations only")
+    return parser
+
+
+def parse_options(parser):
+    """Parse the command line, draw a seed if none is given, and print it."""
+    options = parser.parse_args()
+    if options.seed is None:
+        options.seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {options.seed}", file=sys.stderr)
+    return options
+
+
+def main():
+    parser = make_parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a run, through gloo")
     parser.add_argument(
-        "--ranks", type=int, default=1, help="processes of a run; more than one talk through gloo"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=None,
-        help="of all that is drawn; drawn itself and printed if not given",
-    )
-    parser.add_argument(
-        "--only", action="append", default=[], help="a word that must be in each; may be repeated"
+        "--only", action="append", default=[], help="a value that must be in each; may be repeated"
     )
     parser.add_argument("--whatever", action="store_true", help="draw what is excluded, too")
-    parser.add_argument(
-        "--steady", action="store_true", help="end runs at counted points only, never by a clock"
-    )
-    parser.add_argument(
-        "--show",
-        action="store_true",
-        help="print what the configurations are made of, and run nothing",
-    )
-    parser.add_argument(
-        "--keep", action="store_true", help="keep the folders of the last one, and print their path"
-    )
-    words = parser.parse_args()
-    seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}", file=sys.stderr)
-    given = {"steady": words.steady, "only": words.only, "whatever": words.whatever}
-    if words.show:
-        for number in range(words.first, words.first + words.count):
-            print(json.dumps(draw(seed, number, words.ranks, **given)))
+    parser.add_argument("--steady", action="store_true", help="end runs at counted points only")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of the last one")
+    options = parse_options(parser)
+    given = {"steady": options.steady, "only": options.only, "whatever": options.whatever}
+    if options.show:
+        for number in range(options.first, options.first + options.count):
+            print(json.dumps(draw(options.seed, number, options.ranks, **given)))
         return
 
     def report(drawn, problems):
         if problems:
             print(f"{drawn['number']}: {problems[:8]}", file=sys.stderr, flush=True)
 
-    figures = campaign(seed, words.first, words.count, words.ranks, words.keep, report, **given)
+    figures = campaign(
+        options.seed, options.first, options.count, options.ranks, options.keep, report, **given
+    )
     print(json.dumps(asdict(figures)))
     sys.exit(bool(figures.losses or figures.refused))
 

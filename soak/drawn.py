@@ -180,16 +180,16 @@ def seeded():
     return torch.Generator().manual_seed(7)
 
 
-def loader_of(words, kind=None):
+def loader_of(plan, kind=None):
     """One of the kinds of loaders."""
-    kind, noise, workers = kind or words["loader"], words["noise"], words["workers"]
+    kind, noise, workers = kind or plan["loader"], plan["noise"], plan["workers"]
     num = (
-        26 if words["ranks"] == 1 else 28
+        26 if plan["ranks"] == 1 else 28
     )  # no last batch of one on a rank, which a BatchNorm refuses
     data, more = Samples(noise, num), {"num_workers": workers}
     if workers:
-        more |= {"persistent_workers": words["persistent"]}
-    sizes = {"batch_size": 4, "drop_last": words["drops"]}
+        more |= {"persistent_workers": plan["persistent"]}
+    sizes = {"batch_size": 4, "drop_last": plan["drops"]}
     if kind == "shuffled":
         return DataLoader(data, shuffle=True, **sizes, **more)
     if kind == "generator":
@@ -200,16 +200,16 @@ def loader_of(words, kind=None):
         )
     if kind == "batch_sampler":
         return DataLoader(
-            data, batch_sampler=BatchSampler(RandomSampler(data), 4, words["drops"]), **more
+            data, batch_sampler=BatchSampler(RandomSampler(data), 4, plan["drops"]), **more
         )
     if kind == "lazy":
         return DataLoader(
-            data, batch_sampler=LazyBatches(len(data), seeded() if words["drops"] else None), **more
+            data, batch_sampler=LazyBatches(len(data), seeded() if plan["drops"] else None), **more
         )
     if kind == "weighted":
         weighted = WeightedRandomSampler(torch.arange(len(data)) + 1.0, len(data))
         return DataLoader(
-            data, sampler=AtOnce(len(data)) if words["drops"] else weighted, **sizes, **more
+            data, sampler=AtOnce(len(data)) if plan["drops"] else weighted, **sizes, **more
         )
     if kind == "unbatched":
         return DataLoader(Samples(noise, batched=4), batch_size=None, shuffle=True, **more)
@@ -222,7 +222,7 @@ def loader_of(words, kind=None):
             data.y,
             batch_size=4,
             shuffle=True,
-            generator=seeded() if words["drops"] else None,
+            generator=seeded() if plan["drops"] else None,
         )
     if kind in ("function", "own", "items"):
         return {"function": Batches, "own": Own, "items": Items}[kind](noise)
@@ -233,11 +233,11 @@ def loader_of(words, kind=None):
     if kind == "handed":  # the step takes its batches itself, see Handed
         return DataLoader(data, shuffle=True, **sizes, **more)
     parts = {
-        "a": loader_of(words, words["combined"][0]),
-        "b": loader_of(words, words["combined"][1]),
+        "a": loader_of(plan, plan["combined"][0]),
+        "b": loader_of(plan, plan["combined"][1]),
     }
     return CombinedLoader(
-        parts if words["combined"][2] == "dict" else list(parts.values()), words["combined"][3]
+        parts if plan["combined"][2] == "dict" else list(parts.values()), plan["combined"][3]
     )
 
 
@@ -325,18 +325,18 @@ class Steps:
 
     automatic_optimization = True
 
-    def build(self, words):
-        self.words = words
-        self.net = Nets(words["parts"])
+    def build(self, plan):
+        self.plan = plan
+        self.net = Nets(plan["parts"])
         self.measures = {}
         # a callback that decides by a score is saved with rank zero's: the ranks must have the same
-        self.decides = words["ranks"] > 1 and bool(
-            {"keeps_best", "stops", "stops_in_training"} & set(words["callbacks"])
+        self.decides = plan["ranks"] > 1 and bool(
+            {"keeps_best", "stops", "stops_in_training"} & set(plan["callbacks"])
         )
-        if words["metric"]:
-            make, _ = METRICS[words["metric"]]
+        if plan["metric"]:
+            make, _ = METRICS[plan["metric"]]
             self.train_metric, self.val_metric = make(), make()
-        if "backbone" in words["callbacks"]:
+        if "backbone" in plan["callbacks"]:
             self.backbone = self.net.backbone
 
     def loss_of(self, batch):
@@ -352,17 +352,17 @@ class Steps:
         POINTS.reach("training_step")
         loss, logits, labels = self.loss_of(batch)
         self.note("train", loss, logits, labels)
-        if "skips" in self.words["parts"] and batch_idx % 4 == 3:
+        if "skips" in self.plan["parts"] and batch_idx % 4 == 3:
             return None
-        return {"loss": loss, "size": len(labels)} if self.words["returns"] == "dict" else loss
+        return {"loss": loss, "size": len(labels)} if self.plan["returns"] == "dict" else loss
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         POINTS.reach("validation_step")
         loss, logits, labels = self.loss_of(batch)
-        if self.words["logs"] == "nothing":
+        if self.plan["logs"] == "nothing":
             return (
                 loss
-                if self.words["returns"] == "dict"
+                if self.plan["returns"] == "dict"
                 else (loss, (logits.argmax(1) == labels).float().mean())
             )
         if dataloader_idx == 0:
@@ -373,18 +373,18 @@ class Steps:
         return None
 
     def note(self, stage, loss, logits, labels):
-        logs = self.words["logs"]
+        logs = self.plan["logs"]
         if logs == "nothing":
             return
         when = {"on_step": logs in ("step", "both"), "on_epoch": logs in ("epoch", "both")}
         self.log("train_loss", loss.detach(), prog_bar=True, sync_dist=self.decides, **when)
-        if "reduced" in self.words["parts"]:
+        if "reduced" in self.plan["parts"]:
             self.log("worst", loss.detach(), on_step=False, on_epoch=True, reduce_fx="max")
             self.log("fixed", 2.5, on_step=False, on_epoch=True, batch_size=3)
         self.measure(stage, loss.detach(), logits.detach(), labels)
 
     def measure(self, stage, loss, logits, labels):
-        name, how = self.words["metric"], self.words["measured"]
+        name, how = self.plan["metric"], self.plan["measured"]
         if not name:
             return
         metric = getattr(self, f"{stage}_metric")
@@ -413,15 +413,15 @@ class Steps:
 
     def computed(self, stage):
         """At an epoch's end, what was only updated until then."""
-        name = self.words["metric"]
-        if not name or self.words["logs"] == "nothing":
+        name = self.plan["metric"]
+        if not name or self.plan["logs"] == "nothing":
             return
         metric = getattr(self, f"{stage}_metric")
         if name == "MetricTracker":
             if metric._increment_called and metric[-1].update_called:
                 self.log(f"{stage}_metric", metric.compute())
                 metric.increment()
-        elif self.words["measured"] == "end":
+        elif self.plan["measured"] == "end":
             inner = next(iter(metric.values())) if name == "MetricCollection" else metric
             if getattr(inner, "update_called", True):
                 value = metric.compute()
@@ -436,35 +436,35 @@ class Steps:
         self.computed("val")
 
     def on_train_epoch_start(self):
-        if "freezes" in self.words["parts"]:  # the first epoch trains the head only
+        if "freezes" in self.plan["parts"]:  # the first epoch trains the head only
             for parameter in self.net.backbone.parameters():
                 parameter.requires_grad = self.current_epoch > 0
 
     def on_train_batch_start(self, batch, batch_idx):
-        if "toggles" in self.words["parts"] and self.global_step == 4:
+        if "toggles" in self.plan["parts"] and self.global_step == 4:
             self.net.backbone[0].bias.requires_grad = False
 
     def configure_optimizers(self):
-        return optimizers_of(self.words, self.net)
+        return optimizers_of(self.plan, self.net)
 
 
 class Lit(Steps, pl.LightningModule):
-    def __init__(self, words):
+    def __init__(self, plan):
         super().__init__()
-        if "hparams" in words["parts"]:
+        if "hparams" in plan["parts"]:
             self.save_hyperparameters({"lr": 0.05, "sizes": [8, 6, 3], "name": "drawn"})
-        self.build(words)
+        self.build(plan)
 
 
 class Mod(Steps, nn.Module):
-    def __init__(self, words):
+    def __init__(self, plan):
         super().__init__()
-        self.build(words)
+        self.build(plan)
 
 
 class Obj(Steps):
-    def __init__(self, words):
-        self.build(words)
+    def __init__(self, plan):
+        self.build(plan)
 
 
 class Handed(Lit):
@@ -478,8 +478,8 @@ class Handed(Lit):
 class Gan(Lit):
     """Two networks, two optimizers, stepped by hand; schedulers, too."""
 
-    def __init__(self, words):
-        super().__init__(words)
+    def __init__(self, plan):
+        super().__init__(plan)
         self.automatic_optimization = False
         self.other = nn.Linear(8, 3)
 
@@ -497,7 +497,7 @@ class Gan(Lit):
             self.toggle_optimizer(second)
             x = pairs_in(batch)[0][0].to(self.other.weight.dtype)
             other = (self.other(x) - self.net(x).detach()).square().mean()
-            if self.words["logs"] != "nothing":
+            if self.plan["logs"] != "nothing":
                 self.log("other_loss", other.detach(), on_step=True, on_epoch=True)
             second.zero_grad()
             self.manual_backward(other)
@@ -511,7 +511,7 @@ class Gan(Lit):
                 one.step()
 
     def configure_optimizers(self):
-        first = OPTIMIZERS[self.words["optimizer"]](list(self.net.parameters()))
+        first = OPTIMIZERS[self.plan["optimizer"]](list(self.net.parameters()))
         second = torch.optim.Adam(self.other.parameters(), lr=0.02)
         return [first, second], [lrs.ExponentialLR(second, 0.9)]
 
@@ -519,8 +519,8 @@ class Gan(Lit):
 class Manual(Lit):
     """One optimizer, stepped by hand every second batch."""
 
-    def __init__(self, words):
-        super().__init__(words)
+    def __init__(self, plan):
+        super().__init__(plan)
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
@@ -545,8 +545,8 @@ SHAPES = {
 }
 
 
-def function_steps(net, words):
-    """fit's words for a plain network with step functions."""
+def function_steps(net, plan):
+    """Return fit's arguments for a plain network with step functions."""
 
     def loss_of(net, batch):
         pairs = pairs_in(batch)
@@ -562,8 +562,8 @@ def function_steps(net, words):
         POINTS.reach("validation_step")
         return loss_of(net, batch)
 
-    steps = {"training_step": training_step, "optimizer": optimizers_of(words, net)}
-    return {**steps, "validation_step": validation_step} if words["val"] != "none" else steps
+    steps = {"training_step": training_step, "optimizer": optimizers_of(plan, net)}
+    return {**steps, "validation_step": validation_step} if plan["val"] != "none" else steps
 
 
 # ---- optimizers and schedulers
@@ -623,22 +623,22 @@ SCHEDULERS = {
 }
 
 
-def optimizers_of(words, net):
+def optimizers_of(plan, net):
     """Return what configure_optimizers returns."""
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    if "backbone" in words["callbacks"]:  # which adds the rest
+    if "backbone" in plan["callbacks"]:  # which adds the rest
         parameters = list(net.head.parameters())
-    optimizer = OPTIMIZERS[words["optimizer"]](parameters)
-    make = SCHEDULERS[words["scheduler"]]
+    optimizer = OPTIMIZERS[plan["optimizer"]](parameters)
+    make = SCHEDULERS[plan["scheduler"]]
     if make is None:
         return optimizer
     config = {
         "scheduler": make(optimizer),
-        "interval": words["interval"],
-        "frequency": words["frequency"],
+        "interval": plan["interval"],
+        "frequency": plan["frequency"],
     }
-    if words["scheduler"] == "ReduceLROnPlateau":
-        config |= {"monitor": words["followed"], "strict": False}
+    if plan["scheduler"] == "ReduceLROnPlateau":
+        config |= {"monitor": plan["followed"], "strict": False}
     return {"optimizer": optimizer, "lr_scheduler": config}
 
 
@@ -704,46 +704,46 @@ CALLBACKS = {
 
 
 class Data(pl.LightningDataModule):
-    """The loaders by methods; without an owner of their own."""
+    """The loaders by methods; without a class of their own."""
 
-    def __init__(self, words):
+    def __init__(self, plan):
         super().__init__()
-        self.words = words
-        if words["val"] == "none":
+        self.plan = plan
+        if plan["val"] == "none":
             self.val_dataloader = None
 
     def train_dataloader(self):
-        return loader_of(self.words)
+        return loader_of(self.plan)
 
     def val_dataloader(self):
-        return val_loader_of(self.words["val"])
+        return val_loader_of(self.plan["val"])
 
 
-def loggers_of(words):
-    if words["logger"] == "lightning_csv":
-        return LightningCSV(words["root"], "csv", version=0)
-    if words["logger"] == "tensorboard":
-        return TensorBoardLogger(words["root"], "board", version=0)
-    return words["logger"] == "ours"
+def loggers_of(plan):
+    if plan["logger"] == "lightning_csv":
+        return LightningCSV(plan["root"], "csv", version=0)
+    if plan["logger"] == "tensorboard":
+        return TensorBoardLogger(plan["root"], "board", version=0)
+    return plan["logger"] == "ours"
 
 
-def make(words, root, **loop_words):
-    """(words of FabricLoop, the model, words of fit) of a configuration, in a folder."""
+def make(plan, root, **loop_words):
+    """Return the options of FabricLoop, the model and the arguments of fit, in a folder."""
     warnings.simplefilter("ignore")
-    words = {**words, "root": str(root)}
-    callbacks = [CALLBACKS[name](words) for name in words["callbacks"]]
+    plan = {**plan, "root": str(root)}
+    callbacks = [CALLBACKS[name](plan) for name in plan["callbacks"]]
     loop = {
         "accelerator": "cpu", "default_root_dir": str(root), "enable_progress_bar": False, "enable_model_summary": False,
-        "log_every_n_steps": 1, "logger": loggers_of(words), **words["loop"], **loop_words,
-        "callbacks": [*callbacks, *([AtHooks()] if words["listens"] else [])],
+        "log_every_n_steps": 1, "logger": loggers_of(plan), **plan["loop"], **loop_words,
+        "callbacks": [*callbacks, *([AtHooks()] if plan["listens"] else [])],
     }  # fmt: skip
-    if words["shape"] == "functions":
-        net = Nets(words["parts"])
-        return loop, net, {**data_of(words), **function_steps(net, words)}
-    return loop, SHAPES[words["shape"]](words), data_of(words)
+    if plan["shape"] == "functions":
+        net = Nets(plan["parts"])
+        return loop, net, {**data_of(plan), **function_steps(net, plan)}
+    return loop, SHAPES[plan["shape"]](plan), data_of(plan)
 
 
-def data_of(words):
-    if words["given"] == "datamodule":
-        return {"datamodule": Data(words)}
-    return {"train_dataloaders": loader_of(words), "val_dataloaders": val_loader_of(words["val"])}
+def data_of(plan):
+    if plan["given"] == "datamodule":
+        return {"datamodule": Data(plan)}
+    return {"train_dataloaders": loader_of(plan), "val_dataloaders": val_loader_of(plan["val"])}

@@ -1,10 +1,10 @@
 """One script, whoever starts it: the same weights and tables; and what a signal to torchrun, or to its workers, leaves.
 
-    python soak/launchers.py                 the table of launchers, strategies and verbs, and the signals
+    python soak/launchers.py                 the table of launchers, strategies and methods, and the signals
     python soak/launchers.py --only signals  one of the two
 
 Launchers: `python` (which starts the other rank as a script), spawned and forked ranks, `fabric run`, torchrun, and two
-processes with SLURM's variables. Strategies: DDP and FSDP2 on two processes, one process. A cell says which verbs have
+processes with SLURM's variables. Strategies: DDP and FSDP2 on two processes, one process. A cell names the methods that have
 ended otherwise than under torchrun (a single spawned rank: than a forked one, both are DDP), in weights, moments, rows,
 metrics or predictions, to the bit; `resume`, cut in the middle of an epoch, is also compared with `fit`, FSDP2 with DDP.
 """
@@ -52,7 +52,7 @@ class Module(Classifier):
 
 
 def where(launcher, strategy):
-    """The words for so many ranks."""
+    """Return the options for a number of ranks."""
     started_here = {"spawn": "ddp_spawn", "fork": "ddp_fork"}.get(launcher)
     if strategy == "fsdp":
         return {"strategy": in_parts(), "devices": 2}
@@ -62,7 +62,7 @@ def where(launcher, strategy):
 
 
 def whole(value):
-    """The same nest with whole tensors, in every rank."""
+    """Return the nest with whole tensors, in every rank."""
     if isinstance(value, dict):
         return {name: whole(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -70,25 +70,25 @@ def whole(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def work(launcher, strategy, home):
-    """Every verb, one after the other; rank zero writes down what has come of them."""
+def work(launcher, strategy, folder):
+    """Every method, one after the other; rank zero writes down what has come of them."""
     quiet()
     found = {}
 
-    def train(name, **words):
+    def train(name, **options):
         loop, module, _ = fit(
-            home / name,
+            folder / name,
             Module,
             val=val_loader,
             monitor="val_loss",
             **where(launcher, strategy),
-            **words,
+            **options,
         )
         weights, moments = (
             whole(module.state_dict()),
             whole([one.state_dict()["state"] for one in loop.optimizers]),
         )
-        if not (table := home / name / "logs/run/version_0/metrics.csv").exists():
+        if not (table := folder / name / "logs/run/version_0/metrics.csv").exists():
             return loop, module, None
         rows = [
             {k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(table.open())
@@ -109,7 +109,7 @@ def work(launcher, strategy, home):
     train("resume", max_steps=7)
     found["resume"] = train("resume", max_epochs=2, seed=9, resume="last")[2]
     if loop.is_global_zero:
-        torch.save(found, home / "found")
+        torch.save(found, folder / "found")
 
 
 class Slow(Module):
@@ -154,7 +154,7 @@ def free_port():
 
 
 def commands(launcher, ranks, script):
-    """What is typed, in which environments: one for each process that is started from outside."""
+    """Return the command, and an environment for each process that is started from outside."""
     if launcher == "SLURM":
         port = free_port()
         return [([sys.executable, *script], slurm(rank, ranks, port)) for rank in range(ranks)]
@@ -164,11 +164,11 @@ def commands(launcher, ranks, script):
     return [([*before, *script], {})]
 
 
-def start(command, more, home):
-    with open(home / "log", "ab") as log:
-        words = {"stdout": log, "stderr": log, "cwd": home, "start_new_session": True}
+def start(command, more, folder):
+    with open(folder / "log", "ab") as log:
+        options = {"stdout": log, "stderr": log, "cwd": folder, "start_new_session": True}
         env = {**os.environ, "OMP_NUM_THREADS": "1", **more}
-        return subprocess.Popen([str(word) for word in command], env=env, **words)
+        return subprocess.Popen([str(word) for word in command], env=env, **options)
 
 
 def wait(processes, patience=PATIENCE):
@@ -186,36 +186,36 @@ def wait(processes, patience=PATIENCE):
     return codes
 
 
-def run(launcher, strategy, home):
-    """Run all verbs; returns what was found, or in words why there is nothing."""
-    home.mkdir(parents=True)
-    script = [__file__, "--work", launcher, strategy, home]
+def run(launcher, strategy, folder):
+    """Run all methods; returns what was found, or in options why there is nothing."""
+    folder.mkdir(parents=True)
+    script = [__file__, "--work", launcher, strategy, folder]
     ranks = 1 if strategy == "single" else 2
     codes = wait(
-        [start(command, more, home) for command, more in commands(launcher, ranks, script)]
+        [start(command, more, folder) for command, more in commands(launcher, ranks, script)]
     )
-    if any(codes) or not (home / "found").exists():
-        return f"it ended with {codes}: {(home / 'log').read_text()[-500:]}"
-    return torch.load(home / "found", weights_only=False)
+    if any(codes) or not (folder / "found").exists():
+        return f"it ended with {codes}: {(folder / 'log').read_text()[-500:]}"
+    return torch.load(folder / "found", weights_only=False)
 
 
 def compared(found, expected):
-    """What differs, by verb; moments where both have them."""
+    """Describe the differences by method."""
     problems = {}
-    for verb in VERBS:
-        one, other = found[verb], expected[verb]
+    for method in VERBS:
+        one, other = found[method], expected[method]
         if isinstance(one, dict):
             one, other = (
                 {name: part[name] for name in one if name in other} for part in (one, other)
             )
         if problem := difference(other, one):
-            problems[verb] = problem
+            problems[method] = problem
     if problem := difference(found["fit"], found["resume"]):
         problems["resume, beside fit"] = problem
     return problems
 
 
-def the_table(home):
+def the_table(folder):
     """Every launcher with every strategy: (cells, what is lost, how far FSDP2 is from DDP)."""
     cells, losses, all_found = {}, [], {}
     for strategy in STRATEGIES:
@@ -226,7 +226,7 @@ def the_table(home):
             ):  # Fabric starts scripts for it, and nothing else
                 cells[f"{launcher}, {strategy}"] = "Fabric has no such"
                 continue
-            found = run(launcher, strategy, home / f"{launcher}-{strategy}".replace(" ", "-"))
+            found = run(launcher, strategy, folder / f"{launcher}-{strategy}".replace(" ", "-"))
             is_of_one = strategy == "single" and launcher in (
                 "spawn",
                 "fork",
@@ -235,22 +235,23 @@ def the_table(home):
             problems = {"all": found} if isinstance(found, str) else compared(found, expected)
             cells[f"{launcher}, {strategy}"] = problems or "the same"
             losses += [
-                f"{launcher}, {strategy}, {verb}: {problem}" for verb, problem in problems.items()
+                f"{launcher}, {strategy}, {method}: {problem}"
+                for method, problem in problems.items()
             ]
             print(launcher, strategy, problems or "the same", file=sys.stderr, flush=True)
     furthest = {}
-    for verb in ("fit", "accumulate", "clip", "resume"):
-        one, other = (all_found[strategy][verb]["weights"] for strategy in ("ddp", "fsdp"))
-        furthest[verb] = max(float((one[name] - other[name]).abs().max()) for name in one)
+    for method in ("fit", "accumulate", "clip", "resume"):
+        one, other = (all_found[strategy][method]["weights"] for strategy in ("ddp", "fsdp"))
+        furthest[method] = max(float((one[name] - other[name]).abs().max()) for name in one)
     losses += [
-        f"FSDP2's {verb} is {far} from DDP's" for verb, far in furthest.items() if far > 1e-6
+        f"FSDP2's {method} is {far} from DDP's" for method, far in furthest.items() if far > 1e-6
     ]
     return cells, losses, furthest
 
 
 # ---- signals
 
-# whom it is sent to, which, --max-restarts, whether torchrun is told to pass it on, whether in a batch job of SLURM's
+# whom it is sent to, which, --max-restarts, whether torchrun is printed to pass it on, whether in a batch job of SLURM's
 SIGNALS = {
     "SIGTERM to torchrun": ("agent", signal.SIGTERM, 3, False, False),
     "SIGTERM to one worker": ("one", signal.SIGTERM, 0, False, False),
@@ -262,15 +263,15 @@ SIGNALS = {
 }
 
 
-def signalled(name, home):
+def signalled(name, folder):
     """Send it in the middle of training; returns (seconds until the end, what is wrong, or "")."""
     to, number, restarts, is_passed, in_slurm = SIGNALS[name]
-    home.mkdir(parents=True)
+    folder.mkdir(parents=True)
     more = {}
     if in_slurm:
-        (scontrol := home / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {home}/requeued\n')
+        (scontrol := folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {folder}/requeued\n')
         scontrol.chmod(0o755)
-        more = {**slurm(0, 1, free_port()), "PATH": f"{home}:{os.environ['PATH']}"}
+        more = {**slurm(0, 1, free_port()), "PATH": f"{folder}:{os.environ['PATH']}"}
     passing = ["--signals-to-handle", CAUGHT] if is_passed else []
     rendezvous = [
         "--rdzv-backend",
@@ -283,10 +284,10 @@ def signalled(name, home):
     agent = start(
         [BIN / "torchrun", "--nproc-per-node", 2, *rendezvous, *passing, __file__, "--slowly"],
         more,
-        home,
+        folder,
     )
     until = time.monotonic() + PATIENCE
-    while len(list(home.glob("trains*"))) < 2 and time.monotonic() < until:
+    while len(list(folder.glob("trains*"))) < 2 and time.monotonic() < until:
         time.sleep(0.02)
     time.sleep(0.5)
     workers = [
@@ -298,31 +299,31 @@ def signalled(name, home):
         "workers": workers,
         "all": [*workers, agent.pid],
     }[to]
-    began = time.monotonic()
+    started = time.monotonic()
     for pid in targets:
         os.kill(pid, number)
     (code,) = wait([agent])
-    seconds, goes_on = time.monotonic() - began, to == "workers" and restarts
+    seconds, goes_on = time.monotonic() - started, to == "workers" and restarts
     wrong = [f"torchrun ended with {code}"] * (code != (0 if goes_on else 1))
     wrong += [f"worker {pid} lives" for pid in workers if Path(f"/proc/{pid}").exists()]
-    ended = sorted(path.read_text() for path in home.glob("ended*"))
+    ended = sorted(path.read_text() for path in folder.glob("ended*"))
     wrong += [f"ended: {ended}"] * (ended != [str(STEPS)] * 2 * bool(goes_on))
-    last, said = home / "checkpoints/run/version_0/last.ckpt", (home / "log").read_text()
+    last, output = folder / "checkpoints/run/version_0/last.ckpt", (folder / "log").read_text()
     step = torch.load(last)["global_step"] if last.exists() else None
     stops = f"{signal.Signals(number).name}: training stops in epoch 0, after step "
-    told = said.partition(stops)[2].partition(".")[0]
-    wrong += [f"saved at {step}, told {told!r}"] * (
-        not told or (step is None or str(step) != told) * (not goes_on)
+    printed = output.partition(stops)[2].partition(".")[0]
+    wrong += [f"saved at {step}, printed {printed!r}"] * (
+        not printed or (step is None or str(step) != printed) * (not goes_on)
     )
-    requeued = (home / "requeued").read_text() if (home / "requeued").exists() else ""
+    requeued = (folder / "requeued").read_text() if (folder / "requeued").exists() else ""
     wrong += [f"requeued: {requeued!r}"] * (requeued != "requeue 7\n" * in_slurm)
     return seconds, "; ".join(wrong)
 
 
-def the_signals(home):
+def the_signals(folder):
     cells, losses = {}, []
     for name in SIGNALS:
-        seconds, wrong = signalled(name, home / name.replace(" ", "-").replace(",", ""))
+        seconds, wrong = signalled(name, folder / name.replace(" ", "-").replace(",", ""))
         cells[name] = wrong or f"saved, {seconds:.1f} s"
         losses += [f"{name}: {wrong}"] * bool(wrong)
         print(name, cells[name], file=sys.stderr, flush=True)
@@ -334,21 +335,21 @@ def main():
     parser.add_argument("--only", choices=("table", "signals"), help="one of the two")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--slowly", action="store_true", help=argparse.SUPPRESS)
-    words = parser.parse_args()
-    if words.slowly:
+    options = parser.parse_args()
+    if options.slowly:
         return work_slowly()
-    if words.work:
-        launcher, strategy, home = words.work
-        return work(launcher, strategy, Path(home))
-    home, figures = Path(tempfile.mkdtemp()), {"losses": []}
-    if words.only != "signals":
-        figures["table"], losses, figures["furthest"] = the_table(home)
+    if options.work:
+        launcher, strategy, folder = options.work
+        return work(launcher, strategy, Path(folder))
+    folder, figures = Path(tempfile.mkdtemp()), {"losses": []}
+    if options.only != "signals":
+        figures["table"], losses, figures["furthest"] = the_table(folder)
         figures["losses"] += losses
-    if words.only != "table":
-        figures["signals"], losses = the_signals(home)
+    if options.only != "table":
+        figures["signals"], losses = the_signals(folder)
         figures["losses"] += losses
     if not figures["losses"]:
-        shutil.rmtree(home)
+        shutil.rmtree(folder)
     print(json.dumps(figures))
     sys.exit(bool(figures["losses"]))
 

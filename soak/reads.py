@@ -2,7 +2,7 @@
 
     python soak/reads.py --every 1
 
-For n = 1, 2, ... the n-th open, read, stat or listing of a resumed run fails with EIO or EMFILE, or says that the file
+For n = 1, 2, ... the n-th open, read, stat or listing of a resumed run fails with EIO or EMFILE, or reports that the file
 has ended; so does torch.load. The run ends well, or with an error of one line. A second, undisturbed one ends with the
 files of a run that was never harmed. It resumes from the files of a killed run, and from those with a damaged last.ckpt.
 """
@@ -49,7 +49,7 @@ class Reads(Layer):
         self.noted.append((operation, os.path.relpath(path, self.root)))
         if self.count != self.n:
             return None
-        # A table that seems to end early has fewer rows. Nothing but its size tells, and no disk is known to do so.
+        # A table that seems to end early has fewer rows. Only its size shows it, and no disk is known to do so.
         if self.kind == "end" and operation == "read" and path.endswith(".ckpt"):
             return 0
         code = errno.EMFILE if self.kind == "EMFILE" else errno.EIO
@@ -100,18 +100,18 @@ def contents(root):
     return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
 
-def prepare(home, at=110, **options):
+def prepare(folder, at=110, **options):
     """Leave the files of a run that was killed in its second epoch, and the same with a damaged last.ckpt."""
-    (code,) = end([fork(_train_until, home / "run", at, options)])
-    if code != -signal.SIGKILL or len(list((home / "run").rglob("*.ckpt"))) < 2:
+    (code,) = end([fork(_train_until, folder / "run", at, options)])
+    if code != -signal.SIGKILL or len(list((folder / "run").rglob("*.ckpt"))) < 2:
         raise RuntimeError(
-            f"the run that was to be killed ended with {code}, and left {list(contents(home / 'run'))}"
+            f"the run that was to be killed ended with {code}, and left {list(contents(folder / 'run'))}"
         )
-    (home / "run").rename(home / "killed")
-    shutil.copytree(home / "killed", home / "damaged")
-    (last,) = (home / "damaged").rglob("last.ckpt")
+    (folder / "run").rename(folder / "killed")
+    shutil.copytree(folder / "killed", folder / "damaged")
+    (last,) = (folder / "damaged").rglob("last.ckpt")
     last.write_bytes(last.read_bytes()[:-500])
-    return home / "killed", home / "damaged"
+    return folder / "killed", folder / "damaged"
 
 
 def _train_until(root, at, options):
@@ -119,9 +119,9 @@ def _train_until(root, at, options):
         train(root, **options)
 
 
-def check(home, files, whole, n, kind):
+def check(folder, files, whole, n, kind):
     """Harm a resume and finish it. Returns what went wrong, or None."""
-    root, message = home / "run", None
+    root, message = folder / "run", None
     shutil.copytree(files, root)
     before = contents(root)
     try:
@@ -149,25 +149,25 @@ def check(home, files, whole, n, kind):
 
 
 def sweep(every, names):
-    """Return the figures of a sweep over every look, or every so many."""
-    home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    """Return the figures of a sweep over every look, or every N-th."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     start = time.monotonic()
     figures = {"looks": 0, "faults": 0, "losses": []}
     try:
-        warm_up(home / "warm")
-        for files in prepare(home, **OPTIONS):
+        warm_up(folder / "warm")
+        for files in prepare(folder, **OPTIONS):
             if files.name not in names:
                 continue
-            shutil.copytree(files, home / "run")
-            with Reads(home / "run") as layer:
-                train(home / "run", **OPTIONS)
-            whole = end_of(home / "run")
-            shutil.rmtree(home / "run")
+            shutil.copytree(files, folder / "run")
+            with Reads(folder / "run") as layer:
+                train(folder / "run", **OPTIONS)
+            whole = end_of(folder / "run")
+            shutil.rmtree(folder / "run")
             figures["looks"] += layer.count
             for n in range(1, layer.count + 1, every):
                 kind = KINDS[n // every % len(KINDS)]
                 figures["faults"] += 1
-                if problem := check(home, files, whole, n, kind):
+                if problem := check(folder, files, whole, n, kind):
                     where = " ".join(layer.noted[n - 1])
                     loss = {
                         "files": files.name,
@@ -177,13 +177,13 @@ def sweep(every, names):
                     figures["losses"].append(loss)
                     print(loss, file=sys.stderr, flush=True)
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     return {**figures, "seconds": time.monotonic() - start}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--every", type=int, default=3, help="let every so many looks fail (3)")
+    parser.add_argument("--every", type=int, default=3, help="let every N-th look fail (3)")
     parser.add_argument(
         "--files", nargs="+", default=("killed", "damaged"), help="what is resumed (both)"
     )

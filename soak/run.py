@@ -1,12 +1,12 @@
-"""The long checks: SIGKILLs, of two-process runs too, failing system calls, by the thousand; prints a table.
+"""Run the long checks, such as thousands of SIGKILLs and failing system calls, and print a table.
 
     make soak                                        all of it, about two hours on two free cores
     python soak/run.py --part kills --kills 100      one part, smaller
     python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
 
 Parts: `workers` is soak/elastic.py (a worker killed under torchrun), `workers_sharded` with a sharded model,
-`launchers` is soak/launchers.py (launchers x strategies x verbs, and signals to torchrun),
-`kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a model in parts on two,
+`launchers` is soak/launchers.py (launchers x strategies x methods, and signals to torchrun),
+`kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a sharded model on two,
 `configurations` is soak/configurations.py (one in twenty with two processes), `beside` is soak/beside.py
 (random configurations by Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each
 way), `reads` is soak/reads.py (every look at it), `raised` is tests/training/test_raised_anywhere.py (an exception at
@@ -45,8 +45,8 @@ PARTS = (
 SKIPPED = 77  # the exit code of a part that this machine cannot run
 
 
-def command_of(part, words, seed):
-    """What is typed for a part by itself."""
+def command_of(part, options, seed):
+    """Return the command of one part."""
     python = [sys.executable]
     drawn = [*python, SOAK / "configurations.py", "--seed", seed]
     if part.startswith("workers"):
@@ -56,19 +56,19 @@ def command_of(part, words, seed):
             SOAK / "elastic.py",
             *more,
             "--kills",
-            words.worker_kills,
+            options.worker_kills,
             "--seed",
             seed,
         ]
     return {
-        "kills": [*python, FAULTS / "kills.py", "--kills", words.kills, "--seed", seed],
+        "kills": [*python, FAULTS / "kills.py", "--kills", options.kills, "--seed", seed],
         "ranks": [
             *python,
             FAULTS / "kills.py",
             "--ranks",
             "2",
             "--kills",
-            words.rank_kills,
+            options.rank_kills,
             "--seed",
             seed,
         ],
@@ -77,36 +77,36 @@ def command_of(part, words, seed):
             FAULTS / "kills.py",
             "--sharded",
             "--kills",
-            words.rank_kills // 2,
+            options.rank_kills // 2,
             "--seed",
             seed,
         ],
         "launchers": [*python, SOAK / "launchers.py"],
-        "configurations": [*drawn, "--count", words.configurations],
-        "configurations2": [*drawn, "--count", words.configurations // 20, "--ranks", 2],
-        "beside": [*python, SOAK / "beside.py", "--seed", seed, "--count", words.beside],
-        "sweep": [*python, FAULTS / "sweep.py", "--buffer", words.buffer],
+        "configurations": [*drawn, "--count", options.configurations],
+        "configurations2": [*drawn, "--count", options.configurations // 20, "--ranks", 2],
+        "beside": [*python, SOAK / "beside.py", "--seed", seed, "--count", options.beside],
+        "sweep": [*python, FAULTS / "sweep.py", "--buffer", options.buffer],
         "reads": [*python, SOAK / "reads.py", "--every", "1"],
         "raised": [*python, ROOT / "tests" / "training" / "test_raised_anywhere.py"],
         "syscalls": [
             *python,
             SOAK / "syscalls.py",
             "--faults",
-            words.faults,
+            options.faults,
             "--seed",
             seed,
         ],
     }[part]
 
 
-def run(part, words, seed):
+def run(part, options, seed):
     """Run one part in a process of its own; returns (seconds, figures), the figures None if it broke down."""
-    command = [str(word) for word in command_of(part, words, seed)]
+    command = [str(word) for word in command_of(part, options, seed)]
     print(f"{part}: {' '.join(command)}", file=sys.stderr, flush=True)
-    began = time.monotonic()
+    started = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line[:1] in "{["]
-    seconds, figures = time.monotonic() - began, json.loads(lines[-1]) if lines else None
+    seconds, figures = time.monotonic() - started, json.loads(lines[-1]) if lines else None
     figures = figures or ({} if done.returncode == SKIPPED else None)
     print(
         f"\n{part} has ended\n{table(rows_of(part, seconds, figures))}\n",
@@ -117,7 +117,7 @@ def run(part, words, seed):
 
 
 def rows_of(part, seconds, figures):
-    """Lines of the table: what was done, how often, what was lost, seconds, remarks."""
+    """Return the lines of the table."""
     if figures is None:
         return [(part, 0, "it broke down", seconds, "")]
     if not figures:
@@ -144,7 +144,7 @@ def rows_of(part, seconds, figures):
         ]
     if part == "launchers":
         count = len(figures["table"]) + len(figures["signals"])
-        remark = f"{len(figures['table'])} launchers with a strategy, each with all verbs; {len(figures['signals'])} signals"
+        remark = f"{len(figures['table'])} launchers with a strategy, each with all methods; {len(figures['signals'])} signals"
         return [
             ("launchers, strategies and signals", count, len(figures["losses"]), seconds, remark)
         ]
@@ -235,12 +235,12 @@ def main():
     )
     parser.add_argument("--jobs", type=int, default=2, help="parts that run side by side (2)")
     parser.add_argument("--seed", type=int, help="drawn and printed if not given")
-    words = parser.parse_args()
-    seed = words.seed if words.seed is not None else random.SystemRandom().randrange(1, 10**6)
+    options = parser.parse_args()
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1, 10**6)
     print(f"seed {seed}", file=sys.stderr)
-    parts = words.part or PARTS
-    with ThreadPoolExecutor(words.jobs) as pool:
-        found = list(pool.map(lambda part: (part, *run(part, words, seed)), parts))
+    parts = options.part or PARTS
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = list(pool.map(lambda part: (part, *run(part, options, seed)), parts))
     rows = [row for part, seconds, figures in found for row in rows_of(part, seconds, figures)]
     print(f"\n{date.today():%d %B %Y}, seed {seed}\n\n{table(rows)}")
     sys.exit(any(lost != 0 for _, _, lost, _, _ in rows))

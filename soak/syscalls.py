@@ -4,10 +4,10 @@
 
 Whatever reads or writes (Python, torch, C++ of any library): each open, read, write, stat, fsync, rename, ... under the run's
 folder is counted (soak/faults.c), and one or two of them fail: with an error, after they were done, after half, or by SIGKILL.
-The run is one that begins, one that goes on from the files of a killed one, or from those with a damaged last.ckpt. It must end
+The run is a new one, one that continues the files of a killed one, or from those with a damaged last.ckpt. It must end
 well or with one line of ours; what was saved stays, no good file is renamed; the same command then ends as if nothing had been.
 
-Needs a C compiler (cc or gcc), and Linux; without them it says so and ends with 77.
+Needs a C compiler (cc or gcc), and Linux; without them it exits with 77.
 """
 
 import argparse
@@ -49,8 +49,8 @@ def preload():
             check=True,
             stdout=sys.stderr,
         )
-        words = {"LD_PRELOAD": str(library), READY: str(library), "OMP_NUM_THREADS": "1"}
-        return subprocess.run([sys.executable, *sys.argv], env={**os.environ, **words}).returncode
+        options = {"LD_PRELOAD": str(library), READY: str(library), "OMP_NUM_THREADS": "1"}
+        return subprocess.run([sys.executable, *sys.argv], env={**os.environ, **options}).returncode
 
 
 def campaign(count, seed):
@@ -74,10 +74,15 @@ def campaign(count, seed):
         ctypes.c_int,
         ctypes.c_int,
     )
-    home = Path(
+    workspace = Path(
         tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     ).resolve()
-    root, report, draw, began = home / "run", home / "report", random.Random(seed), time.monotonic()
+    root, report, draw, started = (
+        workspace / "run",
+        workspace / "report",
+        random.Random(seed),
+        time.monotonic(),
+    )
     figures = {
         "seed": seed,
         "faults": 0,
@@ -94,44 +99,44 @@ def campaign(count, seed):
         def noting(self, checkpoint, path, storage_options=None):
             save(self, checkpoint, path, storage_options)
             if Path(path).name == "last.ckpt":
-                told["saved"] = checkpoint["global_step"]
+                result["saved"] = checkpoint["global_step"]
 
         AtomicCheckpointIO.save_checkpoint = noting
-        told = {"saved": 0, "end": "well"}
+        result = {"saved": 0, "end": "well"}
         library.faults_arm(str(root).encode(), *faults)
         try:
             train(root)
         except Exception as error:
-            told["end"] = (
+            result["end"] = (
                 "a line"
                 if isinstance(error, ValueError) and "\n" not in str(error)
                 else "a traceback"
             )
-            told["words"] = (
+            result["options"] = (
                 "".join(traceback.format_exception(error))
-                if told["end"] != "a line"
+                if result["end"] != "a line"
                 else str(error)
             )
-        told["calls"], told["hit"] = library.faults_disarm(), library.faults_hit().decode()
-        report.write_text(json.dumps(told))
+        result["calls"], result["hit"] = library.faults_disarm(), library.faults_hit().decode()
+        report.write_text(json.dumps(result))
 
-    def prepared(begun):
+    def prepared(previous):
         shutil.rmtree(root, ignore_errors=True)
         report.unlink(missing_ok=True)
-        if begun is not None:
-            shutil.copytree(begun, root)
+        if previous is not None:
+            shutil.copytree(previous, root)
 
-    def run(begun, faults):
-        prepared(begun)
+    def run(previous, faults):
+        prepared(previous)
         (exit_code,) = end([fork(harmed, faults)])
-        told = (
+        result = (
             json.loads(report.read_text())
             if report.exists()
             else {"saved": 0, "end": "SIGKILL", "hit": "SIGKILL"}
         )
         if exit_code not in (0, -signal.SIGKILL):
-            told = {**told, "end": f"exit code {exit_code}"}
-        return told
+            result = {**result, "end": f"exit code {exit_code}"}
+        return result
 
     def steps(good):
         """The step of each last.ckpt that is whole."""
@@ -141,71 +146,71 @@ def campaign(count, seed):
             except CheckpointError:
                 continue
 
-    def problem_of(begun, told, whole):
+    def problem_of(previous, result, whole):
         damaged = (
-            {p.read_bytes() for p in begun.rglob("last.ckpt")}
-            if begun is not None and "damaged" in begun.name
+            {p.read_bytes() for p in previous.rglob("last.ckpt")}
+            if previous is not None and "damaged" in previous.name
             else ()
         )
-        if told["end"] not in ("well", "a line", "SIGKILL"):
-            return told.get("words", told["end"])
+        if result["end"] not in ("well", "a line", "SIGKILL"):
+            return result.get("options", result["end"])
         files = contents(root)
         if wrong := [
             name for name, data in files.items() if ".damaged" in name and data not in damaged
         ]:
             return f"renamed, and good: {wrong}"
-        if begun is not None and (wrong := [name for name in files if ".before" in name]):
-            return f"begun anew: {wrong}"
-        at_least = max([told["saved"], *steps(begun)])
+        if previous is not None and (wrong := [name for name in files if ".before" in name]):
+            return f"started from scratch: {wrong}"
+        at_least = max([result["saved"], *steps(previous)])
         if at_least > max(steps(root), default=0):
             return f"saved was step {at_least}, there is {max(steps(root), default=0)}"
-        if told["end"] == "a line" and begun is not None and files == contents(begun):
+        if result["end"] == "a line" and previous is not None and files == contents(previous):
             return None  # nothing was touched
         train(root)
         without = (
-            () if told["end"] == "SIGKILL" else BEST
-        )  # one that the disk refused was said to be missing, and is
+            () if result["end"] == "SIGKILL" else BEST
+        )  # A best checkpoint that the disk refused is missing.
         return difference(without_names(whole, without), without_names(end_of(root), without))
 
     try:
-        warm_up(home / "warm")
+        warm_up(workspace / "warm")
         states = {}
-        for begun in (None, *prepare(home)):
-            name = "new" if begun is None else begun.name
-            told = run(begun, (0, 0, 0, 0))
-            if told["end"] != "well":
-                raise RuntimeError(f"the undisturbed run ended with {told}")
-            states[name] = begun, told["calls"], end_of(root)
-            figures["calls"][name] = told["calls"]
+        for previous in (None, *prepare(workspace)):
+            name = "new" if previous is None else previous.name
+            result = run(previous, (0, 0, 0, 0))
+            if result["end"] != "well":
+                raise RuntimeError(f"the undisturbed run ended with {result}")
+            states[name] = previous, result["calls"], end_of(root)
+            figures["calls"][name] = result["calls"]
         while figures["faults"] < count:
             name = draw.choices(list(states), (3, 5, 2))[0]
-            begun, calls, whole = states[name]
+            previous, calls, whole = states[name]
             first = draw.randint(1, calls)
             second = first + draw.randint(1, 30) if draw.random() < 0.3 else 0
             kind, word = draw.choices(list(HOW), (5, 3, 2, 1))[0], draw.choice(CODES)
-            told = run(begun, (first, second, HOW[kind], getattr(errno, word)))
-            if not told["hit"]:
+            result = run(previous, (first, second, HOW[kind], getattr(errno, word)))
+            if not result["hit"]:
                 continue
-            figures["faults"] += 1 + told["hit"].count(";")
-            figures["hits"].update(f"{kind} {one.split()[0]}" for one in told["hit"].split("; "))
-            figures["ends"][told["end"]] += 1
+            figures["faults"] += 1 + result["hit"].count(";")
+            figures["hits"].update(f"{kind} {one.split()[0]}" for one in result["hit"].split("; "))
+            figures["ends"][result["end"]] += 1
             try:
-                problem = problem_of(begun, told, whole)
+                problem = problem_of(previous, result, whole)
             except Exception as error:
                 problem = "".join(traceback.format_exception(error))
             if problem:
-                fault = f"{kind} {word}: {told['hit']}"
+                fault = f"{kind} {word}: {result['hit']}"
                 plan = {
                     "files": name,
                     "calls": [first, second],
                     "fault": fault,
-                    "line": told.get("words"),
+                    "line": result.get("options"),
                 }
                 figures["losses"].append({**plan, "problem": problem})
                 print(json.dumps(figures["losses"][-1]), file=sys.stderr, flush=True)
     finally:
-        shutil.rmtree(home, ignore_errors=True)
-    return {**figures, "seconds": time.monotonic() - began}
+        shutil.rmtree(workspace, ignore_errors=True)
+    return {**figures, "seconds": time.monotonic() - started}
 
 
 def main():
@@ -216,12 +221,12 @@ def main():
     parser.add_argument(
         "--seed", type=int, help="of which call fails and how; drawn and printed if not given"
     )
-    words = parser.parse_args()
+    options = parser.parse_args()
     if READY not in os.environ:
         sys.exit(preload())
-    seed = words.seed if words.seed is not None else random.SystemRandom().randrange(1, 10**6)
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1, 10**6)
     print(f"seed {seed}", file=sys.stderr)
-    figures = campaign(words.faults, seed)
+    figures = campaign(options.faults, seed)
     print(json.dumps(figures))
     sys.exit(bool(figures["losses"]))
 
