@@ -4,7 +4,7 @@
 Version 0.1.0 of fabric_template, under the MIT License (file LICENSE). It needs torch, NumPy, PyYAML
 and Lightning Fabric. Read `fit`, `_train_epoch` and `_train_batch` first. To change
 
-- the loss and its scaling, edit `_train_batch`,
+- the loss and its scaling, edit `_compute_gradients`,
 - the gradients before a step (clipping, norms), `_step_optimizer`,
 - when the optimizer steps, `_is_window_end`; when training stops, `_is_done`,
 - a row of metrics.csv, `_end_row`; a row of steps.csv, `_log_step`,
@@ -25,11 +25,12 @@ import random
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-UNSUPPORTED = """
+REFUSED_HOOKS = """
     backward optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping
     configure_callbacks configure_model setup teardown prepare_data on_fit_start on_fit_end
     on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step
@@ -59,16 +60,13 @@ UNSUPPORTED = """
     on_validation_model_eval on_validation_model_train on_validation_model_zero_grad
     on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
     on_save_checkpoint on_load_checkpoint
-"""  # Lightning's hooks that this file does not call
+"""
+POWERS_OF_TWO = frozenset(2**power for power in range(24))
 
 
 @dataclass(kw_only=True, eq=False)
 class MiniLoop:
-    """Train a model with step functions, or any object that has a method ``training_step``.
-
-    A run continues exactly from its newest row of metrics.csv. If that row is from the middle of an
-    epoch (validate_every_n_steps), the batches before it are read again and skipped.
-    """
+    """Train a model with step functions, or any object that has a method ``training_step``."""
 
     max_epochs: int | None = None  # -1: no limit. None: 1000, or no limit with max_steps.
     max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
@@ -100,8 +98,10 @@ class MiniLoop:
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
             raise ValueError(f'mode: got {self.mode!r}, expected "min" or "max".')
-        if self.name in ("", ".", "..") or set(self.name) & set('/\\:*?"<>|'):
+        if self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name:
             raise ValueError(f"name: got {self.name!r}, expected the name of a folder.")
+        if isinstance(self.version, int):
+            self.version = f"version_{self.version}"
         if self.max_epochs is None:
             self.max_epochs = 1000 if self.max_steps == -1 else -1
         self._reset()
@@ -112,6 +112,8 @@ class MiniLoop:
         if not isinstance(self._strategy, SingleDeviceStrategy | DDPStrategy):
             kind = type(self._strategy).__name__
             raise ValueError(f"strategy: got {kind}, expected one device or DDP. Use FabricLoop.")
+        is_on_cpu = self.fabric.device.type == "cpu"
+        self._is_on_cpu_in_32_bits = is_on_cpu and self._precision.precision == "32-true"
 
     def _reset(self) -> None:
         """Seed, and forget an earlier run."""
@@ -124,7 +126,7 @@ class MiniLoop:
         self.best_score: float | None = None
         self._batch_size = 1  # The weight of what the current batch logs.
         self._means: dict[str, Any] = {}  # Means and torchmetrics objects of the next row.
-        self._logged_names: set[str] = set()  # Their names, if the model has logged them.
+        self._logged_means: set[str] = set()  # The names of the means that the model has logged.
         self._step_values: dict[str, Tensor] = {}  # Values of the next row of steps.csv.
         self._validated: dict[str, Tensor] = {}  # What was validated since the last row.
         self._row_started = time.monotonic()
@@ -179,12 +181,12 @@ class MiniLoop:
 
     def _is_done(self) -> bool:
         """Return whether training ends. It is asked after each batch and each epoch."""
-        if self.should_stop or 0 <= self.max_steps <= self.global_step:
+        if self.should_stop or self.global_step == self.max_steps:
             return True
-        return self.max_epochs is not None and 0 <= self.max_epochs <= self.current_epoch
+        return self.current_epoch == self.max_epochs
 
     def _train_epoch(self) -> None:
-        epoch, every, is_last = self.current_epoch, self.validate_every_n_steps, True
+        epoch, every = self.current_epoch, self.validate_every_n_steps
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
         for batch, is_last in self._train_batches():
@@ -196,6 +198,8 @@ class MiniLoop:
                 self._end_row(epoch)
             if self._is_done():
                 break
+        else:
+            is_last = True
         self._batch_size = 1
         if every is None:
             self._validate()
@@ -210,20 +214,17 @@ class MiniLoop:
             self._end_row(epoch)
 
     def _train_batch(self, batch: Any, is_last: bool) -> Tensor:
-        """Compute the loss and the gradients. At the end of an accumulation window, step."""
+        """Compute the gradients of a batch. At the end of an accumulation window, step."""
         batch_idx = self.batches_done
         self._batch_size, self._is_training_batch = find_batch_size(batch), True
         self._call("on_train_batch_start", batch, batch_idx)
         is_window_end = self._is_window_end(is_last)
-        # Within an accumulation window, DDP need not reduce the gradients.
-        with nullcontext() if is_window_end or self._ddp is None else self._ddp.no_sync():
-            output = self._run_step("training_step", batch, batch_idx)
-            loss = find_loss(output, batch_idx)
-            self._add_returned(output, "train")
-            if self._batches_in_window == 0:
-                self.optimizer.zero_grad()
-            count = self.accumulate_grad_batches
-            self._strategy.backward(loss if count == 1 else loss / count, None)
+        if self._ddp is None or is_window_end:
+            loss = self._compute_gradients(batch, batch_idx)
+        else:
+            # Before the end of the window, the processes need not exchange the gradients.
+            with self._ddp.no_sync():
+                loss = self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
         self._batches_in_window += 1
         if is_window_end:
@@ -236,6 +237,17 @@ class MiniLoop:
         every = self.log_every_n_steps
         if every and is_window_end and self.global_step % every == 0:
             self._log_step(loss, batch_idx)
+        return loss
+
+    def _compute_gradients(self, batch: Any, batch_idx: int) -> Tensor:
+        """Run the forward and the backward pass. Add the gradients to those of the window."""
+        output = self._run_step("training_step", batch, batch_idx)
+        loss = find_loss(output, batch_idx)
+        self._add_output(output, "train_")
+        if self._batches_in_window == 0:
+            self.optimizer.zero_grad()
+        count = self.accumulate_grad_batches
+        self._strategy.backward(loss if count == 1 else loss / count, None)
         return loss
 
     def _is_window_end(self, is_last: bool) -> bool:
@@ -259,7 +271,6 @@ class MiniLoop:
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
 
     def _step_schedulers(self, interval: str) -> None:
-        """Step the schedulers of an interval: "step", "epoch", or "plateau" after the validation."""
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
             if config["interval"] == interval and count % config["frequency"] == 0:
@@ -285,26 +296,32 @@ class MiniLoop:
         else:
             # The run was resumed in the middle of an epoch. Draw its order again.
             self._set_rng_state(self._epoch_start)
-            for _ in itertools.islice(batches, self.batches_done):
-                pass
+            for _ in range(self.batches_done):
+                next(batches)
             self._set_rng_state(rng_state)
         for batch, is_last in show_progress(batches, f"epoch {self.current_epoch}"):
             yield self._move(batch), is_last
+        if self.batches_done == 0:
+            raise ValueError("train_dataloaders: got no batch in this epoch. Pass a DataLoader.")
 
     def _move(self, batch: Any) -> Any:
         """Bring a batch to the device, and to the type of a precision such as "bf16-true"."""
-        if self.fabric.device.type != "cpu":
-            batch = self.fabric.to_device(batch)
+        if self._is_on_cpu_in_32_bits:
+            return batch
+        batch = self.fabric.to_device(batch)
         # In mixed precision the operations convert their inputs, and targets stay exact.
         is_mixed = isinstance(self._precision, MixedPrecision)
         return batch if is_mixed else self._precision.convert_input(batch)
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
         """Run a step in the precision of the loop, and with several processes through DDP."""
+        step = self._steps[name]
+        if self._is_on_cpu_in_32_bits and self._ddp is None:
+            return step(batch, batch_idx)
         with self._precision.forward_context():
             if self._ddp is None:
-                return self._steps[name](batch, batch_idx)
-            return self._ddp(self._steps[name], batch, batch_idx)
+                return step(batch, batch_idx)
+            return self._ddp(step, batch, batch_idx)
 
     # Validation
 
@@ -318,8 +335,8 @@ class MiniLoop:
         """Validate a model. Return the measured values as a list of one dict, as Trainer does."""
         self._reset()
         self._set_up_model(model, None, validation_step)
-        if dataloaders is None or "validation_step" not in self._steps:
-            raise TypeError("validate: got no batches or no validation_step, expected both.")
+        if "validation_step" not in self._steps:
+            raise TypeError("validate: got no validation_step. Pass it or write the method.")
         path = self._find(load, "load")
         self._set_up_loaders(None, dataloaders)
         with self._attached_to_model():
@@ -338,9 +355,10 @@ class MiniLoop:
         try:
             with torch.no_grad():
                 self._call("on_validation_epoch_start")
-                for batch_idx, batch in enumerate(map(self._move, self.val_loader)):
+                for batch_idx, batch in enumerate(self.val_loader):
                     self._batch_size = find_batch_size(batch)
-                    self._add_returned(self._run_step("validation_step", batch, batch_idx), "val")
+                    output = self._run_step("validation_step", self._move(batch), batch_idx)
+                    self._add_output(output, "val_")
                 self._batch_size = 1
                 self._compute_means()
                 self._call("on_validation_epoch_end")
@@ -353,49 +371,60 @@ class MiniLoop:
     # Logging
 
     def log(
-        self, name: str, value: Any, on_step: Any = None, on_epoch: Any = None, **options: Any
+        self,
+        name: str,
+        value: Any,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str = "mean",
+        sync_dist: bool = False,
+        batch_size: int | None = None,
+        **unused: Any,
     ) -> None:
         """Log a number, a tensor of one element or a torchmetrics object, as ``self.log`` does.
 
-        A value of a step goes into steps.csv, its mean over the row into metrics.csv. The options
-        sync_dist and batch_size have Lightning's meaning, others do nothing.
+        A value of a step goes into steps.csv, its mean over the row into metrics.csv.
         """
-        if options.get("reduce_fx", "mean") != "mean":
+        if reduce_fx != "mean":
             raise TypeError(f"log({name!r}): got a reduce_fx, expected the mean. Use FabricLoop.")
         if hasattr(value, "compute"):
             self._means[name] = value
             return
-        value = self._to_scalar(value).clone()
         if self._is_training_batch and on_step is not False:
+            value = self._to_scalar(value)
             self._step_values[name] = self.callback_metrics[name] = value
         if on_epoch or (on_epoch is None and not self._is_training_batch):
-            self._logged_names.add(name)
-            mean = self._means.setdefault(name, Mean(self.fabric, options.get("sync_dist", False)))
-            mean.add(value, options.get("batch_size") or self._batch_size)
+            self._logged_means.add(name)
+            self._add_to_mean(name, value, batch_size or self._batch_size, sync_dist)
 
     def log_dict(self, metrics: Mapping[str, Any], **options: Any) -> None:
-        """Log several values."""
         for name, value in metrics.items():
             self.log(name, value, **options)
 
-    def _add_returned(self, output: Any, prefix: str) -> None:
+    def _add_output(self, output: Any, prefix: str) -> None:
         """Add what a step returned to the row: a loss, a pair (loss, acc) or a dict."""
         values = output if isinstance(output, dict) else {"loss": output}
         if isinstance(output, tuple) and len(output) == 2:
             values = {"loss": output[0], "acc": output[1]}
         for key, value in values.items():
-            name = key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"
-            if name in self._logged_names or (self._is_lightning_module and key != "loss"):
+            name = key if key.startswith(prefix) else prefix + key
+            if name in self._logged_means or (self._is_lightning_module and key != "loss"):
                 continue
-            is_tensor = isinstance(value, Tensor) and value.numel() == 1
-            if is_tensor or isinstance(value, int | float):
-                mean = self._means.setdefault(name, Mean(self.fabric, is_synced=True))
-                mean.add(self._to_scalar(value), self._batch_size)
+            is_number = isinstance(value, int | float)
+            if is_number or (isinstance(value, Tensor) and value.numel() == 1):
+                self._add_to_mean(name, value, self._batch_size, is_synced=True)
 
     def _to_scalar(self, value: Any) -> Tensor:
-        if isinstance(value, Tensor):
-            return value.detach().reshape(())
-        return torch.tensor(float(value), device=self.fabric.device)
+        if not isinstance(value, Tensor):
+            return torch.tensor(float(value), device=self.fabric.device)
+        return value.detach() if value.dim() == 0 else value.detach().reshape(())
+
+    def _add_to_mean(self, name: str, value: Any, batch_size: int, is_synced: bool) -> None:
+        mean = self._means.get(name)
+        if mean is None:
+            mean = self._means[name] = Mean(self.fabric, is_synced)
+        mean.add(self._to_scalar(value), batch_size)
 
     def _compute_means(self) -> dict[str, Tensor]:
         values = {name: mean.compute() for name, mean in self._means.items()}
@@ -406,7 +435,8 @@ class MiniLoop:
         """Return the means, and start those of the next row."""
         values = self._compute_means()
         for mean in self._means.values():
-            mean.reset()
+            if not isinstance(mean, Mean):
+                mean.reset()
         self._means = {}
         return values
 
@@ -431,10 +461,7 @@ class MiniLoop:
         self.history.append(row)
         if self.fabric.is_global_zero:
             write_rows(self.log_dir / "metrics.csv", self.history)
-            cells = [
-                f"{n} {v:<8.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in row.items()
-            ]
-            print("  ".join(cells), flush=True)
+            print(*(f"{name} {value:<8.4g}" for name, value in row.items()), sep="  ", flush=True)
         self._save(row)
         self._row_started = time.monotonic()
 
@@ -453,6 +480,12 @@ class MiniLoop:
         if self.fabric.world_size > 1:
             torch.distributed.all_gather_object(ranks, of_rank)
         is_in_epoch = self.batches_done > 0
+        progress = {
+            "epochs_done": self.current_epoch,
+            "batches_done": self.batches_done,
+            "is_in_epoch": is_in_epoch,
+            "global_step": self.global_step,
+        }
         return {
             "epoch": self.current_epoch if is_in_epoch else self.current_epoch - 1,
             "global_step": self.global_step,
@@ -463,12 +496,7 @@ class MiniLoop:
             "hyper_parameters": self._hyper_parameters,
             type(self._precision).__qualname__: self._precision.state_dict(),
             "fabric_template": {
-                "progress": {
-                    "epochs_done": self.current_epoch,
-                    "batches_done": self.batches_done,
-                    "is_in_epoch": is_in_epoch,
-                    "global_step": self.global_step,
-                },
+                "progress": progress,
                 "history": {"rows": self.history},
                 "checkpoints": {"score": self.best_score},
                 "ranks": ranks,
@@ -500,9 +528,9 @@ class MiniLoop:
         self._epoch_start = of_rank.get("epoch_start")
         self._set_rng_state(of_rank["rng"])
         if self.fabric.is_global_zero:
-            steps = read_rows(self.log_dir / "steps.csv")
-            steps = [row for row in steps if int(row["step"]) <= self.global_step]
-            write_rows(self.log_dir / "steps.csv", steps)
+            rows = read_rows(self.log_dir / "steps.csv")
+            rows = [row for row in rows if int(row["step"]) <= self.global_step]
+            write_rows(self.log_dir / "steps.csv", rows)
             write_rows(self.log_dir / "metrics.csv", self.history)
 
     def _save(self, row: dict[str, Any]) -> None:
@@ -525,8 +553,7 @@ class MiniLoop:
         found = [Path(given).absolute()]
         if given in ("last", "best", "auto"):
             name = "best.ckpt" if given == "best" else "last.ckpt"
-            version = "*" if self.version is None else version_name(self.version)
-            found = list(self._folder_of("checkpoints").glob(f"{version}/{name}"))
+            found = list(self._folder("checkpoints").glob(f"{self.version or '*'}/{name}"))
         found = [path for path in found if path.is_file()]
         if not found and given != "auto":
             raise FileNotFoundError(f"{argument}: got {str(given)!r}, expected a checkpoint.")
@@ -560,14 +587,14 @@ class MiniLoop:
     # Set-up
 
     def _set_up_model(self, model: Any, training_step: Any, validation_step: Any) -> None:
-        """Find the steps and the network of a model. Refuse what is not supported."""
-        found = [name for name in UNSUPPORTED.split() if find_method(model, name) is not None]
+        found = [name for name in REFUSED_HOOKS.split() if find_method(model, name) is not None]
         if not getattr(model, "automatic_optimization", True):
             found.append("manual optimization")
         if found:
             kind = type(model).__name__
             raise TypeError(f"model: got {kind} with {', '.join(found)}. Use FabricLoop.")
         self.model, self.network = model, find_network(model)
+        self._hooks: dict[str, Callable | None] = {}
         self._is_lightning_module = hasattr(type(model), "trainer")
         self._hyper_parameters = to_plain(getattr(model, "hparams", {}))
         self._steps = {}
@@ -578,7 +605,6 @@ class MiniLoop:
                 self._steps[name] = with_batch_idx(step, name)
 
     def _check_fit(self, val_dataloaders: Any, validation_step: Any, optimizer: Any) -> None:
-        """Refuse an incomplete call."""
         if "training_step" not in self._steps:
             raise TypeError("fit: got no training_step. Pass training_step= or write the method.")
         if val_dataloaders is not None and "validation_step" not in self._steps:
@@ -586,18 +612,20 @@ class MiniLoop:
         if val_dataloaders is None and validation_step is not None:
             raise TypeError("fit: got validation_step without val_dataloaders. Pass both or none.")
         if optimizer is None and find_method(self.model, "configure_optimizers") is None:
-            raise TypeError(
-                "fit: got no optimizer. Pass optimizer=, such as torch.optim.Adam(...)."
-            )
+            raise TypeError("fit: got no optimizer. Pass optimizer=, as torch.optim.Adam(...).")
 
     def _set_up_loaders(self, train: Any, val: Any) -> None:
         """Check the loaders, join the other processes, and share the samples among them."""
-        check_loader(train, "train_dataloaders")
-        check_loader(val, "val_dataloaders")
+        for loader in (train, val):
+            if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+                raise TypeError(
+                    f"dataloaders: got a {type(loader).__name__}, which gives single samples, expected"
+                    " batches. Write DataLoader(dataset, batch_size=32)."
+                )
         is_launched = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.fabric.world_size > 1 and not is_launched:
             self.fabric.launch()
-            # As Trainer: without it the processes would draw on from the random state of their set-up.
+            # As Trainer: without it the processes would draw on from the state of their set-up.
             reset_seed()
         self.train_loader, self.val_loader = self._share(train), self._share(val)
 
@@ -605,11 +633,10 @@ class MiniLoop:
         """Return a loader of this process's share of the samples."""
         if self.fabric.world_size > 1 and hasattr(loader, "for_rank"):
             return loader.for_rank(self.fabric.global_rank, self.fabric.world_size)
-        is_map_style = isinstance(loader, DataLoader) and not isinstance(
-            loader.dataset, IterableDataset
-        )
-        has_share = isinstance(getattr(loader, "sampler", None), DistributedSampler)
-        if self.fabric.world_size == 1 or not is_map_style or has_share:
+        if self.fabric.world_size == 1 or not isinstance(loader, DataLoader):
+            return loader
+        is_shared = isinstance(loader.sampler, DistributedSampler)
+        if is_shared or isinstance(loader.dataset, IterableDataset):
             return loader
         is_shuffled = not isinstance(loader.sampler, SequentialSampler)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
@@ -619,18 +646,12 @@ class MiniLoop:
         return DataLoader(loader.dataset, sampler=sampler, **options)
 
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
-        """Make the optimizer and the schedulers, and bring the network to its device."""
         returned = self.model.configure_optimizers() if optimizer is None else optimizer
-        self.optimizer, self.schedulers = parse_optimizers(returned)
-        if scheduler is not None:
-            self.schedulers = [parse_scheduler(scheduler)]
-        own = {id(parameter) for parameter in self.network.parameters()}
-        groups = self.optimizer.param_groups
-        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        self.optimizer, self.schedulers = parse_optimizers(returned, scheduler)
+        own = set(self.network.parameters())
+        if own.isdisjoint(p for group in self.optimizer.param_groups for p in group["params"]):
             raise ValueError("optimizer: got parameters of another model. Pass model.parameters().")
-        self._learning_rate = groups[0]["lr"]
         self._set_up_network()
-        self.network.zero_grad()
 
     def _set_up_network(self) -> None:
         """Bring the network to its device, its precision and DDP, with the whole steps inside."""
@@ -639,50 +660,43 @@ class MiniLoop:
         is_ddp = isinstance(self._strategy, DDPStrategy)
         self._ddp = self._strategy.setup_module(StepModule(self.network)) if is_ddp else None
 
-    def _folder_of(self, kind: str) -> Path:
+    def _folder(self, kind: str) -> Path:
         return Path(self.default_root_dir).expanduser().absolute() / kind / self.name
 
     def _open_folders(self, resume_path: Path | None) -> None:
         """Choose the version of the run and make its folders. A new run starts without rows."""
-        logs, checkpoints = self._folder_of("logs"), self._folder_of("checkpoints")
+        logs, checkpoints = self._folder("logs"), self._folder("checkpoints")
         if self.version is not None:
-            version = version_name(self.version)
+            version = self.version
         elif resume_path is not None and resume_path.parents[1] == checkpoints:
             version = resume_path.parent.name
         else:
-            names = map(version_name, itertools.count())
-            version = next(n for n in names if not (logs / n).exists())
+            names = (f"version_{number}" for number in itertools.count())
+            version = next(name for name in names if not (logs / name).exists())
         version = self.fabric.broadcast(version)
         self.log_dir, self.checkpoint_dir = logs / version, checkpoints / version
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         if self.fabric.is_global_zero:
-            if resume_path is None:
-                (self.log_dir / "metrics.csv").unlink(missing_ok=True)
-                (self.log_dir / "steps.csv").unlink(missing_ok=True)
-            options = [field.name for field in fields(self) if field.name != "fabric"]
-            config = to_plain({name: getattr(self, name) for name in options})
+            for name in ("metrics.csv", "steps.csv") if resume_path is None else ():
+                (self.log_dir / name).unlink(missing_ok=True)
+            config = to_plain({field.name: getattr(self, field.name) for field in fields(self)})
             hparams = {"hparams": self._hyper_parameters, "config": config}
             (self.log_dir / "hparams.yaml").write_text(yaml.safe_dump(hparams))
 
     @contextmanager
     def _recorded_state(self) -> Iterator[None]:
-        """Record in .lock how the run ends, for the list of runs. Ctrl-C ends it without an error."""
-        with (self.log_dir / ".lock").open("a") as lock:
-            with suppress(ImportError, OSError):  # Windows and some network drives cannot lock.
-                import fcntl
-
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            print(os.getpid(), file=lock, flush=True)
-            state = "failed"
-            try:
-                yield
-                state = "finished"
-            except KeyboardInterrupt:
-                state = "interrupted"
-                print(f"Ctrl-C in epoch {self.current_epoch}. To continue: resume='last'.")
-            finally:
-                print(state, file=lock)
+        """Write how the run ends, for the list of runs. Ctrl-C ends it without an error."""
+        file, state = self.log_dir / ".lock", "failed"
+        file.unlink(missing_ok=True)
+        try:
+            yield
+            state = "finished"
+        except KeyboardInterrupt:
+            state = "interrupted"
+            print(f"Ctrl-C in epoch {self.current_epoch}. To continue: resume='last'.")
+        finally:
+            file.write_text(state)
 
     @contextmanager
     def _attached_to_model(self) -> Iterator[None]:
@@ -697,10 +711,12 @@ class MiniLoop:
             if self._is_lightning_module:
                 del self.model.log, self.model.log_dict
 
-    def _call(self, hook: str, *args: Any) -> None:
-        method = find_method(self.model, hook)
-        if method is not None:
-            method(*args)
+    def _call(self, name: str, *args: Any) -> None:
+        if name not in self._hooks:
+            self._hooks[name] = find_method(self.model, name)
+        hook = self._hooks[name]
+        if hook is not None:
+            hook(*args)
 
 
 class StepModule(nn.Module):
@@ -719,14 +735,15 @@ class Mean:
 
     def __init__(self, fabric: Fabric, is_synced: bool) -> None:
         self.fabric, self.is_synced = fabric, is_synced
-        self.reset()
-
-    def reset(self) -> None:
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.total, self.weight = torch.zeros((), dtype=dtype), 0
 
     def add(self, value: Tensor, batch_size: int) -> None:
-        self.total = self.total + value * batch_size
+        if batch_size in POWERS_OF_TWO:
+            # The product is exact, so that one operation rounds as two do.
+            self.total = torch.add(self.total, value, alpha=batch_size)
+        else:
+            self.total = self.total + value * batch_size
         self.weight += batch_size
 
     def compute(self) -> Tensor:
@@ -747,17 +764,11 @@ def find_method(model: Any, name: str) -> Callable | None:
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the module that holds the parameters: the model, or all modules in its attributes."""
+    """Return the module of the parameters: the model, or the modules in an object's attributes."""
     if isinstance(model, nn.Module):
         return model
-    network = nn.Module()
-    for name, value in getattr(model, "__dict__", {}).items():
-        if isinstance(value, nn.Module):
-            network.add_module(name, value)
-    if next(network.parameters(), None) is None:
-        kind = type(model).__name__
-        raise TypeError(f"model: got a {kind}, expected an nn.Module or an object that has one.")
-    return network
+    modules = {name: value for name, value in vars(model).items() if isinstance(value, nn.Module)}
+    return nn.ModuleDict(modules)
 
 
 def with_batch_idx(step: Callable, name: str) -> Callable:
@@ -777,7 +788,6 @@ def with_batch_idx(step: Callable, name: str) -> Callable:
 
 
 def find_loss(output: Any, batch_idx: int) -> Tensor:
-    """Return the loss in what training_step returned."""
     loss = output.get("loss") if isinstance(output, dict) else output
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss
@@ -795,40 +805,18 @@ def find_batch_size(batch: Any) -> int:
     return len(batch) if isinstance(batch, Tensor) and batch.dim() > 0 else 1
 
 
-def check_loader(loader: Any, argument: str) -> None:
-    """Refuse what does not give batches."""
-    kind = type(loader).__name__
-    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-        text = f"{argument}: got a {kind}, which gives single samples, expected batches."
-        raise TypeError(f"{text} Write DataLoader(dataset, batch_size=32).")
-    is_several = isinstance(loader, list | tuple) and any(isinstance(x, DataLoader) for x in loader)
-    is_batches = isinstance(loader, Iterable) and not isinstance(loader, str | Tensor | dict)
-    if loader is not None and (is_several or not is_batches):
-        raise TypeError(f"{argument}: got a {kind}, expected one iterable of batches.")
-    if find_length(loader) == 0:
-        raise ValueError(f"{argument}: got an empty {kind}, expected at least one batch.")
-
-
-def find_length(loader: Any) -> int | None:
-    """Return the number of batches; None if it is not known."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
-
-
 def mark_last(loader: Any) -> Iterator[tuple[Any, bool]]:
     """Yield each batch and whether it is the last one. Without a length, read one batch ahead."""
-    length, count, previous = find_length(loader), 0, None
-    for count, batch in enumerate(itertools.islice(loader, length), start=1):
-        if length is not None:
+    length = length_hint(loader, -1)
+    if length >= 0:
+        for count, batch in enumerate(loader, start=1):
             yield batch, count == length
-        elif count > 1:
+        return
+    batches = iter(loader)
+    for previous in batches:
+        for batch in batches:
             yield previous, False
-        previous = batch
-    if count == 0 or (length is not None and count < length):
-        raise ValueError(f"train_dataloaders: got {count} batches, expected {length or 'more'}.")
-    if length is None:
+            previous = batch
         yield previous, True
 
 
@@ -841,7 +829,7 @@ def show_progress(batches: Iterator, description: str) -> Any:
     return tqdm(batches, desc=description, leave=False, disable=None)
 
 
-def parse_optimizers(returned: Any) -> tuple[Any, list[dict[str, Any]]]:
+def parse_optimizers(returned: Any, scheduler: Any) -> tuple[Any, list[dict[str, Any]]]:
     """Return the optimizer and the schedulers in what configure_optimizers returned."""
     optimizer, schedulers, monitor = returned, None, "val_loss"
     if isinstance(returned, dict):
@@ -854,27 +842,20 @@ def parse_optimizers(returned: Any) -> tuple[Any, list[dict[str, Any]]]:
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
             f"optimizer: got {type(optimizer).__name__}, expected an optimizer, [optimizer],"
-            ' ([optimizer], [scheduler]) or {"optimizer": ..., "lr_scheduler": ...}. LBFGS and'
-            " several optimizers need FabricLoop."
+            ' ([optimizer], [scheduler]) or {"optimizer": ..., "lr_scheduler": ...}. Use FabricLoop'
+            " for several optimizers and LBFGS."
         )
+    schedulers = schedulers if scheduler is None else scheduler
     if not isinstance(schedulers, list | tuple):
         schedulers = [] if schedulers is None else [schedulers]
-    return optimizer, [parse_scheduler(scheduler, monitor) for scheduler in schedulers]
-
-
-def parse_scheduler(given: Any, monitor: str = "val_loss") -> dict[str, Any]:
-    """Return a scheduler, or its dict, with every default."""
-    given = given if isinstance(given, dict) else {"scheduler": given}
-    if not hasattr(given.get("scheduler"), "step"):
-        raise TypeError(f"scheduler: got {given!r}, expected a scheduler or a dict that has one.")
-    config = {"interval": "epoch", "frequency": 1, "monitor": monitor, **given}
-    if isinstance(config["scheduler"], ReduceLROnPlateau):
-        config["interval"] = "plateau"
-    return config
-
-
-def version_name(version: int | str) -> str:
-    return f"version_{version}" if isinstance(version, int) else version
+    configs = []
+    for given in schedulers:
+        config = {"interval": "epoch", "frequency": 1, "monitor": monitor}
+        config.update(given if isinstance(given, dict) else {"scheduler": given})
+        if isinstance(config["scheduler"], ReduceLROnPlateau):
+            config["interval"] = "plateau"
+        configs.append(config)
+    return optimizer, configs
 
 
 @contextmanager
@@ -907,7 +888,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a CSV file. Missing cells are empty."""
     with replaced(path, "w") as file:
         columns = dict.fromkeys(name for row in rows for name in row)
         writer = csv.DictWriter(file, columns, lineterminator="\n")

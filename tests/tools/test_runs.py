@@ -181,17 +181,6 @@ def test_state_and_options_of_mini_loop(statement, state):
     assert (options["max_epochs"], options["seed"]) == (4, 3)
 
 
-def test_a_mini_loop_that_trains_and_is_killed():
-    code = TRAIN.format("print('waits', flush=True); import time; time.sleep(10_000)")
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        while (line := process.stdout.readline()) and line != "waits\n":
-            pass
-        rows = list_runs()[["state", "epochs"]].values.tolist()
-        process.kill()
-    assert rows == [["running", 2]]
-    assert list_runs()["state"].tolist() == ["interrupted"]
-
-
 # ---- the command
 
 
