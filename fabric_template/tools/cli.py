@@ -60,7 +60,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
         "--x": {"help": "The horizontal axis: epoch, step or time."},
         "--smooth": {"type": float, "help": "Weight of the earlier points, from 0 to below 1."},
         "--out": {"help": "The picture. Default: history.png in the folder."},
-        "--watch": {**FLAG, "help": "Draw again while the logs grow."},
     },
     "runs": {
         "paths": {"nargs": "*", "default": [], "help": "A folder, diff RUN RUN, or best FOLDER."},

@@ -10,13 +10,12 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..loggers.read_logs import read_logs
-from .runs import LOWER_IS_BETTER, list_runs
+from .runs import LOWER_IS_BETTER, find_runs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which color-blind people can distinguish. After six runs it repeats, dashed.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
-INDEX_COLUMNS = ("name", "version", "epoch", "step", "time")
+INDEX_COLUMNS = ("name", "version", "epoch", "step", "time", "samples_per_second")
 SPLITS = {"training": "train", "val": "validation", "valid": "validation"}
 _SPLIT = r"(train|training|val|valid|validation|test)"
 _COLUMN = re.compile(rf"(?is)(?:{_SPLIT}[\W_])?(.*?)(?:[\W_]{_SPLIT})?(?:_epoch|_step)?(/.*)?")
@@ -44,8 +43,18 @@ class Run:
 
     label: str
     tables: list[pd.DataFrame]
+    monitor: str | None = None
+    mode: str | None = None
     color: str | None = None
     dash: str = "-"
+
+    def best_is_low(self, metric: Metric) -> bool | None:
+        """Return whether a low value of a metric is good; None if nobody knows."""
+        if metric.column == self.monitor:
+            return self.mode != "max"
+        if LOWER_IS_BETTER.search(metric.quantity):
+            return True
+        return False if _HIGH_IS_GOOD.search(metric.quantity) else None
 
 
 class Metric(NamedTuple):
@@ -82,12 +91,12 @@ def plot_logs(
         logs: A path as for `read_logs`, a DataFrame (such as `fit` returns), a list of these, or a
             dict with a label for each.
         x: "epoch", "step" (with the rows of steps.csv) or "time" (of training). None is "step" for
-            runs with several rows in an epoch, otherwise "epoch".
+            runs by steps, otherwise "epoch".
         metrics: Columns, or quantities such as "f1" (train_f1 and val_f1) and "lr". None draws
             losses and accuracies, or all metrics where there are none of these.
         ax: Draw into these Axes instead of a new figure.
         smooth: Weight of the earlier points in a moving average, from 0 to below 1. None smooths
-            lines of more than 300 points.
+            training lines of more than 50 points. The points themselves are drawn pale.
         seeds: Draw runs of one name that differ only in their seed as a mean with its range.
 
     Returns:
@@ -104,10 +113,10 @@ def plot_logs(
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected 0 to below 1. Write 0.9, for example.")
     runs = load_runs(logs, seeds)
+    tables = [table for run in runs for table in run.tables]
     if x is None:
-        tables = [table for run in runs for table in run.tables]
-        by_epoch = all("epoch" in t and not t["epoch"].duplicated().any() for t in tables)
-        x = "epoch" if by_epoch or not all("step" in t for t in tables) else "step"
+        is_by_steps = any(map(has_rows_by_step, tables)) and all("step" in t for t in tables)
+        x = "step" if is_by_steps else "epoch"
     for number, run in enumerate(runs):
         run.tables = [prepare_table(table, x) for table in run.tables]
         run.label = "" if len(runs) == 1 else run.label or f"run {number}"
@@ -165,19 +174,28 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 def read_runs(path: Path, seeds: bool) -> list[Run]:
     """Read the runs of a path; join those of one name that differ only in their seed."""
     rows_by_run = read_logs(path).groupby(["name", "version"], sort=False)
-    listed = list_runs(path.parent if path.is_file() else path).set_index(["name", "version"])
+    found = find_runs(path.parent if path.is_file() else path)
+    by_place = {(run["name"], run["version"]): run for run in found}
     runs: dict[Any, Run] = {}
     for (name, version), rows in rows_by_run:
-        folder, options = Path(listed.folder[name, version]), dict(listed.changed[name, version])
+        recorded = by_place[name, version]
+        folder, options = Path(recorded["folder"]), dict(recorded["changed"])
         rows.attrs["folder"] = folder
         is_seed = seeds and options.pop("seed", None) is not None
         label = f"{name}/{folder.name}"
-        run = runs.setdefault((name, str(options)) if is_seed else label, Run(label, []))
+        best = (recorded["options"].get(option) for option in ("monitor", "mode"))
+        run = runs.setdefault((name, str(options)) if is_seed else label, Run(label, [], *best))
         run.tables.append(rows)
         if len(run.tables) > 1:
             changed = [f"{option}={value}" for option, value in options.items()]
             run.label = f"{' '.join([name, *changed])}, mean of {len(run.tables)}"
     return list(runs.values())
+
+
+def has_rows_by_step(table: pd.DataFrame) -> bool:
+    """Return whether the rows of a run follow its steps."""
+    has_speed = "samples_per_second" in table and bool(table["samples_per_second"].notna().any())
+    return has_speed or "epoch" not in table or bool(table["epoch"].duplicated().any())
 
 
 def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
@@ -187,9 +205,10 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
     folder = table.attrs.get("folder")
     if x == "step" and folder is not None and (folder / "steps.csv").is_file():
         steps = read_logs(folder, steps=True)
+        # The learning rate of a row is that of its last step, which steps.csv has, too.
         table = pd.concat([table[["step", *table.columns.difference(steps.columns)]], steps])
     elif x == "time" and x in table:
-        # A row has the seconds of its own epoch.
+        # A row has the seconds since the row before.
         table = table.assign(time=table["time"].fillna(0).cumsum())
     return table.groupby(x, as_index=False).last() if x in table else table
 
@@ -249,6 +268,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     rows = [table[[x, metric.column]].set_axis(["x", "y"], axis=1) for table in tables]
     points = pd.concat(rows or [pd.DataFrame({"x": [], "y": []})])
     points = points[points["y"].abs() < math.inf]
+    is_evaluated = metric.split in ("validation", "test")
     style: dict[str, Any] = {"linestyle": run.dash, "linewidth": 2.2}
     if metric.split == "train":
         style.update(linewidth=1.0, alpha=0.65)
@@ -261,16 +281,15 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
         if metric.split != "train":
             ax.fill_between(points["x"], low, high, color=run.color, alpha=0.2, linewidth=0)
     values = points["y"]
-    if smooth or (smooth is None and len(points) > 300):
+    if smooth or (smooth is None and not is_evaluated and len(points) > 50):
         ax.plot(points["x"], values, color=run.color, alpha=0.25, linewidth=0.6)
-        values = values.ewm(alpha=1 - smooth if smooth else 100 / len(points)).mean()
+        values = values.ewm(alpha=1 - smooth if smooth else 10 / len(points)).mean()
     # Few points have a dot each. A short run is drawn over a long one that may have resumed it.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     (line,) = ax.plot(points["x"], values, color=run.color, label=label, **style)
-    low_is_good = LOWER_IS_BETTER.search(metric.quantity)
-    has_direction = low_is_good or _HIGH_IS_GOOD.search(metric.quantity)
-    if has_direction and metric.split != "train" and len(points):
-        best = values.idxmin() if low_is_good else values.idxmax()
+    is_low = run.best_is_low(metric)
+    if is_low is not None and metric.split != "train" and len(points):
+        best = values.idxmin() if is_low else values.idxmax()
         style = {"color": line.get_color(), "markersize": 9, "markeredgecolor": "white"}
         ax.plot(points["x"][best], values[best], "o", label="best", zorder=4, **style)
 
@@ -345,14 +364,12 @@ class LivePlot:
         """Start a new picture."""
         self.display, self.next_time = None, 0.0
 
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
         """Draw at most once a second and in at most 5 % of the time."""
         start = time.monotonic()
         if start >= self.next_time:
             self.on_fit_end(trainer, module)
             self.next_time = start + max(1.0, 20 * (time.monotonic() - start))
-
-    on_validation_end = on_train_epoch_start
 
     def on_fit_end(self, trainer: Any, module: Any, error: BaseException | None = None) -> None:
         """Draw the rows that are logged so far."""
@@ -378,21 +395,6 @@ class LivePlot:
     on_exception = on_fit_end
 
 
-def watch_runs(paths: Sequence[str], out: Path, **options: Any) -> None:
-    """Draw again whenever the logs have grown, until no run is running."""
-    folders = [path.parent if path.is_file() else path for path in map(Path, paths)]
-    drawn: list[int] = []
-    is_running = True
-    while is_running:
-        is_running = any("running" in set(list_runs(folder)["state"]) for folder in folders)
-        files = [file for folder in folders for file in folder.rglob("metrics.csv")]
-        changed = [file.stat().st_mtime_ns for file in files]
-        if changed != drawn:
-            save_picture(paths, out, **options)
-            drawn = changed
-        time.sleep(int(is_running))
-
-
 def plot_command(
     paths: Sequence[str] = ("logs",),
     *,
@@ -400,16 +402,11 @@ def plot_command(
     x: str | None = None,
     smooth: float | None = None,
     out: str | None = None,
-    watch: bool = False,
 ) -> int:
     """Draw the logs of one run or several into a picture."""
     first = Path(paths[0])
     folder = first if first.is_dir() else first.parent
     picture = Path(out or Path("." if len(paths) > 1 else folder, "history.png"))
     options = {"metrics": metrics, "x": x, "smooth": smooth}
-    if watch:
-        print(f"watching    {picture}: until the runs end or Ctrl-C", flush=True)
-        with suppress(KeyboardInterrupt):
-            watch_runs(paths, picture, **options)
     print(f"picture     {save_picture(paths, picture, **options)}")
     return 0

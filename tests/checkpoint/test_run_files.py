@@ -63,7 +63,10 @@ def test_files(tmp_path):
         "epoch,step,train_loss,val_loss,loss_of_batch,epoch_only,lr\n0,4,0.0,10.0,1.5,3.0,0.5\n1,8,0.0,11.0,1.5,3.0,0.5"
     )
     steps = (tmp_path / FOLDER / "steps.csv").read_text()
-    assert steps == "step,epoch,loss_of_batch_step\n2,0,1.0\n4,0,3.0\n6,1,1.0\n8,1,3.0\n"
+    assert steps == "step,epoch,train_loss,lr,loss_of_batch\n" + "".join(
+        f"{step},{epoch},0.0,0.5,{value}\n"
+        for step, epoch, value in ((2, 0, 1.0), (4, 0, 3.0), (6, 1, 1.0), (8, 1, 3.0))
+    )
     names = ("config.yaml", "hparams.yaml", "metrics.csv", "steps.csv")
     assert tree(tmp_path) == [LAST, *(f"{FOLDER}/{name}" for name in names)]
     pd.testing.assert_frame_equal(history, pd.read_csv(tmp_path / FOLDER / "metrics.csv"))
@@ -119,8 +122,8 @@ def test_log_every_n_steps(tmp_path, every, steps):
     if steps is None:
         assert found is None
     else:
-        rows = [f"{step},{(step - 1) // 4},{(step - 1) % 4:.1f}" for step in steps]
-        assert found.splitlines() == ["step,epoch,loss_of_batch_step", *rows]
+        rows = [f"{step},{(step - 1) // 4},0.0,0.5,{(step - 1) % 4:.1f}" for step in steps]
+        assert found.splitlines() == ["step,epoch,train_loss,lr,loss_of_batch", *rows]
 
 
 def test_rows_are_on_disk_when_the_epoch_ends(tmp_path):

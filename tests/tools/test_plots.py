@@ -164,13 +164,33 @@ def test_over_steps_the_values_of_steps_csv_are_drawn():
     assert lines(loss, "validation") == [[[10, 0.5]]]
 
 
-def test_a_run_with_several_validations_in_an_epoch_is_drawn_over_steps():
+@pytest.mark.parametrize("has_speed", [True, False])
+def test_a_run_by_steps_is_drawn_over_steps(has_speed):
+    """The losses of single batches are pale, their average is a line, and validations are joined points."""
     logger = CSVLogger("logs", name="steps", version=0)
-    for step in (10, 20, 30):
-        logger.log_epoch({"epoch": step // 25, "step": step, "val_loss": 1.0 / step})
+    for step in range(1, 101):
+        logger.log_metrics({"train_loss": float(step % 2), "lr": 0.1}, step)
+    for step in (30, 60, 100):
+        speed = {"samples_per_second": 5.0} if has_speed else {}
+        epoch = step if has_speed else 0
+        logger.log_epoch({"epoch": epoch, "step": step, "train_loss": 0.5, "val_loss": 1.0 / step, "lr": 0.1, **speed})
     ax = plot_logs("logs")
     assert ax.get_xlabel() == "step"
-    assert [x for x, _ in lines(ax, "validation")[0]] == [10, 20, 30]
+    raw, average, validation, _ = ax.get_lines()
+    assert len(raw.get_xdata()) == len(average.get_xdata()) == 100
+    assert raw.get_alpha() < average.get_alpha()
+    assert np.ptp(average.get_ydata()[50:]) < 0.2 < np.ptp(raw.get_ydata())
+    assert (validation.get_xdata().tolist(), validation.get_marker()) == ([30, 60, 100], ".")
+
+
+def test_the_monitor_has_a_best_value_by_its_mode():
+    for version, mode in enumerate(("min", "max")):
+        logger = CSVLogger("logs", name=mode, version=version)
+        logger.log_hyperparams({"config": {"monitor": "val_gap", "mode": mode}})
+        for epoch, gap in enumerate([3.0, 1.0, 2.0]):
+            logger.log_epoch({"epoch": epoch, "step": epoch, "val_gap": gap})
+    assert lines(plot_logs("logs/min", metrics="val_gap"), "best") == [[[1, 1]]]
+    assert lines(plot_logs("logs/max", metrics="val_gap"), "best") == [[[0, 3]]]
 
 
 def test_lightnings_half_empty_rows_are_joined():
@@ -190,6 +210,7 @@ def test_many_points_are_smoothed_over_the_measured_values():
     assert np.ptp(raw.get_ydata()) == 2
     assert np.ptp(smooth.get_ydata()[1000:]) < 0.1
     assert len(plot_logs(frame, x="step", smooth=0).get_lines()) == 1
+    assert len(plot_logs(frame.rename(columns={"train_loss": "val_loss"}), x="step").get_lines()) == 2
     _, half = plot_logs(frame[:3], x="step", smooth=0.5).get_lines()
     assert half.get_ydata() == pytest.approx([1.0, 7 / 3, 11 / 7])  # as in TensorBoard
 
@@ -238,25 +259,6 @@ def test_the_command_writes_a_picture(capsys):
         assert Path(path).read_bytes().startswith(b"\x89PNG")
     assert main(["plot", "--out", "no/x.png"]) == 2
     assert "out: got 'no/x.png', expected a .png, .pdf or .svg" in capsys.readouterr().err
-
-
-def test_watch_draws_again_when_the_log_grows_until_the_run_ends(monkeypatch, capsys):
-    logger = write_run("a", 0, [1.0])
-    states = ["running", "running", "running", "finished"]
-    drawn = []
-    monkeypatch.setattr(
-        "fabric_template.tools.plots.list_runs", lambda folder: pd.DataFrame({"state": [states.pop(0)]})
-    )
-    monkeypatch.setattr(plots, "save_picture", lambda paths, out, **options: drawn.append(len(states)) or out)
-
-    def sleep(seconds):
-        if len(states) == 2:
-            logger.log_epoch({"epoch": 1, "step": 20, "val_loss": 0.5})
-
-    monkeypatch.setattr(plots.time, "sleep", sleep)
-    assert main(["plot", "logs", "--watch"]) == 0
-    assert drawn[:3] == [3, 1, 0]  # not where nothing was new
-    assert "watching    logs/history.png: until the runs end or Ctrl-C" in capsys.readouterr().out
 
 
 def test_the_command_imports_neither_torch_nor_lightning():
