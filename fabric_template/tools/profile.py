@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.overrides import TorchFunctionMode
 
 from .step_timer import PARTS, Choice, time_steps
-from .tune import SETTINGS, compare
+from .tune import SETTINGS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MIN_GAIN = 1.1  # of a suggestion
+# A setting is suggested if it is faster by MIN_GAIN in the median of several comparisons.
+MIN_GAIN, COMPARISONS = 1.1, 3
 # Methods that read a value, for which a GPU has to finish its work.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
 LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torchmetrics.")
@@ -129,21 +131,21 @@ class ValueReads(TorchFunctionMode):
 
 
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
-    """Try settings that change no numbers, and describe those that are faster each time."""
+    """Try settings that change no numbers, and describe those that are faster."""
     steps = min(max(int(200 / milliseconds), 10), 200)
-
-    def trial(choice: Choice) -> float:
-        return time_steps(loop, parts, choice, steps).get_rate()
-
-    gains = {}
     choices: list[Choice] = [{"tensor_loader": True}, {"num_workers": min(os.cpu_count() or 1, 8)}]
     if torch.get_num_threads() > 1:
         choices.append({"threads": 1})
+    found = {}
     for choice in choices:
-        ((name, value),) = choice.items()
+        gains = []
         # A setting that fails here is not suggested.
         with suppress(Exception):
-            gain = compare(trial, {}, choice)
-            if gain >= MIN_GAIN:
-                gains[f"{gain:.1f}x by {SETTINGS[name][1].format(value)}"] = gain
-    return sorted(gains, key=gains.__getitem__, reverse=True)
+            for _ in range(COMPARISONS):
+                before, after = (time_steps(loop, parts, tried, steps) for tried in ({}, choice))
+                gains.append(after.get_rate() / before.get_rate())
+            if median(gains) >= MIN_GAIN:
+                ((name, value),) = choice.items()
+                line = SETTINGS[name][1].format(value)
+                found[f"{median(gains):.1f}x by {line}"] = median(gains)
+    return sorted(found, key=found.__getitem__, reverse=True)

@@ -56,7 +56,7 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
         raise ValueError(f"steps: got {steps}, expected 1 or more. Write the number of steps.")
     recorder = Recorder(steps, stop)
     try:
-        with recorder.register_hooks():
+        with recorder.hooks:
             yield
     except EnoughSteps:
         pass
@@ -100,10 +100,10 @@ def run_script(path: str, arguments: list[str], recording: Path, steps: int) -> 
 
 
 class Recorder:
-    """Records optimizer steps as dicts of plain values."""
+    """Records optimizer steps as dicts of plain values, until `hooks` are closed."""
 
     def __init__(self, limit: int, stop: bool) -> None:
-        self.limit, self.stop, self.is_full = limit, stop, False
+        self.limit, self.stop = limit, stop
         self.steps: list[dict[str, Any]] = []
         self.passes: list[dict[str, Any]] = []
         self.modules: dict[int, torch.nn.Module] = {}
@@ -114,10 +114,10 @@ class Recorder:
         self.random_state: dict[str, str] = {}
         self.sampler = ""
         self.has_old_gradients = False
+        self.hooks = ExitStack()
+        self.register_hooks()
 
-    @contextmanager
-    def register_hooks(self) -> Iterator[None]:
-        """Record the training in this block."""
+    def register_hooks(self) -> None:
         run_backward, start_loader = torch.autograd.backward, DataLoader.__iter__
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -128,18 +128,16 @@ class Recorder:
             self.sampler = type(loader.sampler).__name__
             return start_loader(loader)
 
-        with ExitStack() as stack:
-            stack.callback(register_module_forward_pre_hook(self.before_forward).remove)
-            stack.callback(register_optimizer_step_pre_hook(self.before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self.after_step).remove)
-            # PyTorch has no hooks for a loss and for the start of a loader.
-            stack.enter_context(mock.patch.object(torch.autograd, "backward", backward))
-            stack.enter_context(mock.patch.object(DataLoader, "__iter__", iterate))
-            yield
+        self.hooks.callback(register_module_forward_pre_hook(self.before_forward).remove)
+        self.hooks.callback(register_optimizer_step_pre_hook(self.before_step).remove)
+        self.hooks.callback(register_optimizer_step_post_hook(self.after_step).remove)
+        # PyTorch has no hooks for a loss and for the start of a loader.
+        self.hooks.enter_context(mock.patch.object(torch.autograd, "backward", backward))
+        self.hooks.enter_context(mock.patch.object(DataLoader, "__iter__", iterate))
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """Record the data that enters a module with parameters, and the random state."""
-        if torch.compiler.is_compiling() or self.is_full or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if id(module) not in self.modules:
             self.modules |= {id(child): child for child in module.modules()}
@@ -153,8 +151,6 @@ class Recorder:
 
     def before_backward(self, loss: Any) -> None:
         """Record the loss and the forward pass that computed it."""
-        if self.is_full:
-            return
         if not self.passes:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.has_old_gradients = any(bool(gradient.any()) for gradient in gradients)
@@ -173,15 +169,12 @@ class Recorder:
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Record the weights before an optimizer step."""
-        if not self.is_full:
-            self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self.weights = [fingerprint(p) for p in self.parameters]
-            self.number_of_passes = len(self.passes)
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.weights = [fingerprint(p) for p in self.parameters]
+        self.number_of_passes = len(self.passes)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record an optimizer step."""
-        if self.is_full:
-            return
+        """Record an optimizer step. After the last one remove the hooks."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         number = self.optimizers.index(optimizer) + 1
@@ -196,9 +189,10 @@ class Recorder:
             }
         )
         self.passes = []
-        self.is_full = len(self.steps) == self.limit
-        if self.is_full and self.stop:
-            raise EnoughSteps
+        if len(self.steps) == self.limit:
+            self.hooks.close()
+            if self.stop:
+                raise EnoughSteps
 
     def describe_parameters(self, optimizer: Any) -> list[dict[str, Any]]:
         """Describe each parameter, in the optimizer's order."""

@@ -97,11 +97,11 @@ def make_wide(factor: int = 2):
 
 
 class Hears:
-    def __init__(self, word: str = "nothing"):
-        self.word = word
+    def __init__(self, text: str = "nothing"):
+        self.text = text
 
     def on_train_start(self, loop, model):
-        print("heard", self.word)
+        print("heard", self.text)
 """
 
 
@@ -149,7 +149,7 @@ def test_help_lists_the_commands(capsys, argv):
 
 
 def test_no_help_imports_torch():
-    """A fresh Python: `import torch` takes seconds, help must not."""
+    """Import torch takes seconds, which help must not wait for."""
     code = """
 import sys
 from fabric_template.tools import cli
@@ -203,7 +203,7 @@ def test_a_switch_needs_no_value(capsys):
 
 def test_callbacks_and_loggers_by_their_class(capsys):
     argv = ["--callbacks+=EarlyStopping", "--callbacks.monitor=val_loss", "--callbacks.stopping_threshold", 100]
-    argv += ["--callbacks+=lit:Hears", "--callbacks.word", "hello", "--callbacks+", "Timer"]
+    argv += ["--callbacks+=lit:Hears", "--callbacks.text", "hello", "--callbacks+", "Timer"]
     argv += ["--logger", "TensorBoardLogger", "--logger.save_dir", "boards", "--logger.name=mine"]
     code, out, _ = run(capsys, *FIT, *QUIET, "--max_epochs", 5, *argv, "--callbacks.duration=00:01:00:00")
     assert (code, "heard hello\n" in out, "1 epoch, 4 steps" in out) == (0, True, True)
@@ -215,7 +215,7 @@ def test_callbacks_and_loggers_by_their_class(capsys):
 
 
 def lines(out):
-    """Return the lines at the end of a training by their first word."""
+    """Return the lines at the end of a training by their heading."""
     return dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", out, re.MULTILINE))
 
 
@@ -269,7 +269,7 @@ def test_a_run_is_repeated_bit_for_bit(capsys):
     found = config_of("run/version_0")
     assert {*LoopConfig.__dataclass_fields__} <= {*found}
     assert found["model"] == {"class_path": "lit.Lit", "init_args": {"hidden": 6, "lr": 0.1, "act": None}}
-    assert found["callbacks"] == [{"class_path": "lit.Hears", "init_args": {"word": "nothing"}}]
+    assert found["callbacks"] == [{"class_path": "lit.Hears", "init_args": {"text": "nothing"}}]
     torch.rand(3)
     repeats = [["--config", "run.yaml"], ["--config", "logs/run/version_0/config.yaml"], FOLDER]
     for version, repeat in enumerate(repeats, start=1):

@@ -1,4 +1,4 @@
-"""Tune: what is faster is kept, a trial that fails is a row, and nothing in this process changes."""
+"""Test that tune keeps faster settings, lists failed trials, and changes nothing in this process."""
 
 import math
 import os
@@ -97,7 +97,7 @@ def test_workers_are_kept_for_slow_samples(monkeypatch):
 def test_a_batch_size_that_fails_is_a_row_and_nothing_here_changes(tmp_path, capsys):
     def step(net, batch):
         if len(batch) > 128:
-            raise MemoryError("no room")
+            raise MemoryError("out of memory")
         return slow_step(net, batch)
 
     loader = DataLoader(Samples(), batch_size=32, shuffle=True)
@@ -105,8 +105,8 @@ def test_a_batch_size_that_fails_is_a_row_and_nothing_here_changes(tmp_path, cap
     assert found.choice == {"batch_size": 128}
     assert found.options == {}
     assert "(other numbers)" in found.lines[0]
-    assert ("batch_size 256", 0.0, "MemoryError: no room") in found.trials
-    assert "failed  batch_size 256  MemoryError: no room" in capsys.readouterr().out
+    assert ("batch_size 256", 0.0, "MemoryError: out of memory") in found.trials
+    assert "failed  batch_size 256  MemoryError: out of memory" in capsys.readouterr().out
     assert loader.batch_size == 32
     assert os.listdir(tmp_path) == []
 

@@ -115,7 +115,7 @@ CASES = {  # your file, upstream's new one, the outcome, the exit code, what is 
     "only upstream": (LOOP, RELEASED, "replaced", 0, RELEASED),
     "only yours": (EDITED, LOOP, None, 0, EDITED),
     "both": (EDITED, RELEASED, "merged", 0, "mine\n\ntwo\n\nnew\n"),
-    "both alike": (RELEASED, RELEASED, None, 0, RELEASED),
+    "both the same": (RELEASED, RELEASED, None, 0, RELEASED),
     "the same lines": (EDITED, LOOP.replace("one", "other"), "conflict", 1, CONFLICT),
     "deleted by you": (None, RELEASED, "left out", 0, None),
     "gone upstream": (LOOP, None, "removed", 0, None),
