@@ -182,4 +182,5 @@ LOADERS = {
     "max_size": combined("max_size"),
     "combined, workers": combined("max_size_cycle", **WORKERS),
     "cycle of streams": lambda: [streams()(), streams(lambda: Stream(10))()],
+    "max_size of streams": lambda: CombinedLoader([streams()(), streams(lambda: Stream(10))()], "max_size"),
 }

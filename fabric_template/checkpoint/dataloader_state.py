@@ -43,12 +43,19 @@ class ResumableLoader:
     Attributes:
         passes: Passes of this epoch. CombinedLoader starts a short loader several times.
         batches: Batches of this pass.
+        is_read_ahead: Whether the last batch may be one that training has not reached.
+        reads_in_process: Whether samples depend on the random numbers of this process.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.passes = self.batches = 0
-        self._is_finished = False
+        self._is_finished = self.is_read_ahead = False
+        self.reads_in_process = not getattr(loader, "num_workers", 0)
+        # The random state and the loader's state before the last batch, where it is read ahead.
+        self._rng_before_last: dict[str, Any] | None = None
+        self._restored_rng: dict[str, Any] | None = None
+        self._state_before_last: Any = None
         self._at_start: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
         # A plain DataLoader can be given other samplers and functions while its iterator is made.
@@ -114,10 +121,11 @@ class ResumableLoader:
     def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
         if self._at_first_batch is None:
             self._at_first_batch = {"rng": capture_rng_state(), **self._part_states()}
+        fetch = self._read_ahead if self.is_read_ahead else next
         # Not a for loop: it would call iter() again, which starts some iterators over.
         while True:
             try:
-                batch = next(iterator)
+                batch = fetch(iterator)
             except StopIteration:
                 break
             self.batches += 1
@@ -125,6 +133,18 @@ class ResumableLoader:
                 batch = self._unpack(batch)
             yield batch
         self._is_finished = True
+
+    def _read_ahead(self, iterator: Iterator[Any]) -> Any:
+        """Read the next batch. The first one after a resume was read before the checkpoint was saved."""
+        self._state_before_last = self._part_state()
+        restored, self._restored_rng = self._restored_rng, None
+        if restored is None:
+            self._rng_before_last = capture_rng_state() if self.reads_in_process else None
+            return next(iterator)
+        self._rng_before_last = restored
+        with unchanged_rng_state():
+            restore_rng_state(restored)
+            return next(iterator)
 
     def _unpack(self, item: WorkerBatch) -> Any:
         """Keep the random state of the batch's worker, and of all workers at the start of a round."""
@@ -171,6 +191,7 @@ class ResumableLoader:
             return iter(())
         with unchanged_rng_state():
             self._reader = self._start_at(state)
+        self._restored_rng = state["rng_before_next"]
         for generator, generator_state in zip(self._generators, state["generators"], strict=False):
             generator.set_state(generator_state)
         return self._reader
@@ -225,6 +246,9 @@ class ResumableLoader:
         """
         if self._restored is not None:
             return self._restored
+        if self._is_finished and dropped:
+            # It had no batch when the others were read.
+            dropped -= 1
         done = max(0, self.batches - dropped)
         round_start, workers = self._rounds[-1 if self._rounds[-1][0] <= done else 0]
         is_finished = self._is_finished and not dropped
@@ -237,17 +261,19 @@ class ResumableLoader:
             "at_first_batch": self._at_first_batch,
             "had_workers": self._had_workers,
             "round_start": min(round_start, done),
+            "rng_before_next": self._rng_before_last if dropped == 1 else self._restored_rng,
             **self._part_states(),
         }
         if not is_in_pass or is_finished:
             workers = self._workers
-            position["had_workers"] = self._at_start is not None
+            position["had_workers"] = self._is_persistent and self._at_start is not None
         position["workers"] = [unpack_rng_state(state) for state in workers]
         if self._stateful_part is not None:
-            position["state"] = self.part_state()
+            is_last_dropped = dropped and self.is_read_ahead
+            position["state"] = self._state_before_last if is_last_dropped else self._part_state()
         return position
 
-    def part_state(self) -> Any:
+    def _part_state(self) -> Any:
         """Return the state of a loader that saves its own position, or None."""
         return None if self._stateful_part is None else deepcopy(self._stateful_part.state_dict())
 

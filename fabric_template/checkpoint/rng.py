@@ -36,8 +36,10 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 def unchanged_rng_state() -> Iterator[None]:
     """Restore every generator at the end of a block."""
     state = capture_rng_state()
-    yield
-    restore_rng_state(state)
+    try:
+        yield
+    finally:
+        restore_rng_state(state)
 
 
 def pack_rng_state() -> bytes:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..checkpoint.dataloader_state import ResumableLoader, has_state, samplers_of
-from ..checkpoint.rng import capture_rng_state, restore_rng_state, unchanged_rng_state
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.private import combined_mode
@@ -284,12 +283,11 @@ class TrainLoaders(StageLoaders):
         self.num_batches = self.count_batches()
         self.extra_batches = 0
         self._num_given = 0
-        self.reads_in_process = not all(getattr(part, "num_workers", 0) for part in self.loaders)
-        # A loader of unknown length is read one batch ahead.
+        self.reads_in_process = any(loader.reads_in_process for loader in self.resumable)
+        # The batch that was read ahead from a loader of unknown length.
         self._following: Any = _END
-        self._states_before_ahead: list[Any] = []
-        self._rng_before_ahead: dict[str, Any] | None = None
-        self._restored_rng: dict[str, Any] | None = None
+        for loader in self.resumable:
+            loader.is_read_ahead = self.num_batches == math.inf
 
     def start(self, max_batches: int | float = math.inf) -> None:
         """Start the iterator of an epoch, or of the rest of one."""
@@ -325,48 +323,27 @@ class TrainLoaders(StageLoaders):
             yield batch, index + 1 == self.num_batches
 
     def _batches_of_unknown_length(self) -> Iterator[tuple[Any, bool]]:
-        self._following = self._read_ahead()
+        self._following = next(self._iterator, _END)
         while self._following is not _END:
             batch: Any = self._following
-            self._following = self._read_ahead()
+            self._following = next(self._iterator, _END)
             self._num_given += 1
             yield batch, self._following is _END
 
-    def _read_ahead(self) -> Any:
-        """Read the next batch. The first one after a resume was read before the checkpoint was saved."""
-        self._states_before_ahead = [loader.part_state() for loader in self.resumable]
-        restored, self._restored_rng = self._restored_rng, None
-        if restored is None:
-            self._rng_before_ahead = capture_rng_state() if self.reads_in_process else None
-            return next(self._iterator, _END)
-        self._rng_before_ahead = restored
-        with unchanged_rng_state():
-            restore_rng_state(restored)
-            return next(self._iterator, _END)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of the loaders, and the random state before the batch ahead was read."""
-        progress = self.run.progress.state_dict()
-        is_in_epoch = progress["is_in_epoch"]
-        is_ahead = is_in_epoch and self._following is not _END
-        dropped, rng_before_ahead = 0, self._restored_rng
-        if is_in_epoch:
+        """Return the positions of the loaders."""
+        progress, dropped = self.run.progress.state_dict(), 0
+        if progress["is_in_epoch"]:
             # Batches whose step was not finished count as not given.
             dropped = self._num_given - progress["batches_done"] - self.extra_batches
-        if is_ahead:
-            rng_before_ahead = None if dropped else self._rng_before_ahead
-            dropped += 1
+            if self._following is not _END:
+                dropped += 1
         # The iterator of the first epoch starts before that epoch.
-        is_in_pass = is_in_epoch or not self.is_used
+        is_in_pass = progress["is_in_epoch"] or not self.is_used
         positions = [loader.state_dict(is_in_pass, dropped) for loader in self.resumable]
-        if is_ahead:
-            for position, part_state in zip(positions, self._states_before_ahead, strict=True):
-                if part_state is not None:
-                    position["state"] = part_state
         return {
             "loaded_in_epoch": self.loaded_in_epoch,
             "extra_batches": self.extra_batches,
-            "rng_before_ahead": rng_before_ahead,
             "loaders": positions,
         }
 
@@ -378,7 +355,6 @@ class TrainLoaders(StageLoaders):
             )
         super().load_state_dict(state)
         self.extra_batches = state["extra_batches"]
-        self._restored_rng = state["rng_before_ahead"]
 
     def check_empty_pass(self) -> None:
         """Refuse a pass without batches where all further ones would be empty, too."""

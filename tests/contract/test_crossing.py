@@ -298,13 +298,6 @@ def test_loaders_with_state_go_on_from_the_others_file(tmp_path, name, step):
             assert same(dict(whole.state_dict()), dict(module.state_dict())), (first, second)
 
 
-def test_another_number_of_loaders_with_state(tmp_path):
-    words = {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(tmp_path, **EVERY_STEP)]}
-    fit_on("trainer", Remembers, tmp_path, **words)
-    with pytest.raises(RuntimeError, match="has 0 stateful loaders, but found 1 states in the checkpoint"):
-        fit_on("loop", in_order, tmp_path, tmp_path / "step=4.ckpt")
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("step", [4, 12])
 def test_the_rest_of_a_shuffled_epoch(tmp_path, step, workers):
