@@ -199,23 +199,16 @@ class LearningRateRamp:
 
 
 def save_curve(rates: list[float], losses: list[float], path: Path) -> float | None:
-    """Draw the curve into a file; return the rate where the smoothed loss falls fastest."""
-    from matplotlib.figure import Figure
+    """Draw the smoothed loss into a file; return the rate where it falls fastest."""
     from pandas import DataFrame
 
-    curve = DataFrame({"lr": rates, "loss": losses})
-    curve["smoothed"] = curve["loss"].rolling(9, center=True, min_periods=1).mean()
+    curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
     # A loss that blows up can fall steeply, too. It does so after the minimum.
-    change = curve["smoothed"].diff().loc[: curve["smoothed"].idxmin()]
-    suggestion = float(curve["lr"][change.idxmin()]) if change.min() < 0 else None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = curve.plot(x="lr", logx=True, ax=figure.subplots())
-    height = losses[0] - min(losses) or 1.0
-    axes.set_ylim(min(losses) - 0.1 * height, losses[0] + height)
-    if suggestion is not None:
-        axes.axvline(suggestion, color="C2", label=f"suggested: {suggestion:.2g}")
-        axes.legend()
-    figure.savefig(path, dpi=150)
+    change = curve["loss"].diff().loc[: curve["loss"].idxmin()]
+    suggestion = float(change.idxmin()) if change.min() < 0 else None
+    limits = (min(losses), 2 * losses[0] - min(losses) + 1e-9)
+    title = f"suggested learning rate: {suggestion and f'{suggestion:.2g}'}"
+    curve.plot(logx=True, ylim=limits, title=title).figure.savefig(path)
     return suggestion
 
 
