@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,9 +54,6 @@ def setup_parts(fabric: Fabric, model: nn.Module, optimizer: Any, loaders: tuple
         parts: list[Any] = given
     else:
         parts = [prepared] if optimizer is None else list(prepared)
-        wrapper: Any = type(parts[0])
-        # The wrapper's own __setattr__ would set the attribute of the model.
-        object.__setattr__(parts[0], "__class__", _wrapper_with_own_names(wrapper))
     parts += [_setup_loader(fabric, loader) for loader in loaders]
     return parts[0] if len(parts) == 1 else tuple(parts)
 
@@ -73,33 +68,6 @@ def _setup_loader(fabric: Fabric, loader: Any) -> Any:
         return loader
     seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
     return loader.for_rank(fabric.global_rank, fabric.world_size, seed=seed)
-
-
-@cache
-def _wrapper_with_own_names(wrapper: Any) -> type:
-    """Return a subclass of Fabric's wrapper that code which asks for names or classes takes for the model.
-
-    Submodules, parameters and buffers have the model's names, isinstance sees its class, and
-    ``torch.save`` writes the model alone.
-    """
-
-    class Wrapper(wrapper):
-        @property  # type: ignore[misc]
-        def __class__(self) -> type:
-            return type(self.module)
-
-        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-            return self.module.named_modules(*args, **kwargs)
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return self.module.__reduce_ex__(protocol)
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            copied = memo[id(self)] = object.__new__(type(self))
-            object.__setattr__(copied, "__dict__", copy.deepcopy(vars(self), memo))
-            return copied
-
-    return Wrapper
 
 
 def to_scalars(fabric: Fabric, metrics: Mapping[str, Any], sync_dist: bool) -> dict[str, Any]:

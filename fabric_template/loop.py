@@ -221,8 +221,8 @@ class FabricLoop(TrainerAPI):
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.
 
-        On one device in float32 model and optimizer come back as they are. Elsewhere the model's wrapper
-        has its names and its class in ``isinstance``; ``torch.save`` writes the model alone. To clip, use
+        On one device in float32 model and optimizer come back as they are. Elsewhere the model is
+        Fabric's wrapper, and ``model.module`` the model itself. To clip, use
         ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``, which unscales gradients before.
 
         Example:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -41,7 +40,7 @@ def starts_window(run: RunState) -> bool:
 
 
 class Optimization:
-    """Call steps and prepare gradients, for automatic and manual optimization."""
+    """What automatic and manual optimization share: backward, clipping, the optimizer step."""
 
     is_automatic: bool
 
@@ -68,7 +67,7 @@ class Optimization:
         self._backward = hooks.with_profiler(action, self._run_backward)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients, with the hooks around it."""
+        """Compute the gradients for ``manual_backward`` and ``loop.backward``."""
         self._backward(loss, *args, **kwargs)
 
     def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -87,11 +86,11 @@ class Optimization:
         """Call the hook that sees the gradients, note their norm if it is logged, and clip them."""
         self.run.hooks.call("on_before_optimizer_step", optimizer)
         config = self.run.config
-        value, algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
         if config.log_grad_norm and self.run.loggers.is_step_due():
             self.run.history.step_values["grad_norm"] = gradient_norm(optimizer)
         if not self.is_automatic:
             return
+        value, algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
         if self._own_clipping is not None:
             kind = GradClipAlgorithmType(algorithm.lower()) if algorithm else None
             self._own_clipping(optimizer, gradient_clip_val=value, gradient_clip_algorithm=kind)
@@ -125,7 +124,7 @@ class Optimization:
         scaler.update()
         return step_output
 
-    def waiting_gradients(self) -> dict[str, Tensor]:
+    def copy_gradients(self) -> dict[str, Tensor]:
         """Return a copy of all gradients, for a checkpoint inside of an accumulation window."""
         if self.run.steps.is_model_parallel:
             # FSDP holds them unsharded, where nobody reads them.
@@ -156,23 +155,24 @@ class AutomaticOptimization(Optimization):
 
     def setup(self) -> None:
         super().setup()
-        run, hooks = self.run, self.run.hooks
-        self._optimizer = optimizer = run.optimizers[0]
+        hooks = self.run.hooks
+        self._optimizer = optimizer = self.run.optimizers[0]
         self._own_zero_grad = hooks.module_method("optimizer_zero_grad")
         # The profiler measures every optimizer step under the name of this hook.
         self._own_step = hooks.module_method("optimizer_step", is_profiled=False)
         is_lbfgs = isinstance(optimizer, LBFGS)
+        has_closure = self._own_step is not None or self._scaler is not None
         # torch's own optimizers, but LBFGS, run a closure once before they step. Without it they
         # compute the same bits for less.
-        needs_closure = is_lbfgs or not type(optimizer).__module__.startswith("torch.optim.")
-        if self._own_step is not None or self._scaler is not None:
-            needs_closure = True
+        is_plain = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
+        step = self._step_plainly if is_plain and not has_closure else self._step_with_closure
         action = f"[LightningModule]{type(hooks.source).__name__}.optimizer_step"
-        step = self._step_with_closure if needs_closure else self._step_plainly
         self._take_step = hooks.with_profiler(action, step)
-        if self._scaler is not None and is_lbfgs:
+        if self._scaler is None:
+            return
+        if is_lbfgs:
             raise ConfigurationError("AMP and the LBFGS optimizer are not compatible.")
-        if self._scaler is not None and run.config.gradient_clip_val and unscales_itself(optimizer):
+        if self.run.config.gradient_clip_val and unscales_itself(optimizer):
             raise RuntimeError(
                 f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient"
                 " clipping because it performs unscaling of gradients internally. HINT: Are you using a"
@@ -266,7 +266,7 @@ class AutomaticOptimization(Optimization):
         """Return the gradients of an accumulation window that has not ended."""
         # A checkpoint of the middle of a step resumes at the start of its accumulation window.
         is_waiting = not is_step_due(self.run) and self.run.progress.phase != "step"
-        return {"gradients": self.waiting_gradients() if is_waiting else {}}
+        return {"gradients": self.copy_gradients() if is_waiting else {}}
 
 
 class ManualOptimization(Optimization):
@@ -277,7 +277,7 @@ class ManualOptimization(Optimization):
     def setup(self) -> None:
         super().setup()
         # Optimizers that have stepped since the last backward. The gradients of the others may wait.
-        self.stepped: set[int] = set()
+        self._stepped: set[int] = set()
         # DDP adds gradients over the processes only if it was prepared for this backward.
         self._is_prepared = self.run.steps.ddp is None or self.run.is_lightning_module
 
@@ -295,7 +295,7 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            self.stepped.clear()
+            self._stepped.clear()
         output = self.call_step(batch, batch_idx)
         run.progress.optimizer_steps_in_epoch = run.progress.batches_done
         if output is None:
@@ -317,7 +317,7 @@ class ManualOptimization(Optimization):
     def _check_gradients(self, loss: Tensor) -> None:
         """Refuse a step function that leaves its optimizers to the loop: nothing would be trained."""
         has_gradients = any(p.grad is not None for p in self.run.network.parameters())
-        if loss.requires_grad and not self.stepped and not has_gradients:
+        if loss.requires_grad and not self._stepped and not has_gradients:
             raise ConfigurationError(
                 "training_step: got several optimizers and used none of them, expected zero_grad(),"
                 " loss.backward() and step() of each. Give one optimizer with all parameters to let"
@@ -331,7 +331,7 @@ class ManualOptimization(Optimization):
                 "training_step: got loss.backward() in a run of several processes, expected"
                 " loop.backward(loss), which adds their gradients."
             )
-        self.stepped.add(index)
+        self._stepped.add(index)
         if self.run.hooks.current == "training_step":
             self.run.progress.global_step += 1
 
@@ -341,15 +341,17 @@ class ManualOptimization(Optimization):
             prepare_for_backward(ddp, loss)
             self._is_prepared = True
         super().backward(loss, *args, **kwargs)
-        self.stepped.clear()
+        self._stepped.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients that no optimizer has used yet."""
-        optimizers = [o for index, o in enumerate(self.run.optimizers) if index not in self.stepped]
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        unused = {id(parameter) for group in groups for parameter in group["params"]}
-        names = {name for name, p in self.run.network.named_parameters() if id(p) in unused}
-        return {"gradients": {n: g for n, g in self.waiting_gradients().items() if n in names}}
+        gradients = self.copy_gradients()
+        names = {parameter: name for name, parameter in self.run.network.named_parameters()}
+        for index in self._stepped:
+            for group in self.run.optimizers[index].param_groups:
+                for parameter in group["params"]:
+                    gradients.pop(names.get(parameter, ""), None)
+        return {"gradients": gradients}
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:
@@ -362,7 +364,7 @@ def clip_gradients(optimizer: Optimizer, value: float, algorithm: str | None) ->
     if not value or value <= 0:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if str(algorithm or "norm").lower() == "value":
+    if str(algorithm).lower() == "value":
         torch.nn.utils.clip_grad_value_(parameters, clip_value=value)
     else:
         torch.nn.utils.clip_grad_norm_(parameters, value)
@@ -398,7 +400,7 @@ def find_loss(output: Any, run: RunState) -> Tensor | None:
             f"{lightnings if run.is_lightning_module else ''}training_step: got a {type(loss).__name__},"
             " expected the loss, a tensor. Write return loss at its end."
         )
-    if run.fabric.world_size > 1:
+    if run.is_distributed:
         raise RuntimeError(
             "Skipping the `training_step` by returning None in distributed training is not supported."
         )
@@ -411,8 +413,6 @@ def find_loss(output: Any, run: RunState) -> Tensor | None:
 
 def after_optimizer_step(run: RunState) -> None:
     """Step the schedulers that do not follow a metric."""
-    if not run.lr_schedulers:
-        return
     if is_step_due(run):
         run.history.learning_rates = learning_rates(run)
     step_lr_schedulers(run, "step", plateau=False)
@@ -427,9 +427,7 @@ def step_lr_schedulers(run: RunState, interval: str, plateau: bool) -> None:
         interval: "step", after each optimizer step, or "epoch".
         plateau: Step those that follow a monitored metric; False: the others.
     """
-    if not run.lr_schedulers or not run.module.automatic_optimization:
-        return
-    if interval == "step" and not is_step_due(run):
+    if not run.optimization.is_automatic or (interval == "step" and not is_step_due(run)):
         return
     # epochs_done counts whole epochs, and the current one is not counted yet.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
@@ -468,16 +466,10 @@ def learning_rates(run: RunState) -> list[Any]:
     return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
 
-# The option on_nan with a number
-
-
 class StopOnNonFiniteLoss(Callback):
-    """Stop after a number of batches in a row whose loss is NaN or infinite, on all processes together.
+    """Stop after a number of batches in a row whose loss is NaN or infinite: ``on_nan=3``.
 
-    From the first of these batches on no checkpoint is saved, so that the last good one stays.
-
-    Args:
-        patience: How many batches in a row.
+    No checkpoint is saved after the first of them, so that the last good one stays.
     """
 
     def __init__(self, patience: int) -> None:
@@ -487,12 +479,9 @@ class StopOnNonFiniteLoss(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-        is_finite = torch.ones((), device=trainer.fabric.device)
-        if loss is not None:
-            is_finite = torch.isfinite(loss).all().float()
-        if trainer.fabric.world_size > 1:
-            is_finite = trainer.fabric.all_reduce(is_finite, reduce_op="min")
+        loss = outputs.get("loss", 0.0) if isinstance(outputs, Mapping) else 0.0
+        is_finite = torch.as_tensor(loss, device=trainer.fabric.device).isfinite().all().float()
+        is_finite = trainer.fabric.all_reduce(is_finite, reduce_op="min")
         self._count = 0 if is_finite else self._count + 1
         stop = trainer.run.stop
         stop.is_diverging = self._count > 0
@@ -501,12 +490,5 @@ class StopOnNonFiniteLoss(Callback):
             stop.divergence = (
                 f"the loss is not finite (NaN or inf) since batch {first} (on_nan={self.patience})"
             )
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        reason, path = trainer.run.stop.divergence, trainer.checkpoint_path("last")
-        if reason and trainer.is_global_zero:
-            kept = f"The last good checkpoint is '{path}'." if path else "No checkpoint was saved."
-            warnings.warn(
-                f"on_nan: {reason}. Training stops after step {trainer.global_step}. {kept}",
-                stacklevel=2,
-            )
+            text = f"on_nan: {stop.divergence}. Training stops. The last good checkpoint stays."
+            trainer.run.warn_once(text)

@@ -55,7 +55,11 @@ _LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.m
 
 
 def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
-    """Run a call with everything around it, in new processes where the strategy starts them."""
+    """Run a call with everything around it, in new processes where the strategy starts them.
+
+    Args:
+        function: ``fit_stage``, ``evaluate_stage`` or ``predict_stage``.
+    """
     loop, fabric = run.loop, run.fabric
     loop.run = loop.runs[run.stage] = run
     loop.strategy.reset_lightning_optimizers()
@@ -70,13 +74,15 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
             if not fabric.is_global_zero:
                 # Scripts that Fabric has started know their rank only now.
                 run.console.is_enabled = run.warn_once.is_enabled = False
-            if fabric.world_size > 1:
+            if run.is_distributed:
                 check_same_checkpoint(run)
             with ExitStack() as stack:
                 stack.enter_context(torch.set_grad_enabled(True))
                 stack.enter_context(torch.autograd.set_detect_anomaly(run.config.detect_anomaly))
                 stack.enter_context(run.console.shown(run))
-                result = run_in_process(run, function, stack)
+                set_up(run, stack)
+                result = function(run)
+                tear_down(run)
     except BaseException as error:
         handle_exception(run, error)
         if run.stop.signal is None:
@@ -87,32 +93,31 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
     return result
 
 
-def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: ExitStack) -> Any:
-    """Set up, run and tear down in this process.
-
-    Args:
-        function: ``fit_stage``, ``evaluate_stage`` or ``predict_stage``.
-        stack: Undoes at the end what the set-up changes.
-    """
+def set_up(run: RunState, stack: ExitStack) -> None:
+    """Prepare what every stage needs, in Trainer's order. The stack undoes at the end what this changes."""
+    is_training = run.stage == "fit"
     set_torch_flags(run.config)
     attach_run(run, stack)
-    set_up_signals(run, stack)
+    if is_training:
+        set_up_signals(run, stack)
     prepare_data(run)
     run.hooks.call_with_stage("setup", run.stage, run.datamodule)
-    if run.stage == "fit":
+    if is_training:
         open_folders(run, stack)
-    configure_model(run)
+    with run.fabric.strategy.module_init_context():
+        run.hooks.call_module("configure_model")
     run.steps.convert_network()
-    is_sharded = run.steps.is_model_parallel
-    if is_sharded:
+    if run.steps.is_model_parallel:
         # The shards of a checkpoint are read into those of the network.
-        run.steps.setup(run.stage == "fit")
+        run.steps.setup(is_training)
     if run.checkpoint is not None:
         restore_model(run, run.checkpoint)
         run.checkpoint = run.checkpoint if run.resumes else None
-    if not is_sharded:
-        run.steps.setup(run.stage == "fit")
-    result = function(run)
+    if not run.steps.is_model_parallel:
+        run.steps.setup(is_training)
+
+
+def tear_down(run: RunState) -> None:
     if run.stage == "fit":
         run.hooks.call("on_fit_end")
     run.hooks.call_with_stage("teardown", run.stage, run.datamodule)
@@ -124,7 +129,6 @@ def run_in_process(run: RunState, function: Callable[[RunState], Any], stack: Ex
     run.progress.stage = None
     if run.loop.given_profiler is not None:
         run.loop.given_profiler.describe()
-    return result
 
 
 def fit_stage(run: RunState) -> None:
@@ -197,12 +201,6 @@ def run_sanity_check(run: RunState) -> None:
 def set_torch_flags(config: LoopConfig) -> None:
     """Apply the options deterministic and benchmark to this process."""
     deterministic, benchmark = config.deterministic, config.benchmark
-    if deterministic and benchmark:
-        warnings.warn(
-            "You passed `deterministic=True` and `benchmark=True`. Note that PyTorch ignores"
-            " torch.backends.cudnn.deterministic=True when torch.backends.cudnn.benchmark=True.",
-            stacklevel=2,
-        )
     if benchmark is not None or deterministic:
         torch.backends.cudnn.benchmark = bool(benchmark)
     if deterministic is not None:
@@ -266,13 +264,11 @@ def _call_own_log(part: Any, run: RunState, *args: Any, **kwargs: Any) -> None:
 
 
 def set_up_signals(run: RunState, stack: ExitStack) -> None:
-    if run.stage == "fit":
-        is_one_of_several = run.fabric.world_size > 1
-        is_launched = is_one_of_several or "TORCHELASTIC_RUN_ID" in os.environ
-        run.signals = SignalHandler(not run.fabric.is_global_zero, is_launched)
-        if is_one_of_several:
-            # The others would wait for a process that a signal ends in its set-up.
-            stack.enter_context(run.signals)
+    is_launched = run.is_distributed or "TORCHELASTIC_RUN_ID" in os.environ
+    run.signals = SignalHandler(not run.fabric.is_global_zero, is_launched)
+    if run.is_distributed:
+        # The others would wait for a process that a signal ends in its set-up.
+        stack.enter_context(run.signals)
 
 
 def prepare_data(run: RunState) -> None:
@@ -288,15 +284,6 @@ def prepare_data(run: RunState) -> None:
             with run.hooks.profiled(f"[{kind}]{type(part).__name__}.prepare_data"):
                 method()
     run.fabric.barrier()
-
-
-def configure_model(run: RunState) -> None:
-    """Let the module create its layers, on the device and in the dtype of the precision."""
-    with run.fabric.strategy.module_init_context():
-        # The older name of the hook counts only where the class defines it.
-        if overridden(type(run.hooks.source), "configure_sharded_model"):
-            run.hooks.call_module("configure_sharded_model")
-        run.hooks.call_module("configure_model")
 
 
 def configure_optimizers(run: RunState) -> None:
@@ -367,36 +354,19 @@ def handle_exception(run: RunState, error: BaseException) -> None:
         except Exception as other:
             # A warning may be an error, too.
             with suppress(Warning):
-                text = f"after {type(error).__name__}, {what}: {type(other).__name__}: {other}"
+                text = f"after {type(error).__name__}, {what} failed: {type(other).__name__}: {other}"
                 warnings.warn(text, stacklevel=4)
 
     was_signaled = run.signals is not None and run.signals.received is not None
     if run.stage == "fit" and not was_signaled:
-        attempt("the state could not be saved", run.checkpoints.save_exception, run, hook)
-        add_note(run, error)
+        attempt("saving the state", run.checkpoints.save_exception, run, hook)
     for callback in list(run.hooks.callbacks):
-        what = f"on_exception of {type(callback).__name__} failed"
         call = partial(run.hooks.call_callbacks, callbacks=[callback])
-        attempt(what, call, "on_exception", error)
-    what = "on_exception of the datamodule failed"
-    attempt(what, run.hooks.call_datamodule, run.datamodule, "on_exception", error)
-    attempt("the loggers could not be closed", run.loggers.finalize, "failed")
-    attempt("the loaders could not be closed", run.data.teardown)
-    attempt("the checkpoint files could not be closed", run.loop.checkpoint_io.teardown)
-    attempt("the last values could not be read", run.results.end)
+        attempt(f"on_exception of {type(callback).__name__}", call, "on_exception", error)
+    call = run.hooks.call_datamodule
+    attempt("on_exception of the datamodule", call, run.datamodule, "on_exception", error)
+    attempt("closing the loggers", run.loggers.finalize, "failed")
+    attempt("closing the loaders", run.data.teardown)
+    attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)
+    attempt("reading the last values", run.results.end)
     run.progress.stage = run.results.active = None
-
-
-def add_note(run: RunState, error: BaseException) -> None:
-    """Add to an error at which batch it struck, and how to resume."""
-    progress, manager = run.progress, run.checkpoints
-    if run.optimization is None or not isinstance(error, Exception) or sys.version_info < (3, 11):
-        return
-    # Between two batches, the next one was being fetched.
-    batch = max(progress.batches_done - (progress.phase is not None), 0)
-    note = f"in epoch {progress.epochs_done}, at batch {batch}, after step {progress.global_step}"
-    if manager.is_enabled and manager.saved_step >= 0:
-        note += f". resume='last' continues after step {manager.saved_step}"
-    elif manager.is_enabled:
-        note += ". Nothing was saved"
-    error.add_note(f"fabric_template: {note}.")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from interpreter import ready, ready_python
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_data, make_loader
 from runs import assert_same_end, fit, same, source_of, val_loader
 from torch.utils.data import DataLoader, Dataset
@@ -74,33 +73,6 @@ class Fails(Classifier):
 
 def train():
     return make_loader(24)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
-@pytest.mark.parametrize(
-    ("hook", "at", "options", "place", "resume"),
-    [
-        ("training_step", 1, {}, "in epoch 0, at batch 0, after step 0", "Nothing was saved"),
-        ("training_step", 3, {}, "in epoch 0, at batch 2, after step 2", "continues after step 2"),
-        ("training_step", 9, {}, "in epoch 1, at batch 2, after step 8", "continues after step 8"),
-        ("on_train_batch_end", 9, {}, "in epoch 1, at batch 2, after step 9", "continues after step 9"),
-        ("training_step", 9, {"enable_checkpointing": False}, "in epoch 1, at batch 2, after step 8", None),
-    ],
-)
-def test_note_names_the_batch_and_the_way_to_resume(tmp_path, hook, at, options, place, resume):
-    errors = []
-
-    class Listener(Callback):
-        def on_exception(self, trainer, module, exception):
-            errors.append(exception)
-
-    with pytest.raises(Broken) as error:
-        fit(tmp_path, lambda: Fails(hook, at), train, max_epochs=3, callbacks=[Listener()], **options)
-    assert str(error.value) == "mine"
-    assert errors == [error.value]
-    (note,) = error.value.__notes__
-    assert note.startswith(f"fabric_template: {place}")
-    assert (resume or f"step {at - 1}.") in note
 
 
 @pytest.mark.parametrize(
