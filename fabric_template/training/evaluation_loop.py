@@ -13,7 +13,8 @@ from lightning.fabric.utilities import move_data_to_device
 
 from .hooks import overridden
 from .module_adapter import (
-    evaluate_with_iterator,
+    StepIterator,
+    steps_with_iterator,
     takes_argument,
     takes_batch_idx,
     takes_iterator,
@@ -70,23 +71,21 @@ def evaluate(
 
 
 def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> None:
-    hooks, results, loaders = run.hooks, run.results, run.data.eval_loaders
+    hooks, results, has_several = run.hooks, run.results, run.data.eval_loaders.has_several
     method = getattr(hooks.source, f"{name}_step")
-    step = run.make_step(f"{name}_step", method)
-    if takes_iterator(method):
-        evaluate_with_iterator(run, name, step, max_batches, run.history.outputs)
-        return
-    arguments = step_arguments(method, loaders.has_several)
+    step = evaluation_step(run, name, method, has_several)
     current_loader = 0
-    for batch, batch_idx, dataloader_idx in loaders.batches(max_batches):
+    for batch, batch_idx, dataloader_idx in batches_for(run, method, max_batches):
         if dataloader_idx != current_loader:
             run.history.end_loader()
             current_loader = dataloader_idx
         run.progress.count_eval_batch()
-        results.start_batch(batch, dataloader_idx if loaders.has_several else None)
-        place = (batch_idx, dataloader_idx) if loaders.has_several else (batch_idx,)
+        place = (batch_idx, dataloader_idx) if has_several else (batch_idx,)
+        # The size of a batch that the step fetches itself is not known.
+        known = None if isinstance(batch, StepIterator) else batch
+        results.start_batch(known, dataloader_idx if has_several else None)
         hooks.call(f"on_{name}_batch_start", batch, *place)
-        output = step(batch, *arguments(batch_idx, dataloader_idx))
+        output = step(batch, batch_idx, dataloader_idx)
         run.history.add_evaluation_output(output, dataloader_idx)
         hooks.call(f"on_{name}_batch_end", output, batch, *place)
         results.end_batch()
@@ -144,23 +143,17 @@ def predict(run: RunState, keep: bool) -> list[Any] | None:
 
 def predict_batches(run: RunState, keep: bool) -> None:
     hooks, loaders, predictions = run.hooks, run.data.eval_loaders, run.predictions
-    own_step = overridden(hooks.source, "predict_step")
-    method = own_step or forward_method(run)
-    step = run.make_step("predict_step", method)
-    if takes_iterator(method):
-        outputs = predictions.outputs if keep else [[] for _ in predictions.outputs]
-        evaluate_with_iterator(run, "predict", step, math.inf, outputs)
-        return
-    arguments = step_arguments(own_step, loaders.has_several)
+    method = overridden(hooks.source, "predict_step") or forward_method(run)
+    step = evaluation_step(run, "predict", method, loaders.has_several)
     # BasePredictionWriter asks for all predictions at the end, also where predict returns none.
     intervals = [getattr(callback, "interval", None) for callback in hooks.callbacks]
     keep = keep or any(getattr(interval, "on_epoch", False) for interval in intervals)
-    for batch, batch_idx, dataloader_idx in loaders.batches():
+    for batch, batch_idx, dataloader_idx in batches_for(run, method):
         run.progress.count_eval_batch()
         place = (batch_idx, dataloader_idx) if loaders.has_several else (batch_idx,)
         predictions.current_indices = loaders.batch_indices(dataloader_idx, batch_idx)
         hooks.call("on_predict_batch_start", batch, *place)
-        output = step(batch, *arguments(batch_idx, dataloader_idx))
+        output = step(batch, batch_idx, dataloader_idx)
         if output is None:
             run.warn_once("predict returned None if it was on purpose, ignore this warning...")
         if predictions.current_indices:
@@ -171,6 +164,14 @@ def predict_batches(run: RunState, keep: bool) -> None:
         run.console.update(run)
 
 
+def batches_for(run: RunState, method: Callable, max_batches: int | float = math.inf) -> Any:
+    """Return an iterator of (batch, batch_idx, dataloader_idx) for a step."""
+    loaders = run.data.eval_loaders
+    if takes_iterator(method):
+        return steps_with_iterator(loaders, max_batches)
+    return loaders.batches(max_batches)
+
+
 def forward_method(run: RunState) -> Callable:
     """Return what a model without ``predict_step`` does with a batch."""
     if run.is_lightning_module:
@@ -178,23 +179,27 @@ def forward_method(run: RunState) -> Callable:
     return getattr(run.model, "forward", None) or run.network
 
 
-def step_arguments(
-    method: Callable | None, has_several: bool
-) -> Callable[[int, int], tuple[int, ...]]:
-    """Return a function of (batch_idx, dataloader_idx) to what a step takes besides the batch.
+def evaluation_step(run: RunState, name: str, method: Callable, has_several: bool) -> Callable:
+    """Return a function that calls a step with those of (batch, batch_idx, dataloader_idx) that it takes."""
+    step = run.make_step(f"{name}_step", method)
+    # A forward takes the batch alone.
+    is_step = overridden(run.hooks.source, f"{name}_step") is not None
+    with_batch_idx = is_step and takes_batch_idx(method) and not takes_iterator(method)
+    with_loader = is_step and has_several and takes_argument(method, "dataloader_idx")
 
-    Args:
-        method: The step. None: a ``forward``, which takes the batch alone.
-    """
-    with_batch_idx = method is not None and takes_batch_idx(method)
-    with_loader = has_several and method is not None and takes_argument(method, "dataloader_idx")
-
-    def arguments(batch_idx: int, dataloader_idx: int) -> tuple[int, ...]:
+    def call(batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        arguments = [batch]
+        if with_batch_idx:
+            arguments.append(batch_idx)
         if with_loader:
-            return (batch_idx, dataloader_idx) if with_batch_idx else (dataloader_idx,)
-        return (batch_idx,) if with_batch_idx else ()
+            arguments.append(dataloader_idx)
+        try:
+            return step(*arguments)
+        except StopIteration:
+            # A step with dataloader_iter found no further batch.
+            return None
 
-    return arguments
+    return call
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from ..errors import ConfigurationTypeError, check_object, describe
 from .hooks import is_instance_of
 
 if TYPE_CHECKING:
+    from ..data.loaders import EvalLoaders
     from .run_state import RunState
 
 
@@ -348,23 +349,10 @@ def train_with_iterator(run: RunState, end_step: Callable[..., None]) -> None:
     loaders.check_empty_pass()
 
 
-def evaluate_with_iterator(
-    run: RunState,
-    name: str,
-    step: Callable,
-    max_batches: int | float,
-    outputs: list[list[Any]],
-) -> None:
-    """Run a step of an evaluation that fetches its batches. Adds what it returns to outputs, by loader."""
-    loaders = run.data.eval_loaders
+def steps_with_iterator(
+    loaders: EvalLoaders, max_batches: int | float
+) -> Iterator[tuple[StepIterator, int, int]]:
+    """Yield (iterator, batch_idx, dataloader_idx) for each step of an evaluation."""
     iterator = StepIterator(loaders.raw_batches(max_batches), loaders.count_batches(max_batches))
-    num_places = 3 if loaders.has_several else 2
     while not iterator.is_done:
-        run.progress.count_eval_batch()
-        run.hooks.call(f"on_{name}_batch_start", *iterator.current[:num_places])
-        try:
-            output = step(iterator)
-        except StopIteration:
-            break
-        outputs[iterator.current[2]].append(output)
-        run.hooks.call(f"on_{name}_batch_end", output, *iterator.current[:num_places])
+        yield iterator, *iterator.current[1:]

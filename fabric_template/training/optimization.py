@@ -124,7 +124,7 @@ class Optimization:
         scaler.update()
         return step_output
 
-    def copy_gradients(self) -> dict[str, Tensor]:
+    def waiting_gradients(self) -> dict[str, Tensor]:
         """Return a copy of all gradients, for a checkpoint inside of an accumulation window."""
         if self.run.steps.is_model_parallel:
             # FSDP holds them unsharded, where nobody reads them.
@@ -266,7 +266,7 @@ class AutomaticOptimization(Optimization):
         """Return the gradients of an accumulation window that has not ended."""
         # A checkpoint of the middle of a step resumes at the start of its accumulation window.
         is_waiting = not is_step_due(self.run) and self.run.progress.phase != "step"
-        return {"gradients": self.copy_gradients() if is_waiting else {}}
+        return {"gradients": self.waiting_gradients() if is_waiting else {}}
 
 
 class ManualOptimization(Optimization):
@@ -345,7 +345,7 @@ class ManualOptimization(Optimization):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients that no optimizer has used yet."""
-        gradients = self.copy_gradients()
+        gradients = self.waiting_gradients()
         names = {parameter: name for name, parameter in self.run.network.named_parameters()}
         for index in self._stepped:
             for group in self.run.optimizers[index].param_groups:

@@ -354,7 +354,9 @@ def handle_exception(run: RunState, error: BaseException) -> None:
         except Exception as other:
             # A warning may be an error, too.
             with suppress(Warning):
-                text = f"after {type(error).__name__}, {what} failed: {type(other).__name__}: {other}"
+                text = (
+                    f"after {type(error).__name__}, {what} failed: {type(other).__name__}: {other}"
+                )
                 warnings.warn(text, stacklevel=4)
 
     was_signaled = run.signals is not None and run.signals.received is not None
