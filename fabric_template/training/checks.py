@@ -154,7 +154,7 @@ def check_optimization(run: RunState) -> None:
 
 
 def check_loaders(run: RunState) -> None:
-    """Refuse a call without loader, and given loaders that are none."""
+    """Refuse a call without loader, and what is given as one and gives no batches."""
     call, stage = run.stage, LOADER_OF_STAGE[run.stage]
     argument = loader_argument(call, stage)
     if not run.data.has_loader(stage):
@@ -167,12 +167,6 @@ def check_loaders(run: RunState) -> None:
         )
     for given_stage in run.data.given:
         run.data.request(given_stage)
-    evaluated = run.data.given.get("val")
-    if isinstance(evaluated, Mapping) and "train" in evaluated and not run.is_lightning_module:
-        raise ConfigurationError(
-            "val_dataloaders: got a loader named 'train', expected another name, since train_loss is"
-            " the loss of training. Write {'train_again': loader}."
-        )
     given = run.data.given.get(stage)
     if call == "fit" and isinstance(given, list | tuple | dict) and not given:
         raise ConfigurationError(f"fit: got {argument}={given}, expected at least one batch.")
@@ -196,36 +190,21 @@ def check_loader(loader: Any, where: str) -> None:
 
     Args:
         where: Where the loader comes from, in the terms of Lightning: "passed to ...".
-
-    Raises:
-        ConfigurationTypeError: The message names what to write.
     """
-    problem = find_loader_problem(loader)
-    if problem is not None:
+    parts = loader.values() if isinstance(loader, Mapping) else loader
+    holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
+    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
+    problem = ""
+    if isinstance(loader, type | str | bytes) or not is_iterable:
+        problem = "gives no batches. Write DataLoader(dataset, batch_size=32)."
+    elif isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
+        problem = "gives single samples. Write DataLoader(dataset, batch_size=32)."
+    elif holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
+        problem = "holds whole tensors. Write TensorLoader(x, y, batch_size=32)."
+    if problem:
         raise ConfigurationTypeError(
             f"An invalid dataloader was {where}. Found {describe(loader)}, which {problem}"
         )
-
-
-def find_loader_problem(loader: Any) -> str | None:
-    """Return why an object gives no batches and what to write; None if it seems to.
-
-    Example:
-        >>> find_loader_problem("data/train")
-        'gives no batches. Write DataLoader(dataset, batch_size=32).'
-        >>> find_loader_problem([1, 2]) is None
-        True
-    """
-    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
-    if isinstance(loader, type | str | bytes) or not is_iterable:
-        return "gives no batches. Write DataLoader(dataset, batch_size=32)."
-    if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
-        return "gives single samples. Write DataLoader(dataset, batch_size=32)."
-    parts = loader.values() if isinstance(loader, Mapping) else loader
-    holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
-    if holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
-        return "holds whole tensors. Write TensorLoader(x, y, batch_size=32)."
-    return None
 
 
 def _is_array(value: Any) -> bool:

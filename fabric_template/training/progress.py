@@ -77,11 +77,6 @@ class Progress:
         """Return whether the current batch is the last one that this epoch trains on."""
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
-    def continue_from(self, other: Progress) -> None:
-        """Take over the counters of an earlier call: an evaluation keeps what was trained."""
-        self.global_step, self.epochs_done = other.global_step, other.epochs_done
-        self.total_batches, self.logging_step = other.total_batches, other.logging_step
-
     def state_dict(self) -> dict[str, Any]:
         """Return the counters. A checkpoint of the middle of a step resumes after the last whole one."""
         without = ("stage", "num_train_batches")
@@ -114,14 +109,10 @@ class StopCondition:
     def __init__(self, config: LoopConfig, progress: Progress, has_other_limit: bool) -> None:
         self.progress = progress
         self.max_steps, self.min_steps = config.max_steps, config.min_steps
-        self.max_epochs = 1000
-        if config.max_epochs is not None:
-            self.max_epochs = config.max_epochs
-        elif has_other_limit or config.max_steps != -1:
-            self.max_epochs = -1
-        self.min_epochs = 0 if config.min_steps is None else 1
-        if config.min_epochs is not None:
-            self.min_epochs = config.min_epochs
+        has_limit = has_other_limit or config.max_steps != -1
+        default_max, default_min = -1 if has_limit else 1000, 0 if config.min_steps is None else 1
+        self.max_epochs = default_max if config.max_epochs is None else config.max_epochs
+        self.min_epochs = default_min if config.min_epochs is None else config.min_epochs
         self.should_stop = False
         self.signal: int | None = None
         self.is_diverging = False
@@ -129,17 +120,14 @@ class StopCondition:
 
     @property
     def has_max_steps(self) -> bool:
-        """Return whether max_steps is reached."""
         return self.max_steps != -1 and self.progress.global_step >= self.max_steps
 
     @property
     def has_max_epochs(self) -> bool:
-        """Return whether max_epochs is reached."""
         return self.max_epochs != -1 and self.progress.epochs_done >= self.max_epochs
 
     @property
     def can_stop_early(self) -> bool:
-        """Return whether min_epochs and min_steps are reached."""
         has_min_steps = self.progress.global_step >= (self.min_steps or 0)
         return has_min_steps and self.progress.epochs_done >= self.min_epochs
 
@@ -158,16 +146,6 @@ class StopCondition:
     def is_fit_done(self) -> bool:
         """Return whether no further epoch starts."""
         return self.is_reached or self.has_max_epochs or self.progress.num_train_batches == 0
-
-    def reason(self) -> str:
-        """Return the sentence that the log shows at the end of training."""
-        if self.progress.num_train_batches == 0:
-            return "`Trainer.fit` stopped: No training batches."
-        if self.has_max_steps:
-            return f"`Trainer.fit` stopped: `max_steps={self.max_steps!r}` reached."
-        if self.has_max_epochs:
-            return f"`Trainer.fit` stopped: `max_epochs={self.max_epochs!r}` reached."
-        return ""
 
     def state_dict(self) -> dict[str, Any]:
         return {"should_stop": self.should_stop, "divergence": self.divergence}
@@ -197,13 +175,13 @@ class ValidationSchedule:
         self.count_batches()
 
     def restart(self) -> None:
-        """Count steps and seconds from here on."""
         self._last_global_step = self.run.progress.global_step
         self._restarted_at = time.monotonic()
 
     def count_batches(self) -> None:
         """Look up the interval in batches. Called again when the training loader may have changed."""
         config = self.run.config
+        self._counts_in_epoch = config.check_val_every_n_epoch is not None
         self._is_enabled = self.run.should_validate
         interval: Any = config.val_check_interval
         num_batches = self.run.progress.num_train_batches
@@ -227,12 +205,7 @@ class ValidationSchedule:
                 " k training batches."
             )
 
-    @property
-    def _counts_in_epoch(self) -> bool:
-        return self.run.config.check_val_every_n_epoch is not None
-
     def is_in_this_epoch(self) -> bool:
-        """Return whether this epoch validates at all."""
         every = self.run.config.check_val_every_n_epoch
         is_due = every is None or (self.run.progress.epochs_done + 1) % every == 0
         return is_due and self._is_enabled

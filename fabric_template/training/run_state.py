@@ -99,9 +99,14 @@ class RunState:
         """Make the parts that this file does not have to know."""
         loop, config, fabric = self.loop, self.config, self.fabric
         self.hooks = Hooks(loop, loop.callbacks, source, self._module_for, loop.given_profiler)
-        self.progress = Progress()
-        if last is not None:
-            self.progress.continue_from(last.progress)
+        before = Progress() if last is None else last.progress
+        # An evaluation keeps the counters of the training before it.
+        self.progress = Progress(
+            global_step=before.global_step,
+            epochs_done=before.epochs_done,
+            total_batches=before.total_batches,
+            logging_step=before.logging_step,
+        )
         has_timer = any(is_instance_of(callback, "Timer") for callback in loop.callbacks)
         has_bar = any(is_instance_of(callback, "ProgressBar") for callback in loop.callbacks)
         shows_console = bool(config.enable_progress_bar) and not has_bar and fabric.is_global_zero

@@ -365,8 +365,8 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     for callback in list(run.hooks.callbacks):
         call = partial(run.hooks.call_callbacks, callbacks=[callback])
         attempt(f"on_exception of {type(callback).__name__}", call, "on_exception", error)
-    call = run.hooks.call_datamodule
-    attempt("on_exception of the datamodule", call, run.datamodule, "on_exception", error)
+    of_datamodule = partial(run.hooks.call_datamodule, run.datamodule)
+    attempt("on_exception of the datamodule", of_datamodule, "on_exception", error)
     attempt("closing the loggers", run.loggers.finalize, "failed")
     attempt("closing the loaders", run.data.teardown)
     attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)
