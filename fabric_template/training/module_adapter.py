@@ -43,12 +43,13 @@ class ModuleAdapter(LightningModule):
 
     def __init__(self, model: Any, network: nn.Module, functions: Mapping[str, Callable]) -> None:
         super().__init__()
+        # nn.Module would register the model and the network as submodules.
+        attributes = vars(self)
         for name in ("_parameters", "_buffers", "_modules"):
-            self.__dict__[name] = network.__dict__[name]
-        self.__dict__["model"], self.__dict__["network"] = model, network
-        self.__dict__["functions"] = dict(functions)
-        self.__dict__["source"] = StepSource(model, network, functions)
-        self.__dict__["_automatic_optimization"] = getattr(model, "automatic_optimization", True)
+            attributes[name] = vars(network)[name]
+        attributes |= {"model": model, "network": network, "functions": dict(functions)}
+        attributes["source"] = StepSource(model, network, functions)
+        self.automatic_optimization = getattr(model, "automatic_optimization", True)
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__.get("model")
@@ -109,8 +110,8 @@ def unwrap(part: Any) -> Any:
 def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[Any, Any, nn.Module]:
     """Return (module, source, network) of what was given to ``fit``.
 
-    The module is a LightningModule: the model itself or an adapter. The source is the object whose
-    methods are called.
+    The module is the model itself if it is a LightningModule, else an adapter. The source is the object
+    whose methods are called.
     """
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
@@ -140,8 +141,7 @@ def parameters_of(method: Callable) -> Mapping[str, inspect.Parameter]:
 def takes_argument(method: Callable, name: str) -> bool:
     """Return whether a method has an argument of this name, or takes any number of arguments."""
     parameters = parameters_of(method)
-    has_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    return name in parameters or has_any
+    return name in parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
 
 
 def takes_batch_idx(step: Callable) -> bool:
@@ -155,14 +155,13 @@ def takes_batch_idx(step: Callable) -> bool:
     """
     if takes_argument(step, "batch_idx"):
         return True
-    parameters = [
-        parameter
-        for parameter in parameters_of(step).values()
-        if parameter.name != "dataloader_idx" and parameter.kind < parameter.KEYWORD_ONLY
-    ]
-    if isinstance(step, partial):
-        parameters = [parameter for parameter in parameters if parameter.default is parameter.empty]
-    return len(parameters) >= 2
+    count = 0
+    for name, parameter in parameters_of(step).items():
+        is_positional = name != "dataloader_idx" and parameter.kind < parameter.KEYWORD_ONLY
+        is_own = isinstance(step, partial) and parameter.default is not parameter.empty
+        if is_positional and not is_own:
+            count += 1
+    return count >= 2
 
 
 def takes_iterator(step: Callable) -> bool:
@@ -210,7 +209,7 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def convert_network(self) -> None:
-        """Give the network its precision's dtype, before weights are loaded into it."""
+        """Give the network its precision's dtype."""
         if self.converts_dtype:
             self.precision.convert_module(self.network)
 

@@ -99,9 +99,9 @@ class RunState:
         """Make the parts that this file does not have to know."""
         loop, config, fabric = self.loop, self.config, self.fabric
         self.hooks = Hooks(loop, loop.callbacks, source, self._module_for, loop.given_profiler)
-        before = Progress() if last is None else last.progress
+        before: Progress = Progress() if last is None else last.progress
         # An evaluation keeps the counters of the training before it.
-        self.progress = Progress(
+        self.progress: Progress = Progress(
             global_step=before.global_step,
             epochs_done=before.epochs_done,
             total_batches=before.total_batches,
