@@ -41,7 +41,6 @@ class NoOptimizer(Optimizer):
 
 
 def is_optimizer(item: Any) -> bool:
-    """Return whether an object has the interface of an optimizer."""
     methods = ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
     return all(hasattr(item, name) for name in methods)
 
@@ -72,14 +71,8 @@ def parse_optimizers(
     """Return the optimizers and the schedulers of any shape.
 
     Args:
-        returned: What ``configure_optimizers`` returned, or ``optimizer=``.
-        is_automatic: Whether the loop steps the optimizer.
         has_own_scheduler_step: Whether the module steps schedulers itself, so that any object will do.
-        where: The name of the source, for messages.
-
-    Raises:
-        ConfigurationTypeError: The shape is not known.
-        ConfigurationError: A scheduler lacks its monitor, or its optimizer was not returned.
+        where: The source, for messages: "configure_optimizers" or the argument "optimizer".
     """
     optimizers, schedulers = _split(returned, where)
     configs = [_parse_scheduler(item, is_automatic) for item in schedulers]
@@ -121,15 +114,13 @@ def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
             part if isinstance(part, list | tuple) else [part] for part in returned
         )
     if not all(map(is_optimizer, optimizers)):
-        lightnings = (
-            "Unknown configuration for model optimizers. Output from `model.configure_optimizers()`"
-            f" should be one of: {_SHAPES}. "
-        )
-        raise ConfigurationTypeError(
-            f"{lightnings if where == 'configure_optimizers' else ''}{where}: got"
-            f" {describe(returned)}, expected an optimizer. Write"
-            " torch.optim.SGD(model.parameters(), lr=0.1)."
-        )
+        text = f"{where}: got {describe(returned)}, expected an optimizer."
+        if where == "configure_optimizers":
+            text = (
+                "Unknown configuration for model optimizers. Output from `model.configure_optimizers()`"
+                f" should be one of: {_SHAPES}. {text}"
+            )
+        raise ConfigurationTypeError(f"{text} Write torch.optim.SGD(model.parameters(), lr=0.1).")
     return list(optimizers), list(schedulers)
 
 
@@ -216,15 +207,12 @@ def _check_interface(scheduler: Any) -> None:
 
 
 def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:
-    """Refuse optimizers that have no parameter of the model: nothing would be trained.
-
-    Plain tensors among the parameters are allowed.
-    """
-    own = {id(parameter) for parameter in network.parameters()}
+    """Refuse optimizers that have no parameter of the model: nothing would be trained."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    theirs = [parameter for group in groups for parameter in group.get("params", ())]
-    has_modules = any(isinstance(parameter, nn.Parameter) for parameter in theirs)
-    if has_modules and not any(id(parameter) in own for parameter in theirs):
+    parameters = [parameter for group in groups for parameter in group.get("params", ())]
+    # Plain tensors may be trained, too.
+    theirs = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
+    if theirs and set(theirs).isdisjoint(network.parameters()):
         raise ConfigurationError(
             f"optimizer: got {len(theirs)} parameters of another model, expected those of the model"
             " that is trained. Write torch.optim.SGD(model.parameters(), lr=0.1)."

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -220,22 +219,6 @@ def test_own_ctrl_c_handler_and_ignored_signals_stay(tmp_path, received, number)
     assert received == ([signal.SIGINT] if number == signal.SIGINT else [])
 
 
-class FitInside(Interrupt):
-    """Fits another model at the start of the second epoch, and gets a signal there."""
-
-    def on_train_epoch_start(self, trainer, module):
-        if trainer.current_epoch == 1:
-            loop, _, _ = fit("inner", train=train, max_epochs=2, callbacks=[Interrupt(2, signal.SIGTERM)])
-            self.inner_steps = loop.global_step
-
-
-def test_the_outer_of_two_fits_stops(tmp_path, received):
-    inner = FitInside(at=-1)
-    with pytest.raises(SystemExit):
-        fit(tmp_path, train=train, max_epochs=3, callbacks=[inner])
-    assert (inner.inner_steps, saved_step(tmp_path), received) == (12, 7, [signal.SIGTERM])
-
-
 # SLURM
 
 
@@ -302,38 +285,6 @@ def test_ranks_agree_on_the_step(tmp_path, monkeypatch, rank, number, code):
     assert getattr(stopped.value, "code", 130) == code
     assert saved_step(tmp_path / "cut") == 8
     assert_resumes(tmp_path, whole, seed=1, max_epochs=4, **FORK)
-
-
-class CountChecks(Callback):
-    """Counts the collectives of the signal handler, with a clock of its own."""
-
-    def __init__(self, folder, seconds):
-        self.folder, self.seconds, self.now, self.count = folder, seconds, 0.0, 0
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.now += self.seconds
-
-    def on_train_start(self, trainer, module):
-        self.all_reduce, self.now = torch.distributed.all_reduce, time.monotonic()
-        torch.distributed.all_reduce = self.counted
-        signals.time.monotonic = lambda: self.now
-
-    def counted(self, data, *args, **kwargs):
-        self.count += data.dtype == torch.int64 and data.shape == (2,)
-        return self.all_reduce(data, *args, **kwargs)
-
-    def on_fit_end(self, trainer, module):
-        (self.folder / f"rank{trainer.global_rank}").write_text(str(self.count))
-
-
-@pytest.mark.parametrize(("seconds", "count"), [(0.001, 3), (0.25, 14)])
-def test_ranks_agree_about_once_a_second(tmp_path, monkeypatch, seconds, count):
-    """Of 48 steps in two epochs: at the first one, at the ends of epochs, and about once a second."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    fit(tmp_path, train=lambda: make_loader(192), max_epochs=2, callbacks=[CountChecks(tmp_path, seconds)], **FORK)
-    counts = [int((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
-    assert counts[0] == counts[1]
-    assert abs(counts[0] - count) <= 1
 
 
 TWO_RANKS = """
