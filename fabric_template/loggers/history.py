@@ -174,7 +174,8 @@ class History:
         if self.counts_steps and sums.num_samples:
             samples = sums.num_samples * self.run.fabric.world_size
             self._row["samples_per_second"] = round(samples / max(seconds, 1e-9), 1)
-        loss, logged = means.get("train_loss"), self.run.results.train.mean_loss()
+        logged = self.run.results.train.mean_loss()
+        loss: Any = means.get("train_loss")
         if loss is None and logged is not None:
             loss = logged.value(of_step=False)
         is_finite = loss is None or math.isfinite(loss)
