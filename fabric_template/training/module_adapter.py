@@ -291,7 +291,7 @@ class StepRunner:
 
 
 # Steps with an argument dataloader_iter, which fetch their batches themselves. Trainer calls this
-# flavor experimental. Hooks get the last batch that was fetched.
+# flavor experimental. Hooks of training get the last batch that was fetched, the others the iterator.
 
 
 class StepIterator:
