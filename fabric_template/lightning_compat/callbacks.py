@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Set, ValuesView
+from collections.abc import Mapping, Sequence, Set, ValuesView
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.callbacks import Callback, ModelSummary, Timer
 
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..training.hooks import is_instance_of, overridden
-from ..training.optimization import StopOnNonFiniteLoss
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
@@ -125,3 +125,31 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     kept = [callback for callback in callbacks if type(callback) not in replaced]
     check_callbacks([*kept, *own])
     return sort_callbacks([*kept, *own])
+
+
+class StopOnNonFiniteLoss(Callback):
+    """Stop after a number of batches in a row whose loss is NaN or infinite: ``on_nan=3``.
+
+    No checkpoint is saved after the first of them, so that the last good one stays.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self._count = 0
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss", 0.0) if isinstance(outputs, Mapping) else 0.0
+        is_finite = torch.as_tensor(loss, device=trainer.fabric.device).isfinite().all().float()
+        is_finite = trainer.fabric.all_reduce(is_finite, reduce_op="min")
+        self._count = 0 if is_finite else self._count + 1
+        stop = trainer.run.stop
+        stop.is_diverging = self._count > 0
+        if self._count == self.patience:
+            first = trainer.run.progress.total_batches - self.patience
+            stop.divergence = (
+                f"the loss is not finite (NaN or inf) since batch {first} (on_nan={self.patience})"
+            )
+            text = f"on_nan: {stop.divergence}. Training stops. The last good checkpoint stays."
+            trainer.run.warn_once(text)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
@@ -464,31 +463,3 @@ def learning_rates(run: RunState) -> list[Any]:
     """Return the learning rate of each optimizer's first parameter group, read from no device."""
     rates = [group["lr"] for o in run.optimizers for group in o.param_groups[:1] if "lr" in group]
     return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-
-
-class StopOnNonFiniteLoss(Callback):
-    """Stop after a number of batches in a row whose loss is NaN or infinite: ``on_nan=3``.
-
-    No checkpoint is saved after the first of them, so that the last good one stays.
-    """
-
-    def __init__(self, patience: int) -> None:
-        self.patience = patience
-        self._count = 0
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        loss = outputs.get("loss", 0.0) if isinstance(outputs, Mapping) else 0.0
-        is_finite = torch.as_tensor(loss, device=trainer.fabric.device).isfinite().all().float()
-        is_finite = trainer.fabric.all_reduce(is_finite, reduce_op="min")
-        self._count = 0 if is_finite else self._count + 1
-        stop = trainer.run.stop
-        stop.is_diverging = self._count > 0
-        if self._count == self.patience:
-            first = trainer.run.progress.total_batches - self.patience
-            stop.divergence = (
-                f"the loss is not finite (NaN or inf) since batch {first} (on_nan={self.patience})"
-            )
-            text = f"on_nan: {stop.divergence}. Training stops. The last good checkpoint stays."
-            trainer.run.warn_once(text)
