@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, get_args, get_origin, get_type_h
 
 P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
+LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
 # The values of None. barebones turns them off, because each of them costs time in a step.
 _DEFAULTS: dict[str, Any] = {
@@ -104,7 +105,8 @@ class LoopConfig:
     barebones: bool = False
     """Turn everything off that is not training itself, to measure the cost of the loop."""
     logger: Any = None
-    """True or None: the CSV logger. False: none. Or a logger, or a list of loggers."""
+    """True or None: the CSV logger. False: none. "tensorboard", "wandb" or "mlflow": Lightning's logger
+    beside it. Or a logger, or a list of these."""
     enable_checkpointing: bool | None = None
     """Write checkpoints."""
     enable_progress_bar: bool | None = None
@@ -258,7 +260,8 @@ def _is_logger(value: Any) -> bool:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return all(_is_logger(item) for item in value)
     has_method = hasattr(value, "log_metrics") and not isinstance(value, type)
-    return has_method or isinstance(value, bool)
+    is_name = isinstance(value, str) and value in LOGGER_NAMES
+    return has_method or is_name or isinstance(value, bool)
 
 
 def _is_folder_name(value: int | str) -> bool:
@@ -307,7 +310,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: value >= 1 if isinstance(value, int) else value in ("warn", "off"),
     ),
     "logger": (
-        "True (the CSV logger), False, an object with log_metrics, or a list of such objects",
+        f"True, False, one of {', '.join(LOGGER_NAMES)}, an object with log_metrics, or a list of these",
         _is_logger,
     ),
     "default_root_dir": ("a local folder", lambda value: "://" not in os.fspath(value)),

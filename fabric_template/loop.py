@@ -35,7 +35,7 @@ from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .lightning_compat.callbacks import as_list, parse_callbacks
 from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .loggers.csv_logger import CSVLogger
-from .loggers.logger_connector import LoggerAdapter
+from .loggers.logger_connector import LoggerAdapter, make_logger
 from .loggers.run_summary import format_results, format_summary, summarize_run
 from .training.hooks import is_instance_of
 from .training.optimization import ManualOptimization
@@ -117,9 +117,13 @@ class FabricLoop(TrainerAPI):
         given = as_list(asked)
         root = Path(self.default_root_dir, "logs")
         checkpoints = Path(self.default_root_dir, "checkpoints", config.name)
-        if any(logger is True for logger in given):
+        has_csv = any(logger is True or logger == "csv" for logger in given)
+        if not has_csv and any(isinstance(logger, str) for logger in given):
+            given.append("csv")
+            has_csv = True
+        if has_csv:
             self.own_logger = CSVLogger(root, config.name, config.version, checkpoints)
-        loggers = [self.own_logger if logger is True else logger for logger in given]
+        loggers = [make_logger(logger, self.own_logger) for logger in given]
         return [
             logger if hasattr(logger, "after_save_checkpoint") else LoggerAdapter(logger)
             for logger in loggers

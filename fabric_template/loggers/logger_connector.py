@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
+from ..errors import ConfigurationError
 from ..lightning_compat.private import logs_hyperparameters
 from .csv_logger import CSVLogger
 from .history import to_numbers
@@ -198,6 +200,37 @@ def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
             )
         first |= other
     return first
+
+
+class RunTensorBoardLogger(TensorBoardLogger):
+    """TensorBoard's files in the version's folder, which the CSV logger chooses."""
+
+    def __init__(self, own: CSVLogger) -> None:
+        super().__init__(own.root_dir, own.name)
+        self._own = own
+
+    @property
+    def version(self) -> int | str:
+        return self._own.version
+
+
+def make_logger(given: Any, own: CSVLogger | None) -> Any:
+    """Return a logger that was given, or the one with a name of the option logger."""
+    if given is True or given == "csv":
+        return own
+    if not isinstance(given, str) or own is None:
+        return given
+    folder = Path(own.root_dir, own.name)
+    try:
+        if given == "tensorboard":
+            return RunTensorBoardLogger(own)
+        if given == "wandb":
+            return WandbLogger(project=own.name, save_dir=folder)
+        return MLFlowLogger(experiment_name=own.name, save_dir=str(folder / "mlruns"))
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"logger: got {given!r}, expected an installed package. Write pip install {given}."
+        ) from error
 
 
 class LoggerAdapter(Logger):

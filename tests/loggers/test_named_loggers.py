@@ -1,0 +1,33 @@
+"""Test the option logger with the names of Lightning's loggers."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from runs import Plain, fit, val_loader
+
+from fabric_template import CSVLogger, FabricLoop
+
+
+@pytest.mark.parametrize("given", ["tensorboard", ["tensorboard", "csv"], [True, "tensorboard"]], ids=str)
+def test_tensorboard_shares_the_folder_of_the_run(tmp_path, given):
+    pytest.importorskip("tensorboard")
+    for version in (0, 1):
+        loop, _, _ = fit(tmp_path, Plain, val=val_loader, max_epochs=1, logger=given)
+        names = [path.name for path in Path(tmp_path, f"logs/run/version_{version}").iterdir()]
+        assert {"metrics.csv", "hparams.yaml"} <= set(names)
+        assert sum(name.startswith("events.out") for name in names) == 1
+    assert len(loop.loggers) == 2
+
+
+def test_csv_is_our_own(tmp_path):
+    loop = FabricLoop(logger="csv", default_root_dir=tmp_path, accelerator="cpu")
+    assert [type(logger) for logger in loop.loggers] == [CSVLogger]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_missing_package_is_named_with_its_installation(tmp_path, name):
+    if find_spec(name):
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(ValueError, match=f"logger: got '{name}', .* Write pip install {name}."):
+        FabricLoop(logger=name, default_root_dir=tmp_path, accelerator="cpu")
