@@ -181,9 +181,9 @@ class MiniLoop:
 
     def _is_done(self) -> bool:
         """Return whether training ends. It is asked after each batch and each epoch."""
-        if self.should_stop or self.global_step == self.max_steps:
+        if self.should_stop or 0 <= self.max_steps <= self.global_step:
             return True
-        return self.current_epoch == self.max_epochs
+        return self.max_epochs is not None and 0 <= self.max_epochs <= self.current_epoch
 
     def _train_epoch(self) -> None:
         epoch, every = self.current_epoch, self.validate_every_n_steps
@@ -218,7 +218,7 @@ class MiniLoop:
         batch_idx = self.batches_done
         self._batch_size, self._is_training_batch = find_batch_size(batch), True
         self._call("on_train_batch_start", batch, batch_idx)
-        is_window_end = self._is_window_end(is_last)
+        is_window_end = self._is_window_end(batch, is_last)
         if self._ddp is None or is_window_end:
             loss = self._compute_gradients(batch, batch_idx)
         else:
@@ -250,7 +250,7 @@ class MiniLoop:
         self._strategy.backward(loss if count == 1 else loss / count, None)
         return loss
 
-    def _is_window_end(self, is_last: bool) -> bool:
+    def _is_window_end(self, batch: Any, is_last: bool) -> bool:
         """Return whether the optimizer steps after this batch: the same answer on all processes."""
         if self.accumulate_grad_batches == 1:
             return True
@@ -461,7 +461,10 @@ class MiniLoop:
         self.history.append(row)
         if self.fabric.is_global_zero:
             write_rows(self.log_dir / "metrics.csv", self.history)
-            print(*(f"{name} {value:<8.4g}" for name, value in row.items()), sep="  ", flush=True)
+            cells = [
+                f"{n} {v:<8.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in row.items()
+            ]
+            print("  ".join(cells), flush=True)
         self._save(row)
         self._row_started = time.monotonic()
 

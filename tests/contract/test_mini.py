@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -40,10 +41,12 @@ def val_loader():
     return make_loader(18, shuffle=False, seed=5)
 
 
-def run_mini(make_module=Classifier, make_train=make_loader, make_val=None, seed=1, fit=None, **options):
+def run_mini(
+    make_module=Classifier, make_train=make_loader, make_val=None, seed=1, fit=None, loop_class=MiniLoop, **options
+):
     pl.seed_everything(seed, verbose=False)
     module = make_module()
-    loop = MiniLoop(accelerator="cpu", **options)
+    loop = loop_class(accelerator="cpu", **options)
     loop.fit(module, make_train(), make_val() if make_val else None, **(fit or {}))
     return loop, module
 
@@ -212,10 +215,11 @@ class PlainObject:
 # Files and resume
 
 
-def fit(kind, name, epochs, resume=None, make_module=lambda: Classifier(by_epoch), **options):
+def fit(kind, name, epochs, resume=None, make_module=lambda: Classifier(by_epoch), loop_class=None, **options):
     pl.seed_everything(4, verbose=False)
     module = make_module()
-    loop_class, quiet = LOOPS[kind]
+    known_class, quiet = LOOPS[kind]
+    loop_class = loop_class or known_class
     given = {"accelerator": "cpu", "name": name, "seed": 3, "monitor": "val_loss", "log_every_n_steps": 4}
     loop = loop_class(**{**given, "max_epochs": epochs, **quiet, **options})
     history = loop.fit(module, make_loader(), val_loader(), resume=resume)
@@ -352,6 +356,76 @@ def test_two_processes_have_trainers_bits_and_resume():
         found = torch.load(f"{name}.pt", weights_only=True)
         torch.testing.assert_close(found, expected.state_dict(), rtol=0, atol=0)
     pd.testing.assert_frame_equal(csv_of("whole", "metrics.csv"), csv_of("parts", "metrics.csv"))
+
+
+# Changes as a newcomer makes them, in the one file
+
+
+BY_TOKENS = {
+    "    seed: int": """    tokens_per_step: int = 96  # The optimizer steps when so many values were read.
+    seed: int""",
+    "        self._batch_size = 1  #": """        self._tokens = 0
+        self._batch_size = 1  #""",
+    """        if self.accumulate_grad_batches == 1:
+            return True
+        is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
+""": """        self._tokens += batch[0].numel()
+        is_end = is_last or self._tokens >= self.tokens_per_step
+""",
+    """        count = self.accumulate_grad_batches
+        self._strategy.backward(loss if count == 1 else loss / count, None)
+""": """        self._strategy.backward(loss * batch[0].numel() / self.tokens_per_step, None)
+""",
+    """        self._batches_in_window = 0
+        self._learning_rate""": """        self._batches_in_window = self._tokens = 0
+        self._learning_rate""",
+}
+GRADIENT_NORM = {
+    "        self._strategy.optimizer_step(": """\
+        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
+        self.log("grad_norm", torch.nn.utils.get_total_norm(gradients))
+        self._strategy.optimizer_step(""",
+}
+RULE_OF_ONE_PROCESS = {
+    "is_end = is_last or ": "is_end = is_last or self.fabric.global_rank * self._batches_in_window == 1 or ",
+}
+
+
+def changed_loop(changes):
+    source = FILE.read_text()
+    for before, after in changes.items():
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
+    assert len(set(source.splitlines()) - set(FILE.read_text().splitlines())) <= 15
+    module = sys.modules["changed_mini"] = types.ModuleType("changed_mini")
+    exec(source, module.__dict__)
+    return module.MiniLoop
+
+
+def test_accumulation_by_tokens():
+    _, expected, _ = fit("MiniLoop", "whole", 2, accumulate_grad_batches=3)
+    _, module, _ = fit("MiniLoop", "tokens", 2, loop_class=changed_loop(BY_TOKENS))
+    assert_same_weights(expected, module)
+
+
+def test_gradient_norm_of_each_step():
+    fit("MiniLoop", "run", 1, loop_class=changed_loop(GRADIENT_NORM), log_every_n_steps=1)
+    assert csv_of("run", "steps.csv")["grad_norm"].gt(0).sum() == 10
+
+
+def train_with_rule_of_one_process(rank):
+    options = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 3, "max_epochs": 1}
+    loop, module = run_mini(Ranked, loop_class=changed_loop(RULE_OF_ONE_PROCESS), **options)
+    torch.save([loop.global_step, module.state_dict()], f"{rank}.pt")
+
+
+@pytest.mark.usefixtures("quick_spawn")
+def test_a_window_that_ends_in_one_process_ends_in_all():
+    codes, errors = externally(train_with_rule_of_one_process, ranks=2)
+    assert codes == [0, 0], errors
+    (step, weights), (other_step, other_weights) = (torch.load(f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert step == other_step == 3
+    torch.testing.assert_close(weights, other_weights, rtol=0, atol=0)
 
 
 # The file alone
