@@ -274,10 +274,8 @@ class MiniLoop:
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
             if config["interval"] == interval and count % config["frequency"] == 0:
-                if interval == "plateau":
-                    config["scheduler"].step(self._get_metric(config["monitor"]))
-                else:
-                    config["scheduler"].step()
+                metrics = [self._get_metric(config["monitor"])] if interval == "plateau" else []
+                config["scheduler"].step(*metrics)
 
     def _get_metric(self, name: str) -> Tensor:
         if name not in self.callback_metrics:
@@ -326,11 +324,7 @@ class MiniLoop:
     # Validation
 
     def validate(
-        self,
-        model: Any,
-        dataloaders: Any,
-        load: str | Path | None = None,
-        validation_step: Callable | None = None,
+        self, model: Any, dataloaders: Any, load: Any = None, validation_step: Any = None
     ) -> list[dict[str, float]]:
         """Validate a model. Return the measured values as a list of one dict, as Trainer does."""
         self._reset()
