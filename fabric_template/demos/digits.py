@@ -24,13 +24,6 @@ class DigitsData(SplitData):
     Args:
         batch_size: Images per batch.
         seed: Decides which image is in which split.
-
-    Example:
-        >>> data = DigitsData(batch_size=32)
-        >>> data.setup("fit")
-        >>> images, labels = next(iter(data.train_dataloader()))
-        >>> images.shape, images.dtype, labels.dtype
-        (torch.Size([32, 1, 8, 8]), torch.float32, torch.int64)
     """
 
     def __init__(self, batch_size: int = 64, seed: int = 0) -> None:
@@ -62,19 +55,10 @@ class DigitsClassifier(nn.Module):
         dropout: Share of activations dropped before each linear layer.
         lr: Learning rate of Adam in the first epoch.
         lr_decay: Factor of the learning rate after every epoch. 1 keeps it constant.
-
-    Example:
-        >>> model = DigitsClassifier(hidden=32)
-        >>> model(torch.zeros(5, 1, 8, 8)).shape
-        torch.Size([5, 10])
     """
 
     def __init__(
-        self,
-        hidden: int = 128,
-        dropout: float = 0.25,
-        lr: float = 3e-3,
-        lr_decay: float = 0.85,
+        self, hidden: int = 128, dropout: float = 0.25, lr: float = 3e-3, lr_decay: float = 0.85
     ) -> None:
         super().__init__()
         self.lr = lr

@@ -27,7 +27,6 @@ class TextData(SplitData):
     Args:
         path: A text file. The default is a part of Python's help topics.
         block: Context length. A block has one more byte, the target of its last position.
-        batch_size: Blocks per batch.
     """
 
     def __init__(self, path: str | None = None, block: int = 64, batch_size: int = 32) -> None:

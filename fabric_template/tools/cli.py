@@ -96,13 +96,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of them."}},
 }
-NOT_TYPED: set[str | int] = {
-    "fabric",
-    "plugins",
-    "loggers",
-    "callbacks",
-    "logger",
-}  # or with a type of their own
+# These are no plain values, or have a type of their own below.
+NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks", "logger"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
 

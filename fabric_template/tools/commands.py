@@ -73,14 +73,12 @@ def run_folder(loop: FabricLoop) -> str | None:
 
 
 def validate_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:
-    """Validate and print what was logged."""
     warn_of_new_weights(loop, load)
     loop.validate(model, data, load=load)
     return 0
 
 
 def test_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:
-    """Test and print what was logged."""
     warn_of_new_weights(loop, load)
     loop.test(model, data, load=load)
     return 0
