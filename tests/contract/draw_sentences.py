@@ -1,0 +1,88 @@
+"""Draw sentences at random, for a reader who has never seen the code.
+
+python tests/contract/draw_sentences.py [SEED] prints sixty of them, twelve of each kind, as a Markdown table.
+A comment or a message counts as one, because a part of it has no context.
+"""
+
+import ast
+import io
+import random
+import re
+import sys
+import tokenize
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = sorted((REPOSITORY / "fabric_template").rglob("*.py"))
+PER_KIND = 12
+
+
+def split_sentences(text):
+    """Return the sentences of at least four words."""
+    text = " ".join(re.sub(r"(?m)^ *(>>>|\.\.\.).*$", "", text).split())
+    return [sentence for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z`])", text) if len(sentence.split()) >= 4]
+
+
+def docstrings(source):
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    for node in ast.walk(ast.parse(source)):
+        text = ast.get_docstring(node) if isinstance(node, kinds) else None
+        # An example and the list of arguments are no sentences.
+        yield from split_sentences(re.split(r"\n *(?:Example|Args|Attributes):", text or "")[0])
+
+
+def comments(source):
+    """Yield each block of comment lines."""
+    block, last = [], 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and "noqa" not in token.string and "type:" not in token.string:
+            if token.start[0] != last + 1:
+                yield " ".join(block)
+                block = []
+            block.append(token.string.lstrip("# "))
+            last = token.start[0]
+    yield " ".join(block)
+
+
+def errors(source):
+    """Yield the messages that are raised or warned of."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and "warn" in ast.unparse(node.func)):
+            for text in ast.walk(node):
+                if isinstance(text, ast.JoinedStr):
+                    parts = [p.value if isinstance(p, ast.Constant) else "..." for p in text.values]
+                    yield "".join(parts)
+
+
+def prose(source):
+    """Yield the sentences of a page. Titles and phrases in tables are none."""
+    text = re.sub(r"(?ms)^```.*?^```$", "\n\n", source)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    for block in re.split(r"\n\n|\n(?=[-|#\d])", text):
+        for cell in block.lstrip("- ").split(" | ") if block.startswith("|") else [block.lstrip("#- ")]:
+            yield from (text for text in split_sentences(cell.strip("| \n")) if text[-1] in ".:?!")
+
+
+def draw(seed):
+    """Return (kind, file, sentence) of each drawn sentence."""
+    pages = sorted((REPOSITORY / "docs").glob("*.md"))
+    sources = {
+        "docstring": (PACKAGE, docstrings),
+        "comment": (PACKAGE, comments),
+        "error": (PACKAGE, errors),
+        "documentation": (pages, prose),
+        "README": ([REPOSITORY / "README.md"], prose),
+    }
+    generator, drawn = random.Random(seed), []
+    for kind, (files, find) in sources.items():
+        found = [(kind, path.name, text) for path in files for text in find(path.read_text(encoding="utf-8"))]
+        found = [unit for unit in found if len(unit[2].split()) >= 4]
+        drawn += generator.sample(found, PER_KIND)
+    return drawn
+
+
+if __name__ == "__main__":
+    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    print(f"| | kind | file | sentence (seed {seed}) | verdict |\n|---|---|---|---|---|")
+    for number, (kind, file, text) in enumerate(draw(seed), 1):
+        print(f"| {number} | {kind} | {file} | {text.replace('|', '/')} | |")
