@@ -66,7 +66,8 @@ class Console:
         self._num_eval_batches = None
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        self._guard(self._add_row, row)
+        if self._screen is not None:
+            self._guard(self._screen.add_row, row)
 
     def update(self, run: RunState) -> None:
         """Draw the bar if it is time to. Called after every batch."""
@@ -130,10 +131,6 @@ class Console:
             total = "" if self._num_eval_batches == math.inf else f"/{self._num_eval_batches}"
             text += f", validating {run.progress.eval_batches_done}{total}"
         return text
-
-    def _add_row(self, row: Mapping[str, Any]) -> None:
-        if self._screen is not None:
-            self._screen.add_row(row)
 
     def _close(self, run: RunState, is_complete: bool) -> None:
         if self._screen is None:

@@ -57,11 +57,6 @@ class CSVLogger(Logger):
     ) -> None:
         super().__init__()
         self._root_dir = os.fspath(root_dir)
-        if "://" in self._root_dir:
-            raise ValueError(
-                f"root_dir: got {self._root_dir!r}, expected a local folder. Use"
-                " lightning.pytorch.loggers.CSVLogger for remote storage."
-            )
         self._name, self._version = name or "", version
         self._checkpoint_dir = checkpoint_dir
         self._tables: dict[str, Table] = {}
@@ -332,12 +327,7 @@ def to_yaml(values: dict[str, Any]) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as YAML can hold it; objects become their text.
-
-    Example:
-        >>> to_plain({"path": Path("logs"), "lr": 0.1})
-        {'path': 'logs', 'lr': 0.1}
-    """
+    """Return a value as YAML can hold it; objects become their text."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):

@@ -20,15 +20,7 @@ if TYPE_CHECKING:
 
 
 class WeightedMeans:
-    """Means of returned values, weighted by batch size. The sums stay on their device.
-
-    Example:
-        >>> means = WeightedMeans()
-        >>> means.add({"train_loss": torch.tensor(1.0)}, 2)
-        >>> means.add({"train_loss": torch.tensor(4.0)}, 1)
-        >>> means.compute()
-        {'train_loss': 2.0}
-    """
+    """Means of returned values, weighted by batch size. The sums stay on their device."""
 
     def __init__(self) -> None:
         self.num_samples = 0
@@ -264,19 +256,17 @@ class History:
 
     def end_evaluation(self) -> list[dict[str, Any]]:
         """Return what was measured, a dict for each loader."""
-        is_lightning_module = self.run.is_lightning_module
+        is_lightning_module, results = self.run.is_lightning_module, []
         at_end = self.run.results.update_metrics()
         all_returned: dict[str, Any] = {}
-        all_logged: dict[str, Any] = {}
-        for returned, logged in reversed(self._eval_results):
-            all_returned |= returned
-            all_logged |= logged
-        all_logged |= at_end
+        all_logged = dict(at_end)
+        for returned, logged in self._eval_results:
+            all_returned = returned | all_returned
+            all_logged = logged | all_logged
         self.evaluated = all_returned | all_logged
         self.evaluated_metrics = all_logged if is_lightning_module else self.evaluated
         # Trainer returns what a LightningModule logged. One that logs nothing has what it returned.
         uses_returned = not (is_lightning_module and all_logged)
-        results = []
         for returned, logged in self._eval_results:
             first = returned if uses_returned else {}
             results.append(to_numbers({**first, **logged, **at_end}))
@@ -379,17 +369,12 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
 
     A tensor is ``<prefix>_loss``, a dict gives ``<prefix>_<key>``, a pair ``<prefix>_loss`` and
     ``<prefix>_acc``.
-
-    Example:
-        >>> name_outputs((torch.tensor(0.5), torch.tensor(1.0)), "val")
-        {'val_loss': tensor(0.5000), 'val_acc': tensor(1.)}
     """
-    if isinstance(output, tuple):
-        named: Mapping[Any, Any] = {"loss": output[0], "acc": output[1]} if len(output) == 2 else {}
-    elif isinstance(output, Tensor | numbers.Number):
+    named: Mapping[Any, Any] = output if isinstance(output, Mapping) else {}
+    if isinstance(output, Tensor | numbers.Number):
         named = {"loss": output}
-    else:
-        named = output if isinstance(output, Mapping) else {}
+    elif isinstance(output, tuple) and len(output) == 2:
+        named = {"loss": output[0], "acc": output[1]}
     found = {}
     for key, value in named.items():
         name = str(key) if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}"

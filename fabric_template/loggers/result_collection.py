@@ -51,17 +51,12 @@ _EPOCH_HOOKS = {
     for stage in ("train", "validation", "test")
     for moment in ("start", "epoch_start", "epoch_end")
 }
-_REDUCTIONS = {
-    "mean": ("mean", "avg", torch.mean),
-    "sum": ("sum", torch.sum, sum),
-    "max": ("max", torch.max, max),
-    "min": ("min", torch.min, min),
-}
-_COMBINE: dict[str, Callable[..., Tensor]] = {
-    "mean": torch.add,
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
+# The values of reduce_fx that name a reduction, and what adds a value to its sum.
+_REDUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Tensor]]] = {
+    "mean": (("mean", "avg", torch.mean), torch.add),
+    "sum": (("sum", torch.sum, sum), torch.add),
+    "max": (("max", torch.max, max), torch.maximum),
+    "min": (("min", torch.min, min), torch.minimum),
 }
 # A float is multiplied exactly by these batch sizes, so one operation rounds as two do.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
@@ -119,7 +114,7 @@ def parse_arguments(hook: str | None, name: str, given: tuple) -> LogArguments:
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = given
     on_step, on_epoch = _step_and_epoch(hook, on_step, on_epoch)
     reduce_fx = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
-    known = [reduction for reduction, accepted in _REDUCTIONS.items() if reduce_fx in accepted]
+    known = [name for name, (accepted, _) in _REDUCTIONS.items() if reduce_fx in accepted]
     if not known:
         raise ConfigurationError(
             f"Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported. If you need a custom"
@@ -234,7 +229,7 @@ class ResultMetric:
         if self.total is None:
             self.total = value.to(torch.promote_types(value.dtype, float_type()), copy=True)
         else:
-            self.total = _COMBINE[self.arguments.reduction](self.total, value)
+            self.total = _REDUCTIONS[self.arguments.reduction][1](self.total, value)
 
     def update_torchmetric(self, metric: Any) -> None:
         """Note that a torchmetrics object was logged, which keeps its own sums."""
@@ -629,26 +624,18 @@ def torchmetrics_state(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     state = {}
     for name, metric in metrics.items():
-        own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES}
-        plain = {k: v for k, v in own.items() if _is_plain(v)}
-        state[name] = apply_to_collection(plain, Tensor, _copy)
+        attributes = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES}
+        state[name] = copy_plain({k: v for k, v in attributes.items() if _is_plain(v)})
     return state
 
 
 def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> None:
-    metrics = find_torchmetrics(module)
-    for name, attributes in state.items():
-        tracker: Any = metrics.get(name.rpartition(".")[0])
-        if name not in metrics and hasattr(tracker, "increment"):
-            # A MetricTracker has a metric for each call of increment().
-            tracker.increment()
-            metrics = find_torchmetrics(module)
-        if name in metrics:
-            vars(metrics[name]).update(apply_to_collection(attributes, Tensor, _copy))
+    for name, metric in find_torchmetrics(module).items():
+        vars(metric).update(copy_plain(state.get(name, {})))
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+def copy_plain(values: Mapping[str, Any]) -> Any:
+    return apply_to_collection(values, Tensor, lambda tensor: tensor.detach().clone())
 
 
 def _is_plain(value: Any) -> bool:

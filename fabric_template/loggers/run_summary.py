@@ -148,13 +148,7 @@ def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[
 
 
 def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
-    """Return a line for each text, with its heading.
-
-    Example:
-        >>> print(format_summary({"trained": ["Net: 1 epoch"], "log": ["logs/run/version_0/metrics.csv"]}))
-        trained     Net: 1 epoch
-        log         logs/run/version_0/metrics.csv
-    """
+    """Return a line for each text, with its heading."""
     return "\n".join(f"{heading:<12}{text}" for heading, texts in lines.items() for text in texts)
 
 
@@ -176,8 +170,6 @@ def end_reason(run: RunState) -> str:
     for callback in run.hooks.callbacks:
         if is_instance_of(callback, "EarlyStopping") and callback.stopped_epoch:
             return f"should_stop was set by EarlyStopping on {callback.monitor!r}"
-        if is_instance_of(callback, "Timer") and callback.time_remaining() == 0:
-            return "should_stop was set by Timer"
     return "should_stop was set"
 
 
@@ -223,12 +215,7 @@ def format_value(name: str, value: Any) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a length of time.
-
-    Example:
-        >>> format_duration(0.34), format_duration(75.0), format_duration(90000.0)
-        ('0.3 s', '1:15', '25:00:00')
-    """
+    """Return a length of time, such as "0.3 s", "1:15" or "25:00:00"."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

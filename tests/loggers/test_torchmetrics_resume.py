@@ -84,7 +84,6 @@ METRICS = {
     "MinMaxMetric": (lambda: wrappers.MinMaxMetric(binary()), two),
     "BootStrapper": (lambda: wrappers.BootStrapper(classes(), num_bootstraps=3, raw=True), three),
     "Running": (lambda: wrappers.Running(aggregation.SumMetric(), window=3), values),
-    "MetricTracker": (lambda: wrappers.MetricTracker(binary()), two),
     "MetricCollection": (collection, three),
     "MetricCollection, named groups": (lambda: collection(prefix="x/", compute_groups=[["a", "p"], ["e"]]), three),
     "MetricCollection of collections": (
@@ -105,11 +104,6 @@ class Measures(nn.Module):
     def named(self):
         return zip(self.table, self.metrics.values(), strict=True)
 
-    def on_train_epoch_start(self):
-        for _, metric in self.named():
-            if isinstance(metric, wrappers.MetricTracker):
-                metric.increment()
-
     def training_step(self, batch, batch_idx):
         i = 10 * int(self.trainer.current_epoch) + batch_idx
         for name, metric in self.named():
@@ -121,8 +115,7 @@ class Measures(nn.Module):
 
     def on_train_epoch_end(self):
         for name, metric in self.named():
-            compute = getattr(metric, "compute_all", metric.compute)
-            self.answers[name, "epoch", int(self.trainer.current_epoch)] = compute()
+            self.answers[name, "epoch", int(self.trainer.current_epoch)] = metric.compute()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
