@@ -8,11 +8,7 @@ from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..checkpoint.state import restore_position
 from .evaluation_loop import evaluate
 from .module_adapter import takes_iterator, train_with_iterator
-from .optimization import (
-    after_optimizer_step,
-    is_step_due,
-    step_lr_schedulers,
-)
+from .optimization import after_optimizer_step, is_step_due, step_lr_schedulers
 from .progress import ValidationSchedule
 
 if TYPE_CHECKING:

@@ -27,18 +27,9 @@ from ..distributed.launch import (
     seed_processes,
     starts_processes,
 )
-from ..distributed.signals import (
-    SignalHandler,
-    error_of_signal,
-    is_notebook,
-    requeue_slurm_job,
-)
+from ..distributed.signals import SignalHandler, error_of_signal, is_notebook, requeue_slurm_job
 from ..lightning_compat.callbacks import add_model_callbacks, as_list
-from ..lightning_compat.private import (
-    set_current_hook,
-    set_device_mesh,
-    set_profiled_module,
-)
+from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
 from ..loggers.run_summary import end_reason, short_path, write_run_config
 from .checks import warn_of_eval_modules
 from .evaluation_loop import evaluate, predict
