@@ -179,7 +179,6 @@ def check_loaders(run: RunState) -> None:
 
 
 def loader_argument(call: str, stage: str) -> str:
-    """Return the name of the argument that takes the loaders of a stage."""
     if call == "fit":
         return "train_dataloaders" if stage == "train" else "val_dataloaders"
     return "dataloaders"

@@ -173,7 +173,6 @@ def batches_for(run: RunState, method: Callable, max_batches: int | float = math
 
 
 def forward_method(run: RunState) -> Callable:
-    """Return what a model without ``predict_step`` does with a batch."""
     if run.is_lightning_module:
         return run.module.forward
     return getattr(run.model, "forward", None) or run.network

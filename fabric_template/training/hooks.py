@@ -85,7 +85,6 @@ class Hooks:
         return None if of_module is None else of_module(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether any callback or the module overrides a hook."""
         return self._find(name) is not None
 
     def _find(self, name: str) -> tuple[list[Callable], Callable | None] | None:
@@ -125,12 +124,10 @@ class Hooks:
         self.call_callbacks(name, callbacks=monitors)
 
     def call_module(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a hook of the module only."""
         method = self.module_method(name)
         return None if method is None else method(*args, **kwargs)
 
     def call_datamodule(self, datamodule: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a hook of the datamodule, if there is one."""
         method = getattr(datamodule, name, None)
         if not callable(method):
             return None
@@ -144,7 +141,6 @@ class Hooks:
         self.call_module(name, stage=stage)
 
     def is_overridden(self, name: str) -> bool:
-        """Return whether the module overrides a method."""
         return overridden(self.source, name) is not None
 
     def module_method(self, name: str, is_profiled: bool = True) -> Callable | None:
@@ -179,7 +175,6 @@ class Hooks:
         return call
 
     def profiled(self, action: str) -> Any:
-        """Return a context manager in which the profiler measures this action."""
         return nullcontext() if self.profiler is None else self.profiler.profile(action)
 
     def with_profiler(self, action: str, method: Callable) -> Callable:

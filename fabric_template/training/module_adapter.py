@@ -209,7 +209,6 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def convert_network(self) -> None:
-        """Give the network its precision's dtype."""
         if self.converts_dtype:
             self.precision.convert_module(self.network)
 
@@ -284,7 +283,6 @@ class StepRunner:
         return None if self.precision.precision == "32-true" else self.precision.forward_context
 
     def no_backward_sync(self) -> AbstractContextManager:
-        """Return a context in which gradients are not reduced over the processes."""
         if self.is_model_parallel:
             return no_gradient_sync(self.network)
         return nullcontext() if self.ddp is None else self.ddp.no_sync()

@@ -147,7 +147,6 @@ class RunState:
 
     @property
     def should_validate(self) -> bool:
-        """Return whether fit validates at all."""
         has_step = self.hooks.is_overridden("validation_step")
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 

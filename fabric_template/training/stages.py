@@ -190,7 +190,6 @@ def run_sanity_check(run: RunState) -> None:
 
 
 def set_torch_flags(config: LoopConfig) -> None:
-    """Apply the options deterministic and benchmark to this process."""
     deterministic, benchmark = config.deterministic, config.benchmark
     if benchmark is not None or deterministic:
         torch.backends.cudnn.benchmark = bool(benchmark)
