@@ -8,7 +8,6 @@ import os
 import pickle
 import socket
 import tempfile
-import time
 from contextlib import suppress
 from copy import deepcopy
 from datetime import timedelta
@@ -148,16 +147,12 @@ def open_store_of_attempt() -> TCPStore | None:
         host = "localhost" if env.get("GROUP_WORLD_SIZE", "1") == "1" else socket.getfqdn()
         store = TCPStore(host, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
         shared.set("fabric_template/address", f"{host} {store.port}")
-    # As long as torch itself waits for all processes.
-    deadline = time.monotonic() + 1800
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        try:
+        # An earlier attempt's process may be dead. torchrun ends this one if the first never comes.
+        with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
-        except DistError:
-            if time.monotonic() > deadline:
-                raise
     env |= {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     return store
 
