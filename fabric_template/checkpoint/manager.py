@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigurationError
-from ..training.hooks import is_instance_of
-from .checkpoint_io import refused_classes
 from .distributed import remove_checkpoint, save_checkpoint
 from .state import build_checkpoint
 
@@ -44,7 +42,6 @@ class CheckpointManager:
         self._is_validated = False
         self.saved_step, self._last_step = -1, 0
         self._unsaved: dict[str, str] = {}
-        self._is_first_file = True
 
     @property
     def is_enabled(self) -> bool:
@@ -58,45 +55,44 @@ class CheckpointManager:
         assert self.folder is not None
         return self.folder / name
 
-    def save_step(self, run: RunState) -> None:
-        """Save last.ckpt in the middle of an epoch, every save_every_n_steps."""
-        every = self.config.save_every_n_steps
-        if self.is_enabled and every:
-            previous, self._last_step = self._last_step, run.progress.global_step
-            # Manual optimization may take several steps in a batch.
-            is_due = run.progress.global_step // every > previous // every
-            # The end of the epoch saves the same step.
-            if is_due and not (self.config.save_last and run.progress.is_epoch_complete):
-                self.save_last(run)
+    def save(self, run: RunState, event: str) -> None:
+        """Save what is due.
 
-    def save_validation(self, run: RunState) -> None:
-        """Save after a validation inside an epoch. At its end the epoch itself is saved."""
-        self._is_validated = True
-        if self.is_enabled and not run.progress.is_epoch_complete:
+        Args:
+            event: "step": a step inside of an epoch. "validation": a validation inside of an epoch.
+                "stop": a limit ends an epoch early, and a higher one continues in it. "signal": a signal
+                ends training. "epoch": an epoch is complete.
+        """
+        is_judged = event == "epoch"
+        if event == "validation":
+            self._is_validated = True
             # Values of training are those of the epoch before.
-            if self.config.monitor in run.history.evaluated:
-                self.save_best(run)
-            if self.config.save_last:
-                self.save_last(run)
-
-    def save_stopped(self, run: RunState) -> None:
-        """Save last.ckpt where a limit ends an epoch early. A higher limit continues in this epoch."""
-        if self.is_enabled and self.config.save_last and not run.progress.is_epoch_complete:
-            self.save_last(run)
-
-    def save_signal(self, run: RunState) -> None:
-        """Save last.ckpt where a signal ends training."""
-        if self.is_enabled:
-            self.save_last(run)
-
-    def save_epoch(self, run: RunState) -> None:
-        """Save at the end of an epoch."""
+            is_judged = self.config.monitor in run.history.evaluated
+            # The end of the epoch saves the same step.
+            is_judged = is_judged and not run.progress.is_epoch_complete
         if not self.is_enabled:
             return
-        self.save_best(run)
-        if self.config.save_last and run.progress.is_epoch_complete:
+        if is_judged:
+            self.save_best(run)
+        if self._is_last_due(run, event):
             self.save_last(run)
-        self._check_monitor(run)
+        if event == "epoch":
+            self._check_monitor(run)
+
+    def _is_last_due(self, run: RunState, event: str) -> bool:
+        """Return whether an event saves last.ckpt. Where an epoch is complete, its end does."""
+        is_complete, save_last = run.progress.is_epoch_complete, self.config.save_last
+        if event == "signal":
+            return True
+        if event == "epoch":
+            return save_last and is_complete
+        if event != "step":
+            return save_last and not is_complete
+        every, step = self.config.save_every_n_steps, run.progress.global_step
+        previous, self._last_step = self._last_step, step
+        # Manual optimization may take several steps in a batch.
+        is_due = step // every > previous // every
+        return is_due and not (save_last and is_complete)
 
     def _check_monitor(self, run: RunState) -> None:
         """Refuse a monitor that was not logged by the end of the first epoch that validated."""
@@ -142,23 +138,21 @@ class CheckpointManager:
         self._save_among_best(run, value)
 
     def _save_among_best(self, run: RunState, value: float) -> None:
-        """Save a value that is good enough, and remove the files that it replaces."""
-        k, previous, removed = self.config.save_top_k, dict(self._kept), []
-        is_full = k != -1 and len(previous) >= k
-        if is_full and not self._is_better(value, previous[self._worst()]):
-            return
-        path = self._best_path(run, value)
-        self._kept[str(path)] = value
-        while k != -1 and len(self._kept) > k:
-            removed.append(self._worst())
-            del self._kept[removed[-1]]
-        self._choose_best()
+        """Save a value that is good enough, and remove the file that it replaces."""
+        k, previous = self.config.save_top_k, self._kept
+        path, replaced = self._best_path(run, value), ""
+        kept = {**previous, str(path): value}
+        if k != -1 and len(previous) >= k:
+            replaced = max(previous, key=lambda name: self._rank(previous[name]))
+            if self._rank(value) >= self._rank(previous[replaced]):
+                return
+            if replaced != str(path):
+                del kept[replaced]
+        self._set_kept(kept)
         if not self.write(run, path):
-            self._kept = previous
-            self._choose_best()
-        elif run.fabric.is_global_zero:
-            for old in removed:
-                remove_checkpoint(Path(old))
+            self._set_kept(previous)
+        elif replaced not in ("", str(path)) and run.fabric.is_global_zero:
+            remove_checkpoint(Path(replaced))
 
     def _best_path(self, run: RunState, value: float) -> Path:
         if self.config.save_top_k == 1:
@@ -172,41 +166,30 @@ class CheckpointManager:
         progress = run.progress
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
-    def _worst(self) -> str:
-        choose = max if self.config.mode == "min" else min
-        return choose(self._kept, key=self._kept.__getitem__)
+    def _rank(self, value: float) -> float:
+        """Return a number that is smaller for a better value."""
+        return value if self.config.mode == "min" else -value
 
-    def _choose_best(self) -> None:
-        choose = min if self.config.mode == "min" else max
-        best = choose(self._kept, key=self._kept.__getitem__, default="")
-        self.best_model_path, self.best_model_score = best, self._kept.get(best)
+    def _set_kept(self, kept: dict[str, float]) -> None:
+        self._kept = kept
+        self.best_model_path = min(kept, key=lambda name: self._rank(kept[name]), default="")
+        self.best_model_score = kept.get(self.best_model_path)
 
-    def _is_better(self, value: float, other: float) -> bool:
-        return value < other if self.config.mode == "min" else value > other
-
-    def save_exception(self, run: RunState, hook: str | None) -> None:
+    def save_exception(self, run: RunState) -> None:
         """Save after an error, to continue after the last whole optimizer step.
 
         The random numbers and logged sums of a failed step count twice, so exception.ckpt is exact only where
         the step drew and logged nothing. A worker that cannot read a sample fails between two steps, and
         last.ckpt is saved. With several processes the others cannot take part, and nothing is saved.
-
-        Args:
-            hook: The hook or step that failed.
         """
         progress = run.progress
         is_new = progress.global_step > max(self.saved_step, 0)
         if not self.is_enabled or not is_new or run.optimization is None:
             return
-        if run.fabric.world_size > 1:
+        # WeightAveraging exchanges the weights while a fit validates.
+        averaging = run.loop.callbacks_of("WeightAveraging")
+        if run.fabric.world_size > 1 or (averaging and progress.stage == "validate"):
             return
-        averaging = [c for c in run.hooks.callbacks if is_instance_of(c, "WeightAveraging")]
-        if averaging and progress.stage == "validate":
-            if hook != "validation_step":
-                # Nobody knows whether the weights are exchanged.
-                return
-            # It exchanges the weights while a fit validates, and takes them back here.
-            run.hooks.call_callbacks("on_validation_epoch_end", callbacks=averaging)
         is_between_steps = progress.is_in_epoch and progress.phase is None
         if is_between_steps and not run.data.train.reads_in_process:
             self.save_last(run)
@@ -239,7 +222,12 @@ class CheckpointManager:
             with suppress(OSError):
                 logger.sync()
         checkpoint = build_checkpoint(run, epoch=self._epoch(run))
-        reason = self._write_file(run, checkpoint, path)
+        reason = None
+        try:
+            with run.hooks.profiled("save_checkpoint"):
+                save_checkpoint(run, checkpoint, path)
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         if run.fabric.world_size > 1:
             reason = run.fabric.broadcast(reason)
         if reason is None:
@@ -253,30 +241,6 @@ class CheckpointManager:
                 stacklevel=2,
             )
         return False
-
-    def _write_file(self, run: RunState, checkpoint: dict[str, Any], path: Path) -> str | None:
-        """Write a checkpoint. Returns the reason if that failed."""
-        try:
-            with run.hooks.profiled("save_checkpoint"):
-                save_checkpoint(run, checkpoint, path)
-        except Exception as error:
-            if isinstance(error, OSError) and error.strerror:
-                return error.strerror
-            return f"{type(error).__name__}: {error}"
-        if run.fabric.is_global_zero:
-            self._warn_of_refused_classes(path)
-        return None
-
-    def _warn_of_refused_classes(self, path: Path) -> None:
-        """Warn at the first file, while it can be changed, of what a resume will not read."""
-        is_first, self._is_first_file = self._is_first_file, False
-        names = refused_classes(path) if is_first else []
-        if names:
-            warnings.warn(
-                f"{path}: it holds objects of {', '.join(names)}, which only weights_only=False reads. Keep"
-                " plain values and tensors in hyperparameters, state_dict() and on_save_checkpoint.",
-                stacklevel=2,
-            )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -292,6 +256,5 @@ class CheckpointManager:
             return
         # Only names inside the run's folder: a file may have been written by somebody else.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
-        self._kept = {str(path): value for path, value in kept.items() if path.exists()}
-        self._choose_best()
+        self._set_kept({str(path): value for path, value in kept.items() if path.exists()})
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]

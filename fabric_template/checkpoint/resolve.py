@@ -18,15 +18,15 @@ from ..errors import (
     ConfigurationTypeError,
     DamagedCheckpointError,
     MissingCheckpointError,
+    WeightsOnlyError,
     describe,
 )
 from ..lightning_compat.private import last_checkpoints
 from ..loggers.csv_logger import claim_version
-from ..training.hooks import is_instance_of
 from .checkpoint_io import read_checkpoint, sync_folder, verify_checkpoint
 from .distributed import SHARDS_KEY, is_sharded_file, verify_shards
 from .manager import CheckpointManager
-from .state import OWN_KEY, check_resumable
+from .state import OWN_KEY
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -88,8 +88,7 @@ def default_keyword(run: RunState) -> str | None:
     """Return what Trainer chooses by itself where no checkpoint is given."""
     loop = run.loop
     if run.stage == "fit":
-        saves_exceptions = any(is_instance_of(c, "OnExceptionCheckpoint") for c in loop.callbacks)
-        return "last" if saves_exceptions else None
+        return "last" if loop.callbacks_of("OnExceptionCheckpoint") else None
     has_monitor = loop.checkpoint_callbacks or loop.config.monitor
     best = getattr(loop.checkpoint_callback, "best_model_path", None)
     if not (run.is_last_model and has_monitor and best):
@@ -105,15 +104,18 @@ def read_checkpoint_of_run(
     run: RunState, path: str | Path, resumes: bool, weights_only: bool | None
 ) -> None:
     """Read the file that a call starts from. A resumed run continues its version."""
-    loop, is_trusted = run.loop, weights_only is False
-    run.checkpoint_path = str(path)
-    run.checkpoint = loop.checkpoint_io.load_checkpoint(path, weights_only=not is_trusted)
-    if resumes:
-        check_resumable(run.checkpoint, path)
-    run.own_state = run.checkpoint.pop(OWN_KEY, None)
-    run.resumes = resumes
+    loop = run.loop
+    run.checkpoint_path, run.resumes = str(path), resumes
+    checkpoint = loop.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
+    run.checkpoint, run.own_state = checkpoint, checkpoint.pop(OWN_KEY, None)
     if not resumes:
         return
+    if "optimizer_states" not in checkpoint:
+        raise WeightsOnlyError(
+            "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
+            " due to `ModelCheckpoint.save_weights_only` being set to `True`. resume: got"
+            f" '{path}', which holds weights only. Write load= to start a new run from them."
+        )
     if run.own_state is not None:
         run.data.sampler_seed = run.own_state.get("sampler_seed")
     version = version_of_checkpoint(Path(path), Path(loop.default_root_dir), run.config.name)
@@ -124,58 +126,70 @@ def read_checkpoint_of_run(
 
 def find_checkpoint(run: RunState, argument: str, keyword: str) -> str | Path | None:
     """Return the file that "best", "last" or "auto" means, or the path that was given."""
-    loop, config = run.loop, run.config
     if keyword not in KEYWORDS:
         return keyword
-    if loop.checkpoint_callbacks:
-        return checkpoint_of_callbacks(run, keyword)
     if keyword == "best":
-        if not config.enable_checkpointing:
-            raise no_best_checkpoint(run)
-        if run.checkpoints.best_model_path:
-            return run.checkpoints.best_model_path
-    folder = Path(loop.default_root_dir, "checkpoints", config.name)
-    version = config.version
-    folders = versions_of(folder) if version is None else [folder / version_folder(version)]
-    for candidate in reversed(folders):
-        if any(candidate.glob("*.ckpt")):
-            return find_in_version(keyword, candidate, argument)
-    if keyword == "auto":
-        return None
-    if (argument, keyword) == ("ckpt_path", "last"):
-        # Trainer starts a new run, so that a job script may always pass ckpt_path="last".
-        warn_of_missing_last(run)
-        return None
-    raise MissingCheckpointError(
-        f"{argument}: got {keyword!r}, expected a checkpoint under {folder}, which has none. Train"
-        " first, or give a path."
-    )
-
-
-def find_in_version(keyword: str, folder: Path, argument: str) -> Path | None:
-    """Return the checkpoint of a version. An older version is another run, and is not looked at."""
-    path = find_best(folder) if keyword == "best" else find_newest(folder, keyword)
+        saver = run.loop.checkpoint_callback
+        best = getattr(saver, "best_model_path", None)
+        if best:
+            return best
+        if saver is None or run.loop.checkpoint_callbacks:
+            raise ValueError(
+                f'`.{run.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save'
+                " the best model. Give an exact path, as with `fast_dev_run=True`."
+            )
+    files = sort_by_age(list_checkpoints(run, keyword))
+    path = find_whole(files)
+    if path is not None and keyword == "best":
+        path = find_best(path)
     if path is None and keyword != "auto":
-        raise DamagedCheckpointError(
-            f"{argument}: got {keyword!r}, but every checkpoint in {folder} is damaged. Give another"
-            " path, or train again."
-        )
+        report_missing(run, argument, keyword, files)
     return path
 
 
-def find_newest(folder: Path, keyword: str = "last") -> Path | None:
-    """Return the newest checkpoint that is whole. A damaged one is named and passed over.
+def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
+    """Return the files that "last" or "auto" may mean: those of the newest run that has saved any."""
+    loop, version = run.loop, run.config.version
+    if not loop.checkpoint_callbacks:
+        folder = Path(loop.default_root_dir, "checkpoints", run.config.name)
+        files = files_of_newest_version(folder, version, "*.ckpt")
+        # exception.ckpt is not exact.
+        return [file for file in files if keyword != "auto" or file.name != "exception.ckpt"]
+    has_own_folder = all(getattr(saver, "dirpath", None) for saver in loop.checkpoint_callbacks)
+    if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
+        # ModelCheckpoint saves beside the logs. A killed run may not have its last.ckpt yet.
+        folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
+        name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
+        if files := files_of_newest_version(folder, version, f"checkpoints/{name}"):
+            return files
+    exceptions = [saver.ckpt_path for saver in loop.callbacks_of("OnExceptionCheckpoint")]
+    savers = loop.callbacks_of("ModelCheckpoint")
+    paths = exceptions + [path for saver in savers for path in last_checkpoints(saver, loop)]
+    return [Path(path) for path in paths if path and os.path.exists(path)]
 
-    "auto" does not continue from exception.ckpt, which is not exact.
-    """
+
+def files_of_newest_version(folder: Path, version: int | str | None, pattern: str) -> list[Path]:
+    """Return the files of a version; of the newest one that has any where no version is given."""
+    versions = versions_of(folder) if version is None else [folder / version_folder(version)]
+    for path in reversed(versions):
+        if files := list(path.glob(pattern)):
+            return files
+    return []
+
+
+def sort_by_age(files: list[Path]) -> list[Path]:
+    """Return checkpoints with the newest first. Files of the best epochs come after the last ones."""
 
     def age(path: Path) -> tuple[bool, int, bool]:
-        is_last = path.name in ("last.ckpt", "exception.ckpt")
+        is_last = path.name.startswith(("last", "exception"))
         return is_last, path.stat().st_mtime_ns, path.name == "exception.ckpt"
 
-    for path in sorted(folder.glob("*.ckpt"), key=age, reverse=True):
-        if keyword == "auto" and path.name == "exception.ckpt":
-            continue
+    return sorted(files, key=age, reverse=True)
+
+
+def find_whole(files: list[Path]) -> Path | None:
+    """Return the first checkpoint that is whole. A damaged one is named and passed over."""
+    for path in files:
         try:
             verify_checkpoint(path)
             if is_sharded_file(path):
@@ -186,69 +200,31 @@ def find_newest(folder: Path, keyword: str = "last") -> Path | None:
     return None
 
 
-def find_best(folder: Path) -> Path | None:
+def find_best(newest: Path) -> Path | None:
     """Return the best checkpoint of a version, which its newest one names."""
-    if (folder / "best.ckpt").exists():
-        return folder / "best.ckpt"
-    newest = find_newest(folder)
-    if newest is None:
-        return None
-    own = read_checkpoint(newest).get(OWN_KEY, {}).get("checkpoints", {})
-    name = os.path.basename(own.get("best", ""))
-    return folder / name if name and (folder / name).exists() else None
+    best = newest.with_name("best.ckpt")
+    if not best.exists():
+        own = read_checkpoint(newest).get(OWN_KEY, {}).get("checkpoints", {})
+        best = newest.with_name(os.path.basename(own.get("best", "")) or "best.ckpt")
+    return best if best.exists() else None
 
 
-# Where Lightning's checkpoint callbacks save
-
-
-def checkpoint_of_callbacks(run: RunState, keyword: str) -> str | None:
-    """Return the path that a keyword means for the checkpoint callbacks; None where there is none yet."""
-    loop = run.loop
-    if keyword == "best":
-        best = getattr(loop.checkpoint_callbacks[0], "best_model_path", None)
-        if not best:
-            raise no_best_checkpoint(run)
-        return best
-    found = find_last_beside_logs(loop, keyword)
-    for callback in loop.callbacks if not found else ():
-        if is_instance_of(callback, "OnExceptionCheckpoint"):
-            found.append(callback.ckpt_path)
-        elif is_instance_of(callback, "ModelCheckpoint"):
-            found.extend(last_checkpoints(callback, loop))
-    found = [path for path in found if path and os.path.exists(path)]
-    if not found and keyword == "last":
-        warn_of_missing_last(run)
-    return max(found, key=os.path.getmtime, default=None)
-
-
-def find_last_beside_logs(loop: Any, keyword: str) -> list[str]:
-    """Return what ModelCheckpoint saved last beside the logs of the newest earlier run.
-
-    "auto" takes any file of a run that was killed before its first last.ckpt.
-    """
-    has_own_folder = all(getattr(saver, "dirpath", None) for saver in loop.checkpoint_callbacks)
-    if has_own_folder or not loop.loggers or loop.loggers[0].save_dir is None:
-        return []
-    runs, version = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name)), loop.config.version
-    folders = versions_of(runs) if version is None else [runs / version_folder(version)]
-    for folder in reversed(folders):
-        for pattern in ("last*.ckpt", "*.ckpt") if keyword == "auto" else ("last*.ckpt",):
-            if found := [str(path) for path in Path(folder, "checkpoints").glob(pattern)]:
-                return found
-    return []
-
-
-def warn_of_missing_last(run: RunState) -> None:
+def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]) -> None:
+    """Raise an error about a keyword without a checkpoint. Trainer's ``ckpt_path="last"`` only warns."""
+    if files:
+        raise DamagedCheckpointError(
+            f"{argument}: got {keyword!r}, but every checkpoint in {files[0].parent} is damaged. Give"
+            " another path, or train again."
+        )
+    if (argument, keyword) != ("ckpt_path", "last"):
+        folder = Path(run.loop.default_root_dir, "checkpoints", run.config.name)
+        raise MissingCheckpointError(
+            f"{argument}: got {keyword!r}, expected a checkpoint under {folder}, which has none. Train"
+            " first, or give a path."
+        )
     run.warn_once(
         f'.{run.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'
         " will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
-    )
-
-
-def no_best_checkpoint(run: RunState) -> ValueError:
-    return ValueError(
-        f'`.{run.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save the best'
-        " model. Give an exact path, as with `fast_dev_run=True`."
     )
 
 
@@ -283,16 +259,14 @@ def version_of_checkpoint(path: Path, root: Path, name: str) -> int | str | None
 
 def check_same_checkpoint(run: RunState) -> None:
     """Refuse to start where processes have found different checkpoints, on machines without a common folder."""
-    text = str(run.checkpoint_error or run.checkpoint_path)
-    if run.checkpoint is not None and run.checkpoint_error is None:
-        text += f", step {run.checkpoint.get('global_step')}"
-    found = gather_objects(run, text)
-    if len(set(found)) > 1:
-        other = next(rank for rank, text in enumerate(found) if text != found[0])
-        raise CheckpointError(
-            f"resume: the processes have found different checkpoints. Process 0: {found[0]}. Process {other}:"
-            f" {found[other]}. Write default_root_dir= with a folder that all machines share."
-        )
+    step = run.checkpoint.get("global_step") if run.checkpoint is not None else None
+    found = gather_objects(run, f"{run.checkpoint_error or run.checkpoint_path}, step {step}")
+    for rank, text in enumerate(found):
+        if text != found[0]:
+            raise CheckpointError(
+                f"resume: the processes have found different checkpoints. Process 0: {found[0]}. Process"
+                f" {rank}: {text}. Write default_root_dir= with a folder that all machines share."
+            )
     if run.checkpoint_error is not None:
         raise run.checkpoint_error
 
@@ -320,21 +294,20 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
 
 def make_checkpoint_manager(run: RunState) -> CheckpointManager:
     """Return the manager of a fit, which saves nothing where a Checkpoint callback does."""
-    config = run.config
-    has_callback = any(is_instance_of(callback, "Checkpoint") for callback in run.loop.callbacks)
-    if not config.enable_checkpointing or has_callback:
+    config, loggers = run.config, run.loggers.csv_loggers
+    if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return CheckpointManager(None, config)
     root = Path(run.loop.default_root_dir)
-    runs, loggers = root / "checkpoints" / config.name, run.loggers.csv_loggers
+    folder = root / "checkpoints" / config.name
     version: Any = loggers[0].version if loggers else config.version
     if version is None and run.resumes:
         version = version_of_checkpoint(Path(str(run.checkpoint_path)), root, config.name)
     if version is None and run.fabric.is_global_zero:
-        version = claim_version(runs)
+        version = claim_version(folder)
     version = run.fabric.broadcast(version)
     for logger in loggers:
         logger.version = version
-    return CheckpointManager(runs / version_folder(version), config)
+    return CheckpointManager(folder / version_folder(version), config)
 
 
 # Locks
@@ -363,57 +336,51 @@ def lock_folders(folders: Iterable[Path], resumed_from: str | None = None) -> It
         CheckpointError: Another run writes there.
     """
     with ExitStack() as stack:
-        files = []
-        for folder in folders:
-            file = open_lock(folder)
-            if file is not None:
-                files.append(stack.enter_context(file))
+        opened = [open_lock(folder, stack) for folder in folders]
+        files = [file for file in opened if file is not None]
         _open_files.update(files)
         stack.callback(_open_files.difference_update, files)
         add_line(files, str(os.getpid()))
         if resumed_from is not None:
             add_line(files, f"resumed after {resumed_from}")
+        end = "failed"
         try:
             yield
+            end = "finished"
         except (KeyboardInterrupt, SystemExit, SIGTERMException):
-            add_line(files, "interrupted")
+            end = "interrupted"
             raise
-        except BaseException:
-            add_line(files, "failed")
-            raise
-        add_line(files, "finished")
+        finally:
+            add_line(files, end)
 
 
-def open_lock(folder: Path) -> IO[str] | None:
+def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
     """Lock a folder and remove what a killed run left there. Returns the open file, None if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for parent in folder.parents[:3]:
             sync_folder(parent)
-        file = Path(folder, ".lock").open("a+", errors="replace")  # noqa: SIM115
+        file = open(folder / ".lock", "a+", errors="replace")  # noqa: SIM115
+        stack.enter_context(file)
     except OSError as error:
         warnings.warn(
             f"{folder}: it cannot be locked ({error}). Give each run a folder of its own.",
             stacklevel=2,
         )
         return None
-    try:
+    # Windows has no fcntl, and some network drives have no locks. The file still records the state.
+    with suppress(ImportError, OSError):
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        numbers = [line for line in file.read().splitlines() if line.isdigit()]
-        file.close()
-        process = f" (process {numbers[-1]})" if numbers else ""
-        raise CheckpointError(
-            f"{folder}: another run{process} writes there, expected a free folder. Give this run another"
-            " name or version, or stop the other one."
-        ) from None
-    except (ImportError, OSError):
-        # Windows has no fcntl, and some network drives have no locks. The file still records the state.
-        return file
-    with suppress(OSError):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            numbers = [line for line in file.read().splitlines() if line.isdigit()]
+            raise CheckpointError(
+                f"{folder}: another run (process {numbers[-1] if numbers else '?'}) writes there, expected"
+                " a free folder. Give this run another name or version, or stop the other one."
+            ) from None
         # ModelCheckpoint saves in a folder of the logs.
         for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:
             path.unlink(missing_ok=True)

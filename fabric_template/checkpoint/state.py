@@ -8,6 +8,7 @@ of random generators, loaders, running metrics and the history.
 from __future__ import annotations
 
 from copy import deepcopy
+from operator import attrgetter
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from ..data.samplers import shares_of
 from ..distributed.launch import gather_objects
-from ..errors import CheckpointError, OtherModelError, WeightsOnlyError
+from ..errors import CheckpointError, OtherModelError
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.read_logs import read_table
 from ..training.optimization import is_step_due
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from ..training.run_state import RunState
 
 OWN_KEY = "fabric_template"
+# The parts of a run with state_dict and load_state_dict. They are restored in this order: with the
+# optimizers, when training is about to continue, and from the states that each process has of its own.
+PARTS = ("progress", "stop", "history", "loggers", "checkpoints")
+PARTS_OF_TRAINING = ("optimization", "validation_schedule")
+PARTS_OF_PROCESS = ("data", "results", "history.train_sums")
 
 
 def build_checkpoint(
@@ -49,22 +55,11 @@ def build_checkpoint(
         "loops": loops_state(run),
     }
     if not weights_only:
-        checkpoint["callbacks"] = callbacks_state(run)
-        # Fabric's method returns the state on the first process only.
-        get_state: Any = run.fabric.strategy.get_optimizer_state
-        if run.steps.is_model_parallel:
-            get_state = torch.optim.Optimizer.state_dict
-        checkpoint["optimizer_states"] = [get_state(optimizer) for optimizer in run.optimizers]
-        checkpoint["lr_schedulers"] = [c.scheduler.state_dict() for c in run.lr_schedulers]
-        precision = run.fabric.strategy.precision
-        if scaler_state := precision.state_dict():
-            checkpoint[type(precision).__qualname__] = scaler_state
-    add_hyperparameters(checkpoint, run.model)
-    if run.datamodule is not None:
-        add_hyperparameters(checkpoint, run.datamodule)
-        state_dict = getattr(run.datamodule, "state_dict", None)
-        if callable(state_dict) and (state := state_dict()):
-            checkpoint[type(run.datamodule).__qualname__] = state
+        checkpoint |= training_state(run)
+    for part in (run.model, run.datamodule):
+        add_hyperparameters(checkpoint, part)
+    if state := state_of(run.datamodule):
+        checkpoint[type(run.datamodule).__qualname__] = state
     if not weights_only:
         run.hooks.call_callbacks("on_save_checkpoint", checkpoint)
     run.hooks.call_module("on_save_checkpoint", checkpoint)
@@ -72,52 +67,83 @@ def build_checkpoint(
     return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run)}
 
 
-def own_state(run: RunState) -> dict[str, Any]:
-    """Return the states of the parts that Trainer does not save. Each process adds its own."""
-    of_rank = {
-        "rng": capture_rng_state(),
-        "data": run.data.state_dict(),
-        "results": run.results.state_dict(),
-        "train_sums": run.history.train_sums.state_dict(),
+def training_state(run: RunState) -> dict[str, Any]:
+    """Return the states of callbacks, optimizers, schedulers and the precision, as Trainer saves them."""
+    strategy = run.fabric.strategy
+    # Fabric's method returns the state on the first process only.
+    get_state: Any = strategy.get_optimizer_state
+    if run.steps.is_model_parallel:
+        get_state = torch.optim.Optimizer.state_dict
+    callbacks = {key_of(callback): state_of(callback) for callback in run.hooks.callbacks}
+    state = {
+        "callbacks": {key: state for key, state in callbacks.items() if state},
+        "optimizer_states": [get_state(optimizer) for optimizer in run.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in run.lr_schedulers],
     }
+    if scaler_state := strategy.precision.state_dict():
+        state[type(strategy.precision).__qualname__] = scaler_state
+    return state
+
+
+def key_of(callback: Any) -> str:
+    return getattr(callback, "state_key", type(callback).__qualname__)
+
+
+def state_of(part: Any) -> Any:
+    """Return the state of a callback or a datamodule, None if it has no ``state_dict``."""
+    state_dict = getattr(part, "state_dict", None)
+    return state_dict() if callable(state_dict) else None
+
+
+def own_state(run: RunState) -> dict[str, Any]:
+    """Return what Trainer does not save. Each process adds the states of its own."""
+    of_process = {"rng": capture_rng_state(), **states_of(run, PARTS_OF_PROCESS)}
+    # What hooks have changed. The rest is as the resumed run sets it up.
+    is_changed = run.accumulate_grad_batches != run.config.accumulate_grad_batches
+    changed_flags = requires_grad(run).items() - run.requires_grad_at_start.items()
     return {
-        "progress": run.progress.state_dict(),
-        "stop": run.stop.state_dict(),
-        "optimization": run.optimization.state_dict() if run.optimization else {},
-        "validation_schedule": run.validation_schedule.state_dict()
-        if run.validation_schedule
-        else None,
-        "history": run.history.state_dict(),
-        "loggers": run.loggers.state_dict(),
-        "checkpoints": run.checkpoints.state_dict(),
-        "accumulate_grad_batches": [
-            run.config.accumulate_grad_batches,
-            run.accumulate_grad_batches,
-        ],
-        "frozen_at_start": run.frozen_at_start,
-        "frozen_parameters": find_frozen_parameters(run),
+        **states_of(run, PARTS + PARTS_OF_TRAINING),
+        "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
+        "requires_grad": dict(sorted(changed_flags)),
         "settings": run_settings(run),
         "sampler_seed": run.data.sampler_seed,
-        "ranks": gather_objects(run, of_rank),
+        "ranks": gather_objects(run, of_process),
     }
+
+
+def states_of(run: RunState, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the states of parts of a run. Evaluations lack some of the parts."""
+    parts = {name: attrgetter(name)(run) for name in names}
+    return {name: part.state_dict() for name, part in parts.items() if part is not None}
+
+
+def load_states(run: RunState, names: tuple[str, ...], states: dict[str, Any]) -> None:
+    for name in names:
+        if name in states:
+            attrgetter(name)(run).load_state_dict(states[name])
 
 
 def run_settings(run: RunState) -> dict[str, Any]:
     """Return what a resumed run should have in common with the run that was saved."""
     loaders = run.data.train.loaders if run.data.train is not None else []
     return {
-        "processes": run.fabric.world_size,
-        "shares": shares_of(run)[0],
+        "processes": shares_of(run)[0],
         "batch size": [getattr(loader, "batch_size", None) for loader in loaders],
         "num_workers": [getattr(loader, "num_workers", None) for loader in loaders],
         "optimizers": [type(optimizer).__name__ for optimizer in run.optimizers],
     }
 
 
-def warn_of_other_settings(run: RunState, saved: dict[str, Any]) -> None:
-    """Warn once of settings that make a resumed run differ from the one that was saved."""
+def check_settings(run: RunState, saved: dict[str, Any]) -> None:
+    """Warn of settings that change a resumed run, and refuse to split an epoch among other processes."""
     current = run_settings(run)
-    saved = {name: value for name, value in saved.items() if name != "shares"}
+    is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
+    if is_in_epoch and saved["processes"] != current["processes"]:
+        raise CheckpointError(
+            f"{run.checkpoint_path}: it is from the middle of an epoch of a run with {saved['processes']}"
+            f" processes, and this run has {current['processes']}. Use {saved['processes']} processes, a"
+            " checkpoint from the end of an epoch, or load= to start a new run from the weights."
+        )
     differences = [
         f"{n} {saved[n]} was saved, now {current[n]}" for n in saved if saved[n] != current[n]
     ]
@@ -127,14 +153,8 @@ def warn_of_other_settings(run: RunState, saved: dict[str, Any]) -> None:
         )
 
 
-def callbacks_state(run: RunState) -> dict[str, Any]:
-    """Return the states of the callbacks that have one, by their keys."""
-    states = {}
-    for callback in run.hooks.callbacks:
-        state_dict = getattr(callback, "state_dict", None)
-        if callable(state_dict) and (state := state_dict()):
-            states[getattr(callback, "state_key", type(callback).__qualname__)] = state
-    return states
+def requires_grad(run: RunState) -> dict[str, bool]:
+    return {name: part.requires_grad for name, part in run.network.named_parameters()}
 
 
 def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
@@ -202,28 +222,24 @@ def _counts(total: int, current: int) -> dict[str, Any]:
     return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
 
 
+# Restore, before the strategy's set-up
+
+
 def restore_model(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Restore the weights, the module, the datamodule and the callbacks, before the strategy's set-up."""
+    """Restore the weights, the module, the datamodule and the callbacks."""
     is_weights_only = run.stage == "fit" and not run.resumes
-    if run.datamodule is not None and not is_weights_only:
-        state = checkpoint.get(type(run.datamodule).__qualname__)
-        if state is not None and callable(getattr(run.datamodule, "load_state_dict", None)):
-            run.datamodule.load_state_dict(state)
+    if not is_weights_only:
+        load_state(run.datamodule, checkpoint.get(type(run.datamodule).__qualname__))
     load_shards(run, checkpoint, "state_dict")
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     load_weights(run, checkpoint)
-    if not is_weights_only:
+    if not is_weights_only and "callbacks" in checkpoint:
         restore_callbacks(run, checkpoint)
 
 
-def check_resumable(checkpoint: dict[str, Any], path: Any) -> None:
-    """Refuse to resume from a file that holds weights only."""
-    if "optimizer_states" not in checkpoint:
-        raise WeightsOnlyError(
-            "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
-            " due to `ModelCheckpoint.save_weights_only` being set to `True`. resume: got"
-            f" '{path}', which holds weights only. Write load= to start a new run from them."
-        )
+def load_state(part: Any, state: Any) -> None:
+    if state is not None and callable(getattr(part, "load_state_dict", None)):
+        part.load_state_dict(state)
 
 
 def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
@@ -249,14 +265,12 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 def find_weights(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
     """Return the weights in a checkpoint of ours, of Lightning or ``fabric.save``, or in a plain state_dict."""
-    for name in ("state_dict", "model"):
+    weights = checkpoint
+    for name in ("model", "state_dict"):
         if isinstance(checkpoint.get(name), dict):
             weights = checkpoint[name]
-            break
-    else:
-        if not all(isinstance(value, torch.Tensor) for value in checkpoint.values()):
-            return None
-        weights = checkpoint
+    if weights is checkpoint and not all(torch.is_tensor(value) for value in weights.values()):
+        return None
     # Wrappers of torch put their own name before each key.
     for prefix in ("module.", "_orig_mod."):
         if weights and all(key.startswith(prefix) for key in weights):
@@ -266,16 +280,11 @@ def find_weights(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
 
 def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Give the callbacks their states back."""
-    states = checkpoint.get("callbacks")
-    if states is None:
-        return
-    keys = {getattr(c, "state_key", type(c).__qualname__) for c in run.hooks.callbacks}
-    missing = [key for key in states if key not in keys]
-    # max_time= adds a Timer.
-    missing = [key for key in missing if not key.startswith("Timer")]
-    if not run.loop.checkpoint_callbacks:
-        # The resumed run has FabricLoop's own checkpoints in place of ModelCheckpoint's.
-        missing = [key for key in missing if not key.startswith("ModelCheckpoint")]
+    states = checkpoint["callbacks"]
+    keys = {key_of(callback) for callback in run.hooks.callbacks}
+    # max_time= adds a Timer, and FabricLoop's own checkpoints take the place of ModelCheckpoint's.
+    may_miss = ("Timer",) if run.loop.checkpoint_callbacks else ("Timer", "ModelCheckpoint")
+    missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.resumes:
         run.warn_once(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be"
@@ -283,66 +292,61 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
     for callback in run.hooks.callbacks:
-        state = states.get(getattr(callback, "state_key", type(callback).__qualname__))
-        if state and callable(getattr(callback, "load_state_dict", None)):
-            callback.load_state_dict(deepcopy(state))
+        load_state(callback, deepcopy(states.get(key_of(callback))) or None)
+
+
+# Restore, after the strategy's set-up
 
 
 def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Restore optimizers, schedulers, counters and everything of ours, after the strategy's set-up."""
+    """Restore optimizers, schedulers, counters, the history and its files."""
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
-    if (scaler_state := checkpoint.get(type(precision).__qualname__)) is not None:
-        precision.load_state_dict(scaler_state)
+    load_state(precision, checkpoint.get(type(precision).__qualname__))
     own = run.own_state
     if own is None:
         restore_progress_of_trainer(run, checkpoint)
         return
     if "loggers" not in own:
-        restore_mini_run(run, own)
-        return
-    run.progress.load_state_dict(own["progress"])
-    if run.stop.max_epochs is not None and -1 < run.stop.max_epochs < run.progress.epochs_done:
+        complete_state_of_mini(run, own)
+    epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
+    if -1 < max_epochs < epochs_done:
         raise CheckpointError(
-            f"You restored a checkpoint with current_epoch={run.progress.epochs_done}, but you have set"
-            f" Trainer(max_epochs={run.stop.max_epochs}). Please set a different max_epochs value."
+            f"You restored a checkpoint with current_epoch={epochs_done}, but you have set"
+            f" Trainer(max_epochs={max_epochs}). Please set a different max_epochs value."
         )
-    if run.resume_keyword == "auto" or not run.stop.can_stop_early:
+    load_states(run, ("progress",), own)
+    if run.resume_keyword != "auto" and run.stop.can_stop_early:
         # "auto" leaves a run that stopped early as it is; "last" continues it. Before min_epochs and
         # min_steps are reached, a request to stop is still open.
-        run.stop.load_state_dict(own["stop"])
-    run.history.load_state_dict(own["history"])
-    run.loggers.load_state_dict(own["loggers"])
-    run.checkpoints.load_state_dict(own["checkpoints"])
+        own.pop("stop", None)
+    load_states(run, PARTS[1:], own)
 
 
-def restore_mini_run(run: RunState, own: dict[str, Any]) -> None:
-    """Restore the counters, the rows and the best value of a file that MiniLoop wrote."""
+def complete_state_of_mini(run: RunState, own: dict[str, Any]) -> None:
+    """Add to the state of a file that MiniLoop wrote what its parts leave out."""
     progress, score = own["progress"], own["checkpoints"]["score"]
     if progress["is_in_epoch"]:
         raise CheckpointError(
             f"resume: got {run.checkpoint_path}, which MiniLoop saved in the middle of an epoch,"
             " expected the end of one. Continue it with MiniLoop, or use load=."
         )
-    run.progress.load_state_dict({**progress, "logging_step": progress["global_step"]})
-    run.history.rows = list(own["history"]["rows"])
+    step = progress["logging_step"] = progress["global_step"]
+    positions = []
     for logger in run.loggers.csv_loggers:
         path = Path(logger.log_dir, "steps.csv")
         columns, rows = read_table(path)[:2] if path.exists() else ([], [])
-        count = sum(int(row["step"]) <= progress["global_step"] for row in rows)
-        logger.rewind({"rows": count, "columns": columns}, run.history.rows)
+        count = sum(int(row["step"]) <= step for row in rows)
+        positions.append({"rows": count, "columns": columns})
     kept = {} if score is None else {"best.ckpt": score}
-    state = {"kept": kept, "is_validated": False, "last_step": progress["global_step"]}
-    run.checkpoints.load_state_dict(state)
-
-
-def find_frozen_parameters(run: RunState) -> list[str]:
-    return [name for name, part in run.network.named_parameters() if not part.requires_grad]
+    own["checkpoints"] = {**run.checkpoints.state_dict(), "kept": kept, "last_step": step}
+    own["loggers"] = {**run.loggers.state_dict(), "positions": positions}
+    own["history"] = {**run.history.state_dict(), **own["history"]}
 
 
 def restore_position(run: RunState) -> None:
     """Restore random generators, loaders and running sums, when training is about to continue."""
-    run.frozen_at_start = find_frozen_parameters(run)
+    run.requires_grad_at_start = requires_grad(run)
     checkpoint, run.checkpoint = run.checkpoint, None
     own, run.own_state = run.own_state, None
     if checkpoint is None:
@@ -351,46 +355,21 @@ def restore_position(run: RunState) -> None:
         fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
         run.data.load_loader_states(fit_loop.get("state_dict", {}).get("combined_loader", []))
         return
-    if "settings" not in own:
-        # MiniLoop keeps the random numbers only.
-        restore_rng_state(own["ranks"][run.fabric.global_rank % len(own["ranks"])]["rng"])
-        return
-    check_world_size(run, own)
-    warn_of_other_settings(run, own["settings"])
-    option, current = own["accumulate_grad_batches"]
-    if option == run.config.accumulate_grad_batches:
-        run.accumulate_grad_batches = current
-    # What hooks have frozen or unfrozen. The rest is as the module sets it up now.
-    frozen = set(own["frozen_parameters"])
-    changed = frozen.symmetric_difference(own["frozen_at_start"])
-    for name, parameter in run.network.named_parameters():
-        if name in changed:
-            parameter.requires_grad = name not in frozen
-    ranks = own["ranks"]
-    of_rank = ranks[run.fabric.global_rank % len(ranks)]
-    run.data.load_state_dict(of_rank["data"])
-    sums = move_data_to_device((of_rank["results"], of_rank["train_sums"]), run.fabric.device)
-    run.results.load_state_dict(sums[0])
-    run.history.train_sums.load_state_dict(sums[1])
-    if own["optimization"]:
-        run.optimization.load_state_dict(own["optimization"])
-    if own["validation_schedule"] is not None:
-        run.validation_schedule.load_state_dict(own["validation_schedule"])
-    restore_rng_state(of_rank["rng"])
-    if run.fabric.global_rank >= len(ranks):
-        seed_new_process(run.fabric.global_rank)
-
-
-def check_world_size(run: RunState, own: dict[str, Any]) -> None:
-    """Refuse to continue in the middle of an epoch with another number of processes."""
-    saved, current = own["settings"]["shares"], shares_of(run)[0]
-    is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
-    if is_in_epoch and saved != current:
-        raise CheckpointError(
-            f"{run.checkpoint_path}: it is from the middle of an epoch of a run with {saved} processes, and"
-            f" this run has {current}. Use {saved} processes, a checkpoint from the end of an epoch, or load="
-            " to start a new run from the weights."
-        )
+    ranks, rank = own["ranks"], run.fabric.global_rank
+    of_process = ranks[rank % len(ranks)]
+    # Of a file that MiniLoop wrote only the random numbers are left.
+    if "settings" in own:
+        check_settings(run, own["settings"])
+        run.accumulate_grad_batches = own["accumulate_grad_batches"] or run.accumulate_grad_batches
+        for name, parameter in run.network.named_parameters():
+            parameter.requires_grad = own["requires_grad"].get(name, parameter.requires_grad)
+        for name in PARTS_OF_PROCESS[1:]:
+            of_process[name] = move_data_to_device(of_process[name], run.fabric.device)
+        load_states(run, PARTS_OF_PROCESS, of_process)
+        load_states(run, PARTS_OF_TRAINING, own)
+    restore_rng_state(of_process["rng"])
+    if rank >= len(ranks):
+        seed_new_process(rank)
 
 
 def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
@@ -425,27 +404,26 @@ def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> No
     """Restore the counters of a file that Trainer wrote."""
     progress, fit_loop = run.progress, checkpoint.get("loops", {}).get("fit_loop")
     run.data.keeps_first_iterator = True
-    progress.global_step = checkpoint["global_step"]
+    progress.global_step, progress.epochs_done = checkpoint["global_step"], checkpoint["epoch"]
     if fit_loop is None:
-        progress.epochs_done = checkpoint["epoch"]
         return
     epoch = fit_loop["epoch_progress"]["current"]
     batch = fit_loop["epoch_loop.batch_progress"]
     ready, processed = batch["current"]["ready"], batch["current"]["processed"]
     is_between_batches = ready == processed
-    is_after_last = batch["is_last_batch"] and is_between_batches
     progress.epochs_done = epoch["processed"]
     progress.total_batches = batch["total"]["processed"]
     progress.logging_step = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
     # In on_train_epoch_start an epoch is ready but not started, and the batches are those of the epoch before.
-    is_in_epoch = epoch["started"] > epoch["processed"]
-    if is_in_epoch and is_after_last:
+    if epoch["started"] == epoch["processed"]:
+        return
+    if batch["is_last_batch"] and is_between_batches:
         # Trainer leaves out what was to come after the last batch.
         progress.epochs_done += 1
-    elif is_in_epoch:
+    else:
         progress.is_in_epoch = True
         progress.batches_done = processed
         progress.batches_at_last_step = processed - processed % run.accumulate_grad_batches
-    if is_in_epoch and is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
+    if is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
         # Trainer counts the step after on_train_batch_end, in which the file was saved.
         progress.logging_step += is_step_due(run)

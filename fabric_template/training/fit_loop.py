@@ -39,7 +39,7 @@ def fit(run: RunState) -> None:
             train_epoch(run)
         if run.stop.signal is not None:
             # Before on_train_end, where callbacks may exchange the weights.
-            run.checkpoints.save_signal(run)
+            run.checkpoints.save(run, "signal")
             break
     run.loggers.end_training(run)
     run.hooks.call("on_train_end")
@@ -134,7 +134,7 @@ def end_batch(run: RunState) -> None:
         if run.signals.received is not None or run.is_distributed:
             run.signals.check(run)
         if run.config.save_every_n_steps:
-            run.checkpoints.save_step(run)
+            run.checkpoints.save(run, "step")
 
 
 def validate(run: RunState) -> None:
@@ -152,7 +152,7 @@ def validate(run: RunState) -> None:
             restore_rng_state(rng_state)
     run.validation_schedule.restart()
     run.loggers.end_validation(run)
-    run.checkpoints.save_validation(run)
+    run.checkpoints.save(run, "validation")
 
 
 def end_short_epoch(run: RunState) -> None:
@@ -173,7 +173,7 @@ def end_epoch(run: RunState) -> None:
             run.history.end_train_batches()
         progress.phase = "epoch_end"
         run.hooks.call_train_epoch_end()
-        run.checkpoints.save_stopped(run)
+        run.checkpoints.save(run, "stop")
     run.results.update_metrics()
     if progress.is_epoch_complete:
         step_lr_schedulers(run, "epoch", plateau=True)
@@ -182,4 +182,4 @@ def end_epoch(run: RunState) -> None:
     run.data.train.end_epoch()
     progress.end_epoch()
     run.signals.check(run, is_due=True)
-    run.checkpoints.save_epoch(run)
+    run.checkpoints.save(run, "epoch")

@@ -47,7 +47,7 @@ class RunState:
         checkpoint: The checkpoint that this run starts from, until it is restored.
         own_state: The part of the checkpoint that only this loop saves; hooks do not see it.
         resumes: Whether it is continued with its optimizers and counters.
-        frozen_at_start: The parameters that were not trained when training was about to start.
+        requires_grad_at_start: That of each parameter, when training was about to start.
     """
 
     model: Any
@@ -129,7 +129,7 @@ class RunState:
         self.validation_schedule: ValidationSchedule = None  # type: ignore[assignment]
         self.signals: SignalHandler = None  # type: ignore[assignment]
         self.predictions: Predictions = None  # type: ignore[assignment]
-        self.frozen_at_start: list[str] = []
+        self.requires_grad_at_start: dict[str, bool] = {}
         self.checkpoint: dict[str, Any] | None = None
         self.own_state: dict[str, Any] | None = None
         self.checkpoint_path: str | None = None

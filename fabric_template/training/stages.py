@@ -336,7 +336,7 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     """
     run.loop.status = TrainerStatus.INTERRUPTED
     run.exception = error
-    hook, run.hooks.current = run.hooks.current, None
+    run.hooks.current = None
 
     def attempt(what: str, function: Callable[..., Any], *args: Any) -> None:
         try:
@@ -351,7 +351,7 @@ def handle_exception(run: RunState, error: BaseException) -> None:
 
     was_signaled = run.signals is not None and run.signals.received is not None
     if run.stage == "fit" and not was_signaled:
-        attempt("saving the state", run.checkpoints.save_exception, run, hook)
+        attempt("saving the state", run.checkpoints.save_exception, run)
     for callback in list(run.hooks.callbacks):
         call = partial(run.hooks.call_callbacks, callbacks=[callback])
         attempt(f"on_exception of {type(callback).__name__}", call, "on_exception", error)
