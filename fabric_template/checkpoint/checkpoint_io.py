@@ -8,9 +8,9 @@ import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
+from textwrap import shorten
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -65,15 +65,9 @@ class AtomicCheckpointIO(CheckpointIO):
             torch.save(checkpoint, file)
 
     def load_checkpoint(
-        self,
-        path: str | Path,
-        map_location: Any = None,
-        weights_only: bool | None = None,
-        **kwargs: Any,
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return read_checkpoint(
-            path, weights_only=weights_only is not False, map_location=map_location
-        )
+        return read_checkpoint(path, weights_only is not False, map_location)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)
@@ -126,8 +120,6 @@ def local_path(path: str | Path) -> str:
 
 def sync_folder(folder: Path) -> None:
     """Make new names in a folder survive a power cut, where the system can."""
-    if os.name != "posix":
-        return
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -147,18 +139,19 @@ def read_checkpoint(
     Raises:
         MissingCheckpointError: There is no such file.
         DamagedCheckpointError: The file is not what was written.
-        CheckpointError: The file holds objects that weights_only refuses.
+        CheckpointError: The file holds objects that weights_only refuses, or cannot be read.
     """
     path = Path(local_path(path))
     if path.is_dir():
         raise CheckpointError(f"{path}: got a folder, expected a checkpoint file.")
+    classes: list[str] = []
     try:
-        is_archive = verify_checkpoint(path)
-        classes = find_safe_classes(path) if weights_only else []
-        with torch.serialization.safe_globals(classes):
-            checkpoint = torch.load(
-                path, map_location=map_location or "cpu", weights_only=weights_only
-            )
+        verify_checkpoint(path)
+        if weights_only:
+            classes = unusual_classes(path)
+        safe: list[Any] = [(resolve_name(name), name) for name in classes if name in SAFE_CLASSES]
+        with torch.serialization.safe_globals(safe):
+            checkpoint = torch.load(path, map_location or "cpu", weights_only=weights_only)
     except FileNotFoundError as error:
         raise MissingCheckpointError(
             f"Checkpoint file not found: {path}. Check the path, or write 'last' or 'best'."
@@ -168,20 +161,18 @@ def read_checkpoint(
             f"{path}: the file could not be read: {error.strerror or error}. Nothing shows that it is"
             " damaged. Try again."
         ) from error
+    except pickle.UnpicklingError as error:
+        refused = ", ".join(name for name in classes if name not in SAFE_CLASSES)
+        raise CheckpointError(
+            f"{path}: the file holds objects that could run code ({refused or 'an old format'}). If you"
+            " trust its source, pass weights_only=False."
+        ) from error
     except (MemoryError, CheckpointError):
         raise
     except Exception as error:
-        refused = refused_classes(path) if weights_only else []
-        is_old = isinstance(error, pickle.UnpicklingError) and weights_only and not is_archive
-        if refused or is_old:
-            raise CheckpointError(
-                f"{path}: the file holds objects that could run code ({', '.join(refused) or 'an old format'})."
-                " If you trust its source, pass weights_only=False."
-            ) from error
-        first_line = str(error).strip().split("\n")[0]
-        # The checksums of an archive are right, so it is what was written.
-        kind = CheckpointError if is_archive else DamagedCheckpointError
-        raise kind(f"{path}: the file cannot be read. {first_line}") from error
+        raise CheckpointError(
+            f"{path}: the file cannot be read. {shorten(str(error), 200)}"
+        ) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
             f"{path}: got a {type(checkpoint).__name__}, expected a dict. Save"
@@ -190,47 +181,34 @@ def read_checkpoint(
     return checkpoint
 
 
-def refused_classes(path: str | Path) -> list[str]:
-    """Return the names of the classes in a file that weights_only refuses."""
-    return [name for name in _unusual_classes(path) if name not in SAFE_CLASSES]
-
-
-def find_safe_classes(path: str | Path) -> list[Any]:
-    """Return the classes of SAFE_CLASSES that a file holds, imported only if it does."""
-    names = [name for name in _unusual_classes(path) if name in SAFE_CLASSES]
-    return [(resolve_name(name), name) for name in names if find_spec(name.partition(".")[0])]
-
-
-def _unusual_classes(path: str | Path) -> list[str]:
+def unusual_classes(path: str | Path) -> list[str]:
+    """Return the names of the classes in a file that torch does not read with weights_only."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:
-        # An old format or a damaged file. The reader reports the damage.
+        # An old format. Reading reports what is wrong with it.
         return []
 
 
-def verify_checkpoint(path: str | Path) -> bool:
-    """Check the CRC of every part of a checkpoint file. Returns whether it has checksums: old ones of torch have none.
+def verify_checkpoint(path: str | Path) -> None:
+    """Check the CRC of every part of a checkpoint file.
 
     Raises:
         DamagedCheckpointError: A part is not what was written.
     """
     with open(path, "rb") as file:
         start = file.read(4)
-        size = os.fstat(file.fileno()).st_size
-    if size == 0:
-        raise DamagedCheckpointError(f"{path}: got an empty file, expected a checkpoint.")
+    if start[:1] == b"\x80":
+        # A pickle, which torch wrote before 1.6, has no checksums.
+        return
     if start != b"PK\x03\x04":
-        if start[:1] != b"\x80":
-            raise DamagedCheckpointError(
-                f"{path}: got a file that starts with {start!r}, expected one of torch.save."
-            )
-        return False
+        raise DamagedCheckpointError(
+            f"{path}: got a file that starts with {start!r}, expected one of torch.save."
+        )
     damage = find_damage(path)
     # zipfile reports a disk that fails once as a damaged file. Read again to be sure.
     if damage is not None and (damage := find_damage(path)) is not None:
         raise DamagedCheckpointError(f"{path}: the file is damaged{damage}")
-    return True
 
 
 def find_damage(path: str | Path) -> str | None:

@@ -8,7 +8,6 @@ save leaves the older file and its folder as they were. Folders that no file nam
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import warnings
 import zipfile
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed.strategies import gather_tensors
@@ -32,16 +31,6 @@ if TYPE_CHECKING:
 
 SHARDS_KEY = "fabric_template_shards"
 _PLACEHOLDER = "sharded"
-# What torch's .metadata file may hold, which is a plain pickle: values only, nothing that runs.
-_METADATA_CLASSES = {
-    "pathlib": "PosixPath WindowsPath",
-    "pathlib._local": "PosixPath WindowsPath",
-    "torch": "Size",
-    "torch.serialization": "_get_layout",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.metadata": "ChunkStorageMetadata Metadata MetadataIndex StorageMeta"
-    " TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
-}
 
 
 # Saving
@@ -145,18 +134,13 @@ def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
 
 
 def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
-    """Return the folder that a checkpoint file names, which is beside it.
-
-    Raises:
-        CheckpointError: The file names something else.
-    """
-    _check_names([index["folder"], *index["files"]], path)
+    """Return the folder that a checkpoint file names, which is beside it."""
+    for name in (index["folder"], *index["files"]):
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise CheckpointError(
+                f"{path}: it names files outside of its folder. Use another file."
+            )
     return Path(path).with_name(index["folder"])
-
-
-def _check_names(names: list[str], path: str | Path) -> None:
-    if any(os.path.basename(name) != name or name in ("", ".", "..") for name in names):
-        raise CheckpointError(f"{path}: it names files outside of its folder. Use another file.")
 
 
 def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
@@ -171,11 +155,10 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
     folder = shard_folder(index, path)
     for name, size in index["files"].items():
         file = folder / name
-        if not file.is_file():
-            raise DamagedCheckpointError(f"{path}: its file {folder.name}/{name} is missing.")
-        if file.stat().st_size != size:
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
             raise DamagedCheckpointError(
-                f"{path}: its file {folder.name}/{name} has {file.stat().st_size} bytes, not {size}."
+                f"{path}: its file {folder.name}/{name} has {found} bytes, expected {size}."
             )
 
 
@@ -187,31 +170,6 @@ def is_sharded_file(path: str | Path) -> bool:
             return any(SHARDS_KEY.encode() in archive.read(name) for name in names)
     except (zipfile.BadZipFile, OSError):
         return False
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads torch's .metadata without running what somebody else may have put into it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _METADATA_CLASSES.get(module, "").split():
-            raise CheckpointError(f".metadata holds {module}.{name}, expected values only.")
-        return super().find_class(module, name)
-
-
-class ShardReader(dcp.FileSystemReader):
-    """torch's reader, which reads nothing but values, and only from its folder."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path, ".metadata")
-        with path.open("rb") as file:
-            try:
-                metadata: Metadata = _MetadataUnpickler(file).load()
-            except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
-                raise DamagedCheckpointError(f"{path}: it is damaged. {error}") from error
-        for place in metadata.storage_data.values():
-            _check_names([place.relative_path], path)
-        return metadata
 
 
 # Loading
@@ -230,7 +188,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
     if index is not None:
         path = str(run.checkpoint_path)
         verify_shards(path, index)
-        reader = ShardReader(shard_folder(index, path))
+        reader = dcp.FileSystemReader(shard_folder(index, path))
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
         places = {name: place for name, place in index["places"].items() if place[0] == key}
         tensors = {n: _empty(run, place, saved[n]) for n, place in places.items()}

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ..training.run_state import RunState
 
 OWN_KEY = "fabric_template"
+# The counts of each progress of Trainer's.
+COUNTS = ("ready", "started", "processed", "completed")
 # The parts of a run with state_dict and load_state_dict. They are restored in this order: with the
 # optimizers, when training is about to continue, and from the states that each process has of its own.
 PARTS = ("progress", "stop", "history", "loggers", "checkpoints")
@@ -218,8 +220,7 @@ def loops_state(run: RunState) -> dict[str, Any]:
 
 
 def _counts(total: int, current: int) -> dict[str, Any]:
-    names = ("ready", "started", "processed", "completed")
-    return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
+    return {"total": dict.fromkeys(COUNTS, total), "current": dict.fromkeys(COUNTS, current)}
 
 
 # Restore, before the strategy's set-up

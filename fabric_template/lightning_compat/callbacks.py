@@ -27,19 +27,12 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
 
     Raises:
         ConfigurationError: A callback contradicts an option, or cannot work here.
-
-    Example:
-        >>> from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-        >>> from fabric_template.config import LoopConfig
-        >>> callbacks = parse_callbacks([ModelCheckpoint(), EarlyStopping("val_loss")], LoopConfig())
-        >>> [type(callback).__name__ for callback in callbacks]
-        ['EarlyStopping', 'ModelCheckpoint']
     """
     callbacks = as_list(given)
     check_options(callbacks, config)
-    if config.max_time is not None and not _find(callbacks, "Timer"):
+    if config.max_time is not None and not find_callbacks(callbacks, "Timer"):
         callbacks.append(Timer(duration=config.max_time, interval="step"))
-    if config.enable_model_summary and not _find(callbacks, "ModelSummary"):
+    if config.enable_model_summary and not find_callbacks(callbacks, "ModelSummary"):
         callbacks.append(ModelSummary())
     if isinstance(config.on_nan, int):
         callbacks.append(StopOnNonFiniteLoss(config.on_nan))
@@ -63,13 +56,14 @@ def as_list(given: Any) -> list[Any]:
     return list(given) if is_many else [given]
 
 
-def _find(callbacks: list[Any], kind: str) -> list[Any]:
+def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
+    """Return the callbacks of a class of Lightning."""
     return [callback for callback in callbacks if is_instance_of(callback, kind)]
 
 
 def check_options(callbacks: list[Any], config: LoopConfig) -> None:
     """Refuse callbacks that contradict each other or an option."""
-    bars = _find(callbacks, "ProgressBar")
+    bars = find_callbacks(callbacks, "ProgressBar")
     if len(bars) > 1:
         raise ConfigurationError(
             "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar"
@@ -81,7 +75,7 @@ def check_options(callbacks: list[Any], config: LoopConfig) -> None:
             f" `{type(bars[0]).__name__}` in callbacks list."
         )
     is_refused = config.enable_checkpointing is False and not config.fast_dev_run
-    if is_refused and _find(callbacks, "Checkpoint"):
+    if is_refused and find_callbacks(callbacks, "Checkpoint"):
         raise ConfigurationError(
             "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint` in callbacks list."
         )

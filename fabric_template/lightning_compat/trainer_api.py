@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from ..checkpoint.distributed import remove_shards, save_checkpoint
 from ..checkpoint.manager import CheckpointManager
-from ..checkpoint.state import build_checkpoint, loops_state
+from ..checkpoint.state import COUNTS, build_checkpoint, loops_state
 from ..config import LoopConfig
 from ..distributed.launch import join_processes, starts_processes
 from ..errors import ConfigurationError
@@ -73,12 +73,12 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
         loop.fabric.strategy, "distributed_sampler_kwargs", None
     ),
     # Loops, and names with an underscore that Lightning's own code reads
-    "fit_loop": lambda loop: FitLoopAPI(loop, "fit_loop"),
-    "validate_loop": lambda loop: EvaluationLoopAPI(loop, "validate_loop"),
-    "test_loop": lambda loop: EvaluationLoopAPI(loop, "test_loop"),
-    "predict_loop": lambda loop: PredictLoopAPI(loop, "predict_loop"),
+    "fit_loop": lambda loop: LoopAPI(loop, "fit_loop"),
+    "validate_loop": lambda loop: LoopAPI(loop, "validate_loop"),
+    "test_loop": lambda loop: LoopAPI(loop, "test_loop"),
+    "predict_loop": lambda loop: LoopAPI(loop, "predict_loop"),
     # ThroughputMonitor counts batches of the evaluation.
-    "_evaluation_loop": lambda loop: EvaluationLoopAPI(loop, "validate_loop"),
+    "_evaluation_loop": lambda loop: LoopAPI(loop, "validate_loop"),
     # ``LightningModule.log(sync_dist=True)`` asks whether there are several processes.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
 }
@@ -433,25 +433,90 @@ class TrainerAPI:
         return [*super().__dir__(), *_ATTRIBUTES, *vars(self.config)]
 
 
+# What the loops of Trainer offer, by name. One object stands for fit_loop, for the loops inside of it, and for
+# the counts of manual optimization.
+_OF_FIT_LOOP: dict[str, Callable[[Any], Any]] = {
+    "epoch_loop": lambda loop: loop,
+    "val_loop": lambda loop: LoopAPI(loop.trainer, "validate_loop"),
+    "max_batches": lambda loop: loop.progress.num_train_batches,
+    "total_batch_idx": lambda loop: loop.progress.total_batches - 1,
+    "batch_idx": lambda loop: loop.progress.batches_done - 1,
+    # The loggers' step, for LearningRateMonitor and DeviceStatsMonitor.
+    "_batches_that_stepped": lambda loop: (
+        loop.trainer.run.progress.logging_step if loop.trainer.run else 0
+    ),
+    # StochasticWeightAveraging updates the statistics of BatchNorm by forward passes alone.
+    "_skip_backward": lambda loop: loop.current_run.optimization.skip_backward,
+    # Modules count steps of manual optimization there that nobody else counts.
+    "manual_optimization": lambda loop: loop,
+    "optim_step_progress": lambda loop: loop,
+    "total": lambda loop: loop,
+    "completed": lambda loop: loop.progress.global_step,
+}
+_OF_EVALUATION_LOOPS: dict[str, Callable[[Any], Any]] = {
+    "max_batches": lambda loop: (
+        loop.trainer.num_sanity_val_batches
+        if loop.trainer.sanity_checking
+        else loop.trainer.limits_of(loop.current_run.stage)
+    ),
+    "num_dataloaders": lambda loop: len(loop.max_batches),
+    "batch_progress": lambda loop: as_namespace(
+        {
+            "current": dict.fromkeys(COUNTS, loop.progress.eval_batches_done),
+            "total": dict.fromkeys(COUNTS, loop.progress.total_eval_batches),
+        }
+    ),
+    # ModelCheckpoint asks whether there was a validation, where a monitor is missing.
+    "_has_run": lambda loop: loop.progress.eval_batches_done > 0,
+    # Modules choose what to monitor by whether there is a validation loader.
+    "_data_source": lambda loop: SimpleNamespace(
+        is_defined=lambda: loop.current_run.data.has_loader("val")
+    ),
+    # Callbacks that write predictions
+    "predictions": lambda loop: loop.current_run.predictions.as_returned(),
+    "epoch_batch_indices": lambda loop: loop.current_run.predictions.batch_indices,
+    "current_batch_indices": lambda loop: loop.current_run.predictions.current_indices,
+}
+
+
 class LoopAPI:
     """One of Trainer's loops. What packages neither read nor set is an AttributeError."""
 
-    __slots__ = ("_key", "trainer")
+    __slots__ = ("_attributes", "_key", "trainer")
 
     def __init__(self, trainer: Any, key: str) -> None:
         self.trainer, self._key = trainer, key
+        self._attributes = _OF_FIT_LOOP if key == "fit_loop" else _OF_EVALUATION_LOOPS
 
     @property
-    def _run(self) -> RunState:
+    def current_run(self) -> RunState:
         return self.trainer.require_run(self._key)
 
+    @property
+    def progress(self) -> Progress:
+        return self.current_run.progress
+
     def state_dict(self) -> dict[str, Any]:
-        return loops_state(self._run)[self._key]
+        return loops_state(self.current_run)[self._key]
+
+    def setup_data(self) -> None:
+        self.current_run.data.setup_train_loader()
+
+    def _should_accumulate(self) -> bool:
+        """Return whether no optimizer step follows the batch, for ThroughputMonitor."""
+        return not is_step_due(self.current_run)
+
+    def _should_check_val_epoch(self) -> bool:
+        """Return whether this epoch is validated, for the totals of progress bars."""
+        run = self.current_run
+        return run.should_validate and run.validation_schedule.is_in_this_epoch()
 
     def __getattr__(self, name: str) -> Any:
         """Return counters as a checkpoint has them, such as ``epoch_progress`` and ``batch_progress``."""
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in self._attributes:
+            return self._attributes[name](self)
         if name in _OF_TRAINER:
             return getattr(self.trainer, name)
         found = {}
@@ -468,141 +533,17 @@ class LoopAPI:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("max_epochs", "max_steps"):
             setattr(self.trainer, name, -1 if value is None else value)
+        elif name == "max_batches":
+            self.progress.num_train_batches = value
+        elif name == "completed":
+            self.progress.global_step = value
+        elif name == "_skip_backward":
+            self.current_run.optimization.skip_backward = value
         else:
             super().__setattr__(name, value)
 
-
-class FitLoopAPI(LoopAPI):
-    """``trainer.fit_loop`` and its ``epoch_loop``, in one object."""
-
-    __slots__ = ()
-
-    @property
-    def epoch_loop(self) -> FitLoopAPI:
-        return self
-
-    @property
-    def val_loop(self) -> EvaluationLoopAPI:
-        return EvaluationLoopAPI(self.trainer, "validate_loop")
-
-    @property
-    def max_batches(self) -> int | float:
-        return self._run.progress.num_train_batches
-
-    @max_batches.setter
-    def max_batches(self, value: int | float) -> None:
-        self._run.progress.num_train_batches = value
-
-    @property
-    def total_batch_idx(self) -> int:
-        return self._run.progress.total_batches - 1
-
-    @property
-    def batch_idx(self) -> int:
-        return self._run.progress.batches_done - 1
-
-    @property
-    def manual_optimization(self) -> ManualOptimizationAPI:
-        return ManualOptimizationAPI(self._run)
-
-    @property
-    def _batches_that_stepped(self) -> int:
-        """The loggers' step, for LearningRateMonitor and DeviceStatsMonitor."""
-        return self.trainer.run.progress.logging_step if self.trainer.run else 0
-
-    @property
-    def _skip_backward(self) -> bool:
-        """StochasticWeightAveraging updates the statistics of BatchNorm by forward passes alone."""
-        return self._run.optimization.skip_backward
-
-    @_skip_backward.setter
-    def _skip_backward(self, value: bool) -> None:
-        self._run.optimization.skip_backward = value
-
-    def _should_accumulate(self) -> bool:
-        """Return whether no optimizer step follows the batch, for ThroughputMonitor."""
-        return not is_step_due(self._run)
-
-    def _should_check_val_epoch(self) -> bool:
-        """Return whether this epoch is validated, for the totals of progress bars."""
-        return self._run.should_validate and self._run.validation_schedule.is_in_this_epoch()
-
-    def setup_data(self) -> None:
-        self._run.data.setup_train_loader()
-
-
-class ManualOptimizationAPI:
-    """``manual_optimization.optim_step_progress``: modules count steps there that nobody else counts.
-
-    One object stands for both, and for the ``total`` and ``current`` counts.
-    """
-
-    def __init__(self, run: RunState) -> None:
-        self._run = run
-        self.optim_step_progress = self.total = self.current = self
-
-    @property
-    def completed(self) -> int:
-        return self._run.progress.global_step
-
-    @completed.setter
-    def completed(self, value: int) -> None:
-        self._run.progress.global_step = value
-
-    def increment_completed(self) -> None:
-        self.completed += 1
-
-
-class EvaluationLoopAPI(LoopAPI):
-    """``trainer.validate_loop``, ``trainer.test_loop``, and the validation inside of fit."""
-
-    __slots__ = ()
-
-    @property
-    def max_batches(self) -> list[int | float]:
-        if self.trainer.sanity_checking:
-            return self.trainer.num_sanity_val_batches
-        loaders = self._run.data.eval_loaders
-        return loaders.limits if loaders is not None else []
-
-    @property
-    def num_dataloaders(self) -> int:
-        return len(self.max_batches)
-
-    @property
-    def batch_progress(self) -> SimpleNamespace:
-        names = ("ready", "started", "processed", "completed")
-        current = dict.fromkeys(names, self._run.progress.eval_batches_done)
-        total = dict.fromkeys(names, self._run.progress.total_eval_batches)
-        return as_namespace({"current": current, "total": total})
-
-    @property
-    def _has_run(self) -> bool:
-        """Return whether there was a validation, for ModelCheckpoint's message about a missing monitor."""
-        return self._run.progress.eval_batches_done > 0
-
-    @property
-    def _data_source(self) -> SimpleNamespace:
-        """Return whether there is a validation loader, for modules that choose what to monitor."""
-        return SimpleNamespace(is_defined=lambda: self._run.data.has_loader("val"))
-
-
-class PredictLoopAPI(EvaluationLoopAPI):
-    """``trainer.predict_loop``, for callbacks that write predictions."""
-
-    __slots__ = ()
-
-    @property
-    def predictions(self) -> list[Any]:
-        return self._run.predictions.as_returned()
-
-    @property
-    def epoch_batch_indices(self) -> list[list[list[int]]]:
-        return self._run.predictions.batch_indices
-
-    @property
-    def current_batch_indices(self) -> list[int]:
-        return self._run.predictions.current_indices
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._attributes]
 
 
 def as_namespace(value: Any) -> Any:
@@ -663,10 +604,6 @@ class StrategyAPI:
         plugin = copy(self._loop.fabric.strategy.precision)
         plugin.clip_gradients = clip
         return plugin
-
-    @property
-    def root_device(self) -> Any:
-        return self._loop.fabric.device
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
         return self._loop.fabric.all_reduce(tensor, group=group, reduce_op=reduce_op)

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from interpreter import ready, ready_python
-from lightning.pytorch import callbacks as lightning_callbacks
 from modules import Classifier, make_data, make_loader
 from runs import assert_same_end, fit, same, source_of, val_loader
 from torch.utils.data import DataLoader, Dataset
@@ -144,20 +143,6 @@ def test_unreadable_sample_resumes_exactly(tmp_path, options):
     with pytest.raises(Broken):
         fit(tmp_path / "cut", make, loader("unread"), **options)
     assert_same_end(whole, fit(tmp_path / "cut", make, loader("unread"), seed=9, resume="auto", **options))
-
-
-@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="since Lightning 2.6")
-def test_a_validation_that_fails_under_weight_averaging(tmp_path):
-    """exception.ckpt has the weights of the training, which the callback has exchanged, and continues it."""
-    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
-    loaders = lambda: make_loader(24, shuffle=False), val_loader  # noqa: E731
-    averaging = lambda: [lightning_callbacks.EMAWeightAveraging(decay=0.5)]  # noqa: E731
-    whole = fit(tmp_path / "whole", Fails, *loaders, callbacks=averaging(), **options)
-    with pytest.raises(Broken):
-        fit(tmp_path / "cut", lambda: Fails("validation_step", 4), *loaders, callbacks=averaging(), **options)
-    assert list(tmp_path.glob("cut/**/exception.ckpt"))
-    resumed = fit(tmp_path / "cut", Fails, *loaders, callbacks=averaging(), resume="last", **options)
-    assert same(whole[1].state_dict(), resumed[1].state_dict())
 
 
 def test_loader_that_fails_early(tmp_path):
