@@ -342,7 +342,7 @@ def complete_state_of_mini(run: RunState, own: dict[str, Any]) -> None:
     kept = {} if score is None else {"best.ckpt": score}
     own["checkpoints"] = {**run.checkpoints.state_dict(), "kept": kept, "last_step": step}
     own["loggers"] = {**run.loggers.state_dict(), "positions": positions}
-    own["history"] = {**run.history.state_dict(), **own["history"]}
+    own["history"] = {**run.history.state_dict(), **own["history"], "seconds": 0.0}
 
 
 def restore_position(run: RunState) -> None:

@@ -11,11 +11,11 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
-from modules import Classifier, make_data, make_loader
+from modules import Classifier, make_loader
 from runs import Plain, fit, loud, same, tree, val_loader, weights_of
 from torch import nn
 
-from fabric_template import FabricLoop, TensorLoader
+from fabric_template import FabricLoop
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -186,30 +186,10 @@ def test_files(tmp_path, words, files):
         assert torch.load(last_of(tmp_path), weights_only=True)["epoch"] == 4
 
 
-def test_nothing_kept(tmp_path):
-    fit(tmp_path, max_epochs=1, enable_checkpointing=False, logger=False)
-    assert tree(tmp_path) == []
-
-
-def test_save_last_off_and_no_monitor(tmp_path):
-    fit(tmp_path, max_epochs=1, save_last=False)
-    assert [path for path in tree(tmp_path) if path.endswith(".ckpt")] == []
-
-
 def test_best_is_found_again_after_a_resume(tmp_path):
     fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=4, monitor="val_loss", save_top_k=2)
     fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, monitor="val_loss", save_top_k=2, resume="last")
     assert kept(tmp_path) == ["epoch=1-step=12-val_loss=1.ckpt", "epoch=3-step=24-val_loss=0.5.ckpt", "last.ckpt"]
-
-
-@pytest.mark.filterwarnings("ignore:The training loss is not finite")
-def test_a_score_that_is_no_number_is_never_best(tmp_path):
-    class Broken(Scored):
-        scores = (float("nan"), 2.0, float("nan"))
-
-    loop, _, _ = fit(tmp_path, Broken, plain_loader, val_loader, max_epochs=3, monitor="val_loss")
-    assert float(loop.checkpoint_callback.best_model_score) == 2.0
-    assert kept(tmp_path) == ["best.ckpt", "last.ckpt"]
 
 
 def test_a_missing_callback_is_named(tmp_path):
@@ -247,18 +227,6 @@ def test_users_own_checkpoint_io(tmp_path):
     fit(tmp_path, max_epochs=2, plugins=[io])
     assert io.saved == ["last.ckpt", "last.ckpt"]
     assert kept(tmp_path) == ["last.ckpt"]
-
-
-def test_ready_fabric(tmp_path):
-    io = Counting()
-    net = nn.Linear(8, 3)
-    loop = FabricLoop(
-        Fabric(accelerator="cpu", plugins=[io]), default_root_dir=str(tmp_path), max_epochs=1,
-        enable_model_summary=False,
-    )  # fmt: skip
-    loop.fit(net, TensorLoader(*make_data().tensors, batch_size=8), optimizer=torch.optim.SGD(net.parameters(), 0.1),
-             training_step=lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]))  # fmt: skip
-    assert io.saved == ["last.ckpt"]
 
 
 def test_hooks_and_callbacks_state(tmp_path):

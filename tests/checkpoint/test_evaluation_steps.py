@@ -18,19 +18,13 @@ class Ended(Exception):
 
 
 class Ends(pl.Callback):
-    """Ends the run before this training batch, counted over all epochs, or in that validation batch, having saved."""
+    """Ends the run before this training batch, counted over all epochs."""
 
-    def __init__(self, train=None, val=None, path=None):
-        self.train, self.val, self.path, self.evaluated = train, val, path, 0
+    def __init__(self, train):
+        self.train = train
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == self.train:
-            raise Ended
-
-    def on_validation_batch_end(self, trainer, *args):
-        self.evaluated += not trainer.sanity_checking
-        if self.evaluated == self.val:
-            trainer.save_checkpoint(self.path)
             raise Ended
 
 
@@ -49,10 +43,6 @@ def steps(root, ends=None, resume=None, **words):
     return (root / "logs/run/version_0/steps.csv").read_text().splitlines()
 
 
-def places(lines):
-    return [line.split(",")[0] for line in lines]
-
-
 @pytest.mark.parametrize(
     "words", [{}, {"val_check_interval": 3}, {"reload_dataloaders_every_n_epochs": 2, "val_check_interval": 5}], ids=str
 )
@@ -62,13 +52,3 @@ def test_validation_steps_are_counted_on(tmp_path, words):
         root = tmp_path / str(train)
         assert steps(root, Ends(train), **words) is None
         assert steps(root, resume="last", **words) == whole
-
-
-def test_a_validation_that_comes_again_is_counted_once(tmp_path):
-    whole = steps(tmp_path / "whole", val_check_interval=5)
-    for val in (3, 15, 24):
-        root = tmp_path / str(val)
-        path = root / "checkpoints/run/version_0/mid.ckpt"
-        assert steps(root, Ends(val=val, path=path), val_check_interval=5) is None
-        resumed = steps(root, resume=path, val_check_interval=5)
-        assert places(resumed)[-12:] == places(whole)[-12:]

@@ -4,7 +4,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torchmetrics
 from lightning.pytorch import callbacks as cb
 from modules import Classifier, by_epoch, make_loader, sgd
 from runs import Snapshots, assert_same_end, fit, logs_of, val_loader
@@ -126,28 +125,3 @@ def test_layers_that_the_user_has_frozen_since(tmp_path):
     assert flags == [[True, True], [False, False]]
     watched = fit(tmp_path, Frozen, load=tmp_path / "checkpoints/run/version_0/last.ckpt", max_steps=1)[1]
     assert not watched.net[0].weight.requires_grad
-
-
-class MeasuresValidation(Classifier):
-    """Logs a metric that keeps each batch, in validation."""
-
-    def __init__(self):
-        super().__init__()
-        self.auroc = torchmetrics.classification.MulticlassAUROC(3, thresholds=None)
-
-    def validation_step(self, batch, batch_idx):
-        self.auroc.update(self(batch[0]).softmax(1), batch[1])
-        self.log("val_auroc", self.auroc)
-        return super().validation_step(batch, batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_metrics_of_a_file_that_was_saved_as_validation_ends(tmp_path):
-    """ModelCheckpoint saves before the metrics are reset. The next validation starts without their values."""
-    make = lambda: [cb.ModelCheckpoint(monitor="val_loss", save_top_k=-1, save_on_train_epoch_end=False)]  # noqa: E731
-    whole = fit(tmp_path / "whole", MeasuresValidation, val=val_loader, callbacks=make(), max_epochs=2)
-    first, *_ = sorted((tmp_path / "whole").rglob("epoch=0*.ckpt"))
-    resumed = fit(
-        tmp_path / "on", MeasuresValidation, val=val_loader, callbacks=make(), max_epochs=2, seed=9, resume=first
-    )
-    assert_same_end(whole, resumed)

@@ -287,22 +287,6 @@ def test_state_of_callbacks_and_datamodules(tmp_path):
     assert (counts.count, data.count) == (18, 2)
 
 
-def test_a_finished_run_stays_as_it_ended(tmp_path):
-    class Stops(Callback):
-        def on_train_epoch_end(self, trainer, module):
-            trainer.should_stop = trainer.current_epoch >= 1
-
-    def times():
-        return [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.c*"))]
-
-    first = fit(tmp_path, resume="auto", callbacks=[Stops()], max_epochs=9)
-    before = times()
-    again = fit(tmp_path, resume="auto", callbacks=[Stops()], seed=9, max_epochs=12)
-    assert_same_end(first, again)
-    assert before == times()
-    assert fit(tmp_path, resume="last", max_epochs=4)[0].current_epoch == 4
-
-
 def test_time_covers_the_whole_epoch_and_not_the_set_up(tmp_path, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr("fabric_template.loggers.history.time.monotonic", lambda: 10.0 * next(clock))

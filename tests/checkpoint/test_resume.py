@@ -185,11 +185,6 @@ def test_best(tmp_path):
     assert read_logs(tmp_path / "logs")["epoch"].tolist() == [0, 1, 2]
 
 
-def test_auto_without_a_checkpoint(tmp_path):
-    expected = fit(tmp_path / "a", max_epochs=1)
-    assert_same_end(expected, fit(tmp_path / "b", resume="auto", max_epochs=1))
-
-
 def test_the_same_loop_object(tmp_path):
     loop, module, _ = fit(tmp_path, max_epochs=2)
     history = loop.fit(module, make_loader(), resume="last")
@@ -197,31 +192,10 @@ def test_the_same_loop_object(tmp_path):
     assert len(read_logs(tmp_path / "logs")) == 2
 
 
-def test_at_max_epochs_does_nothing(tmp_path):
-    loop, module, history = fit(tmp_path, val=val_loader, max_epochs=2)
-    metrics = tmp_path / "logs/run/version_0/metrics.csv"
-    before = tree(tmp_path), metrics.read_bytes()
-    again, other, rows = fit(tmp_path, val=val_loader, seed=9, resume="last", max_epochs=2)
-    assert same(weights_of(module), weights_of(other))
-    assert (again.current_epoch, again.global_step) == (2, loop.global_step)
-    assert rows.to_csv() == history.to_csv()
-    assert (tree(tmp_path), metrics.read_bytes()) == before
-
-
 def test_beyond_max_epochs_is_refused(tmp_path):
     fit(tmp_path, max_epochs=2)
     with pytest.raises(ValueError, match=r"current_epoch=2, but you have set Trainer\(max_epochs=1\)"):
         fit(tmp_path, resume="last", max_epochs=1)
-
-
-def test_versions(tmp_path):
-    fit(tmp_path, max_epochs=1)
-    fit(tmp_path, resume="last", max_epochs=2)
-    fit(tmp_path, max_epochs=1)
-    names = sorted(path.name for path in (tmp_path / "checkpoints/run").iterdir())
-    assert names == ["version_0", "version_1"]
-    rows = read_logs(tmp_path / "logs")
-    assert rows[["version", "epoch", "step"]].values.tolist() == [[0, 0, 10], [0, 1, 20], [1, 0, 10]]
 
 
 def test_load_takes_weights_only(tmp_path):

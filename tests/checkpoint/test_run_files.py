@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import time
 import warnings
 from contextlib import nullcontext
 
@@ -138,24 +137,6 @@ def test_rows_are_on_disk_when_the_epoch_ends(tmp_path):
 
     fit(tmp_path, Known, four, four, max_epochs=3, callbacks=[Look()])
     assert seen == [([0], [10.0], 4), ([0, 1], [10.0, 11.0], 8)]
-
-
-def test_time(tmp_path):
-    """The first row has no set-up in it, and a resumed epoch the seconds before the checkpoint."""
-
-    class Slow(Plain):
-        def configure_optimizers(self):
-            time.sleep(0.3)
-            return super().configure_optimizers()
-
-        def training_step(self, batch):
-            time.sleep(0.05)
-            return super().training_step(batch)
-
-    _, _, history = fit(tmp_path, Slow, four, max_epochs=1, max_steps=3, save_every_n_steps=3)
-    assert 0.15 < history["time"][0] < 0.3
-    _, _, history = fit(tmp_path, Slow, four, max_epochs=1, resume="last")
-    assert 0.2 < history["time"][0] < 0.4
 
 
 def test_each_fit_of_a_loop_has_a_version_of_its_own(tmp_path):

@@ -6,7 +6,6 @@ import torch
 from both import LOOPS
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from modules import quiet
 
@@ -112,39 +111,3 @@ def test_a_wrong_value_is_refused_as_in_the_constructor():
     with pytest.raises(ConfigurationError, match="limit_val_batches: got 1.5"):
         loop.limit_val_batches = 1.5
     assert loop.limit_val_batches == 1.0
-
-
-@pytest.mark.parametrize("nothing", [None, False])
-def test_no_logger(nothing, tmp_path):
-    for kind in LOOPS.values():
-        trainer = made(kind, tmp_path, max_epochs=1, logger=True)
-        trainer.logger = nothing
-        trainer.fit(Notes())
-        assert (trainer.loggers, trainer.logger) == ([], None)
-    assert not [*tmp_path.rglob("metrics.csv")]
-
-
-class Rows(CSVLogger):
-    """Notes at which steps it is given what."""
-
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.steps = []
-
-    def log_metrics(self, metrics, step=None):
-        self.steps.append((sorted(metrics), step))
-
-
-@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_train_epoch_start"])
-def test_log_every_n_steps(hook, tmp_path):
-    steps = []
-    for kind in LOOPS.values():
-
-        def log_often(self, trainer, *rest, **options):
-            trainer.log_every_n_steps = 2
-
-        logger = Rows(tmp_path / kind.__name__)
-        often = type("Often", (Callback,), {hook: log_often})()
-        made(kind, tmp_path, callbacks=[often], logger=logger, log_every_n_steps=3).fit(Notes())
-        steps.append(logger.steps)
-    assert steps[0] == steps[1] == [(["epoch", "x"], step) for step in (1, 3, 5, 7, 9, 11)]

@@ -1,7 +1,6 @@
 """Test that model summaries, progress bars and profilers of Lightning show what they show under Trainer."""
 
 import io
-import json
 import logging
 import re
 
@@ -200,32 +199,6 @@ def test_simple_profiler(tmp_path):
     for word in ("fit", "test", "predict"):
         assert (tmp_path / "loop" / f"{word}-report.txt").read_text().startswith(f"{word.upper()} Profiler Report\n")
     assert re.search(r"\|  run_training_epoch\s+\|", (tmp_path / "loop" / "fit-report.txt").read_text())
-
-
-@pytest.mark.filterwarnings("ignore:.*(does not have many workers|has no logger|`logger=True` but|Profiler)")
-def test_pytorch_profiler(tmp_path):
-    """Its schedule counts steps, and its trace has the names of modules."""
-
-    def make(root):
-        schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
-        return profilers.PyTorchProfiler(dirpath=root, filename="report", schedule=schedule, record_module_names=True)
-
-    profile_both(tmp_path, make)
-    events = []
-    for name in LOOPS:
-        traces = sorted((tmp_path / name).glob("*training_step*.json"))
-        assert len(traces) == 1
-        names = {event.get("name", "") for event in json.loads(traces[0].read_text())["traceEvents"]}
-        events.append({name for name in names if name.startswith(("[pl]", "ProfilerStep"))})
-        assert (tmp_path / name / "fit-report.txt").exists()
-    assert {name for name in events[0] ^ events[1] if not EMPTY.search(name) and "batch_to_device" not in name} == set()
-    assert any("[pl][module]" in name and "net.0" in name for name in events[1])
-    assert {"ProfilerStep#2", "ProfilerStep#3"} <= events[1]
-
-
-@pytest.mark.parametrize(("word", "kind"), [("simple", "Simple"), ("Advanced", "Advanced"), ("pytorch", "PyTorch")])
-def test_names(word, kind):
-    assert type(FabricLoop(accelerator="cpu", profiler=word).profiler).__name__ == f"{kind}Profiler"
 
 
 def test_an_unknown_profiler_is_refused():

@@ -1,8 +1,7 @@
-"""A list of callbacks that changes during a run, progress counters, loggers' versions, a CheckpointIO, errors."""
+"""A list of callbacks that changes during a run, and progress counters."""
 
 import pytest
 from both import LOOPS
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -115,44 +114,3 @@ def test_progress_is_trainers(tmp_path):
         noted.append((counts.noted, trainer.enable_autolog_hparams, trainer.min_epochs))
     assert noted[1] == noted[0]
     assert noted[1][0][-2:] == [[2, 2], ([2], True, 1)]
-
-
-def test_the_training_loader_can_be_made_early():
-    class Asks(BoringModel):
-        def configure_optimizers(self):
-            self.trainer.fit_loop.setup_data()
-            self.batches = self.trainer.num_training_batches
-            return super().configure_optimizers()
-
-    modules = [Asks(), Asks()]
-    for kind, module in zip(LOOPS.values(), modules, strict=True):
-        kind(**quiet(**WORDS)).fit(module)
-    assert [module.batches for module in modules] == [3, 3]
-
-
-# ---- what is logged, and where
-
-
-class TwoLoaders(BoringModel):
-    def __init__(self, name):
-        super().__init__()
-        self.name = name
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self.log(self.name.format(dataloader_idx), float(dataloader_idx), add_dataloader_idx=False)
-
-    def val_dataloader(self):
-        return [super().val_dataloader()] * 2
-
-
-@pytest.mark.parametrize("kind", LOOPS)
-def test_one_name_of_two_loaders_is_refused(kind):
-    for method in ("fit", "validate"):
-        trainer = LOOPS[kind](**quiet(**WORDS))
-        with pytest.raises(
-            MisconfigurationException, match=r"`self.log\(x, ...\)` twice in `validation_step` with different"
-        ):
-            getattr(trainer, method)(TwoLoaders("x"))
-    trainer = LOOPS[kind](**quiet(**WORDS))
-    trainer.fit(TwoLoaders("x_{}"))
-    assert trainer.validate(TwoLoaders("x_{}"), verbose=False) == [{"x_0": 0.0}, {"x_1": 1.0}]

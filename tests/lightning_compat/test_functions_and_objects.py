@@ -134,21 +134,6 @@ def test_evaluation_in_a_new_process_takes_functions():
         fresh.test(make_net(), val)
 
 
-def test_a_network_keeps_the_steps_that_no_function_replaces():
-    class Net(nn.Sequential):
-        def validation_step(self, batch):
-            return {"loss": torch.tensor(2.0)}
-
-        def configure_optimizers(self):
-            return make_optimizer(self)
-
-    net = Net(nn.Linear(8, 3))
-    loop = FabricLoop(**loud(max_epochs=1, logger=False, enable_checkpointing=False))
-    history = loop.fit(net, *make_loaders(), training_step=loss_of)
-    assert history["val_loss"].tolist() == [2.0]
-    assert loop.global_step == 4
-
-
 # ---- what callbacks get
 
 
@@ -209,31 +194,6 @@ def test_lightnings_callbacks_do_what_they_do_for_a_module(kind, name, capsys, t
     last = loop.checkpoint_path("last")
     weights = torch.load(last, weights_only=True)["state_dict"]
     assert list(weights) == list((mine if kind == "functions" else nn.ModuleDict({"net": mine})).state_dict())
-
-
-# ---- a callback's arguments
-
-
-class Positional:
-    """Other names than ours: by position."""
-
-    def __init__(self):
-        self.heard = []
-
-    def setup(self, who, what, stage):
-        self.heard.append((who, what, stage))
-
-    def on_train_epoch_end(self, loop, net):
-        self.heard.append((loop, net))
-
-    def on_train_batch_end(self, loop, net, out, data, i):
-        self.heard.append((loop, net, i))
-
-
-def test_a_plain_callback_gets_its_arguments_by_position():
-    positional = Positional()
-    loop, net, _ = fit("functions", callbacks=[positional], max_epochs=1, enable_checkpointing=False)
-    assert positional.heard == [(loop, net, "fit"), *[(loop, net, i) for i in range(4)], (loop, net)]
 
 
 # ---- several loaders

@@ -52,20 +52,6 @@ def test_early_stopping(tmp_path, words):
     assert ours.trainer.early_stopping_callbacks == [second]
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_timer(tmp_path, interval):
-    expected, ours = run_both(
-        tmp_path, lambda root: cb.Timer(timedelta(microseconds=1), interval=interval), max_epochs=4
-    )
-    for side in (expected, ours):
-        timer = side.callbacks[0]
-        assert timer.time_remaining() < 0 < timer.time_elapsed("train")
-    assert (
-        expected.callbacks[0].state_dict()["time_elapsed"].keys()
-        == ours.callbacks[0].state_dict()["time_elapsed"].keys()
-    )
-
-
 # ---- files
 
 MODEL_CHECKPOINTS = {
@@ -95,18 +81,6 @@ def test_model_checkpoint(tmp_path, name):
     assert same(plain(first.state_dict(), expected), plain(second.state_dict(), ours))
     assert ours.trainer.checkpoint_callback is second
     assert ours.trainer.checkpoint_callbacks == [second]
-
-
-@pytest.mark.parametrize("kind", ["CSVLogger", "TensorBoardLogger"])
-def test_model_checkpoint_with_a_logger_of_fabric(tmp_path, kind):
-    from lightning.fabric import loggers
-
-    logger = getattr(loggers, kind)(tmp_path / "logs", name="mine", version=0)
-    saving = cb.ModelCheckpoint(filename="{epoch}")
-    words = {"accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False, "enable_model_summary": False}
-    loop = FabricLoop(logger=logger, callbacks=[saving, cb.LearningRateMonitor()], log_every_n_steps=1, **words)
-    loop.fit(Classifier(), make_loader(), val_loader())
-    assert saving.best_model_path == str(tmp_path / "logs" / "mine" / "version_0" / "checkpoints" / "epoch=0.ckpt")
 
 
 class Fails(Classifier):
@@ -214,27 +188,6 @@ def test_backbone_finetuning(tmp_path, words):
         p.requires_grad for p in ours.module.parameters()
     ]
     assert expected.callbacks[0].state_dict() == ours.callbacks[0].state_dict()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [{"pruning_fn": "l1_unstructured"}, {"pruning_fn": "random_unstructured", "make_pruning_permanent": False}],
-    ids=str,
-)
-def test_model_pruning(tmp_path, words):
-    """The masks, and the files without them."""
-
-    def two(root):
-        return [
-            cb.ModelPruning(parameter_names=["weight"], amount=0.3, **words),
-            cb.ModelCheckpoint(root, save_top_k=-1),
-        ]
-
-    expected, ours = run_both(tmp_path, two, **CKPT)
-    assert_same_files(expected, ours)
-    assert sorted(expected.module.state_dict()) == sorted(ours.module.state_dict())
-    if words.get("make_pruning_permanent", True):
-        assert any((parameter == 0).any() for parameter in ours.module.parameters())
 
 
 # ---- what is logged
@@ -359,37 +312,6 @@ def test_order_and_the_modules_own(tmp_path):
     names = [[type(callback).__name__ for callback in side.trainer.callbacks] for side in (expected, ours)]
     assert names[0] == names[1] == ["LambdaCallback", "Stop", "Timer", "OnExceptionCheckpoint", "ModelCheckpoint"]
     assert list(expected.files()) == list(ours.files()) == ["checkpoints/own.ckpt"]
-
-
-def test_state_of_callbacks(tmp_path):
-    class Counts(pl.Callback):
-        def __init__(self, name):
-            self.name, self.batches = name, 0
-
-        @property
-        def state_key(self):
-            return f"Counts[{self.name}]"
-
-        def on_train_batch_end(self, *args):
-            self.batches += 1
-
-        def state_dict(self):
-            return {"batches": self.batches}
-
-        def load_state_dict(self, state):
-            self.batches = state["batches"]
-
-    def make(root):
-        return [Counts("a"), Counts("b"), cb.ModelCheckpoint(root, filename="kept")]
-
-    same_numbers = {"make_module": lambda: Classifier(dropout=0.0), "train": lambda: make_loader(shuffle=False)}
-    expected, ours = run_both(tmp_path, make, **same_numbers, **CKPT, max_epochs=2)
-    assert_same_files(expected, ours)
-    again = {"trainer": "ckpt_path", "loop": "resume"}
-    expected, ours = run_both(
-        tmp_path, make, **same_numbers, **CKPT, fit=lambda root, name: {again[name]: root / "kept.ckpt"}
-    )
-    assert [side.callbacks[0].batches for side in (expected, ours)] == [30, 30]
 
 
 # ---- errors

@@ -1,12 +1,9 @@
-"""Test that loggers, loader methods and prediction writers get Trainer's calls."""
-
-import warnings
+"""Test that loggers and loader methods get Trainer's calls."""
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from both import Notes
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from modules import quiet
 from torch.utils.data import DataLoader
@@ -116,51 +113,9 @@ def test_loggers_get_hyperparameters_in_each_stage(tmp_path, stage_name):
     assert calls[1][:3] == [("hyperparameters", {"rate": 0.1, "size": 3}), "graph", "save"]
 
 
-def test_our_files_have_the_hyperparameters_of_fit(tmp_path):
-    loop = FabricLoop(**quiet(max_epochs=1, logger=True), default_root_dir=tmp_path, name="run")
-    loop.fit(Module())
-    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*.yaml"))}
-    loop.test(Module(rate=0.5))
-    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*.yaml"))} == before
-    assert [path.name for path in before] == ["config.yaml", "hparams.yaml"]
-
-
-@pytest.mark.parametrize("make", LOOPS)
-@pytest.mark.parametrize("stage_name", ["fit", "validate", "test", "predict"])
-def test_two_values_of_one_hyperparameter_are_refused(tmp_path, make, stage_name):
-    loop = make(**quiet(max_epochs=1, logger=CSVLogger(tmp_path)))
-    with pytest.raises(RuntimeError, match=r"Error while merging hparams: the keys \['rate'\] are present in both"):
-        getattr(loop, stage_name)(Module(rate=0.1), datamodule=Data(rate=0.2))
-
-
-# Logged steps, a path that was set, errors
+# Values after an error
 
 WORDS = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2}
-
-
-class ByStep(BoringModel):
-    """Logs each batch of its validations, of two loaders."""
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self.log("x", float(batch_idx), on_step=True, on_epoch=False)
-
-    def val_dataloader(self):
-        return [DataLoader(RandomDataset(32, 2 + n)) for n in range(2)]
-
-
-@pytest.mark.parametrize("reloads", [0, 1, 2])
-@pytest.mark.parametrize("sanity", [0, 2])
-def test_loaders_made_again_count_their_batches_from_zero(reloads, sanity, tmp_path):
-    rows = []
-    words = {**WORDS, "max_epochs": 4, "num_sanity_val_steps": sanity, "reload_dataloaders_every_n_epochs": reloads}
-    for kind in LOOPS:
-        trainer = kind(**quiet(**words, logger=Notes(), val_check_interval=1, default_root_dir=str(tmp_path)))
-        trainer.fit(ByStep())
-        rows.append(trainer.loggers[0].rows)
-    assert rows[0] == rows[1]
-    first = [step for step, values in rows[1] if "x/dataloader_idx_0" in values]
-    each = {0: range(24), 1: [*range(6)] * 4, 2: [*range(12)] * 2}[reloads]
-    assert first == list(each)
 
 
 class Breaks(BoringModel):
@@ -178,17 +133,3 @@ def test_what_was_logged_last_is_seen_after_an_error(tmp_path):
             trainer.fit(Breaks())
         assert trainer.callback_metrics == {"a": 1.0, "a_step": 1.0}
         assert trainer.progress_bar_metrics == {"a_step": 1.0}
-
-
-def test_a_path_that_was_set_gives_way_to_one_that_is_passed(tmp_path):
-    loop = FabricLoop(**quiet(max_epochs=1, limit_train_batches=1, limit_val_batches=0))
-    loop.fit(model := BoringModel())
-    loop.save_checkpoint(tmp_path / "set.ckpt")
-    loop.save_checkpoint(tmp_path / "passed.ckpt")
-    for kind in LOOPS:
-        trainer = kind(**quiet(max_epochs=2, limit_train_batches=1, limit_val_batches=0))
-        trainer.ckpt_path = str(tmp_path / "set.ckpt")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer.fit(model, ckpt_path=str(tmp_path / "passed.ckpt"))
-        assert trainer.ckpt_path == str(tmp_path / "passed.ckpt")

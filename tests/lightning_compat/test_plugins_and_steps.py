@@ -1,4 +1,4 @@
-"""Trainer's precision plugins, strategy methods, loggers' methods and unusual steps."""
+"""Trainer's precision plugins and the strategy's methods."""
 
 import lightning.pytorch as pl
 import pytest
@@ -38,18 +38,6 @@ def on_both(model, tmp_path, **words):
 def test_trainers_precision_plugins(make, tmp_path):
     trainers = on_both(BoringModel, tmp_path, plugins=lambda: [make()], gradient_clip_val=0.5)
     assert trainers[0].precision == trainers[1].precision
-
-
-def test_steps_with_keyword_arguments(tmp_path):
-    class Words(BoringModel):
-        def training_step(self, batch, **words):
-            assert not words
-            return super().training_step(batch, 0)
-
-        def validation_step(self, batch, *, scale=1):
-            assert scale == 1
-
-    on_both(Words, tmp_path)
 
 
 def test_the_strategys_methods_for_files(tmp_path):

@@ -7,11 +7,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from modules import Classifier, assert_same_weights, make_loader
+from modules import Classifier, make_loader
 from runs import fit, loud, val_loader
 
 from fabric_template import FabricLoop
-from fabric_template.errors import CheckpointError, ConfigurationError
+from fabric_template.errors import CheckpointError
 
 
 class WithTest(Classifier):
@@ -42,14 +42,6 @@ def test_ckpt_path_is_load_in_an_evaluation(trained, call, path):
     assert (trained.ckpt_path is None) == (path is None)
 
 
-def test_ckpt_path_is_resume_in_fit(tmp_path, trained):
-    whole = fit(tmp_path / "whole", WithTest, val=val_loader, max_epochs=3)
-    loop, module = FabricLoop(**loud(tmp_path, max_epochs=3)), WithTest()
-    history = loop.fit(module, make_loader(), val_loader(), ckpt_path="last")
-    assert_same_weights(whole[1], module)
-    assert history["epoch"].tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("kind", [pl.Trainer, FabricLoop])
 def test_ckpt_path_last_starts_where_there_is_none(tmp_path, kind):
     loop = kind(**loud(tmp_path, max_epochs=1, logger=False))
@@ -64,13 +56,6 @@ def test_weights_only(tmp_path, trained):
     with pytest.raises(CheckpointError, match="pass weights_only=False"):
         results_of(trained, "validate", ckpt_path=path)
     assert results_of(trained, "validate", ckpt_path=path, weights_only=False)
-
-
-def test_two_arguments_for_one_file(trained):
-    with pytest.raises(ConfigurationError, match=r"^validate: got load='last' and ckpt_path='last', expected one"):
-        results_of(trained, "validate", ckpt_path="last", load="last")
-    with pytest.raises(ConfigurationError, match=r"^fit: got resume='last' and ckpt_path='last', expected one"):
-        trained.fit(WithTest(), make_loader(), ckpt_path="last", resume="last")
 
 
 def test_async_checkpoint_io_writes_the_same_files(tmp_path):

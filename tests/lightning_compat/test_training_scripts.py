@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import DoublePrecision
-from modules import quiet
 
 from fabric_template import FabricLoop, read_logs
 
@@ -75,26 +74,3 @@ def test_values_logged_before_fit_are_in_the_folder_of_the_fit():
 
     loop.fit(BoringModel())
     assert loop.log_dir == str(folder.with_name("version_1"))
-
-
-def test_a_resumed_run_keeps_its_folder():
-    FabricLoop(**SHORT).fit(BoringModel())
-    loop = FabricLoop(**{**SHORT, "max_epochs": 2})
-    loop.logger.log_metrics({"before": 1.0}, step=0)
-    assert Path(loop.log_dir).name == "version_1"
-    loop.fit(BoringModel(), ckpt_path="last")
-    assert Path(loop.log_dir).name == "version_0"
-    assert read_logs(loop.log_dir)["epoch"].tolist() == [0, 1]
-
-
-def test_the_csv_logger_is_a_lightning_logger():
-    assert isinstance(FabricLoop().logger, Logger)
-    assert not isinstance(FabricLoop().logger, CSVLogger)  # not this one of Lightning's
-    FabricLoop(callbacks=[LearningRateMonitor()], **SHORT).fit(BoringModel())
-
-
-def test_the_csv_logger_names_the_logger_for_images():
-    with pytest.raises(
-        AttributeError, match=r"no attribute 'add_image': it writes .* logger=TensorBoardLogger\('logs'\)"
-    ):
-        FabricLoop(**quiet(logger=True)).logger.experiment.add_image("a", None)
