@@ -1,4 +1,4 @@
-"""Every example in a docstring runs and says what it says."""
+"""Every example in a docstring runs and prints what it promises."""
 
 import doctest
 import importlib
@@ -9,7 +9,7 @@ import pytest
 
 import fabric_template
 
-# nothing to try there: they are imported for what they do
+# Importing this module runs the command line.
 WITHOUT = {"fabric_template.__main__"}
 MODULES = sorted(
     found.name
@@ -27,6 +27,6 @@ def test_examples(name):
     assert sys.modules[name] is module
 
 
-def test_most_modules_have_an_example():
+def test_public_modules_have_an_example():
     tried = {name: doctest.testmod(importlib.import_module(name)).attempted for name in MODULES}
-    assert sum(tried.values()) > 60
+    assert sum(count > 0 for count in tried.values()) >= 10
