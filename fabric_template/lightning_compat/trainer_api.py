@@ -24,7 +24,7 @@ from ..config import LoopConfig
 from ..distributed.launch import join_processes, starts_processes
 from ..errors import ConfigurationError
 from ..training.hooks import is_instance_of, overridden
-from ..training.optimization import clip_gradients, is_step_due
+from ..training.optimization import clip_gradients, is_logging_due, is_step_due
 from ..training.progress import Progress, StopCondition
 from .private import wrap_optimizer
 
@@ -356,10 +356,10 @@ class TrainerAPI:
     @property
     def _logger_connector(self) -> SimpleNamespace:
         """LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor and ``LightningModule.log`` use it."""
-        loggers = self.require_run("_logger_connector").loggers
+        run = self.require_run("_logger_connector")
         return SimpleNamespace(
-            should_update_logs=loggers.is_step_due(),
-            log_metrics=loggers.log_metrics,
+            should_update_logs=is_logging_due(run),
+            log_metrics=run.loggers.log_metrics,
             should_reset_tensors=lambda hook: False,
             _current_fx=None,
         )

@@ -34,19 +34,9 @@ class LoggerConnector:
         return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
 
     def log_step(self, run: RunState) -> None:
-        """Log the values of an optimizer step every log_every_n_steps, and at the last step."""
-        if self.is_step_due():
-            views = run.results.views()
-            self.log_metrics(views.logged, row={**run.history.step_row(), **views.row})
-
-    def is_step_due(self) -> bool:
-        """Return whether the values of the current training or evaluation batch are logged."""
-        progress, every = self.run.progress, self.run.config.log_every_n_steps
-        if not every:
-            return False
-        is_training = progress.stage in ("train", None)
-        count = progress.logging_step + 1 if is_training else progress.eval_batches_done
-        return count % every == 0 or self.run.stop.should_stop or bool(self.run.config.fast_dev_run)
+        """Log the values of an optimizer step."""
+        views = run.results.views()
+        self.log_metrics(views.logged, row={**run.history.step_row(), **views.row})
 
     def log_evaluation_step(self, run: RunState, dataloader_idx: int) -> None:
         """Log the values of an evaluation batch that are logged per step."""

@@ -8,7 +8,7 @@ from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..checkpoint.state import restore_position
 from .evaluation_loop import evaluate
 from .module_adapter import takes_iterator, train_with_iterator
-from .optimization import after_optimizer_step, is_step_due, step_lr_schedulers
+from .optimization import after_optimizer_step, is_logging_due, is_step_due, step_lr_schedulers
 from .progress import ValidationSchedule
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def end_batch(run: RunState) -> None:
     """Log, validate if it is due, listen to signals, save. The end of a batch exists only here."""
     progress, is_stepping = run.progress, is_step_due(run)
     is_logging = is_stepping or not run.optimization.is_automatic
-    if is_logging and progress.phase == "batch_end":
+    if is_logging and progress.phase == "batch_end" and is_logging_due(run):
         run.loggers.log_step(run)
     if run.console.is_enabled:
         run.console.update(run)

@@ -33,6 +33,16 @@ def is_step_due(run: RunState) -> bool:
     return is_full or run.progress.is_epoch_complete
 
 
+def is_logging_due(run: RunState) -> bool:
+    """Return whether the values of the current training or evaluation batch are logged."""
+    progress, every = run.progress, run.config.log_every_n_steps
+    if not every:
+        return False
+    is_training = progress.stage in ("train", None)
+    count = progress.logging_step + 1 if is_training else progress.eval_batches_done
+    return count % every == 0 or run.stop.should_stop or bool(run.config.fast_dev_run)
+
+
 def starts_window(run: RunState) -> bool:
     """Return whether the current batch is the first one after an optimizer step."""
     return run.progress.batches_done - 1 == run.progress.batches_at_last_step
@@ -85,7 +95,7 @@ class Optimization:
         """Call the hook that sees the gradients, note their norm if it is logged, and clip them."""
         self.run.hooks.call("on_before_optimizer_step", optimizer)
         config = self.run.config
-        if config.log_grad_norm and self.run.loggers.is_step_due():
+        if config.log_grad_norm and is_logging_due(self.run):
             self.run.history.step_values["grad_norm"] = gradient_norm(optimizer)
         if not self.is_automatic:
             return
