@@ -25,7 +25,7 @@ import random
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -613,12 +613,8 @@ class MiniLoop:
 
     def _set_up_loaders(self, train: Any, val: Any) -> None:
         """Check the loaders, join the other processes, and share the samples among them."""
-        for loader in (train, val):
-            if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-                raise TypeError(
-                    f"dataloaders: got a {type(loader).__name__}, which gives single samples, expected"
-                    " batches. Write DataLoader(dataset, batch_size=32)."
-                )
+        check_loader(train, "train_dataloaders")
+        check_loader(val, "val_dataloaders")
         is_launched = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.fabric.world_size > 1 and not is_launched:
             self.fabric.launch()
@@ -800,6 +796,19 @@ def find_batch_size(batch: Any) -> int:
     while isinstance(batch, dict | list | tuple) and len(batch) > 0:
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return len(batch) if isinstance(batch, Tensor) and batch.dim() > 0 else 1
+
+
+def check_loader(loader: Any, argument: str) -> None:
+    """Refuse samples instead of batches, several loaders and what is empty."""
+    kind = type(loader).__name__
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        text = f"{argument}: got a {kind}, which gives single samples, expected batches."
+        raise TypeError(f"{text} Write DataLoader(dataset, batch_size=32).")
+    is_several = isinstance(loader, list | tuple) and any(isinstance(x, DataLoader) for x in loader)
+    if is_several or not isinstance(loader, Iterable | None):
+        raise TypeError(f"{argument}: got a {kind}, expected one loader. Or use FabricLoop.")
+    if length_hint(loader, 1) == 0:
+        raise ValueError(f"{argument}: got an empty {kind}, expected at least one batch.")
 
 
 def mark_last(loader: Any) -> Iterator[tuple[Any, bool]]:

@@ -109,6 +109,18 @@ def every_second_epoch(module):
     return [optimizer], [{"scheduler": scheduler, "frequency": 2}]
 
 
+class Stream(IterableDataset):
+    """Draws as it is read, and has no length."""
+
+    def __iter__(self):
+        for x, y in make_data(22):
+            yield x + torch.rand(8), y
+
+
+def stream_loader():
+    return DataLoader(Stream(), batch_size=4)
+
+
 class Hooked(Classifier):
     """Logs in hooks and with torchmetrics, and records the order of the hooks."""
 
@@ -140,6 +152,7 @@ for _name in ("on_train_start", "on_train_epoch_start", "on_train_batch_start", 
     setattr(Hooked, _name, lambda self, *args, name=_name: self.order.append(name))
 
 TRAINER = {
+    "no_length": (lambda: Classifier(by_epoch), {"accumulate_grad_batches": 4}),
     "sgd": (Classifier, {}),
     "by_step": (lambda: Classifier(by_step), {}),
     "by_epoch": (lambda: Classifier(by_epoch), {"accumulate_grad_batches": 3}),
@@ -155,10 +168,10 @@ TRAINER = {
 @pytest.mark.parametrize("case", TRAINER)
 def test_same_bits_and_metrics_as_trainer(case):
     make_module, options = TRAINER[case]
-    trainer, expected = run_trainer(
-        make_module, make_loader, val_loader, max_epochs=4, **options, num_sanity_val_steps=0
-    )
-    loop, module = run_mini(make_module, make_val=val_loader, max_epochs=4, **options)
+    make_train = stream_loader if case == "no_length" else make_loader
+    options = {"max_epochs": 4, **options}
+    trainer, expected = run_trainer(make_module, make_train, val_loader, num_sanity_val_steps=0, **options)
+    loop, module = run_mini(make_module, make_train, val_loader, **options)
     assert_same_weights(expected, module)
     assert (trainer.current_epoch, trainer.global_step) == (loop.current_epoch, loop.global_step)
     metrics = {n: v for n, v in trainer.callback_metrics.items() if not n.endswith(("_step", "_epoch"))}
@@ -166,26 +179,6 @@ def test_same_bits_and_metrics_as_trainer(case):
     assert [n for n, v in metrics.items() if not torch.equal(v, loop.callback_metrics[n])] == []
     if case == "hooks":
         assert module.order == expected.order
-
-
-class Stream(IterableDataset):
-    """Draws as it is read, and has no length."""
-
-    def __iter__(self):
-        for x, y in make_data(22):
-            yield x + torch.rand(8), y
-
-
-def test_a_loader_without_length_steps_its_last_window():
-    options = {"max_epochs": 2, "accumulate_grad_batches": 4}
-
-    def loader():
-        return DataLoader(Stream(), batch_size=4)
-
-    _, expected = run_trainer(Classifier, loader, **options)
-    loop, module = run_mini(Classifier, loader, **options)
-    assert_same_weights(expected, module)
-    assert loop.global_step == 4
 
 
 def test_the_same_rows_as_fabric_loop():
@@ -512,7 +505,10 @@ ERRORS = {
     "val without step": (lambda: fit_functions(val_dataloaders=make_loader()), "without validation_step"),
     "step without val": (lambda: fit_functions(validation_step=lambda net, batch: 0), "without val_dataloaders"),
     "dataset": (lambda: fit_functions(train=make_data()), "single samples, expected batches. Write DataLoader("),
-    "empty": (lambda: fit_functions(train=[]), "train_dataloaders: got no batch in this epoch"),
+    "several": (lambda: fit_functions(train=[make_loader()]), "expected one loader. Or use FabricLoop"),
+    "datamodule": (lambda: fit_functions(train=pl.LightningDataModule()), "got a LightningDataModule, expected one"),
+    "empty": (lambda: fit_functions(train=[]), "train_dataloaders: got an empty list"),
+    "read once": (lambda: fit_functions(train=(batch for batch in ())), "train_dataloaders: got no batch in this epoch"),
     "resume": (lambda: fit_functions(resume="last"), "resume: got 'last'"),
     "path": (lambda: fit_functions(load="nowhere.ckpt"), "load: got 'nowhere.ckpt'"),
 }
@@ -525,7 +521,7 @@ def test_errors_name_the_argument_and_the_fix(case):
         call()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-    if case not in ("None", "float", "detached", "empty"):
+    if case not in ("None", "float", "detached", "read once"):
         assert os.listdir(".") == []
 
 
