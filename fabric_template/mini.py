@@ -52,6 +52,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+HOOKS = """
+    on_train_start on_train_end on_train_epoch_start on_train_epoch_end on_train_batch_start
+    on_train_batch_end on_validation_epoch_start on_validation_epoch_end
+"""
 REFUSED_HOOKS = """
     backward optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping
     configure_callbacks configure_model setup teardown prepare_data on_fit_start on_fit_end
@@ -232,7 +236,8 @@ class MiniLoop:
             self._step_schedulers("step")
             if is_last:
                 self._step_schedulers("epoch")
-        self._call("on_train_batch_end", {"loss": loss.detach()}, batch, batch_idx)
+        if "on_train_batch_end" in self._hooks:
+            self._call("on_train_batch_end", {"loss": loss.detach()}, batch, batch_idx)
         self._is_training_batch = False
         every = self.log_every_n_steps
         if every and is_window_end and self.global_step % every == 0:
@@ -382,11 +387,11 @@ class MiniLoop:
         """
         if reduce_fx != "mean":
             raise TypeError(f"log({name!r}): got a reduce_fx, expected the mean. Use FabricLoop.")
-        if hasattr(value, "compute"):
+        if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._means[name] = value
             return
+        value = self._to_scalar(value)
         if self._is_training_batch and on_step is not False:
-            value = self._to_scalar(value)
             self._step_values[name] = self.callback_metrics[name] = value
         if on_epoch or (on_epoch is None and not self._is_training_batch):
             self._logged_means.add(name)
@@ -407,6 +412,7 @@ class MiniLoop:
                 continue
             is_number = isinstance(value, int | float)
             if is_number or (isinstance(value, Tensor) and value.numel() == 1):
+                value = self._to_scalar(value)
                 self._add_to_mean(name, value, self._batch_size, is_synced=True)
 
     def _to_scalar(self, value: Any) -> Tensor:
@@ -414,11 +420,10 @@ class MiniLoop:
             return torch.tensor(float(value), device=self.fabric.device)
         return value.detach() if value.dim() == 0 else value.detach().reshape(())
 
-    def _add_to_mean(self, name: str, value: Any, batch_size: int, is_synced: bool) -> None:
-        mean = self._means.get(name)
-        if mean is None:
-            mean = self._means[name] = Mean(self.fabric, is_synced)
-        mean.add(self._to_scalar(value), batch_size)
+    def _add_to_mean(self, name: str, value: Tensor, batch_size: int, is_synced: bool) -> None:
+        if name not in self._means:
+            self._means[name] = Mean(self.fabric, is_synced)
+        self._means[name].add(value, batch_size)
 
     def _compute_means(self) -> dict[str, Tensor]:
         values = {name: mean.compute() for name, mean in self._means.items()}
@@ -591,7 +596,8 @@ class MiniLoop:
             kind = type(model).__name__
             raise TypeError(f"model: got {kind} with {', '.join(found)}. Use FabricLoop.")
         self.model, self.network = model, find_network(model)
-        self._hooks: dict[str, Callable | None] = {}
+        methods = {name: find_method(model, name) for name in HOOKS.split()}
+        self._hooks = {name: method for name, method in methods.items() if method is not None}
         self._is_lightning_module = hasattr(type(model), "trainer")
         self._hyper_parameters = to_plain(getattr(model, "hparams", {}))
         self._steps = {}
@@ -705,11 +711,8 @@ class MiniLoop:
                 del self.model.log, self.model.log_dict
 
     def _call(self, name: str, *args: Any) -> None:
-        if name not in self._hooks:
-            self._hooks[name] = find_method(self.model, name)
-        hook = self._hooks[name]
-        if hook is not None:
-            hook(*args)
+        if name in self._hooks:
+            self._hooks[name](*args)
 
 
 class StepModule(nn.Module):
@@ -793,9 +796,11 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
 
 def find_batch_size(batch: Any) -> int:
     """Return the length of the first tensor in a batch, 1 if the first value is no tensor."""
-    while isinstance(batch, dict | list | tuple) and len(batch) > 0:
-        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return len(batch) if isinstance(batch, Tensor) and batch.dim() > 0 else 1
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() > 0 else 1
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    return find_batch_size(batch[0]) if isinstance(batch, (list, tuple)) and batch else 1
 
 
 def check_loader(loader: Any, argument: str) -> None:
