@@ -13,8 +13,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from .hooks import overridden
 from .module_adapter import (
-    StepIterator,
-    steps_with_iterator,
+    evaluate_with_iterator,
     takes_argument,
     takes_batch_idx,
     takes_iterator,
@@ -73,17 +72,18 @@ def evaluate(
 def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> None:
     hooks, results, has_several = run.hooks, run.results, run.data.eval_loaders.has_several
     method = getattr(hooks.source, f"{name}_step")
+    if takes_iterator(method):
+        evaluate_with_iterator(run, name, method, max_batches, run.history.outputs)
+        return
     step = evaluation_step(run, name, method, has_several)
     current_loader = 0
-    for batch, batch_idx, dataloader_idx in batches_for(run, method, max_batches):
+    for batch, batch_idx, dataloader_idx in run.data.eval_loaders.batches(max_batches):
         if dataloader_idx != current_loader:
             run.history.end_loader()
             current_loader = dataloader_idx
         run.progress.count_eval_batch()
         place = (batch_idx, dataloader_idx) if has_several else (batch_idx,)
-        # The size of a batch that the step fetches itself is not known.
-        known = None if isinstance(batch, StepIterator) else batch
-        results.start_batch(known, dataloader_idx if has_several else None)
+        results.start_batch(batch, dataloader_idx if has_several else None)
         hooks.call(f"on_{name}_batch_start", batch, *place)
         output = step(batch, batch_idx, dataloader_idx)
         run.history.add_evaluation_output(output, dataloader_idx)
@@ -144,11 +144,15 @@ def predict(run: RunState, keep: bool) -> list[Any] | None:
 def predict_batches(run: RunState, keep: bool) -> None:
     hooks, loaders, predictions = run.hooks, run.data.eval_loaders, run.predictions
     method = overridden(hooks.source, "predict_step") or forward_method(run)
+    if takes_iterator(method):
+        outputs = predictions.outputs if keep else [[] for _ in predictions.outputs]
+        evaluate_with_iterator(run, "predict", method, math.inf, outputs)
+        return
     step = evaluation_step(run, "predict", method, loaders.has_several)
     # BasePredictionWriter asks for all predictions at the end, also where predict returns none.
     intervals = [getattr(callback, "interval", None) for callback in hooks.callbacks]
     keep = keep or any(getattr(interval, "on_epoch", False) for interval in intervals)
-    for batch, batch_idx, dataloader_idx in batches_for(run, method):
+    for batch, batch_idx, dataloader_idx in loaders.batches():
         run.progress.count_eval_batch()
         place = (batch_idx, dataloader_idx) if loaders.has_several else (batch_idx,)
         predictions.current_indices = loaders.batch_indices(dataloader_idx, batch_idx)
@@ -164,14 +168,6 @@ def predict_batches(run: RunState, keep: bool) -> None:
         run.console.update(run)
 
 
-def batches_for(run: RunState, method: Callable, max_batches: int | float = math.inf) -> Any:
-    """Return an iterator of (batch, batch_idx, dataloader_idx) for a step."""
-    loaders = run.data.eval_loaders
-    if takes_iterator(method):
-        return steps_with_iterator(loaders, max_batches)
-    return loaders.batches(max_batches)
-
-
 def forward_method(run: RunState) -> Callable:
     if run.is_lightning_module:
         return run.module.forward
@@ -183,7 +179,7 @@ def evaluation_step(run: RunState, name: str, method: Callable, has_several: boo
     step = run.make_step(f"{name}_step", method)
     # A forward takes the batch alone.
     is_step = overridden(run.hooks.source, f"{name}_step") is not None
-    with_batch_idx = is_step and takes_batch_idx(method) and not takes_iterator(method)
+    with_batch_idx = is_step and takes_batch_idx(method)
     with_loader = is_step and has_several and takes_argument(method, "dataloader_idx")
 
     def call(batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
@@ -192,11 +188,7 @@ def evaluation_step(run: RunState, name: str, method: Callable, has_several: boo
             arguments.append(batch_idx)
         if with_loader:
             arguments.append(dataloader_idx)
-        try:
-            return step(*arguments)
-        except StopIteration:
-            # A step with dataloader_iter found no further batch.
-            return None
+        return step(*arguments)
 
     return call
 

@@ -25,7 +25,6 @@ from ..errors import ConfigurationTypeError, check_object, describe
 from .hooks import is_instance_of
 
 if TYPE_CHECKING:
-    from ..data.loaders import EvalLoaders
     from .run_state import RunState
 
 
@@ -289,7 +288,7 @@ class StepRunner:
 
 
 # Steps with an argument dataloader_iter, which fetch their batches themselves. Trainer calls this
-# flavor experimental. Hooks of training get the last batch that was fetched, the others the iterator.
+# flavor experimental. Hooks get the last batch that was fetched.
 
 
 class StepIterator:
@@ -346,10 +345,19 @@ def train_with_iterator(run: RunState, end_step: Callable[..., None]) -> None:
     loaders.check_empty_pass()
 
 
-def steps_with_iterator(
-    loaders: EvalLoaders, max_batches: int | float
-) -> Iterator[tuple[StepIterator, int, int]]:
-    """Yield (iterator, batch_idx, dataloader_idx) for each step of an evaluation."""
+def evaluate_with_iterator(
+    run: RunState, name: str, method: Callable, max_batches: int | float, outputs: list[list[Any]]
+) -> None:
+    """Run a step of an evaluation that fetches its batches. Adds what it returns to outputs, by loader."""
+    loaders, step = run.data.eval_loaders, run.make_step(f"{name}_step", method)
     iterator = StepIterator(loaders.raw_batches(max_batches), loaders.count_batches(max_batches))
+    num_places = 3 if loaders.has_several else 2
     while not iterator.is_done:
-        yield iterator, *iterator.current[1:]
+        run.progress.count_eval_batch()
+        run.hooks.call(f"on_{name}_batch_start", *iterator.current[:num_places])
+        try:
+            output = step(iterator)
+        except StopIteration:
+            break
+        outputs[iterator.current[2]].append(output)
+        run.hooks.call(f"on_{name}_batch_end", output, *iterator.current[:num_places])

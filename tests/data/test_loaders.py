@@ -375,6 +375,11 @@ class Takes(Sees):
     def predict_step(self, dataloader_iter):
         self.take("predict", dataloader_iter)
 
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.note("batch end", batch, batch_idx, dataloader_idx)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.note("batch end", batch)
 
@@ -385,7 +390,7 @@ class Takes(Sees):
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("several", [False, True])
 def test_steps_that_take_from_the_iterator(call, several):
-    """Each batch is given once."""
+    """Each batch is given once, and the hooks get the last one of a step."""
     loaders = [ones(10), ones(10, 50)] if several else ones(10)
 
     def act(loop, module):
