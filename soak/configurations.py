@@ -57,6 +57,8 @@ PATIENCE = 600.0  # seconds until a run that does not end counts as hanging; at 
 IGNORED = {
     "time": "a column and a field that depend on the clock",
     "seconds": "how long the run has taken",
+    "eval_seconds": "how long its evaluations have taken",
+    "samples_per_second": "the speed of a run by steps",
     "time_elapsed": "of Lightning's Timer",
     "home": "the number of the version, which differs where a run started from scratch",
     "seeds": "of samplers that share without shuffling; the batches show the others",

@@ -86,7 +86,7 @@ class History:
         self.is_step_based = self.is_validated = False
         self.returned: dict[str, float] = {}
         self.learning_rates: list[Any] = []
-        self.step_values: dict[str, Tensor] = {}
+        self.step_values: dict[str, Any] = {}
         self.outputs: list[list[Any]] = []
         self.evaluated: dict[str, Any] = {}
         self.evaluated_metrics: dict[str, Any] = {}
@@ -331,6 +331,7 @@ class History:
             "rows": [dict(row) for row in self.rows],
             "returned": dict(self.returned),
             "row": dict(self._row),
+            "step_values": to_numbers(self.step_values),
             "learning_rates": [float(rate) for rate in self.learning_rates],
             "evaluated": list(self.evaluated),
             "is_validated": self.is_validated,
@@ -345,6 +346,7 @@ class History:
             for row in self.rows:
                 row.pop("samples_per_second", None)
         self.returned, self._row = dict(state["returned"]), dict(state["row"])
+        self.step_values = dict(state["step_values"])
         self.learning_rates = list(state["learning_rates"])
         self.evaluated = dict.fromkeys(state["evaluated"])
         self.is_validated = state["is_validated"]

@@ -37,7 +37,7 @@ WORDS = {
     "enable_model_summary": False,
 }
 # what a clock says differs from run to run; and a run killed before its first save begins anew, in the next version (home)
-TIMES = ("time", "seconds", "elapsed", "home")
+TIMES = ("time", "seconds", "eval_seconds", "samples_per_second", "elapsed", "home")
 # what a best file that could not be saved changes; and config.yaml, which a run goes on without
 BEST = ("checkpoints/best.ckpt", "best", "score", "kept", "callbacks", "logs/config.yaml")
 
