@@ -26,7 +26,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
@@ -153,15 +153,12 @@ class MiniLoop:
 
         Args:
             model: An nn.Module, a LightningModule or an object with step methods.
-            train_dataloaders: An iterable of batches.
-            val_dataloaders: An iterable of batches to validate on.
             resume: Continue a run: a path, "last", "best", or "auto" ("last" if there is one).
             load: Start with the weights of a checkpoint: a path, "last" or "best".
             optimizer: An optimizer, or what ``configure_optimizers`` may return.
             scheduler: A learning rate scheduler, or its dict.
             training_step: ``fn(model, batch[, batch_idx])`` that returns the loss or a dict with it.
-            validation_step: ``fn(model, batch[, batch_idx])`` that returns a loss, a pair
-                (loss, acc) or a dict.
+            validation_step: The same, and it may return a pair (loss, acc).
         """
         self._reset()
         self._set_up_model(model, training_step, validation_step)
@@ -177,11 +174,7 @@ class MiniLoop:
                 while not self._is_done():
                     self._train_epoch()
                 self._call("on_train_end")
-        with suppress(ImportError):
-            import pandas
-
-            return pandas.DataFrame(self.history)
-        return self.history
+        return as_table(self.history)
 
     def _is_done(self) -> bool:
         """Return whether training ends. It is asked after each batch and each epoch."""
@@ -904,6 +897,14 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def as_table(rows: list[dict[str, Any]]) -> Any:
+    try:
+        import pandas
+    except ImportError:
+        return rows
+    return pandas.DataFrame(rows)
 
 
 def to_plain(values: Any) -> dict[str, Any]:
