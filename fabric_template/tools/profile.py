@@ -143,7 +143,7 @@ def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[s
         with suppress(Exception):
             for _ in range(COMPARISONS):
                 before, after = (time_steps(loop, parts, tried, steps) for tried in ({}, choice))
-                gains.append(after.get_rate() / before.get_rate())
+                gains.append(before.get_median(*PARTS) / max(after.get_median(*PARTS), 1e-6))
             if median(gains) >= MIN_GAIN:
                 ((name, value),) = choice.items()
                 line = SETTINGS[name][1].format(value)

@@ -46,7 +46,7 @@ class StepTimer:
         self.limit, self.seconds = steps, seconds
         self.is_fused, self.synchronize = is_fused, synchronize
         self.steps: list[dict[str, float]] = []
-        self.samples: list[int] = []
+        self.first_batch: Any = None
         self.current = dict.fromkeys(PARTS, 0.0)
         self.started = 0
         self.part = "rest"
@@ -60,7 +60,7 @@ class StepTimer:
 
     def get_rate(self) -> float:
         """Return samples per second."""
-        return fmean(self.samples) / max(self.get_median(*PARTS), 1e-9)
+        return extract_batch_size(self.first_batch) / self.get_median(*PARTS)
 
     def switch(self, part: str) -> None:
         if self.synchronize:
@@ -97,9 +97,10 @@ class StepTimer:
         # The time before this hook belongs to the step before.
         self.switch("forward")
         self.started += 1
+        if self.started == 1:
+            self.first_batch = batch
         if self.started > WARM_UP + 1:
             self.steps.append(self.current)
-            self.samples.append(extract_batch_size(batch))
             if len(self.steps) == self.limit or self.since - self.begin > self.seconds:
                 raise EnoughSteps
         else:

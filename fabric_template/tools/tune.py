@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -165,6 +166,9 @@ def run_in_process(function: Callable[[], Any]) -> tuple[Any, str]:
 
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
     """Call a function quietly in this process, and send its result or the reason of its failure."""
+    if hasattr(signal, "SIGCHLD"):
+        # torch's handler for the workers of the parent would end this process.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         # OpenMP's threads do not survive a fork. A new thread starts its own.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
