@@ -70,10 +70,8 @@ class LoggerConnector:
             values = {**history.latest(), **history.open_row()}
             run.console.add_row({**history.place(), **values, "time": history.elapsed()})
             history.is_validated = False
-            return
-        history.end_train_batches()
-        self.log_metrics(self._returned_in_training(), step_offset=-1)
-        self._add_row(run)
+        else:
+            self._end_row_in_epoch(run)
 
     def log_train_epoch(self, run: RunState) -> None:
         """Log the values of an epoch, and write the row that it ends."""
@@ -86,8 +84,12 @@ class LoggerConnector:
     def end_training(self, run: RunState) -> None:
         """Write the last row of a step-based run. No checkpoint has it, so a resumed run continues it."""
         if run.history.is_due_at_end:
-            run.history.end_train_batches()
-            self._add_row(run)
+            self._end_row_in_epoch(run)
+
+    def _end_row_in_epoch(self, run: RunState) -> None:
+        run.history.end_train_batches()
+        self.log_metrics(self._returned_in_training(), step_offset=-1)
+        self._add_row(run)
 
     def _add_row(self, run: RunState) -> None:
         row = run.history.add_row()

@@ -23,6 +23,7 @@ from .csv_logger import PLAIN_TYPES, to_plain, to_yaml, write_text
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
+NO_METRICS = ("epoch", "step", "samples_per_second", "time")
 HEAD = "# `fabric-template fit --config` with this file repeats this run. It ignores `about`.\n"
 
 
@@ -131,7 +132,7 @@ def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[
     metrics = [
         f"{name} {format_value(name, value)}"
         for name, value in newest.items()
-        if name not in ("epoch", "step", "time") and not name.startswith("lr")
+        if name not in NO_METRICS and not name.startswith("lr")
     ]
     lines = {
         "trained": [f"{name}{data}: {done}, {format_duration(seconds)}"],
@@ -209,6 +210,8 @@ def format_value(name: str, value: Any) -> str:
         return " ".join(str(value).split())[:20]
     if name in ("time", "left"):
         return format_duration(value)
+    if name == "samples_per_second":
+        return f"{value:.0f}"
     if name == "lr" or name.startswith("lr_") or not math.isfinite(value):
         return f"{value:.3g}"
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.2e}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, which color-blind people can distinguish. After six runs it repeats, dashed.
+# Okabe and Ito's palette, which color-blind people can distinguish. Dashes let a run below show through.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
 INDEX_COLUMNS = ("name", "version", "epoch", "step", "time", "samples_per_second")
@@ -133,7 +133,7 @@ def plot_logs(
     axes = make_axes(quantities, x)
     for number, run in enumerate(runs):
         run.color = PALETTE[number % len(PALETTE)]
-        run.dash = DASHES[number // len(PALETTE) % len(DASHES)]
+        run.dash = DASHES[number % len(DASHES)]
         for metric in chosen:
             panel = axes[quantities.index(metric.quantity)]
             label = run.label or metric.split or f"_{metric.quantity}"
@@ -268,7 +268,6 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     rows = [table[[x, metric.column]].set_axis(["x", "y"], axis=1) for table in tables]
     points = pd.concat(rows or [pd.DataFrame({"x": [], "y": []})])
     points = points[points["y"].abs() < math.inf]
-    is_evaluated = metric.split in ("validation", "test")
     style: dict[str, Any] = {"linestyle": run.dash, "linewidth": 2.2}
     if metric.split == "train":
         style.update(linewidth=1.0, alpha=0.65)
@@ -281,9 +280,9 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
         if metric.split != "train":
             ax.fill_between(points["x"], low, high, color=run.color, alpha=0.2, linewidth=0)
     values = points["y"]
-    if smooth or (smooth is None and not is_evaluated and len(points) > 50):
+    if smooth or (smooth is None and metric.split == "train" and len(points) > 50):
         ax.plot(points["x"], values, color=run.color, alpha=0.25, linewidth=0.6)
-        values = values.ewm(alpha=1 - smooth if smooth else 10 / len(points)).mean()
+        values = values.ewm(alpha=1 - smooth if smooth else 25 / len(points)).mean()
     # Few points have a dot each. A short run is drawn over a long one that may have resumed it.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     (line,) = ax.plot(points["x"], values, color=run.color, label=label, **style)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COLUMNS = ["name", "version", "state", "epochs", "metric", "best", "best_epoch", "seconds"]
 COLUMNS += ["resumed_from", "changed", "folder"]
 HEADER = ("run", "state", "epochs", "metric", "best", "epoch", "trained", "changed")
-NOT_METRICS = ("epoch", "step", "time", "name", "version")
+NOT_METRICS = ("epoch", "step", "samples_per_second", "time", "name", "version")
 # Options that differ in every run or do not influence the training.
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar")
 LOWER_IS_BETTER = re.compile(
