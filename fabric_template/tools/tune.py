@@ -38,16 +38,29 @@ SAME_NUMBERS = ("threads", "num_workers")
 
 
 class Tuned(NamedTuple):
-    """The faster settings, as options for FabricLoop and lines to write, and their gain.
+    """The faster settings and their gain.
 
     Trials are tuples: the settings, samples per second, and the reason of a failure.
     """
 
     choice: Choice
-    options: dict[str, Any]
-    lines: list[str]
     gain: float
     trials: list[tuple[str, float, str]]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the settings that are options of FabricLoop."""
+        names = ("precision", "compile")
+        return {name: self.choice[name] for name in names if name in self.choice}
+
+    @property
+    def lines(self) -> list[str]:
+        """Return a line to write for each setting."""
+        lines = []
+        for name, value in self.choice.items():
+            numbers = "same" if name in SAME_NUMBERS else "other"
+            lines.append(f"{SETTINGS[name][1].format(value)} ({numbers} numbers)")
+        return lines
 
     def __str__(self) -> str:
         writes = [f"write       {line}" for line in self.lines]
@@ -102,13 +115,7 @@ def tune(
 
     if not trial({}):
         raise ValueError(f"tune: got a training that fails ({trials[0][2]}). Try fit first.")
-    choice, gain = choose_settings(trial, names)
-    lines = []
-    for name, value in choice.items():
-        numbers = "same" if name in SAME_NUMBERS else "other"
-        lines.append(f"{SETTINGS[name][1].format(value)} ({numbers} numbers)")
-    options = {name: choice[name] for name in choice if name in ("precision", "compile")}
-    return Tuned(choice, options, lines, gain, trials)
+    return Tuned(*choose_settings(trial, names), trials)
 
 
 def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) -> float:
