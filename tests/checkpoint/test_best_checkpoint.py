@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from modules import Classifier, make_loader, quiet, run_trainer
-from runs import Plain, Snapshots, assert_same_end, fit, logs_of, loud, same, tree, val_loader
+from runs import Snapshots, assert_same_end, fit, logs_of, loud, same, tree, val_loader
 
 from fabric_template import FabricLoop
 
@@ -59,23 +59,6 @@ def test_resumed_after_a_validation(tmp_path):
         assert_same_end(whole, fit(root, seed=9, resume="last", **words))
         assert logs_of(root) == logs_of(tmp_path / "run")
         assert tree(root) == tree(tmp_path / "run")
-
-
-def test_an_endless_epoch_is_saved_after_each_validation(tmp_path):
-    class Endless:
-        def __iter__(self):
-            while True:
-                yield from make_loader(32)
-
-    copies = Snapshots(tmp_path / "run", tmp_path / "killed")
-    fit(tmp_path / "run", Plain, train=Endless, val=val_loader, max_steps=6, val_check_interval=2, monitor="val_loss",
-        callbacks=[copies])  # fmt: skip
-    steps = [
-        torch.load(tmp_path / f"killed/{batches}/checkpoints/run/version_0/last.ckpt", weights_only=True)["global_step"]
-        for batches in (2, 3, 4, 5)
-    ]
-    assert steps == [2, 2, 4, 4]
-    assert (tmp_path / "killed/3/checkpoints/run/version_0/best.ckpt").exists()
 
 
 def test_a_value_of_the_epoch_is_judged_at_its_end(tmp_path):

@@ -186,12 +186,6 @@ def test_files(tmp_path, words, files):
         assert torch.load(last_of(tmp_path), weights_only=True)["epoch"] == 4
 
 
-def test_best_is_found_again_after_a_resume(tmp_path):
-    fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=4, monitor="val_loss", save_top_k=2)
-    fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, monitor="val_loss", save_top_k=2, resume="last")
-    assert kept(tmp_path) == ["epoch=1-step=12-val_loss=1.ckpt", "epoch=3-step=24-val_loss=0.5.ckpt", "last.ckpt"]
-
-
 def test_a_missing_callback_is_named(tmp_path):
     stop = pl.callbacks.EarlyStopping("val_loss", patience=9)
     fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=1, callbacks=[stop])
@@ -209,7 +203,7 @@ def test_trainers_model_checkpoint_takes_over(tmp_path):
     assert set(found) >= TRAINER_KEYS
 
 
-# ---- a CheckpointIO of the user, hooks
+# ---- a CheckpointIO of the user, keywords
 
 
 class Counting(TorchCheckpointIO):
@@ -227,45 +221,6 @@ def test_users_own_checkpoint_io(tmp_path):
     fit(tmp_path, max_epochs=2, plugins=[io])
     assert io.saved == ["last.ckpt", "last.ckpt"]
     assert kept(tmp_path) == ["last.ckpt"]
-
-
-def test_hooks_and_callbacks_state(tmp_path):
-    """What on_save_checkpoint adds and a callback's state_dict come back at resume."""
-
-    class Counter(pl.Callback):
-        def __init__(self):
-            self.epochs = 0
-
-        def on_train_epoch_end(self, trainer, module):
-            self.epochs += 1
-
-        def state_dict(self):
-            return {"epochs": self.epochs}
-
-        def load_state_dict(self, state):
-            self.epochs = state["epochs"]
-
-    class Extra(Classifier):
-        word = "new"
-
-        def on_save_checkpoint(self, checkpoint):
-            checkpoint["word"] = self.word
-
-        def on_load_checkpoint(self, checkpoint):
-            self.word = checkpoint["word"]
-
-    def make():
-        module = Extra()
-        module.word = "kept"
-        return module
-
-    fit(tmp_path, make, max_epochs=2, callbacks=[Counter()])
-    found = torch.load(last_of(tmp_path), weights_only=True)
-    assert found["word"] == "kept"
-    assert list(found["callbacks"].values()) == [{"epochs": 2}]
-    counter = Counter()
-    _, module, _ = fit(tmp_path, Extra, max_epochs=3, callbacks=[counter], resume="last")
-    assert (module.word, counter.epochs) == ("kept", 3)
 
 
 @pytest.mark.parametrize("word", ["best", "last"])

@@ -185,13 +185,6 @@ def test_best(tmp_path):
     assert read_logs(tmp_path / "logs")["epoch"].tolist() == [0, 1, 2]
 
 
-def test_the_same_loop_object(tmp_path):
-    loop, module, _ = fit(tmp_path, max_epochs=2)
-    history = loop.fit(module, make_loader(), resume="last")
-    assert history["epoch"].tolist() == [0, 1]
-    assert len(read_logs(tmp_path / "logs")) == 2
-
-
 def test_beyond_max_epochs_is_refused(tmp_path):
     fit(tmp_path, max_epochs=2)
     with pytest.raises(ValueError, match=r"current_epoch=2, but you have set Trainer\(max_epochs=1\)"):

@@ -11,16 +11,13 @@ import pytest
 import torch
 import yaml
 from lightning.fabric import Fabric
-from lightning.fabric.loggers import TensorBoardLogger as FabricTensorBoard
 from lightning.pytorch.callbacks import Callback, EarlyStopping
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from modules import Classifier, make_loader, quiet
 from runs import Plain, assert_same_end, fit, logs_of, loud, tree, val_loader, without_time
 from torch import nn
 
 from fabric_template import list_runs
-from fabric_template.loggers.csv_logger import CSVLogger
 from fabric_template.loggers.read_logs import read_logs
 from fabric_template.loop import FabricLoop
 
@@ -356,21 +353,6 @@ def test_a_logger_gets_the_calls_of_trainer(make, options):
             loop.fit(make(), make_loader(24, shuffle=False), val_loader())
         calls.append(recorder.calls)
     assert calls[1] == calls[0]
-
-
-@pytest.mark.filterwarnings("ignore:The number of training batches")
-@pytest.mark.parametrize("kind", [TensorBoardLogger, FabricTensorBoard])
-def test_tensorboard_beside_the_csv(tmp_path, kind):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    loggers = [CSVLogger(tmp_path / "logs"), kind(tmp_path / "tb")]
-    loop = FabricLoop(**loud(tmp_path, max_epochs=2, logger=loggers, log_every_n_steps=2))
-    loop.fit(Known(), four(), four())
-    events = EventAccumulator(str(next((tmp_path / "tb").rglob("events.out*")).parent)).Reload()
-    found = [(event.step, event.value) for event in events.Scalars("loss_of_batch_step")]
-    assert found == [(1, 1.0), (3, 3.0), (5, 1.0), (7, 3.0)]
-    assert [event.value for event in events.Scalars("val_loss")] == [10.0, 11.0]
-    assert logs_of(tmp_path)[0].splitlines()[1:] == ["0,4,0.0,10.0,1.5,3.0,0.5", "1,8,0.0,11.0,1.5,3.0,0.5"]
 
 
 @pytest.mark.parametrize("give", ["logger", "loggers", "fabric"])

@@ -6,7 +6,6 @@ import torch
 from both import LOOPS
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.profilers import SimpleProfiler
 from modules import quiet
 
 from fabric_template import FabricLoop
@@ -72,21 +71,6 @@ def test_option_is_set_before_fit_or_in_a_hook(hook, name, value, tmp_path):
         assert getattr(trainer, name) == value
         sides.append((trainer, module))
     assert_same(sides)
-
-
-def test_limits_profiler_and_steps(tmp_path):
-    found = []
-    for kind in LOOPS.values():
-        trainer, module = made(kind, tmp_path), BoringModel()
-        trainer.limit_test_batches, trainer.limit_predict_batches = 0.5, 3
-        trainer.test(module, verbose=False)
-        found.append([trainer.num_test_batches, len(trainer.predict(module, module.test_dataloader()))])
-        trainer.profiler = SimpleProfiler()
-        trainer.fit_loop.epoch_loop.max_steps = 5
-        trainer.fit(module)
-        found[-1] += [trainer.max_steps, trainer.global_step]
-        found[-1].append(len(trainer.profiler.recorded_durations["run_training_batch"]))
-    assert found == [[[32], 3, 5, 5, 5]] * 2
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Be aware that when using `ckpt_path`")

@@ -3,7 +3,6 @@
 import pytest
 from both import LOOPS
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from modules import quiet
 
@@ -51,19 +50,6 @@ def test_a_changed_list_of_callbacks_counts_from_the_next_hook_on(hook, change):
         results.append((heard, [callback.name for callback in trainer.callbacks]))
     assert results[1] == results[0]
     assert len(results[1][0]) >= 8
-
-
-def test_a_callback_may_bring_a_checkpoint_callback(tmp_path):
-    class Brings(Callback):
-        def setup(self, trainer, module, stage):
-            trainer.callbacks.append(ModelCheckpoint(filename="{step}", save_top_k=-1))
-
-    names = []
-    for name, kind in LOOPS.items():
-        folder = tmp_path / name
-        kind(**quiet(**WORDS, callbacks=[Brings()], default_root_dir=str(folder))).fit(BoringModel())
-        names.append(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.ckpt")))
-    assert names[0] == names[1] == ["checkpoints/step=3.ckpt", "checkpoints/step=6.ckpt"]
 
 
 # ---- progress

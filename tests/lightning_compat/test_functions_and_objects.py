@@ -1,4 +1,4 @@
-"""Levels 2 and 3 (functions, plain objects): evaluation, Lightning's callbacks, several loaders."""
+"""Levels 2 and 3 (functions, plain objects): evaluation and Lightning's callbacks."""
 
 import lightning.pytorch as pl
 import pytest
@@ -194,35 +194,3 @@ def test_lightnings_callbacks_do_what_they_do_for_a_module(kind, name, capsys, t
     last = loop.checkpoint_path("last")
     weights = torch.load(last, weights_only=True)["state_dict"]
     assert list(weights) == list((mine if kind == "functions" else nn.ModuleDict({"net": mine})).state_dict())
-
-
-# ---- several loaders
-
-
-def of_loader(net, batch, batch_idx, dataloader_idx):
-    return {"loss": torch.tensor(float(dataloader_idx)), "idx": batch_idx}
-
-
-@pytest.mark.parametrize(
-    ("step", "expected"),
-    [
-        (of_loader, [{"loss": 0.0, "idx": 1.0}, {"loss": 1.0, "idx": 0.0}]),
-        (lambda net, batch: len(batch[0]), [{"loss": 4.0}, {"loss": 3.0}]),
-        (lambda net, batch, dataloader_idx: 7.0 + dataloader_idx, [{"loss": 7.0}, {"loss": 8.0}]),
-    ],
-    ids=["index", "only the batch", "only the loader"],
-)
-def test_several_validation_loaders(step, expected):
-    """By dataloader_idx where a function takes it, and by Trainer's names in any case."""
-    net, (train, val) = make_net(), make_loaders()
-    loaders = [val, TensorLoader(*make_data(3, seed=2).tensors, batch_size=3)]
-    loop = FabricLoop(**loud(max_epochs=1, logger=False, monitor="val_loss/dataloader_idx_1"))
-    words = {"optimizer": make_optimizer(net), "training_step": loss_of, "validation_step": step}
-    history = loop.fit(net, train, loaders, **words)
-    named = [
-        {f"val_{name}/dataloader_idx_{i}": value for name, value in values.items()} for i, values in enumerate(expected)
-    ]
-    assert {name: history[name].item() for name in history if name.startswith("val")} == {**named[0], **named[1]}
-    assert loop.validate(net, loaders, verbose=False) == named
-    assert float(loop.callback_metrics["val_loss/dataloader_idx_1"]) == expected[1]["loss"]
-    assert loop.checkpoint_path("best").name == "best.ckpt"

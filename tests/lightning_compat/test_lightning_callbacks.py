@@ -12,7 +12,6 @@ from lightning.pytorch import callbacks as cb
 from modules import Classifier, by_epoch, by_step, make_loader, sgd
 from runs import same, val_loader
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
 
 from fabric_template import FabricLoop
 
@@ -155,39 +154,6 @@ def test_weight_averaging(tmp_path, make):
     assert_same_files(expected, ours)
     for key in ("current_model_state", "averaging_state"):
         assert same(expected.files()["last.ckpt"][key], ours.files()["last.ckpt"][key])
-
-
-class Backbone(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-
-    def forward(self, x):
-        return self.net(self.backbone(x))
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
-        return [optimizer], [ExponentialLR(optimizer, 0.9)]
-
-
-@pytest.mark.parametrize(
-    "words", [{}, {"should_align": False, "train_bn": False, "backbone_initial_lr": 0.002}], ids=str
-)
-def test_backbone_finetuning(tmp_path, words):
-    def make(root):
-        return cb.BackboneFinetuning(2, lambda epoch: 2.0, **words)
-
-    expected, ours = run_both(tmp_path, make, Backbone, max_epochs=5)
-    groups = [
-        [(len(group["params"]), group["lr"]) for group in side.trainer.optimizers[0].param_groups]
-        for side in (expected, ours)
-    ]
-    assert groups[0] == groups[1]
-    assert len(groups[1]) == 2
-    assert [p.requires_grad for p in expected.module.parameters()] == [
-        p.requires_grad for p in ours.module.parameters()
-    ]
-    assert expected.callbacks[0].state_dict() == ours.callbacks[0].state_dict()
 
 
 # ---- what is logged

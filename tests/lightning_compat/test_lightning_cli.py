@@ -9,7 +9,6 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule
 from torch import nn
 
 from fabric_template import FabricLoop
-from fabric_template.tools.cli import main
 
 
 class LoopCLI(LightningCLI):
@@ -75,28 +74,3 @@ def run(cli, typed, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     done = cli(Lit, BoringDataModule, args=[*typed, *SHORT])
     return done, [yaml.safe_load(path.read_text()) for path in folder.rglob("config.yaml")]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_goes_on_from_its_config_file(tmp_path, monkeypatch, capsys):
-    """The config.yaml of a run, more epochs, and its checkpoint, in Trainer's words: as if it had never stopped."""
-    done, (config,) = run(LoopCLI, ["fit", *SGD], tmp_path, monkeypatch)
-    assert config["trainer"]["max_epochs"] == 2
-    assert config["optimizer"]["class_path"] == "torch.optim.SGD"
-    path, saved = (next(iter(tmp_path.rglob(name))) for name in ("config.yaml", "last.ckpt"))
-    typed = ["fit", f"--config={path}", f"--ckpt_path={saved}", "--trainer.max_epochs=4"]
-    with pytest.raises(RuntimeError, match="to NOT exist"):  # the run stays in its folder
-        LoopCLI(Lit, BoringDataModule, args=typed)
-    more = LoopCLI(Lit, BoringDataModule, args=typed, save_config_kwargs={"overwrite": True})
-    assert (done.trainer.global_step, more.trainer.global_step, more.trainer.current_epoch) == (6, 12, 4)
-    assert yaml.safe_load(path.read_text())["trainer"]["max_epochs"] == 4
-    whole = LoopCLI(Lit, BoringDataModule, args=["fit", *SGD, *SHORT, "--trainer.max_epochs=4"])
-    pairs = zip(whole.model.parameters(), more.model.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-
-    # `runs` reads Lightning's words as the loop's own
-    capsys.readouterr()
-    assert main(["runs"]) == 0
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[:3] for row in rows] == [[f"run/version_{number}", "finished", "4"] for number in range(2)]
-    assert [row.split()[-1].partition("=")[0] for row in rows] == ["ckpt_path"] * 2  # in which alone they differ

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.fabric.plugins import precision as fabric_precision
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
-from modules import Classifier, assert_same_weights, make_loader, run_loop, run_trainer, sgd
 
 from fabric_template import FabricLoop
 from fabric_template.distributed.strategies import convert_plugins, convert_strategy
@@ -33,23 +32,6 @@ def test_objects_keep_their_arguments():
     found = FabricLoop(accelerator="cpu", strategy=trainers.SingleDeviceStrategy("cpu")).fabric.strategy
     assert type(found) is fabrics.SingleDeviceStrategy
     assert found.root_device == torch.device("cpu")
-
-
-class Unused(Classifier):
-    """Has a parameter that no loss depends on, for which DDP needs find_unused_parameters."""
-
-    def __init__(self):
-        super().__init__(sgd)
-        self.idle = torch.nn.Linear(1, 1)
-
-
-def test_the_same_numbers(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    models = []
-    for run in (run_trainer, run_loop):
-        strategy = trainers.DDPStrategy(start_method="fork", find_unused_parameters=True)
-        models.append(run(Unused, lambda: make_loader(16), strategy=strategy, devices=2, max_epochs=1)[1])
-    assert_same_weights(*models)
 
 
 class Mine(trainers.DDPStrategy):

@@ -7,8 +7,6 @@ import pytest
 import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import DoublePrecision
 
 from fabric_template import FabricLoop, read_logs
 
@@ -44,13 +42,6 @@ def test_callbacks_in_a_list_of_any_kind():
     assert loop.callbacks == [one, two]
     loop.fit(Configured())
     assert (one.starts, another.starts) == (1, 1)
-
-
-def test_plugins_and_loggers_too():
-    loop = FabricLoop(
-        plugins=UserList([DoublePrecision()]), logger=UserList([CSVLogger("one"), CSVLogger("two")]), **SHORT
-    )
-    assert (loop.precision, [logger.save_dir for logger in loop.loggers]) == ("64-true", ["one", "two"])
 
 
 def test_values_logged_before_fit_are_in_the_folder_of_the_fit():
