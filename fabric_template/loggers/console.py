@@ -159,18 +159,7 @@ def bar_values(run: RunState) -> dict[str, float]:
 
 
 class EpochTable:
-    r"""The rows of a run as aligned lines. Each new best value has an asterisk.
-
-    Example:
-        >>> table = EpochTable("val_loss", "min")
-        >>> for epoch, loss in enumerate((0.5, 0.4, 0.6)):
-        ...     row = {"epoch": epoch, "val_loss": loss, "lr": 0.001, "time": 61.5}
-        ...     print("\n".join(table.add(row)))
-        epoch  val_loss        lr   time
-            0   0.5000*     0.001   1:02
-            1   0.4000*     0.001   1:02
-            2   0.6000      0.001   1:02
-    """
+    """The rows of a run as aligned lines. Each new best value has an asterisk."""
 
     def __init__(self, monitor: str | None, mode: str) -> None:
         self.monitor, self.mode = monitor, mode

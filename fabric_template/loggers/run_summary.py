@@ -45,11 +45,7 @@ def write_run_config(run: RunState) -> None:
 
 
 def run_config(run: RunState) -> dict[str, Any]:
-    """Return the options, model and data of a run as plain values.
-
-    A model made by a script is recorded as its class and the arguments that it saved. "about" has the
-    versions, and "unknown" names everything that a file cannot hold.
-    """
+    """Return the options, model and data of a run as plain values; "unknown" names what a file cannot hold."""
     unknown: dict[str, str] = {}
     options = dict(run.loop.recipe)
     config: dict[str, Any] = {}
@@ -200,12 +196,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
 
 def format_value(name: str, value: Any) -> str:
-    """Return a value as the tables show it.
-
-    Example:
-        >>> format_value("loss", 0.25), format_value("loss", 2e-7), format_value("lr", 3e-4)
-        ('0.2500', '2.00e-07', '0.0003')
-    """
+    """Return a value as the tables show it: a loss as 0.2500 or 2.00e-07, a learning rate as 0.0003."""
     if isinstance(value, bool) or not isinstance(value, float):
         return " ".join(str(value).split())[:20]
     if name in ("time", "left"):
