@@ -95,7 +95,7 @@ class MiniLoop:
         """Name the nearest option where one does not exist."""
         known = [field.name for field in fields(cls)]
         for name in set(options) - set(known):
-            near = get_close_matches(name, known, n=1) or ["an option of FabricLoop"]
+            near = get_close_matches(name, known, n=1) or ["FabricLoop, which has more options"]
             raise TypeError(f"MiniLoop: got the unknown option {name}. Did you mean {near[0]}?")
         return super().__new__(cls)
 
@@ -773,7 +773,8 @@ def with_batch_idx(step: Callable, name: str) -> Callable:
     if len(required) == 1:
         return lambda batch, batch_idx: step(batch)
     got = ", ".join(required)
-    raise TypeError(f"{name}: got the arguments ({got}), expected (batch) or (batch, batch_idx).")
+    expected = "(batch) or (batch, batch_idx), in a step function after the model"
+    raise TypeError(f"{name}: got the arguments ({got}), expected {expected}.")
 
 
 def find_loss(output: Any, batch_idx: int) -> Tensor:
