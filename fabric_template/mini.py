@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A PyTorch training loop in one file, to read, to copy and to change.
 
-Version 0.1.0 of fabric_template, under the MIT License (file LICENSE). It needs torch, NumPy, PyYAML
+Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). It needs torch, NumPy, PyYAML
 and Lightning Fabric. Read `fit`, `_train_epoch` and `_train_batch` first. To change
 
 - the loss and its scaling, edit `_compute_gradients`,
@@ -219,7 +219,7 @@ class MiniLoop:
         if self._ddp is None or is_window_end:
             loss = self._compute_gradients(batch, batch_idx)
         else:
-            # Before the end of the window, the processes need not exchange the gradients.
+            # Before the end of the accumulation window, gradients need not be exchanged.
             with self._ddp.no_sync():
                 loss = self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
@@ -238,7 +238,7 @@ class MiniLoop:
         return loss
 
     def _compute_gradients(self, batch: Any, batch_idx: int) -> Tensor:
-        """Run the forward and the backward pass. Add the gradients to those of the window."""
+        """Run the forward and the backward pass. Gradients of an accumulation window add up."""
         output = self._run_step("training_step", batch, batch_idx)
         loss = find_loss(output, batch_idx)
         self._add_output(output, "train_")

@@ -60,7 +60,6 @@ IGNORED = {
     "eval_seconds": "how long its evaluations have taken",
     "samples_per_second": "the speed of a run by steps",
     "time_elapsed": "of Lightning's Timer",
-    "home": "the number of the version, which differs where a run started from scratch",
     "seeds": "of samplers that share without shuffling; the batches show the others",
     "workers": "what worker processes have noted: None, or the state that it stands for",
     "elapsed": "the time that max_time counts over restarts",

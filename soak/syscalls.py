@@ -187,8 +187,8 @@ def campaign(count, seed):
             previous, calls, whole = states[name]
             first = draw.randint(1, calls)
             second = first + draw.randint(1, 30) if draw.random() < 0.3 else 0
-            kind, word = draw.choices(list(HOW), (5, 3, 2, 1))[0], draw.choice(CODES)
-            result = run(previous, (first, second, HOW[kind], getattr(errno, word)))
+            kind, code = draw.choices(list(HOW), (5, 3, 2, 1))[0], draw.choice(CODES)
+            result = run(previous, (first, second, HOW[kind], getattr(errno, code)))
             if not result["hit"]:
                 continue
             figures["faults"] += 1 + result["hit"].count(";")
@@ -199,7 +199,7 @@ def campaign(count, seed):
             except Exception as error:
                 problem = "".join(traceback.format_exception(error))
             if problem:
-                fault = f"{kind} {word}: {result['hit']}"
+                fault = f"{kind} {code}: {result['hit']}"
                 plan = {
                     "files": name,
                     "calls": [first, second],

@@ -1,4 +1,4 @@
-"""The samplers that a run needs: shares of processes, no shuffling to overfit, indices of predictions."""
+"""Make the samplers of a run, which share samples among processes and record the indices of predictions."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class GPT(LightningModule):
     on_validation_end = on_train_start
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        """Log the speed: tokens of a batch by the time since the previous one."""
+        """Log the tokens per second since the previous batch."""
         now = perf_counter()
         speed = batch[:, 1:].numel() / (now - self.since)
         self.log("tokens_per_second", speed, on_step=True, on_epoch=True, prog_bar=True)

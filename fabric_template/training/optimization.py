@@ -49,7 +49,7 @@ def starts_window(run: RunState) -> bool:
 
 
 class Optimization:
-    """What automatic and manual optimization share: backward, clipping, the optimizer step."""
+    """Backward, clipping and the optimizer step, for automatic and manual optimization."""
 
     is_automatic: bool
 

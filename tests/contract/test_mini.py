@@ -508,7 +508,10 @@ ERRORS = {
     "several": (lambda: fit_functions(train=[make_loader()]), "expected one loader. Or use FabricLoop"),
     "datamodule": (lambda: fit_functions(train=pl.LightningDataModule()), "got a LightningDataModule, expected one"),
     "empty": (lambda: fit_functions(train=[]), "train_dataloaders: got an empty list"),
-    "read once": (lambda: fit_functions(train=(batch for batch in ())), "train_dataloaders: got no batch in this epoch"),
+    "read once": (
+        lambda: fit_functions(train=(batch for batch in ())),
+        "train_dataloaders: got no batch in this epoch",
+    ),
     "resume": (lambda: fit_functions(resume="last"), "resume: got 'last'"),
     "path": (lambda: fit_functions(load="nowhere.ckpt"), "load: got 'nowhere.ckpt'"),
 }
