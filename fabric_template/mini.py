@@ -193,7 +193,8 @@ class MiniLoop:
             if every and self._batches_in_window == 0 and self.global_step % every == 0:
                 self._validate()
                 self._end_row(epoch)
-            if self._is_done():
+            # A window that is open could not be continued by a resumed run.
+            if self._is_done() and self._batches_in_window == 0:
                 break
         else:
             is_last = True
@@ -686,7 +687,9 @@ class MiniLoop:
             state = "finished"
         except KeyboardInterrupt:
             state = "interrupted"
-            print(f"Ctrl-C in epoch {self.current_epoch}. To continue: resume='last'.")
+            is_saved = (self.checkpoint_dir / "last.ckpt").exists()
+            hint = "To continue: resume='last'." if is_saved else "Nothing was saved."
+            print(f"Ctrl-C in epoch {self.current_epoch}. {hint}")
         finally:
             file.write_text(state)
 
@@ -814,8 +817,13 @@ def mark_last(loader: Any) -> Iterator[tuple[Any, bool]]:
     """Yield each batch and whether it is the last one. Without a length, read one batch ahead."""
     length = length_hint(loader, -1)
     if length >= 0:
+        count = 0
         for count, batch in enumerate(loader, start=1):
             yield batch, count == length
+        if count < length:
+            raise ValueError(
+                f"train_dataloaders: got {count} batches, expected its length, {length}."
+            )
         return
     batches = iter(loader)
     for previous in batches:

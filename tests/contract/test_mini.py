@@ -548,3 +548,21 @@ def test_a_damaged_checkpoint_is_refused():
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"last\.ckpt: the file is damaged"):
         fit("MiniLoop", "run", 2, resume="last")
+
+
+def test_a_stop_waits_for_the_end_of_the_accumulation_window():
+    class Stops(Classifier):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.trainer.should_stop = True
+
+    loop, _, rows = fit("MiniLoop", "stopped", 2, make_module=lambda: Stops(sgd), accumulate_grad_batches=4)
+    assert (loop.global_step, loop.batches_done, len(rows)) == (1, 4, 1)
+
+
+def test_a_loader_that_is_shorter_than_its_length():
+    class Short(list):
+        def __len__(self):
+            return 12
+
+    with pytest.raises(ValueError, match="train_dataloaders: got 10 batches, expected its length, 12"):
+        MiniLoop(accelerator="cpu", max_epochs=1).fit(Classifier(), Short(make_loader()))
