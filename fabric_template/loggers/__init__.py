@@ -1,1 +1,1 @@
-"""self.log's arithmetic, the CSV files, the history and the console."""
+"""Collect logged values, write CSV files and show the progress of a run."""

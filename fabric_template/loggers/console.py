@@ -1,4 +1,4 @@
-"""Show a run by a progress bar and a table with a row per epoch, in a terminal, a log file or a notebook."""
+"""Show a run as a progress bar and a table in a terminal, a log file or a notebook."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .run_summary import count_of, end_reason, format_value
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# Drawing more often costs steps and shows no more.
+# Drawing more often slows training down and shows nothing more.
 SECONDS_BETWEEN_DRAWS = 0.2
 SECONDS_BETWEEN_LINES = 60.0
 LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-# A notebook sends the whole table each time. All rows are shown at the end.
+# A notebook receives the whole table at each draw. At the end of a run it shows all rows.
 MAX_NOTEBOOK_ROWS = 20
 
 
 class Console:
-    """The progress bar and the table of a run, on the process that may print.
+    """Show the progress bar and the table of a run on the main process.
 
-    An error in it is shown once and turns it off. Training continues.
+    An error while drawing is shown once and turns the bar off. Training continues.
     """
 
     def __init__(self, config: Any, is_enabled: bool) -> None:
@@ -44,7 +44,7 @@ class Console:
 
     @contextmanager
     def shown(self, run: RunState) -> Iterator[None]:
-        """Show the run while the context is open. An error leaves the bar at the batch that raised it."""
+        """Show the run inside this context. An error leaves the bar at the batch that raised it."""
         is_complete = False
         try:
             yield
@@ -56,13 +56,13 @@ class Console:
         self._guard(self._start, run, run.progress.num_train_batches, run.progress.batches_done)
 
     def start_evaluation(self, run: RunState, num_batches: int | float) -> None:
-        """Show an evaluation. Inside of fit its bar is beside the bar of the epoch."""
+        """Show the progress of an evaluation. During fit, the epoch's bar shows it, too."""
         self._num_eval_batches = num_batches
         if run.stage != "fit":
             self._guard(self._start, run, num_batches, 0)
 
     def end_evaluation(self, run: RunState) -> None:
-        """Return to the bar of the epoch."""
+        """Show only the progress of the epoch again."""
         self._num_eval_batches = None
 
     def add_row(self, row: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ class Console:
             self._guard(self._screen.add_row, row)
 
     def update(self, run: RunState) -> None:
-        """Draw the bar if it is time to. Called after every batch."""
+        """Draw the bar if it is due. The loop calls this after every batch."""
         if time.monotonic() >= self._due:
             self._guard(self._draw, run)
 
@@ -95,7 +95,7 @@ class Console:
             return
         self._screen = find_screen(self._table)
         for row in run.history.rows:
-            # A resumed run compares with the epochs before.
+            # A resumed run compares new values with the best one of its earlier epochs.
             self._table.update_best(row)
         self._due = self._started + self._screen.seconds_between_draws
         if not self._screen.is_log_file:
@@ -106,7 +106,7 @@ class Console:
         progress = run.progress
         done = progress.batches_done if run.stage == "fit" else progress.eval_batches_done
         if run.stage == "fit" and progress.phase == "step":
-            # The current batch is not done yet. It may have raised an error.
+            # The current batch is not done yet, and may have raised an error.
             done -= 1
         total: int | float | None = None if self._total == math.inf else self._total
         values = [f"{name}={value:.4g}" for name, value in bar_values(run).items()]
@@ -149,7 +149,7 @@ class Console:
 
 
 def bar_values(run: RunState) -> dict[str, float]:
-    """Return the values beside the bar. Reads the device, so it is called only when the bar is drawn."""
+    """Return the values shown next to the bar. Waits for the device."""
     logs_itself = run.is_lightning_module and (run.results.active or run.results.callback_metrics)
     values = {} if logs_itself else run.history.latest()
     values.update(run.results.progress_bar_metrics)
@@ -159,7 +159,7 @@ def bar_values(run: RunState) -> dict[str, float]:
 
 
 class EpochTable:
-    """The rows of a run as aligned lines. Each new best value has an asterisk."""
+    """Format the rows of a run as aligned lines. An asterisk marks each new best value."""
 
     def __init__(self, monitor: str | None, mode: str) -> None:
         self.monitor, self.mode = monitor, mode
@@ -168,7 +168,7 @@ class EpochTable:
         self._widths: dict[str, int] = {}
 
     def update_best(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a row has the best value so far."""
+        """Update the best value with a row. Return whether the row has the best value so far."""
         value, best = row.get(self.monitor or ""), self._best
         if not isinstance(value, int | float) or math.isnan(value):
             return False
@@ -178,14 +178,14 @@ class EpochTable:
         return is_best
 
     def add(self, row: Mapping[str, Any]) -> list[str]:
-        """Add a row. Returns its line, after a line of names if there are new columns."""
+        """Add a row. Return its line, preceded by a header line if the row has new columns."""
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
         if self.monitor in cells:
             cells[self.monitor] += "*" if self.update_best(row) else " "
         self.rows.append(cells)
         has_new_columns = not cells.keys() <= self._widths.keys()
         if has_new_columns:
-            # A new column comes before those that stood after it in its row. The time is the last one.
+            # The columns of this row come first, in its order. The time is always the last column.
             names = list(dict.fromkeys([*cells, *self._widths]))
             names.sort(key=lambda name: name == "time")
             self._widths = {name: self._widths.get(name, len(name)) for name in names}
@@ -196,7 +196,7 @@ class EpochTable:
         return [*(head if has_new_columns else []), self._line(cells)]
 
     def text(self, num_rows: int) -> str:
-        """Return the table with its last rows."""
+        """Return the header and the last num_rows rows."""
         head = {name: name for name in self._widths}
         return "\n".join(map(self._line, [head, *self.rows[-num_rows:]])) if self.rows else ""
 
@@ -216,7 +216,7 @@ class Screen:
         self.table = table
 
     def draw(self, meter: dict[str, Any]) -> None:
-        """Draw the bar. The meter has the arguments of tqdm.format_meter."""
+        """Draw the bar. The dict meter has the arguments of tqdm.format_meter."""
         from tqdm import tqdm
 
         self.print(tqdm.format_meter(**meter, bar_format=LOG_FILE_BAR))
@@ -235,7 +235,7 @@ class Screen:
 
 
 class TerminalScreen(Screen):
-    """Keep the bar as the last line of a terminal; everything that is printed appears above it."""
+    """Keep the bar in the last line of a terminal. Printed text appears above the bar."""
 
     is_log_file = False
     seconds_between_draws = SECONDS_BETWEEN_DRAWS
@@ -256,40 +256,40 @@ class TerminalScreen(Screen):
         from tqdm import tqdm
 
         encoding = (getattr(self._terminal, "encoding", None) or "ascii").lower()
-        # Two columns stay free for the ^C that a terminal shows.
+        # Leave two columns free for the ^C that the terminal prints.
         width = (terminal_width(self._terminal) or 80) - 3
         self._bar = tqdm.format_meter(**meter, ncols=width, ascii=not encoding.startswith("utf"))
         self.draw_bar()
 
     def draw_bar(self) -> None:
-        """Redraw the bar. It waits while a printed line is not finished."""
+        """Redraw the bar, unless a printed line has no line break yet."""
         if not self.is_line_open:
             self._write("\r" + self._bar.ljust(self._drawn_width))
             self._drawn_width = len(self._bar)
 
     def erase_bar(self) -> None:
-        """Make space for what is about to be printed."""
+        """Erase the bar before text is printed."""
         if self._drawn_width:
             self._write("\r" + " " * (self._drawn_width + 2) + "\r")
             self._drawn_width = 0
 
     def close(self) -> None:
         for name, wrapper in self._streams.items():
-            # A hook may have set a stream of its own.
+            # A hook may have replaced the stream.
             if getattr(sys, name) is wrapper:
                 setattr(sys, name, wrapper.stream)
         if self._drawn_width:
             self._write("\n")
 
     def _write(self, text: str) -> None:
-        # A user's print must not fail for the bar.
+        # An error of the bar must not make a user's print fail.
         with suppress(OSError, ValueError):
             self._terminal.write(text)
             self._terminal.flush()
 
 
 class AboveBar:
-    """A stream of the terminal that keeps the bar below what is written to it."""
+    """Wrap a terminal stream and keep the bar below the text written to this stream."""
 
     def __init__(self, stream: Any, screen: TerminalScreen) -> None:
         self.stream, self._screen = stream, screen
@@ -308,7 +308,7 @@ class AboveBar:
 
 
 class NotebookScreen(Screen):
-    """Show the table and the bar in one output of a notebook. It is no widget, so a saved notebook keeps it."""
+    """Show the table and the bar as HTML below a notebook cell. A saved notebook keeps them."""
 
     is_log_file = False
     seconds_between_draws = SECONDS_BETWEEN_DRAWS
@@ -347,7 +347,7 @@ class NotebookScreen(Screen):
 
 
 def find_screen(table: EpochTable) -> Screen:
-    """Return the screen of this process. A process that a notebook has forked cannot draw in it."""
+    """Return the screen of this process. A process forked by a notebook cannot draw in it."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
@@ -356,7 +356,7 @@ def find_screen(table: EpochTable) -> Screen:
 
 
 def terminal_width(stream: Any) -> int | None:
-    """Return the columns of a terminal; None if the stream is not a terminal."""
+    """Return the width of a terminal in characters, or None if the stream is not a terminal."""
     try:
         return (os.get_terminal_size(stream.fileno()).columns or 80) if stream.isatty() else None
     except (OSError, ValueError, AttributeError):

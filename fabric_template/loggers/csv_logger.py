@@ -1,7 +1,7 @@
 """Write metrics.csv with one complete row per epoch, steps.csv and hparams.yaml.
 
-Fabric's CSVLogger empties a version that it opens, and keeps up to 100 rows in memory. This one appends,
-and each row is in its file when it was logged.
+Fabric's CSVLogger deletes metrics.csv of an existing version, and keeps up to 100 rows in memory.
+This logger appends to existing files, and writes each row immediately.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ..checkpoint.checkpoint_io import replaced_file
 from ..errors import ConfigurationError
 from .read_logs import read_table
 
-# Types that YAML has, besides lists and mappings.
+# Scalar types of YAML.
 PLAIN_TYPES = (type(None), bool, int, float, str, Path)
 
 
 class CSVLogger(Logger):
-    """Writes the rows of a run into CSV files.
+    """Write the rows of a run into CSV files.
 
     Args:
         root_dir: The folder of all runs.
         name: The name of the run, a folder in root_dir.
         version: A number or a name. None: the next free number.
-        checkpoint_dir: The folder of the run's checkpoints, whose versions count as taken, too.
+        checkpoint_dir: The folder of the run's checkpoints. A version in it also counts as taken.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -68,7 +68,7 @@ class CSVLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The version, which is chosen when it is first asked for."""
+        """The version of the run. The first access chooses it."""
         if self._version is None:
             folders = [Path(self.root_dir, self._name)]
             if self._checkpoint_dir is not None:
@@ -82,7 +82,7 @@ class CSVLogger(Logger):
         if version == self._version:
             return
         self._version, self._tables = version, {}
-        # What was logged before the run belongs to the version that the run chooses.
+        # Hyperparameters that were logged before the run move to the version that the run chooses.
         if version is None:
             self._hparams = {}
 
@@ -116,7 +116,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a row to steps.csv. Without a step, rows are counted."""
+        """Append a row to steps.csv. Without a step, use the number of the row."""
         if metrics:
             table = self._table("steps.csv")
             first = {"step": metrics.get("step", table.num_rows) if step is None else step}
@@ -124,7 +124,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Write hparams.yaml. Later calls add to earlier ones."""
+        """Add hyperparameters to hparams.yaml."""
         for given in (params or {}, *args):
             values = to_plain(given)
             if not isinstance(values, dict):
@@ -135,7 +135,7 @@ class CSVLogger(Logger):
         write_text(Path(self.log_dir, "hparams.yaml"), to_yaml(self._hparams))
 
     def position(self) -> dict[str, Any]:
-        """Return the number of rows and the columns of steps.csv. Rows that wait for the disk count."""
+        """Return the columns and number of rows of steps.csv, including rows not yet on disk."""
         if getattr(rank_zero_only, "rank", 0) > 0:
             return {}
         table = self._table("steps.csv")
@@ -144,11 +144,11 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def rewind(self, position: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Drop what was written after a checkpoint.
+        """Drop the rows that were written after a checkpoint.
 
         Args:
-            position: What `position` returned. Empty: drop all of steps.csv.
-            rows: All rows of metrics.csv up to there.
+            position: The dict that `position` returned. If empty, drop all rows of steps.csv.
+            rows: All rows of metrics.csv up to the checkpoint.
         """
         self._tables = {}
         steps = self._table("steps.csv")
@@ -158,7 +158,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def sync(self) -> None:
-        """Write the rows that the disk refused, and make all of them survive a power cut."""
+        """Write the rows that could not be written before, and flush the files to the disk."""
         for table in self._tables.values():
             table.sync()
 
@@ -174,9 +174,9 @@ class CSVLogger(Logger):
 
 
 class Table:
-    """A CSV file that is appended to. A new column rewrites it, through a file beside it.
+    """Append rows to a CSV file. A new column rewrites the file through a temporary file.
 
-    A row that the disk refuses waits in memory, and is written with the next one.
+    A row that cannot be written (such as on a full disk) stays in memory until the next append.
     """
 
     def __init__(self, path: Path) -> None:
@@ -189,7 +189,7 @@ class Table:
         self.open()
 
     def open(self) -> None:
-        """Read the file if this object has not written it as it is, and drop an unfinished last row."""
+        """Read the file if its size has changed, and drop an unfinished last row."""
         size = self.path.stat().st_size if self.path.exists() else 0
         if size == self._size:
             return
@@ -199,7 +199,7 @@ class Table:
             self.write(columns, rows)
 
     def rewind(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the rows by those of a checkpoint. A file that has them already is not touched."""
+        """Replace the rows by a checkpoint's rows, unless the file has exactly these rows."""
         cells = [[str(row.get(name, "")) for name in columns] for row in rows]
         found = read_table(self.path)[1] if self._size else []
         if (columns, cells) != (self.columns, [list(row.values()) for row in found]):
@@ -218,7 +218,7 @@ class Table:
                 )
 
     def write_waiting(self) -> None:
-        """Write the rows that wait, all of them or none."""
+        """Write all rows in self.waiting, or none of them if the write fails."""
         if not self.waiting:
             return
         self.open()
@@ -234,20 +234,20 @@ class Table:
 
     def _append_lines(self, lines: str) -> None:
         content = lines.encode("utf-8", "backslashreplace")
-        # A buffer would write again what the disk refused, when the file is closed.
+        # A buffered file would retry a failed write when it is closed.
         with self.path.open("ab", buffering=0) as file:
             size = file.tell()
             try:
                 if file.write(content) < len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                # A row that was written in part would be read as a whole one.
+                # A reader would take a partly written row for a complete one.
                 os.truncate(self.path, size)
                 raise
         self._size, self._is_synced = size + len(content), False
 
     def write(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the file. Without columns it is removed."""
+        """Replace the file by these rows. Remove the file if there are no columns."""
         if columns:
             write_text(
                 self.path, to_lines(columns, [dict(zip(columns, columns, strict=True)), *rows])
@@ -258,7 +258,7 @@ class Table:
         self._size = self.path.stat().st_size if columns else 0
 
     def sync(self) -> None:
-        """Write what waits, and flush the file to the disk."""
+        """Write the rows in self.waiting, and flush the file to the disk."""
         self.write_waiting()
         if not self._is_synced:
             with self.path.open("rb+") as file:
@@ -267,7 +267,7 @@ class Table:
 
 
 def to_cell(name: str, value: Any) -> Any:
-    """Return the number of a scalar tensor or array, and anything else as it is."""
+    """Convert a scalar tensor or array to a number. Return other values unchanged."""
     if not hasattr(value, "item"):
         return value
     try:
@@ -284,7 +284,7 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return rows as the lines of a CSV file. A missing cell is empty."""
+    """Format rows as lines of a CSV file. Missing cells are empty."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writerows(rows)
@@ -292,14 +292,14 @@ def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def next_version(*folders: Path) -> int:
-    """Return the number after the highest version in some folders."""
+    """Return the highest version number in the given folders, plus one."""
     paths = [path for folder in folders for path in folder.glob("version_*")]
     found = [re.fullmatch(r"version_(\d+)", path.name) for path in paths]
     return max((int(match[1]) for match in found if match), default=-1) + 1
 
 
 def claim_version(folder: Path, *others: Path) -> int:
-    """Create the folder of the next version. Runs that start at once get different numbers."""
+    """Create the next version's folder. Runs that start at the same time get different numbers."""
     version = next_version(folder, *others)
     while True:
         try:
@@ -315,7 +315,7 @@ def claim_version(folder: Path, *others: Path) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is never half written."""
+    """Write a file atomically."""
     with replaced_file(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
@@ -327,7 +327,7 @@ def to_yaml(values: dict[str, Any]) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as YAML can hold it; objects become their text."""
+    """Convert a value to types of YAML. Objects are converted with str()."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):

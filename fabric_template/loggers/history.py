@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class WeightedMeans:
-    """Means of returned values, weighted by batch size. The sums stay on their device."""
+    """Average returned values, weighted by batch size. The sums stay on the values' device."""
 
     def __init__(self) -> None:
         self.num_samples = 0
@@ -40,7 +40,7 @@ class WeightedMeans:
             self._weights[name] = self._weights.get(name, 0) + batch_size
 
     def compute(self, all_reduce: Callable[..., Tensor] | None = None) -> dict[str, float]:
-        """Return the means, over all processes if all_reduce is given. Reads the device."""
+        """Return the means, over all processes if all_reduce is given. Waits for the device."""
         found = {}
         for name, total in self._sums.items():
             weight = torch.tensor(self._weights[name], dtype=total.dtype, device=total.device)
@@ -60,24 +60,24 @@ class WeightedMeans:
 
 
 class History:
-    """Collects the rows of a run, which ``fit`` returns and the CSV logger writes into metrics.csv.
+    """Collect the rows of a run, which ``fit`` returns and the CSV logger writes into metrics.csv.
 
-    A row has everything since the row before: means of training, the newest validation, learning rate and
-    time. A run by epochs has a row for each epoch. A step-based run has one for each validation (without
-    validation, for each epoch), and one at its end. A run is step-based if max_steps is given, if it
-    validates by steps across epochs, or if nobody knows the length of its loader.
+    A row covers the time since the previous row: training means, the newest validation, learning
+    rate and duration. An epoch-based run has a row for each epoch. A step-based run has a row for
+    each validation (or for each epoch without validation), and a row at its end. A run is step-
+    based with max_steps, with validation by steps across epochs, or if its loader has no length.
 
     Attributes:
         rows: The rows so far.
-        is_step_based: Whether rows follow the steps.
+        is_step_based: Whether the run is step-based.
         is_validated: Whether the run has validated since the newest row.
-        returned: The newest means of what the steps returned, by name.
-        learning_rates: Those of the newest optimizer step, noted before a scheduler changed them.
-        train_sums: What the training steps have returned since the newest row. Each process has its own.
-        step_values: The loss of the newest training batch, and the norm of its gradients if it is logged.
-        outputs: What the steps of the current evaluation returned, by loader and batch.
-        evaluated: What the newest evaluation measured.
-        evaluated_metrics: The part of it that loggers get. Of a LightningModule that is what it logged.
+        returned: The newest means of the values that the steps returned, by name.
+        learning_rates: The rates of the newest optimizer step, before schedulers changed them.
+        train_sums: Sums of this process's training step outputs since the newest row.
+        step_values: The loss of the newest training batch, and its gradient norm if that is logged.
+        outputs: The outputs of the current evaluation's steps, by loader and batch.
+        evaluated: The values of the newest evaluation.
+        evaluated_metrics: The values for the loggers: of a LightningModule only the logged ones.
     """
 
     def __init__(self) -> None:
@@ -91,17 +91,17 @@ class History:
         self.evaluated: dict[str, Any] = {}
         self.evaluated_metrics: dict[str, Any] = {}
         self.train_sums = WeightedMeans()
-        # What was returned since the newest row.
+        # Means of the values that steps returned since the newest row.
         self._row: dict[str, float] = {}
-        # Of the current evaluation: what the steps of this loader returned, and what each loader before has
-        # returned and logged.
+        # In the current evaluation: sums of the current loader's step outputs, and for each
+        # finished loader the returned means and the logged values.
         self._eval_sums = WeightedMeans()
         self._eval_results: list[tuple[dict[str, float], dict[str, Any]]] = []
         self._started = self._eval_started = time.monotonic()
         self._seconds_before_resume = self._eval_seconds = 0.0
 
     def choose_rows(self) -> None:
-        """Find out when a row ends, once the training loader is known."""
+        """Choose step-based or epoch-based rows. Call this after the training loader is set up."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.run.results.is_step_based = self.counts_steps or has_no_length
 
@@ -111,11 +111,11 @@ class History:
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def start_clock(self) -> None:
-        """Start the time of a row, so that the first one does not cover the set-up."""
+        """Start the time of a row. The time of the first row excludes the setup."""
         self._started = time.monotonic()
 
     def elapsed(self) -> float:
-        """Return the seconds since the newest row, those before a resume included."""
+        """Return the seconds since the newest row, including the time before a resume."""
         return self._seconds_before_resume + time.monotonic() - self._started
 
     @property
@@ -131,14 +131,14 @@ class History:
         return self.is_step_based and self.run.progress.global_step > last_step
 
     def add_train_output(self, output: Any, loss: Tensor) -> None:
-        """Add what ``training_step`` returned. Of a LightningModule that logs, this is the loss."""
+        """Add the output of training_step. For a LightningModule that logs, add only the loss."""
         run = self.run
         if run.config.barebones:
             return
         loss = loss.detach()
         self.step_values["train_loss"] = loss
         if run.results.train.mean_loss() is not None and not self.is_step_based:
-            # The module logs the same mean itself.
+            # The module's self.log("train_loss") computes the same mean.
             return
         logs_itself = run.is_lightning_module and run.results.active
         if isinstance(output, Tensor) or logs_itself:
@@ -148,7 +148,7 @@ class History:
         self.train_sums.add(values, self._batch_size())
 
     def _batch_size(self) -> int:
-        """Return the batch_size that the step gave to ``self.log``, or that of the batch."""
+        """Return the batch_size that the step passed to ``self.log``, or the size of the batch."""
         results = self.run.results.active
         assert results is not None
         if results.logged_batch_size is not None:
@@ -159,7 +159,7 @@ class History:
             return 1
 
     def end_train_batches(self) -> None:
-        """Compute the means of training for the row that ends, and start those of the next one."""
+        """Compute the training means for the current row, and reset the sums for the next row."""
         sums, self.train_sums = self.train_sums, WeightedMeans()
         means = self._compute(sums)
         seconds = self.elapsed() - self._eval_seconds
@@ -191,7 +191,7 @@ class History:
         self._eval_started = time.monotonic()
 
     def add_evaluation_output(self, output: Any, dataloader_idx: int) -> None:
-        """Add what an evaluation step returned. Of a LightningModule that logs, this is the loss."""
+        """Add the output of an evaluation step; only the loss if a LightningModule logs."""
         run, prefix = self.run, self._prefix()
         self.outputs[dataloader_idx].append(output)
         values = name_outputs(output, prefix)
@@ -210,31 +210,31 @@ class History:
         return "test" if self.run.progress.stage == "test" else "val"
 
     def end_loader(self) -> None:
-        """Compute the means of the loader whose batches are over. What is logged comes before them."""
+        """Compute the means of the loader that has ended."""
         run = self.run
         run.results.end_batches()
         means = self._compute(self._eval_sums)
         self._eval_sums = WeightedMeans()
         if not run.is_lightning_module:
-            # What a plain model returns are its metrics.
+            # The values that a plain model returns are its metrics.
             tensors = {name: torch.tensor(value) for name, value in means.items()}
             run.results.callback_metrics.update(tensors)
-        # As Trainer, the sanity check forgets the values of a loader when its batches are over.
+        # Like Trainer, the sanity check discards the values of each loader.
         logged = {} if run.progress.stage == "sanity_check" else run.results.update_metrics()
         self._eval_results.append((means, logged))
 
     def end_evaluation_batches(self) -> None:
-        """Compute what was measured, before the last hooks of the evaluation."""
+        """Compute the evaluation's means before its last hooks run."""
         run = self.run
         self.end_loader()
-        # What is logged from now on belongs to no loader.
+        # Values that are logged after the last batch belong to no loader.
         run.results.evaluation.dataloader_idx = None
         epoch_end = getattr(run.module, "functions", {}).get("epoch_end")
         if epoch_end is not None:
             self._call_epoch_end(epoch_end)
 
     def _call_epoch_end(self, epoch_end: Callable) -> None:
-        """Call the function epoch_end with all outputs, and log what it returns."""
+        """Call the user's epoch_end with all outputs, and log the values that it returns."""
         run, prefix = self.run, self._prefix()
         loaders = run.data.eval_loaders
         names = loaders.names or ()
@@ -255,7 +255,7 @@ class History:
         run.hooks.current = previous
 
     def end_evaluation(self) -> list[dict[str, Any]]:
-        """Return what was measured, a dict for each loader."""
+        """Return the evaluation's values as one dict for each loader."""
         is_lightning_module, results = self.run.is_lightning_module, []
         at_end = self.run.results.update_metrics()
         all_returned: dict[str, Any] = {}
@@ -265,7 +265,7 @@ class History:
             all_logged = logged | all_logged
         self.evaluated = all_returned | all_logged
         self.evaluated_metrics = all_logged if is_lightning_module else self.evaluated
-        # Trainer returns what a LightningModule logged. One that logs nothing has what it returned.
+        # Trainer returns logged values. If a LightningModule logs nothing, use its step outputs.
         uses_returned = not (is_lightning_module and all_logged)
         for returned, logged in self._eval_results:
             first = returned if uses_returned else {}
@@ -276,7 +276,7 @@ class History:
         return results
 
     def forget_evaluation(self) -> None:
-        """Forget what the sanity check has measured."""
+        """Discard the values of the sanity check."""
         for values in (self.returned, self._row, self.evaluated, self.evaluated_metrics):
             values.clear()
 
@@ -293,7 +293,7 @@ class History:
         return row
 
     def place(self) -> dict[str, Any]:
-        """Return the epoch and the number of optimizer steps. After its end an epoch is counted."""
+        """Return the current epoch, or between epochs the last one, and the number of steps."""
         progress = self.run.progress
         epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
         return {"epoch": epoch, "step": progress.global_step}
@@ -312,11 +312,11 @@ class History:
         return {name: float(rate) for name, rate in zip(names, rates, strict=False)}
 
     def latest(self) -> dict[str, float]:
-        """Return the means of training so far, and of the newest validation. Reads the device."""
+        """Return the training means so far and the newest validation. Waits for the device."""
         means = self.train_sums.compute()
         logged = self.run.results.train.mean_loss()
         if "train_loss" not in means and logged is not None and logged.total is not None:
-            # Of this process, because the others do not call this method.
+            # Use this process's sums only. The other processes do not call this method.
             means["train_loss"] = (logged.total / logged.weight).item()
         return in_order({**self.returned, **means})
 
@@ -342,7 +342,7 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rows = [dict(row) for row in state["rows"]]
         if not self.counts_steps:
-            # The run before was limited by max_steps. A run by epochs has no such column.
+            # The saved run was limited by max_steps. An epoch-based run has no such column.
             for row in self.rows:
                 row.pop("samples_per_second", None)
         self.returned, self._row = dict(state["returned"]), dict(state["row"])
@@ -361,16 +361,16 @@ def to_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_order(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return numbers with those of training first."""
+    """Return the values with the training values first."""
     names = sorted(values, key=lambda name: not name.startswith("train"))
     return to_numbers({name: values[name] for name in names})
 
 
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
-    """Return the numbers that a step returned under their names in the history.
+    """Return the numbers in a step's output, keyed by their names in the history.
 
-    A tensor is ``<prefix>_loss``, a dict gives ``<prefix>_<key>``, a pair ``<prefix>_loss`` and
-    ``<prefix>_acc``.
+    A tensor becomes ``<prefix>_loss``. A dict gives ``<prefix>_<key>``. A pair gives
+    ``<prefix>_loss`` and ``<prefix>_acc``.
     """
     named: Mapping[Any, Any] = output if isinstance(output, Mapping) else {}
     if isinstance(output, Tensor | numbers.Number):

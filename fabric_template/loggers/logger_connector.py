@@ -1,4 +1,4 @@
-"""Which logged value goes to which logger, and when."""
+"""Send logged values to the loggers of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LoggerConnector:
-    """Sends values to the loggers of a run."""
+    """Send the values of steps, epochs and evaluations to the loggers of a run."""
 
     def __init__(self, run: RunState) -> None:
         self.run = run
@@ -30,7 +30,7 @@ class LoggerConnector:
 
     @property
     def csv_loggers(self) -> list[CSVLogger]:
-        """Our own loggers, which write whole rows."""
+        """The loggers that write metrics.csv."""
         return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
 
     def log_step(self, run: RunState) -> None:
@@ -49,11 +49,11 @@ class LoggerConnector:
             self.log_metrics(views.logged, step=count, row=views.row)
 
     def restart_evaluation_count(self) -> None:
-        """Count evaluation batches from 0 again, because the loaders are new ones."""
+        """Count evaluation batches from 0 again, because the loaders are new."""
         self._evaluated_batches.clear()
 
     def log_evaluation(self, run: RunState) -> None:
-        """Log what an evaluation measured. What belongs to no row of metrics.csv is a row of steps.csv."""
+        """Log an evaluation. Values without a row in metrics.csv are written to steps.csv."""
         history, progress = run.history, run.progress
         if progress.stage == "sanity_check":
             return
@@ -62,7 +62,7 @@ class LoggerConnector:
         self.log_metrics(history.evaluated_metrics, row=row)
 
     def end_validation(self, run: RunState) -> None:
-        """End the row of a step-based run. At the end of an epoch, the epoch ends it."""
+        """End a row of a step-based run. After the last batch, log_train_epoch ends it instead."""
         history = run.history
         if run.progress.is_epoch_complete or not history.is_validated:
             return
@@ -74,7 +74,7 @@ class LoggerConnector:
             self._end_row_in_epoch(run)
 
     def log_train_epoch(self, run: RunState) -> None:
-        """Log the values of an epoch, and write the row that it ends."""
+        """Log the values of an epoch. Write a row of metrics.csv if one is due."""
         metrics = {**self._returned_in_training(), **run.results.update_metrics()}
         # Loggers expect the values of an epoch at its last step.
         self.log_metrics(metrics, step_offset=-1)
@@ -82,7 +82,7 @@ class LoggerConnector:
             self._add_row(run)
 
     def end_training(self, run: RunState) -> None:
-        """Write the last row of a step-based run. No checkpoint has it, so a resumed run continues it."""
+        """Write a step-based run's last row. No checkpoint has it: a resumed run rewrites it."""
         if run.history.is_due_at_end:
             self._end_row_in_epoch(run)
 
@@ -98,7 +98,7 @@ class LoggerConnector:
         run.console.add_row(row)
 
     def _returned_in_training(self) -> dict[str, Any]:
-        """Return the means of what a plain model returned. A LightningModule logs by itself."""
+        """Return the means of a plain model's step outputs. A LightningModule logs by itself."""
         if self.run.is_lightning_module:
             return {}
         returned = self.run.history.returned
@@ -114,9 +114,9 @@ class LoggerConnector:
         """Send values to every logger.
 
         Args:
-            step: The x axis. None: a logged "step", or the logging step beside the epoch. In steps.csv
-                it is the number of optimizer steps.
-            row: What the CSV logger writes into steps.csv. It writes whole epochs otherwise.
+            step: The x axis. None: the value logged as "step", or the logging step. In steps.csv
+                it is always the number of optimizer steps.
+            row: The row that the CSV logger writes into steps.csv. None: it writes nothing.
         """
         self.run.results.logged_metrics.update(metrics)
         progress = self.run.progress
@@ -148,7 +148,7 @@ class LoggerConnector:
                 logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
 
     def monitored_metrics(self) -> dict[str, Any]:
-        """Return everything that can be monitored: what was logged, and what steps returned."""
+        """Return all metrics that can be monitored, from logged values and from step outputs."""
         run = self.run
         if run.results.active:
             run.results.update_metrics()
@@ -172,7 +172,7 @@ class LoggerConnector:
 
 
 def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
-    """Return what ``save_hyperparameters`` has kept of a module and a datamodule.
+    """Return the hyperparameters that a module and a datamodule saved.
 
     Raises:
         RuntimeError: They have different values for one name.
@@ -183,7 +183,7 @@ def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
         {}
     ]
     for other in others:
-        # As texts, because an array has no single answer to whether it is equal.
+        # Compare the repr, because == of two arrays returns an array.
         different = [key for key in other if key in first and repr(first[key]) != repr(other[key])]
         if different:
             raise RuntimeError(
@@ -195,7 +195,7 @@ def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
 
 
 class RunTensorBoardLogger(TensorBoardLogger):
-    """TensorBoard's files in the version's folder, which the CSV logger chooses."""
+    """Write TensorBoard's files into the folder of the CSV logger's version."""
 
     def __init__(self, own: CSVLogger) -> None:
         super().__init__(own.root_dir, own.name)
@@ -207,7 +207,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
 
 def make_logger(given: Any, own: CSVLogger | None) -> Any:
-    """Return a logger that was given, or the one with a name of the option logger."""
+    """Return the given logger, or make the logger that a name such as "wandb" stands for."""
     if given is True or given == "csv":
         return own
     if not isinstance(given, str) or own is None:
@@ -226,7 +226,7 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
 
 
 class LoggerAdapter(Logger):
-    """An object with ``log_metrics``, or a logger of Fabric, as Lightning's callbacks expect a logger."""
+    """Adapt a logger of Fabric, or any object with log_metrics, to Lightning's Logger."""
 
     def __init__(self, logger: Any) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class LoggerAdapter(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        # Fabric's loggers have another name for it.
+        # Fabric's loggers call this folder root_dir.
         return getattr(self._logger, "save_dir", None) or getattr(self._logger, "root_dir", None)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

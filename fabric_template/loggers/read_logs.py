@@ -1,4 +1,4 @@
-"""Read the CSV files of one run or of many as one table."""
+"""Read the CSV files of one or several runs as one table."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ EXPECTED = "a metrics.csv, a version's folder, a run's folder or the root of all
 
 
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
-    """Return the rows of one run or of many as one table: `name, version, epoch, step, ...`.
+    """Return the rows of one or several runs as one table: `name, version, epoch, step, ...`.
 
-    Half-empty rows, as Lightning's CSVLogger writes them, are joined to one row per epoch.
+    Lightning's CSVLogger writes half-empty rows. They are joined to one row per epoch.
 
     Args:
         path: A metrics.csv, a version's folder, a run's folder or the root of all logs.
@@ -86,7 +86,7 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
 
 
 def to_values(cells: list[Any]) -> list[Any]:
-    """Return cells as numbers if all of them are: Python's float reads back the exact value."""
+    """Convert the cells to numbers if all of them are numbers. float() restores exact values."""
     with suppress(ValueError):
         return [int(cell) for cell in cells]
     with suppress(ValueError):
@@ -96,7 +96,7 @@ def to_values(cells: list[Any]) -> list[Any]:
 
 
 def join_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return one row per epoch, with each column's last value, where a file has half-empty rows."""
+    """Join half-empty rows to one row per epoch with the last value of each column."""
     places = [(row.get("epoch"), row.get("step")) for row in rows]
     is_complete = all(all(place) for place in places) and len(set(places)) == len(places)
     is_of_steps = any(name.endswith("_step") for row in rows[:1] for name in row)
@@ -104,7 +104,7 @@ def join_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     if (is_complete and not is_of_steps) or not has_epochs:
         # A run that validates several times in an epoch has a complete row for each validation.
         return rows
-    # LearningRateMonitor's rows have no epoch. They belong to the next row, the last to the one before.
+    # LearningRateMonitor's rows have no epoch. Take it from the next row, else from the previous.
     for ordered in (reversed(rows), rows):
         epoch = ""
         for row in ordered:

@@ -1,7 +1,7 @@
-"""Collect what ``self.log`` logs, with Trainer's arithmetic, on the device of the values.
+"""Collect the values of ``self.log`` with Trainer's arithmetic, on the device of the values.
 
-A mean is the sum of value times batch size over the sum of batch sizes, in float32 or wider, added in
-order. Nothing is read from the device in a step.
+A mean is sum(value * batch_size) / sum(batch_size), added in order in float32 or wider.
+A step never synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError
 
-# Where self.log may be called, with the defaults of (on_step, on_epoch).
+# The hooks that may call self.log, with the defaults of (on_step, on_epoch).
 _TRAIN_STEP_HOOKS = [
     "training_step",
     "on_train_batch_start",
@@ -51,14 +51,14 @@ _EPOCH_HOOKS = {
     for stage in ("train", "validation", "test")
     for moment in ("start", "epoch_start", "epoch_end")
 }
-# The values of reduce_fx that name a reduction, and what adds a value to its sum.
+# For each reduction: the values of reduce_fx that select it, and its operation.
 _REDUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Tensor]]] = {
     "mean": (("mean", "avg", torch.mean), torch.add),
     "sum": (("sum", torch.sum, sum), torch.add),
     "max": (("max", torch.max, max), torch.maximum),
     "min": (("min", torch.min, min), torch.minimum),
 }
-# A float is multiplied exactly by these batch sizes, so one operation rounds as two do.
+# A product with a power of two is exact, so one fused operation rounds like two.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # Types that torch.load(weights_only=True) reads.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
@@ -86,17 +86,17 @@ class LogArguments:
 
     @property
     def key(self) -> tuple[str, str, int | None]:
-        """The name under which the value is kept."""
+        """The key of the value in Results."""
         return self.hook, self.name, self.dataloader_idx if self.add_dataloader_idx else None
 
     def full_name(self, fork: str = "") -> str:
-        """Return the name, with the index of one of several evaluation loaders."""
+        """Return the name, with the index of the loader if there are several evaluation loaders."""
         if self.add_dataloader_idx and self.dataloader_idx is not None:
             return f"{self.name}{fork}/dataloader_idx_{self.dataloader_idx}"
         return self.name + fork
 
     def forked_name(self, of_step: bool) -> str:
-        """Return the name of the step's or of the epoch's value, where both are logged."""
+        """Return the name with "_step" or "_epoch" if both values are logged."""
         if self.on_step and self.on_epoch:
             return self.full_name("_step" if of_step else "_epoch")
         return self.full_name()
@@ -134,7 +134,7 @@ def parse_arguments(hook: str | None, name: str, given: tuple) -> LogArguments:
 def _step_and_epoch(
     hook: str | None, on_step: bool | None, on_epoch: bool | None
 ) -> tuple[bool, bool]:
-    """Return on_step and on_epoch, or raise an error where the hook does not allow them."""
+    """Return on_step and on_epoch, or raise an error if the hook does not allow them."""
     if hook in _EPOCH_HOOKS:
         for name, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):
             if value not in (None, allowed):
@@ -153,7 +153,7 @@ def _step_and_epoch(
 
 
 def hook_error(hook: str | None) -> ConfigurationError:
-    """Return the error for a call of ``self.log`` where nothing can be logged."""
+    """Return the error for a call of ``self.log`` in a hook that does not support logging."""
     where = f"inside `{hook}`" if hook else "outside of the loop's hooks"
     return ConfigurationError(
         f"You can't `self.log()` {where}: the loop's result collection is not registered yet, or the hook"
@@ -162,7 +162,7 @@ def hook_error(hook: str | None) -> ConfigurationError:
 
 
 def check_loggable(name: str, value: Any) -> None:
-    """Refuse what is neither a number, a tensor nor a torchmetrics object."""
+    """Raise an error unless the value is a number, a tensor or a torchmetrics object."""
     if isinstance(value, Tensor | numbers.Number) or is_torchmetric(value):
         return
     what = f"`{type(value).__name__}` values"
@@ -178,19 +178,19 @@ def is_torchmetric(value: Any) -> bool:
 
 
 def float_type() -> torch.dtype:
-    """Return the default dtype, but no narrower than float32, so that long sums stay exact."""
+    """Return the default dtype, or float32 if that is wider. Long sums need the precision."""
     default = torch.get_default_dtype()
     return default if default in (torch.float32, torch.float64) else torch.float32
 
 
 class ResultMetric:
-    """The last value of one logged name, and its sum over the epoch.
+    """Keep the last value of one logged name, and the sum of its values over the epoch.
 
     Args:
-        all_reduce: Combines values of several processes. None if there is one.
+        all_reduce: Reduces a value over all processes. None in a single process.
 
     Attributes:
-        given: The arguments as they were given, by which a later call is recognized.
+        given: The arguments of the last checked call. A call with the same ones needs no check.
     """
 
     def __init__(self, arguments: LogArguments, all_reduce: Callable[..., Any] | None) -> None:
@@ -213,10 +213,10 @@ class ResultMetric:
         self._epoch_value: Tensor | None = None
 
     def update(self, value: Tensor, batch_size: int) -> None:
-        """Add a value without dimensions that stands for batch_size samples."""
+        """Add a 0-dimensional tensor, the mean of batch_size samples."""
         self.has_value, self._epoch_value = True, None
         if self.arguments.on_step:
-            # A clone, because the user may change the value in place afterwards.
+            # Clone the value, because the user may change it in place afterwards.
             self.step_value = self._sync(value.clone())
             if not self.arguments.on_epoch:
                 return
@@ -232,18 +232,18 @@ class ResultMetric:
             self.total = _REDUCTIONS[self.arguments.reduction][1](self.total, value)
 
     def update_torchmetric(self, metric: Any) -> None:
-        """Note that a torchmetrics object was logged, which keeps its own sums."""
+        """Register a logged torchmetrics object, which keeps its own sums."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
             # Trainer moves a metric at each log, and that sets its dtype to the default.
             metric.to(metric.device)
         self.torchmetric, self.has_value, self._epoch_value = metric, True, None
         if self.arguments.on_step:
-            # torchmetrics keeps the value of forward() for this purpose and has no public name for it.
+            # torchmetrics has no public name for the last value of forward().
             self.step_value = getattr(metric, "_forward_cache", None)
 
     def value(self, of_step: bool) -> Tensor | None:
-        """Return the value of the step or of the epoch so far; None where it is not asked for."""
+        """Return the value of the step or of the epoch so far; None if it is not logged."""
         found = None
         if of_step and self.arguments.on_step:
             found = self.step_value
@@ -291,13 +291,13 @@ class ResultMetric:
 
 
 class Results(dict):
-    """The logged names of training, or of an evaluation, by (hook, name, dataloader_idx).
+    """Map (hook, name, dataloader_idx) to the logged values of training or of an evaluation.
 
     Attributes:
-        batch: The current batch, whose size is looked up when a mean needs it.
-        batch_size: Its size, once it was looked up.
-        logged_batch_size: The batch_size that its step gave to ``self.log``.
-        is_first_batch: None outside of the batches of an epoch, True in the first one, False in later ones.
+        batch: The current batch.
+        batch_size: The size of the current batch. None until a mean needs it.
+        logged_batch_size: The batch_size that the current step passed to ``self.log``.
+        is_first_batch: True in the first batch of an epoch, False in later ones, else None.
         last_hook: The hook that logged last.
         are_views_old: Whether the views lack the values of the last batch.
     """
@@ -315,7 +315,7 @@ class Results(dict):
         self.are_views_old = False
 
     def current(self) -> Iterator[ResultMetric]:
-        """Yield what was logged since the last reset, for the current loader."""
+        """Yield the metrics that the current loader has logged since the last reset."""
         for metric in self.values():
             if metric.has_value and metric.arguments.dataloader_idx == self.dataloader_idx:
                 yield metric
@@ -326,20 +326,20 @@ class Results(dict):
         return metric if metric is not None and metric.needs_batch_size else None
 
     def reset_hook(self, hook: str | None) -> None:
-        """Reset the sums of a hook that logs for the first time in an epoch."""
+        """Reset the sums of a hook that logs for the first time in this epoch."""
         for metric in self.values():
             if metric.arguments.hook == hook and metric.torchmetric is None:
                 metric.reset()
 
     def find_batch_size(self) -> int:
-        """Return the size of the current batch, which is looked up once."""
+        """Return the size of the current batch. The first call determines it."""
         if self.batch_size is None:
             self.batch_size = 1 if self.batch is None else extract_batch_size(self.batch)
         return self.batch_size
 
 
 class MetricViews(NamedTuple):
-    """The current value of each name, for those who read it. Names in row have no "_step" or "_epoch"."""
+    """The current values for each reader. Names in ``row`` have no "_step" or "_epoch"."""
 
     callback: dict[str, Any]
     logged: dict[str, Any]
@@ -348,12 +348,12 @@ class MetricViews(NamedTuple):
 
 
 class ResultCollection:
-    """``self.log`` of a run, and the three views of what was logged.
+    """Implement ``self.log`` for a run, with Trainer's three views of the logged values.
 
     Attributes:
-        active: Where values are logged now; None outside of the loops.
-        callback_metrics, logged_metrics, progress_bar_metrics: As Trainer's attributes of these names.
-        is_step_based: Whether rows of metrics.csv follow the steps, not the epochs.
+        active: The Results that receive logged values; None outside of the loops.
+        callback_metrics, logged_metrics, progress_bar_metrics: Trainer's attributes of these names.
+        is_step_based: Whether the rows of metrics.csv are step-based, see History.
         row: The values of the next row of metrics.csv.
     """
 
@@ -375,11 +375,11 @@ class ResultCollection:
         self.row: dict[str, Tensor] = {}
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
-        """Copies of a module that are made while it runs log into the same run."""
+        """Return self, because a copy of a module that is made during a run logs into this run."""
         return self
 
     def __reduce__(self) -> Any:
-        """A module that is pickled while it runs does not take the run along."""
+        """Pickle a module without its run."""
         return (ClosedResults, ())
 
     def log(
@@ -445,7 +445,7 @@ class ResultCollection:
     def _register(
         self, results: Results, hook: str | None, name: str, given: tuple
     ) -> ResultMetric:
-        """Check the arguments of a name that is logged for the first time, or differently than before."""
+        """Check the arguments of a name that is logged for the first time or with new arguments."""
         arguments = parse_arguments(hook, name, given)
         metric = results.get(arguments.key)
         if metric is None:
@@ -467,11 +467,11 @@ class ResultCollection:
         return metric
 
     def start_training(self) -> None:
-        """Log for training from now on, after a validation where it was before."""
+        """Send logged values to the training results."""
         self.active = self.train
 
     def start_evaluation(self) -> None:
-        """Log for an evaluation from now on."""
+        """Send logged values to the evaluation results."""
         self.update_metrics()
         self.active = self.evaluation
 
@@ -483,20 +483,20 @@ class ResultCollection:
         results.dataloader_idx = dataloader_idx
 
     def end_batch(self) -> None:
-        """Clear the current batch. The views are brought up to date when somebody reads them."""
+        """Clear the current batch. The views are updated when they are read."""
         assert self.active is not None
         self.active.batch = self.active.batch_size = None
         self.active.are_views_old = True
 
     def end_batches(self) -> None:
-        """The batches of an epoch, or of one loader, are over: from now on the epoch's values count."""
+        """End the batches of an epoch or of one loader. The views change to the epoch's values."""
         assert self.active is not None
         if self.active.are_views_old:
             self.update_metrics()
         self.active.is_first_batch = None
 
     def reset(self) -> None:
-        """Forget the sums of an epoch, after all its hooks."""
+        """Reset the sums after the last hook of an epoch."""
         if self.active is not None:
             for metric in self.active.values():
                 metric.reset()
@@ -504,19 +504,19 @@ class ResultCollection:
             self.active.is_first_batch = self.active.last_hook = None
 
     def end(self) -> None:
-        """Log nothing from now on. The views keep the values of the last batch."""
+        """Stop logging. The views keep the values of the last batch."""
         if self.active is not None and self.active.are_views_old:
             self.update_metrics()
         self.active = None
 
     def forget_evaluation(self) -> None:
-        """Forget all that the sanity check has measured."""
+        """Discard the values of the sanity check."""
         views = (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.row)
         for metrics in (*views, self.evaluation):
             metrics.clear()
 
     def update_metrics(self) -> dict[str, Tensor]:
-        """Bring the views up to date. Returns what goes to the loggers."""
+        """Update the views. Return the values for the loggers."""
         if not self.active:
             return {}
         self.active.are_views_old = False
@@ -530,7 +530,7 @@ class ResultCollection:
         return views.logged
 
     def views(self) -> MetricViews:
-        """Return the values of this step, or of the epoch after its batches."""
+        """Return the values of the current step, or of the epoch after its last batch."""
         assert self.active is not None
         of_step = self.active.is_first_batch is not None
         views = MetricViews({}, {}, {}, {})
@@ -549,7 +549,7 @@ class ResultCollection:
         return views
 
     def take_row(self) -> dict[str, Tensor]:
-        """Return the values of a row, once. A torchmetrics object has its value of the epoch so far."""
+        """Return and clear the values of a row. Torchmetrics objects return the epoch so far."""
         row, self.row = self.row, {}
         for metric in self.train.values():
             if metric.since_row is None:
@@ -562,11 +562,11 @@ class ResultCollection:
         return row
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the training epoch so far. Those of torchmetrics objects are included."""
+        """Return the sums of the training epoch so far, including those of torchmetrics objects."""
         train, metrics = self.train, find_torchmetrics(self._module)
         names = {id(metric): name for name, metric in metrics.items()}
         of_train = {id(metric.torchmetric) for metric in train.values()}
-        # Those of an evaluation are reset after it, and a resumed run continues after it.
+        # A resumed run continues after the evaluation, whose metrics are reset by then.
         of_evaluation = {id(metric.torchmetric) for metric in self.evaluation.values()} - of_train
         kept = {name: part for name, part in metrics.items() if id(part) not in of_evaluation}
         entries = [
@@ -585,7 +585,7 @@ class ResultCollection:
         load_torchmetrics(self._module, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self._module)
         for entry in state["train"]:
-            # The arguments are checked when the name is logged again.
+            # The next self.log call with this name checks the arguments.
             metric = self._add_metric(train, LogArguments(**entry["arguments"]))
             metric.load_state_dict(entry)
             metric.torchmetric = metrics.get(entry["torchmetric"])
@@ -594,7 +594,7 @@ class ResultCollection:
 
 
 class ClosedResults:
-    """Takes the place of the results in a copy of a module that was pickled while it ran."""
+    """Replace the results in a module that was pickled during a run."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Ignore the value, because the copy belongs to no run."""
@@ -618,9 +618,9 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def torchmetrics_state(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return copies of the plain attributes of metrics, which their own state_dict leaves out.
+    """Return copies of the metrics' plain attributes, which state_dict() leaves out by default.
 
-    The declared states are among them, and what wrappers and collections count beside these.
+    The attributes include the states of add_state() and the counters of wrappers and collections.
     """
     state = {}
     for name, metric in metrics.items():
@@ -639,7 +639,7 @@ def copy_plain(values: Mapping[str, Any]) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether torch.load(weights_only=True) reads a value back. Subclasses may be unsafe."""
+    """Return whether torch.load(weights_only=True) can load a value. Subclasses may be unsafe."""
     if type(value) is dict:
         return all(_is_plain(part) for part in [*value.keys(), *value.values()])
     if type(value) in (list, tuple):

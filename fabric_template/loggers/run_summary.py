@@ -28,9 +28,9 @@ HEAD = "# `fabric-template fit --config` with this file repeats this run. It ign
 
 
 def write_run_config(run: RunState) -> None:
-    """Write config.yaml beside metrics.csv. It never stops a run.
+    """Write config.yaml next to metrics.csv. An error is a warning, and training continues.
 
-    A resumed run keeps the file of its first start. A file of another program, such as LightningCLI's, stays.
+    A resumed run keeps its first config.yaml. A file of LightningCLI or another program stays.
     """
     for logger in run.loggers.csv_loggers:
         path = Path(logger.log_dir, "config.yaml")
@@ -45,7 +45,7 @@ def write_run_config(run: RunState) -> None:
 
 
 def run_config(run: RunState) -> dict[str, Any]:
-    """Return the options, model and data of a run as plain values; "unknown" names what a file cannot hold."""
+    """Return a run's options, model and data. "unknown" lists the parts that YAML cannot hold."""
     unknown: dict[str, str] = {}
     options = dict(run.loop.recipe)
     config: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def run_config(run: RunState) -> dict[str, Any]:
     given_parts = {**functions, "optimizer": run.given_optimizer}
     options |= {name: part for name, part in given_parts.items() if part is not None}
     config |= keep_plain(options, unknown)
-    # The next free version, so that nothing is written over this run.
+    # A repeated run takes the next free version and overwrites nothing.
     config["version"] = None
     if run.checkpoint_path is not None:
         config["resume" if run.resumes else "load"] = str(run.checkpoint_path)
@@ -95,7 +95,7 @@ def class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, An
 def keep_plain(
     values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the values that YAML can hold. The names of the others are added to unknown."""
+    """Return the values that YAML supports. Add the names of other values to unknown."""
     kept = {}
     for name, value in values.items():
         if is_plain(value):
@@ -114,7 +114,7 @@ def is_plain(value: Any) -> bool:
 
 
 def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
-    """Return the result of a fit, the reason of its end and its files, as lines by heading."""
+    """Return the results of a fit, why it ended, and its files, as lines by heading."""
     config, rows, progress = run.config, run.history.rows, run.progress
     seconds = sum(row["time"] for row in rows)
     data = "" if run.datamodule is None else f" on {type(run.datamodule).__name__}"
@@ -145,12 +145,12 @@ def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[
 
 
 def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
-    """Return a line for each text, with its heading."""
+    """Format each line of the summary after its heading."""
     return "\n".join(f"{heading:<12}{text}" for heading, texts in lines.items() for text in texts)
 
 
 def end_reason(run: RunState) -> str:
-    """Return the reason why training ended; an empty text while it continues."""
+    """Return the reason why training ended, or an empty string during training."""
     stop = run.stop
     if stop.signal is not None:
         return signal.Signals(stop.signal).name
@@ -171,7 +171,7 @@ def end_reason(run: RunState) -> str:
 
 
 def best_value(rows: Sequence[Mapping[str, Any]], monitor: str, mode: str) -> str:
-    """Return the best value of the monitored metric and its epoch; an empty text if there is none."""
+    """Return the best value of the monitored metric and its epoch, or an empty string."""
     found = [row for row in rows if not math.isnan(row.get(monitor, math.nan))]
     if not found:
         return ""
@@ -186,7 +186,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
     loaders = {}
     for index, result in enumerate(results):
-        # A column names the loader.
+        # The header of the column names the loader.
         values = {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
         loaders[f"DataLoader {index}"] = values
     table = (
@@ -196,7 +196,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
 
 def format_value(name: str, value: Any) -> str:
-    """Return a value as the tables show it: a loss as 0.2500 or 2.00e-07, a learning rate as 0.0003."""
+    """Format a value for the tables, such as a loss 0.2500 or 2.00e-07, or a learning rate 0.0003."""
     if isinstance(value, bool) or not isinstance(value, float):
         return " ".join(str(value).split())[:20]
     if name in ("time", "left"):
@@ -209,7 +209,7 @@ def format_value(name: str, value: Any) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a length of time, such as "0.3 s", "1:15" or "25:00:00"."""
+    """Format a duration, such as "0.3 s", "1:15" or "25:00:00"."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -222,6 +222,6 @@ def count_of(number: int, noun: str) -> str:
 
 
 def short_path(path: Path) -> str:
-    """Return a path relative to the working folder if it is inside of it."""
+    """Return a path relative to the working directory if it is inside that directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
