@@ -1,1 +1,1 @@
-"""The attributes and methods of Trainer that Lightning's modules and callbacks use."""
+"""Provide the attributes and methods of Trainer that Lightning's modules and callbacks use."""

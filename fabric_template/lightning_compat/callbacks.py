@@ -1,4 +1,4 @@
-"""Collect the callbacks of a loop, from its arguments, its options and installed packages."""
+"""Collect the callbacks of a loop from its arguments, its options and installed packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
 
     Args:
         given: Lightning's callbacks, or objects with methods named like hooks.
-        config: Its options add a Timer and a ModelSummary, as in Trainer.
+        config: The options. Like Trainer's, they can add a Timer and a ModelSummary.
 
     Raises:
         ConfigurationError: A callback contradicts an option, or cannot work here.
@@ -49,7 +49,7 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def as_list(given: Any) -> list[Any]:
-    """Return the items of a list, a set, a dict's values or Hydra's list; anything else alone in a list."""
+    """Return the items of a list, set or Hydra list, or a dict's values. Wrap others in a list."""
     if given is None or given is False:
         return []
     is_many = isinstance(given, Sequence | Set | ValuesView) and not isinstance(given, str)
@@ -57,12 +57,12 @@ def as_list(given: Any) -> list[Any]:
 
 
 def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
-    """Return the callbacks of a class of Lightning."""
+    """Return the callbacks that are instances of a Lightning class, given by its name."""
     return [callback for callback in callbacks if is_instance_of(callback, kind)]
 
 
 def check_options(callbacks: list[Any], config: LoopConfig) -> None:
-    """Refuse callbacks that contradict each other or an option."""
+    """Raise an error if callbacks contradict each other or an option."""
     bars = find_callbacks(callbacks, "ProgressBar")
     if len(bars) > 1:
         raise ConfigurationError(
@@ -82,7 +82,7 @@ def check_options(callbacks: list[Any], config: LoopConfig) -> None:
 
 
 def check_callbacks(callbacks: list[Any]) -> None:
-    """Refuse what is no callback, cannot work here, or shares the key of its state with another."""
+    """Raise an error for objects without hooks, unsupported callbacks and duplicate state keys."""
     keys = set()
     for callback in callbacks:
         check_object("callbacks", callback)
@@ -109,12 +109,12 @@ def check_callbacks(callbacks: list[Any]) -> None:
 
 
 def sort_callbacks(callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks in the order of their calls: those that save come last."""
+    """Return the callbacks in the order of their calls. Checkpoint callbacks come last."""
     return sorted(callbacks, key=lambda callback: is_instance_of(callback, "Checkpoint"))
 
 
 def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
-    """Return the callbacks with those of ``configure_callbacks`` in place of those of their classes."""
+    """Add the callbacks of ``configure_callbacks``. They replace callbacks of the same class."""
     replaced = {base for callback in own for base in type(callback).__mro__} - {Callback, object}
     kept = [callback for callback in callbacks if type(callback) not in replaced]
     check_callbacks([*kept, *own])
@@ -122,9 +122,9 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 
 
 class StopOnNonFiniteLoss(Callback):
-    """Stop after a number of batches in a row whose loss is NaN or infinite: ``on_nan=3``.
+    """Stop after several consecutive batches with a NaN or infinite loss, such as ``on_nan=3``.
 
-    No checkpoint is saved after the first of them, so that the last good one stays.
+    After the first such batch no checkpoint is saved, so the last good checkpoint remains.
     """
 
     def __init__(self, patience: int) -> None:

@@ -1,6 +1,6 @@
-"""The underscored names of Lightning that this package reads or sets, each with its reason.
+"""Access private names of Lightning. Each function gives the reason.
 
-The names that Lightning reads from a Trainer are in trainer_api.py.
+trainer_api.py has the private names that Lightning reads from a Trainer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
     """Return an optimizer whose ``step`` goes through ``strategy.optimizer_step``.
 
-    Trainer wraps optimizers so for manual optimization. The strategy has no public setter.
+    Trainer does this for manual optimization. LightningOptimizer has no public setter for it.
     """
     wrapped = LightningOptimizer(optimizer)
     wrapped._strategy = strategy
@@ -24,7 +24,7 @@ def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
 def set_step_callback(optimizer: LightningOptimizer, callback: Callable[[], None]) -> None:
     """Call a function after each step of a wrapped optimizer.
 
-    Trainer sets both names before each batch of manual optimization, and modules set them inside of one.
+    Trainer sets both hooks before each batch of manual optimization. Modules may replace them.
     """
     optimizer._on_before_step = _do_nothing
     optimizer._on_after_step = callback
@@ -35,12 +35,12 @@ def _do_nothing() -> None:
 
 
 def set_current_hook(module: Any, hook: str | None) -> None:
-    """Tell ``LightningModule.log`` from which hook it is called. It looks under this name only."""
+    """Set the hook that calls ``LightningModule.log``, which reads only this private name."""
     module._current_fx_name = hook
 
 
 def hyperparameters_name(part: Any) -> str | None:
-    """Return the argument that ``save_hyperparameters`` was given as one dict, for load_from_checkpoint."""
+    """Return the name of a dict that save_hyperparameters received, for load_from_checkpoint."""
     return getattr(part, "_hparams_name", None)
 
 
@@ -50,30 +50,30 @@ def logs_hyperparameters(part: Any) -> bool:
 
 
 def combined_mode(combined: Any) -> str:
-    """Return the mode of a CombinedLoader, which decides how many batches it has."""
+    """Return the mode of a CombinedLoader. It determines the number of batches."""
     return combined._mode
 
 
 def set_profiled_module(profiler: Any, module: Any) -> None:
-    """Set the module whose layers PyTorchProfiler names."""
+    """Set the module whose layers PyTorchProfiler labels."""
     profiler._lightning_module = module
 
 
 def last_checkpoints(callback: Any, trainer: Any) -> set[str]:
-    """Return what ModelCheckpoint would resume for "last". It has no public way to ask."""
+    """Return the checkpoints that ModelCheckpoint finds for ckpt_path="last"."""
     return callback._find_last_checkpoints(trainer)
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:
-    """Set what ``LightningModule.device_mesh`` returns, by which ``configure_model`` shards a module."""
+    """Set ``LightningModule.device_mesh``, which ``configure_model`` uses to shard a module."""
     module._device_mesh = mesh
 
 
 def has_communication_hook(strategy: Any) -> bool:
-    """Return whether Trainer's DDPStrategy was given a ``ddp_comm_hook``, which Fabric's does not have."""
+    """Return whether Trainer's DDPStrategy has a ``ddp_comm_hook``. Fabric does not support one."""
     return getattr(strategy, "_ddp_comm_hook", None) is not None
 
 
 def saves_shards(strategy: Any) -> bool:
-    """Return the argument ``save_distributed_checkpoint`` of a ModelParallelStrategy."""
+    """Return whether a ModelParallelStrategy was made with save_distributed_checkpoint=True."""
     return getattr(strategy, "_save_distributed_checkpoint", True)

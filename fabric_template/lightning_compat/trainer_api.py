@@ -1,4 +1,4 @@
-"""Trainer's public attributes, which LightningModules, callbacks and loggers read."""
+"""Provide Trainer's attributes, which LightningModules, callbacks and loggers read."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from .private import wrap_optimizer
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# What a loop of Trainer's takes from Trainer, and what Trainer takes from Fabric.
+# LoopAPI forwards the first attributes to Trainer. TrainerAPI forwards the others to Fabric.
 _OF_TRAINER = ("max_epochs", "min_epochs", "max_steps", "min_steps", "global_step")
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
-# Attributes that are only read, by their name: what returns each for a loop.
+# Read-only attributes by name. Each function computes its attribute from a loop.
 _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # The current or last run
     "is_last_batch": lambda loop: bool(loop.run and loop.run.progress.is_last_batch),
@@ -79,13 +79,13 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "predict_loop": lambda loop: LoopAPI(loop, "predict_loop"),
     # ThroughputMonitor counts batches of the evaluation.
     "_evaluation_loop": lambda loop: LoopAPI(loop, "validate_loop"),
-    # ``LightningModule.log(sync_dist=True)`` asks whether there are several processes.
+    # ``LightningModule.log(sync_dist=True)`` reads this with several processes.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
 }
 
 
 class TrainerAPI:
-    """The part of FabricLoop that code written for Trainer knows."""
+    """Implement Trainer's attributes and methods for FabricLoop."""
 
     config: LoopConfig
     fabric: Any
@@ -104,7 +104,7 @@ class TrainerAPI:
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps taken."""
+        """The number of optimizer steps so far."""
         return self.run.progress.global_step if self.run else 0
 
     @property
@@ -114,7 +114,7 @@ class TrainerAPI:
 
     @property
     def should_stop(self) -> bool:
-        """Set this to end training after the current batch."""
+        """Set this to True to end training after the current batch."""
         return bool(self.run and self.run.stop.should_stop)
 
     @should_stop.setter
@@ -130,7 +130,7 @@ class TrainerAPI:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches of one optimizer step. A callback may change it between epochs."""
+        """The number of batches per optimizer step. A callback may change it between epochs."""
         return self.run.accumulate_grad_batches if self.run else self.config.accumulate_grad_batches
 
     @accumulate_grad_batches.setter
@@ -164,7 +164,7 @@ class TrainerAPI:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of optimizer steps that fit will take; infinite where nothing limits it."""
+        """The number of optimizer steps that fit will take, or infinity without a limit."""
         run = self.require_run("estimated_stepping_batches")
         max_steps = math.inf if run.stop.max_steps == -1 else run.stop.max_steps
         if run.stop.max_epochs == -1:
@@ -190,12 +190,12 @@ class TrainerAPI:
 
     @property
     def model(self) -> Any:
-        """The model, or the wrapper of DDP around it."""
+        """The model, or its wrapper such as DistributedDataParallel."""
         return self.run and (self.run.steps.ddp or self.run.steps.wrapped or self.run.model)
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers of the last fit. A plain object that steps them itself gets those that count steps."""
+        """The optimizers of the last fit. In manual optimization, their step() counts the steps."""
         run = self.runs.get("fit")
         if run is None:
             return []
@@ -225,7 +225,7 @@ class TrainerAPI:
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks in the order of their calls. A change counts from the next hook on."""
+        """The callbacks in the order of their calls. A change takes effect at the next hook."""
         return self.run.hooks.callbacks if self.run else self._callbacks
 
     @callbacks.setter
@@ -239,7 +239,7 @@ class TrainerAPI:
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first callback that saves checkpoints, or the loop's own manager."""
+        """The first checkpoint callback, or the loop's checkpoint manager."""
         if self.checkpoint_callbacks:
             return self.checkpoint_callbacks[0]
         if not self.config.enable_checkpointing:
@@ -248,7 +248,7 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar among the callbacks. Before a run this adds Lightning's in place of the console."""
+        """The progress bar callback. Outside of a run, add Lightning's if there is none."""
         bars = self.callbacks_of("ProgressBar")
         if not bars and self.config.enable_progress_bar and self.status != TrainerStatus.RUNNING:
             bars = [TQDMProgressBar()]
@@ -275,7 +275,7 @@ class TrainerAPI:
 
     @property
     def profiler(self) -> Any:
-        """The profiler, one that measures nothing where there is none."""
+        """The profiler, or a PassThroughProfiler, which measures nothing."""
         return self.given_profiler or PassThroughProfiler()
 
     @profiler.setter
@@ -298,7 +298,7 @@ class TrainerAPI:
 
     @property
     def state(self) -> TrainerState:
-        """The function and the stage that run."""
+        """The current status, function and stage, as Trainer's ``state``."""
         if self.run is None:
             return TrainerState(self.status)
         stage = self.run.progress.stage
@@ -316,7 +316,7 @@ class TrainerAPI:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that this run started from. Set it to start the next runs from there."""
+        """The checkpoint that this run started from. Assign a path to start the next runs from it."""
         return self.next_ckpt_path or (self.run.checkpoint_path if self.run else None)
 
     @ckpt_path.setter
@@ -326,14 +326,14 @@ class TrainerAPI:
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint of the run as it is now."""
+        """Write a checkpoint of the current state of the run."""
         if self.run is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.runs.get("fit")
-        # After a test of the trained model the checkpoint is that of its training.
+        # After a test of the trained model, save the state of its training.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.exception is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -346,16 +346,16 @@ class TrainerAPI:
         self.fabric.barrier()
 
     def init_module(self, empty_init: bool | None = None) -> Any:
-        """Return a context in which a module is made on the device and in the precision."""
+        """Return a context that creates modules on the device and in the precision of the loop."""
         if not starts_processes(self.fabric):
             join_processes(self.fabric)
         return self.fabric.init_module(empty_init=empty_init)
 
-    # What Lightning's own code reads by names with an underscore
+    # Private attributes that Lightning's own code reads
 
     @property
     def _logger_connector(self) -> SimpleNamespace:
-        """LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor and ``LightningModule.log`` use it."""
+        """Used by LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor and ``log``."""
         run = self.require_run("_logger_connector")
         return SimpleNamespace(
             should_update_logs=is_logging_due(run),
@@ -366,7 +366,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """``LightningModule.log`` writes here, where a module overrides ``log`` and calls its parent's."""
+        """Used by ``LightningModule.log`` if a module overrides ``log`` and calls super().log()."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results
@@ -378,7 +378,7 @@ class TrainerAPI:
 
     @property
     def _data_connector(self) -> SimpleNamespace:
-        """ModelSummary brings ``example_input_array`` to the device with the transfer hooks."""
+        """Used by ModelSummary to move ``example_input_array`` with the transfer hooks."""
 
         def get_instance(hook_name: str) -> Any:
             run = self.require_run("_data_connector")
@@ -397,12 +397,12 @@ class TrainerAPI:
         return self.run
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an option for the current run and those to come; any other attribute as it is."""
+        """Set an option for the current run and all later ones, or set any other attribute."""
         is_option = "config" in vars(self) and name in vars(self.config)
         if not is_option or name == "default_root_dir" or hasattr(type(self), name):
             super().__setattr__(name, value)
             return
-        # It refuses what the constructor refuses.
+        # The constructor checks the value.
         LoopConfig(**{name: value})
         self.config = self.config.changed(**{name: value})
         run = self.run
@@ -419,7 +419,7 @@ class TrainerAPI:
             return _ATTRIBUTES[name](self)
         if name in _OF_FABRIC:
             return getattr(self.fabric, name)
-        # training, validating, sanity_checking, testing, predicting
+        # The names are training, validating, sanity_checking, testing and predicting.
         if name.upper() in RunningStage.__members__:
             return self.state.stage == RunningStage[name.upper()]
         if "config" in vars(self) and name in vars(self.config):
@@ -433,21 +433,21 @@ class TrainerAPI:
         return [*super().__dir__(), *_ATTRIBUTES, *vars(self.config)]
 
 
-# What the loops of Trainer offer, by name. One object stands for fit_loop, for the loops inside of it, and for
-# the counts of manual optimization.
+# The attributes of Trainer's loops by name. One LoopAPI stands for fit_loop, for its inner loops
+# and for the counters of manual optimization.
 _OF_FIT_LOOP: dict[str, Callable[[Any], Any]] = {
     "epoch_loop": lambda loop: loop,
     "val_loop": lambda loop: LoopAPI(loop.trainer, "validate_loop"),
     "max_batches": lambda loop: loop.progress.num_train_batches,
     "total_batch_idx": lambda loop: loop.progress.total_batches - 1,
     "batch_idx": lambda loop: loop.progress.batches_done - 1,
-    # The loggers' step, for LearningRateMonitor and DeviceStatsMonitor.
+    # LearningRateMonitor and DeviceStatsMonitor pass this step to the loggers.
     "_batches_that_stepped": lambda loop: (
         loop.trainer.run.progress.logging_step if loop.trainer.run else 0
     ),
-    # StochasticWeightAveraging updates the statistics of BatchNorm by forward passes alone.
+    # StochasticWeightAveraging updates the BatchNorm statistics by forward passes without backward.
     "_skip_backward": lambda loop: loop.current_run.optimization.skip_backward,
-    # Modules count steps of manual optimization there that nobody else counts.
+    # In manual optimization, modules increment these counters for optimizers without a wrapper.
     "manual_optimization": lambda loop: loop,
     "optim_step_progress": lambda loop: loop,
     "total": lambda loop: loop,
@@ -466,9 +466,9 @@ _OF_EVALUATION_LOOPS: dict[str, Callable[[Any], Any]] = {
             "total": dict.fromkeys(COUNTS, loop.progress.total_eval_batches),
         }
     ),
-    # ModelCheckpoint asks whether there was a validation, where a monitor is missing.
+    # If a monitor is missing, ModelCheckpoint checks whether there was a validation.
     "_has_run": lambda loop: loop.progress.eval_batches_done > 0,
-    # Modules choose what to monitor by whether there is a validation loader.
+    # Modules choose their monitor depending on whether there is a validation loader.
     "_data_source": lambda loop: SimpleNamespace(
         is_defined=lambda: loop.current_run.data.has_loader("val")
     ),
@@ -480,7 +480,7 @@ _OF_EVALUATION_LOOPS: dict[str, Callable[[Any], Any]] = {
 
 
 class LoopAPI:
-    """One of Trainer's loops. What packages neither read nor set is an AttributeError."""
+    """Stand for one of Trainer's loops. It has only the attributes that packages use."""
 
     __slots__ = ("_attributes", "_key", "trainer")
 
@@ -503,16 +503,16 @@ class LoopAPI:
         self.current_run.data.setup_train_loader()
 
     def _should_accumulate(self) -> bool:
-        """Return whether no optimizer step follows the batch, for ThroughputMonitor."""
+        """Return whether the batch ends without an optimizer step. ThroughputMonitor calls this."""
         return not is_step_due(self.current_run)
 
     def _should_check_val_epoch(self) -> bool:
-        """Return whether this epoch is validated, for the totals of progress bars."""
+        """Return whether this epoch has a validation. Progress bars call this for their total."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 
     def __getattr__(self, name: str) -> Any:
-        """Return counters as a checkpoint has them, such as ``epoch_progress`` and ``batch_progress``."""
+        """Return an attribute, or a counter of Trainer's checkpoints such as ``epoch_progress``."""
         if name.startswith("__"):
             raise AttributeError(name)
         if name in self._attributes:
@@ -547,14 +547,14 @@ class LoopAPI:
 
 
 def as_namespace(value: Any) -> Any:
-    """Return nested dicts as objects with attributes."""
+    """Convert nested dicts to objects with attributes."""
     if not isinstance(value, dict):
         return value
     return SimpleNamespace(**{name: as_namespace(part) for name, part in value.items()})
 
 
 class StrategyAPI:
-    """Fabric's strategy with the methods of Trainer's."""
+    """Give Fabric's strategy the methods of Trainer's strategies."""
 
     def __init__(self, loop: TrainerAPI) -> None:
         self._loop = loop
@@ -562,14 +562,14 @@ class StrategyAPI:
 
     @property
     def lightning_optimizers(self) -> list[Any]:
-        """The optimizers as modules see them: ``step`` goes through precision, hooks and counters."""
+        """The optimizers for modules. Their ``step`` includes precision, hooks and counters."""
         if self._wrapped is None:
             fit = self._loop.runs.get("fit")
             optimizers = fit.optimizers if fit else []
             self._wrapped = [wrap_optimizer(optimizer, self) for optimizer in optimizers]
         return self._wrapped
 
-    # LightningModule.optimizers() asks for this name.
+    # LightningModule.optimizers() reads this name.
     _lightning_optimizers = lightning_optimizers
 
     def reset_lightning_optimizers(self) -> None:
@@ -595,7 +595,7 @@ class StrategyAPI:
 
     @property
     def precision_plugin(self) -> Any:
-        """Fabric's precision, with ``clip_gradients`` of Trainer's."""
+        """Fabric's precision plugin with Trainer's method ``clip_gradients``."""
 
         def clip(optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = None) -> None:
             algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
@@ -627,7 +627,7 @@ class StrategyAPI:
 
 
 def make_profiler(given: Any) -> Any:
-    """Return the profiler of an option: an object, "simple", "advanced", "pytorch" or None."""
+    """Return the profiler for an object, None, "simple", "advanced" or "pytorch"."""
     if given is None or isinstance(given, PassThroughProfiler):
         return None
     if not isinstance(given, str):
