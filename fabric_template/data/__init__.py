@@ -1,1 +1,1 @@
-"""Turn what a call was given into batches on a device."""
+"""Turn the loaders of a call into batches on a device."""

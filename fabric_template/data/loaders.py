@@ -1,4 +1,4 @@
-"""From what was given to a call to batches on their device: loaders, limits, shares of processes."""
+"""Turn the loaders of a call into batches on a device, with limits and a share per process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .tensor_loader import TensorLoader
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# CombinedLoader uses what torch has deprecated, and a user can do nothing about it.
+# CombinedLoader uses a deprecated class of torch, which users cannot change.
 warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
 
-# What a loader gives after its last batch.
+# Marks the end of a loader's batches.
 _END = object()
 _TRANSFER_HOOKS = (
     "on_before_batch_transfer",
@@ -39,17 +39,17 @@ _TRANSFER_HOOKS = (
 
 
 class DataConnector:
-    """Makes the loaders of a run, at first and whenever they are to be reloaded.
+    """Makes the loaders of a run, and makes them again when a reload is due.
 
     Args:
-        loaders: What was given to the call, by stage: "train", "val", "test", "predict".
-        source: The datamodule or module that has ``train_dataloader()`` and the like.
+        loaders: The given loaders, keyed by stage: "train", "val", "test", "predict".
+        source: The datamodule or module with methods such as ``train_dataloader()``.
 
     Attributes:
-        sampler_seed: The seed by which processes draw one order of the samples. A resumed run has that of
-            its checkpoint.
-        keeps_first_iterator: Whether the run continues a checkpoint of Trainer, whose iterator starts with
-            its loader.
+        sampler_seed: The seed with which all processes draw the same order of samples. A resumed
+            run uses the seed in its checkpoint.
+        keeps_first_iterator: Whether the run resumes a checkpoint of Trainer, which starts the
+            first iterator together with its loader.
     """
 
     def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
@@ -84,7 +84,7 @@ class DataConnector:
         """Return the loaders of a stage, with the samplers that this run needs."""
         combined = combine_loaders(self.request(stage), mode)
         for loader in combined.flattened:
-            # Trainer calls iter() to check a loader, which counts where it draws random numbers.
+            # Trainer checks a loader with iter(), which may draw random numbers. Do the same.
             if not isinstance(loader, DataLoader | TensorLoader):
                 iter(loader)
         loaders = [prepare_loader(self.run, loader, stage) for loader in combined.flattened]
@@ -98,14 +98,14 @@ class DataConnector:
         return not every or self.run.progress.epochs_done - loaders.loaded_in_epoch < every
 
     def setup_train_loader(self) -> None:
-        """Make the training loader, at first and whenever it is to be reloaded."""
+        """Make the training loader if there is none or a reload is due."""
         run = self.run
         if run.config.limit_train_batches == 0 or self._is_current(self.train):
             return
         self.train = TrainLoaders(run, self._prepare("train", "max_size_cycle"))
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps or 0
-        # Our own logger has the rows of the epochs in any case.
+        # The CSV logger writes a row per epoch in any case.
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
@@ -114,12 +114,12 @@ class DataConnector:
                 " you want to see logs for the training epoch.",
                 PossibleUserWarning,
             )
-        # The first epoch's iterator starts with its loader, as in Trainer.
+        # As in Trainer, the first epoch's iterator starts as soon as its loader is made.
         if run.checkpoint is None or (self.keeps_first_iterator and not run.progress.is_in_epoch):
             self.train.start()
 
     def start_train_batches(self) -> None:
-        """Start the iterator of an epoch, unless it has started with its loader."""
+        """Start the iterator of an epoch, unless it was started when its loader was made."""
         is_later = self.run.progress.epochs_done > 0 and not self.keeps_first_iterator
         self.keeps_first_iterator = False
         if is_later or not self.train.is_started:
@@ -132,7 +132,7 @@ class DataConnector:
         self.train.start()
 
     def setup_eval_loaders(self, stage: str) -> None:
-        """Make the loaders of an evaluation, at first and whenever they are to be reloaded."""
+        """Make the loaders of an evaluation if there are none or a reload is due."""
         run = self.run
         if self._is_current(self.eval_loaders):
             return
@@ -140,17 +140,17 @@ class DataConnector:
             run.loggers.restart_evaluation_count()
         self.eval_loaders = EvalLoaders(run, self._prepare(stage, "sequential"), stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
-            # A sanity check before an epoch that does not validate does not count as a load.
+            # If not every epoch validates, loaders of the sanity check do not count as loaded.
             self.eval_loaders.loaded_in_epoch = -math.inf
 
     def setup_val_loaders(self) -> None:
-        """Make the loaders of the validation before it starts, for progress bars and for a resume."""
+        """Make the validation loaders before a validation, for progress bars and a resume."""
         self.run.progress.stage = "validate"
         self.setup_eval_loaders("val")
         self.run.progress.stage = "train"
 
     def set_epoch(self, stage: str, epoch: int) -> None:
-        """Tell every sampler the epoch, so that shuffled epochs differ."""
+        """Set the epoch of every sampler, so that shuffled epochs differ."""
         loaders = self.train.loaders if stage == "train" else self.eval_loaders.loaders
         for loader in loaders:
             for part in (loader, *samplers_of(loader)):
@@ -158,13 +158,13 @@ class DataConnector:
                     part.set_epoch(epoch)
 
     def teardown(self) -> None:
-        """End the workers of every loader."""
+        """Shut down the workers of every loader."""
         for part in (self.train, self.eval_loaders):
             if part is not None:
                 part.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of the loaders, those of the validation between two passes."""
+        """Return the positions of training loaders, and validation loaders between passes."""
         val = self.eval_loaders
         return {
             "train": None if self.train is None else self.train.state_dict(),
@@ -180,7 +180,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def loader_states(self) -> list[Any]:
-        """Return the states of the training loaders with ``state_dict``, which Trainer saves, too."""
+        """Return the states of training loaders with a ``state_dict``. Trainer saves these, too."""
         if self.train is None or not any(map(has_state, self.train.loaders)):
             return []
         positions = self.train.state_dict()["loaders"]
@@ -193,7 +193,7 @@ class DataConnector:
         for loader, state in zip(loaders, states, strict=False):
             loader.load_state_dict(state)
             if not self.run.progress.is_in_epoch:
-                # It continues the pass that has ended. The next iterator starts a new one.
+                # This iterator belongs to the pass that has ended. The next one starts a new pass.
                 iter(loader)
 
 
@@ -201,9 +201,9 @@ class StageLoaders:
     """The loaders of a stage, prepared for this run.
 
     Attributes:
-        loaders: The loaders with the samplers that this run needs; in the shape as given: ``as_given``.
-        resumable: The loaders with their positions; ``combined`` iterates over them.
-        limits: How many batches of each loader count.
+        loaders: The loaders with the samplers of this run. ``as_given`` keeps their shape.
+        resumable: A ResumableLoader around each loader. ``combined`` iterates over these.
+        limits: The number of batches to read from each loader.
     """
 
     def __init__(self, run: RunState, combined: CombinedLoader, stage: str) -> None:
@@ -231,7 +231,7 @@ class StageLoaders:
 
     @property
     def is_used(self) -> bool:
-        """Return whether a batch was asked for since an iterator was started, also before a resume."""
+        """Return whether a batch was requested since the last start, also before a resume."""
         return any(loader.is_used for loader in self.resumable)
 
     def count_batches(self, max_batches: int | float = math.inf) -> int | float:
@@ -242,7 +242,7 @@ class StageLoaders:
         return min(limits) if self.mode == "min_size" else max(limits)
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Start a pass, or the rest of one whose position was restored. This may draw random numbers."""
+        """Start a pass, or continue one that was restored. This may draw random numbers."""
         self.is_started = True
         for loader in self.resumable:
             loader.start_epoch()
@@ -257,7 +257,7 @@ class StageLoaders:
             loader.end_pass()
 
     def close(self) -> None:
-        """End the workers of every loader."""
+        """Shut down the workers of every loader."""
         for loader in self.resumable:
             loader.close()
         self.combined.flattened = self.loaders
@@ -270,11 +270,11 @@ class StageLoaders:
 
 
 class TrainLoaders(StageLoaders):
-    """The training loader, or several that give one batch together.
+    """The training loader, or several loaders whose batches are combined into one.
 
     Attributes:
-        num_batches: Batches of an epoch; infinite where nobody knows.
-        extra_batches: Batches that steps with ``dataloader_iter`` took beyond one for each step.
+        num_batches: Batches of an epoch; infinite if the length is unknown.
+        extra_batches: Batches that steps with ``dataloader_iter`` fetched beyond one per step.
         reads_in_process: Whether samples depend on the random numbers of this process.
     """
 
@@ -290,13 +290,13 @@ class TrainLoaders(StageLoaders):
             loader.is_read_ahead = self.num_batches == math.inf
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Start the iterator of an epoch, or of the rest of one."""
+        """Start the iterator of an epoch, at its next batch after a resume."""
         self._num_given, self._following = self.run.progress.batches_done + self.extra_batches, _END
         super().start(max_batches)
 
     def make_iterator(self) -> Iterator[Any]:
         if self.as_given is self.loaders[0]:
-            # CombinedLoader would cost each batch some microseconds.
+            # CombinedLoader would add some microseconds to each batch.
             return iter(self.resumable[0])
         return (batch for batch, _, _ in self.combined)
 
@@ -334,7 +334,7 @@ class TrainLoaders(StageLoaders):
         """Return the positions of the loaders."""
         progress, dropped = self.run.progress.state_dict(), 0
         if progress["is_in_epoch"]:
-            # Batches whose step was not finished count as not given.
+            # Batches of an unfinished optimizer step count as not read.
             dropped = self._num_given - progress["batches_done"] - self.extra_batches
             if self._following is not _END:
                 dropped += 1
@@ -357,7 +357,7 @@ class TrainLoaders(StageLoaders):
         self.extra_batches = state["extra_batches"]
 
     def check_empty_pass(self) -> None:
-        """Refuse a pass without batches where all further ones would be empty, too."""
+        """Refuse an empty pass if all later passes would be empty, too."""
         is_used_up = any(isinstance(loader, Iterator) for loader in self.loaders)
         if not self._num_given and (is_used_up or self.run.stop.max_epochs == -1):
             raise ConfigurationError(no_batch_message("train", self.loaders))
@@ -392,7 +392,7 @@ class EvalLoaders(StageLoaders):
         loop = "_PredictionLoop" if self.stage == "predict" else "_EvaluationLoop"
         fetch = self.run.hooks.with_profiler(f"[{loop}].{self.stage}_next", next)
         num_left = self.count_batches(max_batches)
-        # CombinedLoader keeps the limits only where loaders come one after the other.
+        # CombinedLoader applies the limits in sequential mode only.
         while num_left > 0:
             try:
                 item = fetch(self._iterator)
@@ -406,7 +406,7 @@ class EvalLoaders(StageLoaders):
                 self.run.warn_once(no_batch_message(self.stage, [loader.loader]))
 
     def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
-        """Return the samples of a batch that is predicted; empty for loaders that have no indices."""
+        """Return the sample indices of a predicted batch; empty for loaders without indices."""
         sampler = getattr(self.loaders[dataloader_idx], "batch_sampler", None)
         seen = sampler.seen if isinstance(sampler, TrackingBatchSampler) else []
         return seen[batch_idx] if batch_idx < len(seen) else []
@@ -421,9 +421,9 @@ class EvalLoaders(StageLoaders):
 
 
 def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
-    """Return the CombinedLoader that was given, or one around the loaders that were given.
+    """Return a CombinedLoader around the given loaders, or the CombinedLoader that was given.
 
-    A list of loaders gives several loaders, a list of batches is one loader.
+    A list of loaders counts as several loaders. A list of batches counts as one loader.
     """
     if is_instance_of(source, "CombinedLoader"):
         return source
@@ -449,7 +449,7 @@ def no_batch_message(stage: str, loaders: list[Any]) -> str:
 
 
 def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
-    """Return how many batches of a loader count under a limit; infinite where nobody knows."""
+    """Return the number of batches of a loader under a limit; infinite if it is unknown."""
     try:
         length: int | float = len(loader)
     except (TypeError, NotImplementedError):
@@ -492,7 +492,7 @@ def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None
 
 
 def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:
-    """Return what brings a batch to the device, or None where there is nothing to do."""
+    """Return a function that moves a batch to the device, or None if nothing is to be done."""
     owners = [part for part in (run.datamodule, run.hooks.source) if part is not None]
     hooks: dict[str, Any] = {}
     for name in _TRANSFER_HOOKS:

@@ -1,4 +1,4 @@
-"""Make the samplers of a run, which share samples among processes and record the indices of predictions."""
+"""Make samplers that divide samples among processes, and record the indices of predictions."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
         batch_sampler = remake_batch_sampler(batch_sampler, sampler)
     if stage == "predict" and batch_sampler is not None:
         if type(batch_sampler) is BatchSampler:
-            # As Trainer: no sample is dropped.
+            # Drop no sample, as in Trainer.
             batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, False)
         batch_sampler = TrackingBatchSampler(batch_sampler)
     if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
         return loader
     clone = copy.copy(loader)
-    # A DataLoader refuses to change its samplers through its own __setattr__.
+    # DataLoader.__setattr__ refuses to change the samplers.
     vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
     return clone
 
 
 def shares_of(run: RunState) -> tuple[int, int]:
-    """Return the number of shares and the one of this process. A tensor-parallel group has one share."""
+    """Return the number of shares and this process's index. A tensor-parallel group has one."""
     fabric = run.fabric
     if fabric.world_size == 1:
         return 1, 0
@@ -67,14 +67,14 @@ def shares_of(run: RunState) -> tuple[int, int]:
 
 
 def common_seed(run: RunState) -> int:
-    """Return the seed by which all processes draw one order. A resumed run has that of its checkpoint."""
+    """Return the sampler seed of all processes. A resumed run uses the seed in its checkpoint."""
     if run.data.sampler_seed is None:
         run.data.sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
     return run.data.sampler_seed
 
 
 def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
-    """Return the sampler that Trainer uses: in order to overfit, and of this process's share."""
+    """Return the sampler that Trainer would use, to overfit and for this process's share."""
     given: Any = loader.sampler
     dataset: Any = loader.dataset
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
@@ -106,13 +106,13 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
         return kind(sampler, batch_size=batch_sampler.batch_size, drop_last=batch_sampler.drop_last)
     except (AttributeError, TypeError) as error:
         raise ConfigurationError(
-            f"batch_sampler: got {kind.__name__}, expected the arguments of torch's BatchSampler, so that"
-            f" each process can have its share: {error}. Or give the loader a DistributedSampler."
+            f"batch_sampler: got {kind.__name__}, expected a class with the arguments of torch's"
+            f" BatchSampler: {error}. Or give the loader a DistributedSampler."
         ) from error
 
 
 def warn_of_workers(run: RunState, loader: DataLoader, stage: str) -> None:
-    """Warn of streams whose length may be wrong with workers, and of few workers."""
+    """Warn of an IterableDataset with a length, and of a loader with few workers."""
     if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
         run.warn_once(
             "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"
@@ -130,7 +130,7 @@ def warn_of_workers(run: RunState, loader: DataLoader, stage: str) -> None:
 
 
 class TrackingBatchSampler(BatchSampler):
-    """A batch sampler that remembers the indices of each batch that it gave, for predictions."""
+    """A batch sampler that records the indices of each batch, for predictions."""
 
     def __init__(self, batch_sampler: Any) -> None:
         vars(self).update(vars(batch_sampler))

@@ -13,17 +13,17 @@ from torch.utils.data import DistributedSampler
 
 
 class TensorLoader:
-    """Batches cut from tensors that stay where they are: no workers, no collation, no copies from the host.
+    """Cuts batches from tensors on a device, without workers, collation or copies from the host.
 
     Args:
         *tensors: Tensors of the same length. A batch is a tuple with a slice of each.
-        batch_size: Samples of a batch.
-        shuffle: Draw a new order in each pass, from ``generator`` or PyTorch's global one.
-        drop_last: Leave out a last batch that is not full.
+        batch_size: Number of samples per batch.
+        shuffle: Draw a new order in each pass, with ``generator`` or the default one.
+        drop_last: Drop the last batch if it is not full.
         generator: A torch.Generator on the CPU.
         device: Move the tensors to this device once.
 
-    With several processes the loop gives each its share, as DistributedSampler does.
+    With several processes, each gets its share of the samples, as with DistributedSampler.
 
     Example:
         >>> loader = TensorLoader(torch.arange(5), batch_size=2)
@@ -55,10 +55,10 @@ class TensorLoader:
         return other
 
     def for_rank(self, rank: int, world_size: int, seed: int = 0) -> TensorLoader:
-        """Return a loader of one process's share of the samples; this loader for a single process.
+        """Return a loader for a process's share of the samples; itself if there is one process.
 
         Args:
-            seed: By which all processes draw one order.
+            seed: The seed with which all processes draw the same order.
         """
         if world_size == 1:
             return self
@@ -69,7 +69,7 @@ class TensorLoader:
         return other
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, from which the processes draw one common order."""
+        """Set the epoch, which changes the order that all processes draw."""
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
@@ -85,7 +85,7 @@ class TensorLoader:
         return self.iter_from(0)
 
     def iter_from(self, batch_idx: int) -> Iterator[tuple[Tensor, ...]]:
-        """Start a pass at a batch. Its order is drawn at once and as a whole, as for a pass from the start."""
+        """Start a pass at a batch. The whole order is drawn first, as in a pass from batch 0."""
         order = None
         if self._sampler is not None:
             order = torch.tensor(list(self._sampler))
@@ -114,14 +114,14 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
-    """Refuse what is no tensor of samples, and tensors of different lengths."""
+    """Refuse values that are not tensors of samples, and tensors of different lengths."""
     wrong = [
         type(part).__name__ for part in tensors if not isinstance(part, Tensor) or not part.dim()
     ]
     if wrong:
         raise TypeError(
             f"TensorLoader: got {', '.join(wrong)}, expected tensors with a first dimension of samples. Write"
-            " TensorLoader(x, y, batch_size=32), and torch.as_tensor(x) for what is no tensor yet."
+            " TensorLoader(x, y, batch_size=32), with torch.as_tensor(x) for other data."
         )
     lengths = [len(tensor) for tensor in tensors]
     if len(set(lengths)) != 1:

@@ -1,4 +1,4 @@
-"""Checks of a call, before anything is launched, wrapped or written."""
+"""Check the arguments of a call before anything is launched, wrapped or written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(run: RunState) -> None:
     """Refuse a model, functions or loaders that the call cannot work with."""
     if run.stage == "fit":
-        # One process may evaluate by itself.
+        # A single process may run an evaluation alone, also under torchrun or SLURM.
         check_launched(run.fabric)
     check_strategy(run)
     if run.stage == "predict":
@@ -47,7 +47,7 @@ def check_call(run: RunState) -> None:
 
 
 def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule: Any) -> None:
-    """Refuse a call without model, and loaders beside a datamodule."""
+    """Refuse a call without a model, and a call with both loaders and a datamodule."""
     check_object("datamodule", datamodule)
     if model is None and stage == "fit":
         raise TypeError("model: got None, expected a module. Write fit(model, loader).")
@@ -106,11 +106,11 @@ def check_prediction(run: RunState) -> None:
 def check_signature(run: RunState, name: str) -> None:
     """Refuse a step that cannot be called with a batch, or with a batch and its index."""
     method = overridden(run.hooks.source, name)
-    # In a LightningModule Python's own error names the step, as in Trainer.
+    # For a LightningModule, as in Trainer, Python's own TypeError names the step.
     if method is None or run.is_lightning_module or takes_iterator(method):
         return
     function = getattr(run.module, "functions", {}).get(name)
-    # A step function gets the model as its first argument, which a method is bound to.
+    # The first argument of a step function is the model. A method has self instead.
     first, step = ("self", method) if function is None else ("model", function)
     arguments = [None] * (1 + takes_batch_idx(method) + (function is not None))
     try:
@@ -132,7 +132,7 @@ def check_signature(run: RunState, name: str) -> None:
 
 
 def check_optimization(run: RunState) -> None:
-    """Refuse a fit without optimizer, and options that manual optimization cannot follow."""
+    """Refuse a fit without an optimizer, and options that manual optimization does not support."""
     if run.given_optimizer is None and not run.hooks.is_overridden("configure_optimizers"):
         raise ConfigurationError(
             f"No `configure_optimizers()` method defined. Write it in {type(run.model).__name__}, or pass"
@@ -154,7 +154,7 @@ def check_optimization(run: RunState) -> None:
 
 
 def check_loaders(run: RunState) -> None:
-    """Refuse a call without loader, and what is given as one and gives no batches."""
+    """Refuse a call without a loader, and loaders that give no batches."""
     call, stage = run.stage, LOADER_OF_STAGE[run.stage]
     argument = loader_argument(call, stage)
     if not run.data.has_loader(stage):
@@ -173,8 +173,8 @@ def check_loaders(run: RunState) -> None:
     has_epoch_end = "epoch_end" in getattr(run.module, "functions", {})
     if call == "fit" and has_epoch_end and not run.data.has_loader("val"):
         raise ConfigurationError(
-            "epoch_end: got no val_dataloaders, expected them, since epoch_end(model, outputs) gets"
-            " what validation_step returned."
+            "epoch_end: got no val_dataloaders, expected a loader. epoch_end(model, outputs) gets"
+            " the values that validation_step returns for each batch."
         )
 
 
@@ -185,10 +185,10 @@ def loader_argument(call: str, stage: str) -> str:
 
 
 def check_loader(loader: Any, where: str) -> None:
-    """Refuse what gives no batches.
+    """Refuse an object that gives no batches.
 
     Args:
-        where: Where the loader comes from, in the terms of Lightning: "passed to ...".
+        where: The source of the loader for the message, such as "passed to `Trainer.fit(...)`".
     """
     parts = loader.values() if isinstance(loader, Mapping) else loader
     holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
@@ -211,7 +211,7 @@ def _is_array(value: Any) -> bool:
 
 
 def warn_of_options(run: RunState) -> None:
-    """Warn of a fit without limit, of a validation step without loader, and of a loader without step."""
+    """Warn of a fit without a limit, and of a validation step or loader without the other."""
     if run.config.max_epochs is None and run.stop.max_epochs == 1000:
         run.warn_once(
             "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"

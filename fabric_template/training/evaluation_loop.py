@@ -1,4 +1,4 @@
-"""Validate, test and predict: every batch of every loader, with the hooks."""
+"""Validate, test and predict on every batch of every loader, and call the hooks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def evaluate(
         max_batches: Evaluate at most this many batches of each loader.
 
     Returns:
-        What was logged or returned, a dict for each loader.
+        A dict for each loader with the values that were logged or returned.
     """
     name, loader_name = ("test", "test") if stage == "test" else ("validation", "val")
     if getattr(run.config, f"limit_{loader_name}_batches") == 0:
@@ -97,9 +97,9 @@ class Predictions:
     """Collect predictions by loader and batch.
 
     Attributes:
-        outputs: The predictions, on the CPU; empty where only callbacks see them.
-        batch_indices: The indices of the samples.
-        current_indices: Those of the current batch.
+        outputs: The predictions on the CPU. Empty if only callbacks receive them.
+        batch_indices: The indices of the samples in each batch.
+        current_indices: The indices of the samples in the current batch.
     """
 
     def __init__(self, num_loaders: int, has_several: bool) -> None:
@@ -109,7 +109,7 @@ class Predictions:
         self._has_several = has_several
 
     def as_returned(self) -> list[Any]:
-        """Return the outputs by batch; for several loaders a list of such lists."""
+        """Return a list of the outputs by batch. With several loaders, return one list each."""
         return self.outputs if self._has_several else self.outputs[0]
 
 
@@ -117,7 +117,7 @@ def predict(run: RunState, keep: bool) -> list[Any] | None:
     """Run ``predict_step`` or ``forward`` over every batch of every loader.
 
     Args:
-        keep: Return the predictions. False: only callbacks see them.
+        keep: Return the predictions. False: only callbacks receive them.
     """
     if run.config.limit_predict_batches == 0:
         return None
@@ -149,7 +149,7 @@ def predict_batches(run: RunState, keep: bool) -> None:
         evaluate_with_iterator(run, "predict", method, math.inf, outputs)
         return
     step = evaluation_step(run, "predict", method, loaders.has_several)
-    # BasePredictionWriter asks for all predictions at the end, also where predict returns none.
+    # BasePredictionWriter gets all predictions at the end, even if predict returns none.
     intervals = [getattr(callback, "interval", None) for callback in hooks.callbacks]
     keep = keep or any(getattr(interval, "on_epoch", False) for interval in intervals)
     for batch, batch_idx, dataloader_idx in loaders.batches():
@@ -175,9 +175,9 @@ def forward_method(run: RunState) -> Callable:
 
 
 def evaluation_step(run: RunState, name: str, method: Callable, has_several: bool) -> Callable:
-    """Return a function that calls a step with those of (batch, batch_idx, dataloader_idx) that it takes."""
+    """Wrap a step as a function of (batch, batch_idx, dataloader_idx), even if it takes fewer."""
     step = run.make_step(f"{name}_step", method)
-    # A forward takes the batch alone.
+    # forward takes only the batch.
     is_step = overridden(run.hooks.source, f"{name}_step") is not None
     with_batch_idx = is_step and takes_batch_idx(method)
     with_loader = is_step and has_several and takes_argument(method, "dataloader_idx")
@@ -195,7 +195,7 @@ def evaluation_step(run: RunState, name: str, method: Callable, has_several: boo
 
 @contextmanager
 def evaluation_mode(run: RunState, name: str) -> Iterator[None]:
-    """Switch to eval mode without gradients, and back to the mode of each module, also after an error."""
+    """Switch to eval mode without gradients, and restore each module's mode at the end."""
     is_inference = run.config.inference_mode and run.stage != "fit"
     modes = [(module, module.training) for module in run.network.modules()]
 
@@ -214,13 +214,13 @@ def evaluation_mode(run: RunState, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: RunState, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook of the callbacks, then of the module. The default takes the place of the module's."""
+    """Call a hook of the callbacks, then the module's hook, or ``default`` if it has none."""
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 
 
 def check_dataloader_idx(run: RunState, name: str, has_several: bool) -> None:
-    """Refuse steps and hooks whose ``dataloader_idx`` does not fit the number of loaders."""
+    """Refuse steps and hooks whose ``dataloader_idx`` does not match the number of loaders."""
     if not run.is_lightning_module:
         return
     loader = "val_dataloaders" if name == "validation" else f"{name}_dataloaders"

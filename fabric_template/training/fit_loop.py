@@ -1,4 +1,4 @@
-"""Train in epochs and batches, validate, and stop. Read this page first."""
+"""Train in epochs and batches, validate, and stop. Read this module first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def fit(run: RunState) -> None:
-    """Train until a limit is reached or something asks to stop."""
+    """Train until a limit is reached, or a callback or a signal requests a stop."""
     run.data.setup_train_loader()
     run.validation_schedule = ValidationSchedule(run)
     run.history.choose_rows()
@@ -28,7 +28,7 @@ def fit(run: RunState) -> None:
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
     run.history.start_clock()
-    # A checkpoint of the last hook of an epoch: on_train_start sees the next epoch, as in Trainer.
+    # If on_train_epoch_end saved the checkpoint, on_train_start sees the next epoch, as in Trainer.
     is_epoch_over = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
     run.progress.epochs_done += is_epoch_over
     run.hooks.call("on_train_start")
@@ -38,7 +38,7 @@ def fit(run: RunState) -> None:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
-            # Before on_train_end, where callbacks may exchange the weights.
+            # Save before on_train_end, in which callbacks may replace the weights.
             run.checkpoints.save(run, "signal")
             break
     run.loggers.end_training(run)
@@ -63,7 +63,7 @@ def train_epoch(run: RunState) -> None:
 
 
 def start_epoch(run: RunState) -> None:
-    """Load new dataloaders where they are due, and call the hooks."""
+    """Reload the dataloaders if a reload is due, and call the hooks."""
     run.data.setup_train_loader()
     run.validation_schedule.count_batches()
     run.data.set_epoch("train", run.progress.epochs_done)
@@ -74,14 +74,14 @@ def start_epoch(run: RunState) -> None:
 
 
 def resume_epoch(run: RunState) -> None:
-    """Continue at the next batch, after the end of the last one if a hook in it saved the checkpoint."""
+    """Finish the last batch if one of its hooks saved the checkpoint, and fetch the next one."""
     run.data.resume_train_batches()
     if run.progress.phase in ("batch_end", "validation", "validation_end"):
         end_batch(run)
 
 
 def train_batches(run: RunState) -> None:
-    """Train on each batch, and do what is due after it."""
+    """Train on the batches of an epoch, and call ``end_step`` after each."""
     progress, hooks, results = run.progress, run.hooks, run.results
     train_batch = hooks.with_profiler("run_training_batch", run.optimization.train_batch)
     for batch, is_last in run.data.train.batches():
@@ -116,7 +116,7 @@ def end_step(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 
 def end_batch(run: RunState) -> None:
-    """Log, validate if it is due, listen to signals, save. The end of a batch exists only here."""
+    """Log, validate if a validation is due, check for signals, and save."""
     progress, is_stepping = run.progress, is_step_due(run)
     is_logging = is_stepping or not run.optimization.is_automatic
     if is_logging and progress.phase == "batch_end" and is_logging_due(run):
@@ -138,12 +138,12 @@ def end_batch(run: RunState) -> None:
 
 
 def validate(run: RunState) -> None:
-    """Validate inside of training."""
+    """Run a validation during training, and save a checkpoint after it."""
     if is_step_due(run):
         own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (own_zero_grad or run.network.zero_grad)()
     if run.progress.phase != "validation_end":
-        # A resumed run does not repeat a validation that only a stop has caused, nor its random numbers.
+        # A resumed run does not repeat a validation caused only by a stop. Undo its random numbers.
         rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
         run.progress.phase = "validation"
         evaluate(run, "validate")
@@ -165,7 +165,7 @@ def end_short_epoch(run: RunState) -> None:
 
 
 def end_epoch(run: RunState) -> None:
-    """Call the hooks, step the schedulers by epoch, write the row, save."""
+    """Call the hooks, step the schedulers of interval "epoch", write the row, and save."""
     progress = run.progress
     if progress.phase != "epoch_end":
         run.results.end_batches()

@@ -43,18 +43,18 @@ def is_instance_of(part: Any, *class_names: str) -> bool:
 class Hooks:
     """Calls each hook of the callbacks first, then of the module, as Trainer does.
 
-    Which parts override a hook is looked up at its first call, and again when the list of callbacks
+    The overrides of a hook are looked up at its first call, and again after the list of callbacks
     has changed.
 
     Args:
-        loop: What callbacks get as their trainer.
+        loop: The argument ``trainer`` of the callbacks' hooks.
         callbacks: The callbacks, in the order of their calls.
         source: The object whose methods are the module's hooks.
-        module_for: Returns what a callback gets as its module.
+        module_for: A function that returns the argument ``pl_module`` for a callback.
         profiler: A profiler of Lightning, or None.
 
     Attributes:
-        current: The name of the hook or step that runs, which ``self.log`` asks for.
+        current: The name of the hook or step that is running. ``self.log`` reads it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Hooks:
         self._methods: dict[str, tuple[list[Callable], Callable | None] | None] = {}
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook of the callbacks, then of the module. Returns what the module returned."""
+        """Call a hook of the callbacks, then of the module. Returns the module's return value."""
         methods = self._find(name)
         if methods is None:
             return None
@@ -88,7 +88,7 @@ class Hooks:
         return self._find(name) is not None
 
     def _find(self, name: str) -> tuple[list[Callable], Callable | None] | None:
-        """Return the methods of callbacks and module that override a hook; None if nobody does."""
+        """Return the methods of callbacks and module that override a hook, or None without any."""
         if self.callbacks != self._known_callbacks:
             self._known_callbacks = list(self.callbacks)
             self._methods.clear()
@@ -103,10 +103,10 @@ class Hooks:
     def call_callbacks(
         self, name: str, *args: Any, callbacks: list[Any] | None = None, **kwargs: Any
     ) -> None:
-        """Call a hook of callbacks only, also of those that another one adds in this hook.
+        """Call a hook of the callbacks only, including callbacks that are added in this hook.
 
         Args:
-            callbacks: Call these. None: all.
+            callbacks: The callbacks to call. None: all.
         """
         previous, self.current = self.current, name
         for callback in self.callbacks if callbacks is None else callbacks:
@@ -144,7 +144,7 @@ class Hooks:
         return overridden(self.source, name) is not None
 
     def module_method(self, name: str, is_profiled: bool = True) -> Callable | None:
-        """Return the module's own method as a hook, or None if it has none."""
+        """Return the module's method for a hook, or None if the module does not override it."""
         method = overridden(self.source, name)
         if method is None:
             return None
@@ -164,7 +164,7 @@ class Hooks:
         return self.with_profiler(f"[Callback]{key}.{name}", call)
 
     def inside(self, name: str, method: Callable) -> Callable:
-        """Return the method with the current hook set."""
+        """Return a function that sets ``current`` while the method runs."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             previous, self.current = self.current, name

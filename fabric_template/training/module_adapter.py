@@ -1,7 +1,7 @@
 """Give a LightningModule's interface to functions and objects, and run their steps.
 
-Plain Fabric runs ``model.training_step`` on one device outside of its precision: ``bf16-mixed`` trains
-in float32 silently. Here every step has precision, strategy and compilation around it.
+On one device, plain Fabric runs ``model.training_step`` without its precision: ``bf16-mixed``
+trains in float32 silently. Here every step runs with precision, strategy and compilation.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class ModuleAdapter(LightningModule):
-    """Gives a network with step functions, or an object with step methods, a LightningModule's interface.
+    """A LightningModule around a network with step functions, or an object with step methods.
 
-    It shares the parameters, buffers and submodules of the network under the network's own names, so
-    that checkpoints hold them as the user knows them.
+    It shares the network's parameters, buffers and submodules under their own names, so that a
+    checkpoint has the keys of ``network.state_dict()``.
 
     Args:
-        model: What was given to ``fit``.
+        model: The model that was given to ``fit``.
         network: The module that holds the parameters.
-        functions: Step functions ``fn(model, batch[, batch_idx])`` by the name of their method.
+        functions: Step functions ``fn(model, batch[, batch_idx])``, keyed by the name of the step.
     """
 
     def __init__(self, model: Any, network: nn.Module, functions: Mapping[str, Callable]) -> None:
@@ -82,7 +82,7 @@ class StepSource:
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the module that holds a model's parameters: itself, or all modules among its attributes."""
+    """Return the model itself, or a module that holds all modules among its attributes."""
     if isinstance(model, nn.Module):
         return model
     network = nn.Module()
@@ -100,17 +100,17 @@ def find_network(model: Any) -> nn.Module:
 
 
 def unwrap(part: Any) -> Any:
-    """Return the model or optimizer inside Fabric's wrapper; anything else as it is."""
+    """Return the model or optimizer inside Fabric's wrapper. Return anything else unchanged."""
     if not is_wrapped(part):
         return part
     return part.module if isinstance(part, nn.Module) else getattr(part, "optimizer", part)
 
 
 def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[Any, Any, nn.Module]:
-    """Return (module, source, network) of what was given to ``fit``.
+    """Return (module, source, network) for the model that was given to ``fit``.
 
     The module is the model itself if it is a LightningModule, else an adapter. The source is the object
-    whose methods are called.
+    whose steps and hooks are called.
     """
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
@@ -130,7 +130,7 @@ def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[A
 
 
 def parameters_of(method: Callable) -> Mapping[str, inspect.Parameter]:
-    """Return a method's parameters by name. Builtins may have none."""
+    """Return a method's parameters by name, or none for a builtin without a signature."""
     try:
         return inspect.signature(method).parameters
     except (TypeError, ValueError):
@@ -144,9 +144,9 @@ def takes_argument(method: Callable, name: str) -> bool:
 
 
 def takes_batch_idx(step: Callable) -> bool:
-    """Return whether a step takes ``(batch, batch_idx)`` and not ``(batch)`` alone.
+    """Return whether a step takes ``(batch, batch_idx)`` and not only ``(batch)``.
 
-    Arguments of a step function that have a default are the function's own.
+    Arguments of a step function that have a default value are not counted.
 
     Example:
         >>> takes_batch_idx(partial(lambda model, batch, factor=0.5: ..., None))
@@ -172,7 +172,7 @@ def takes_iterator(step: Callable) -> bool:
 
 
 class _CallStep(nn.Module):
-    """The module that the strategy wraps: its forward calls any step of the network."""
+    """The module that the strategy wraps. Its forward calls any step of the network."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class StepRunner:
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The wrapper that reduces gradients over the processes, if there is one."""
+        """The DDP wrapper, which reduces gradients across processes, or None."""
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def convert_network(self) -> None:
@@ -223,14 +223,14 @@ class StepRunner:
         if is_training and has_parameters and not is_alone:
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # Metrics and LightningModules keep their device and dtype in attributes of their own.
+            # Metrics and LightningModules also store their device and dtype as attributes.
             if type(module).to is not nn.Module.to:
                 module.to(self.fabric.device)
                 if self.converts_dtype:
                     self.precision.convert_module(module)
 
     def get(self, name: str, method: Callable) -> Callable:
-        """Return a step with everything around it that this run needs."""
+        """Wrap a step for the compilation, the strategy and the precision of this run."""
         if self.compile is not False:
             mode = None if self.compile is True else self.compile
             options = self.compile if isinstance(self.compile, dict) else {"mode": mode}
@@ -252,7 +252,7 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Return a step that runs as the forward of the strategy's wrapper.
 
-        In manual optimization DDP prepares for each backward in it, not for one at its end.
+        In manual optimization, DDP prepares for every backward in the step, not for one after it.
         """
         ddp = self.ddp
         is_automatic = getattr(self.source, "automatic_optimization", True)
@@ -273,11 +273,11 @@ class StepRunner:
         return step
 
     def _precision_context(self) -> Callable[[], AbstractContextManager] | None:
-        """Return what makes the context of a step, or None where the precision needs none."""
+        """Return a function that makes a step's precision context, or None if it needs none."""
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16
-            # Trainer switches the cache of casts off, so a weight that is used twice is cast twice.
+            # As in Trainer, casts are not cached: a weight that is used twice is cast twice.
             return partial(torch.autocast, self.precision.device, dtype=dtype, cache_enabled=False)
         return None if self.precision.precision == "32-true" else self.precision.forward_context
 
@@ -287,12 +287,12 @@ class StepRunner:
         return nullcontext() if self.ddp is None else self.ddp.no_sync()
 
 
-# Steps with an argument dataloader_iter, which fetch their batches themselves. Trainer calls this
-# flavor experimental. Hooks get the last batch that was fetched.
+# Steps with an argument dataloader_iter fetch their batches themselves. Trainer calls this feature
+# experimental. Hooks get the last batch that was fetched.
 
 
 class StepIterator:
-    """Gives ``batch, batch_idx, dataloader_idx = next(dataloader_iter)`` inside of a step."""
+    """The argument ``dataloader_iter`` of a step. It yields (batch, batch_idx, dataloader_idx)."""
 
     def __init__(self, batches: Iterator[tuple[Any, int, int]], num_batches: int | float) -> None:
         self._batches, self._num_batches = batches, num_batches
@@ -317,10 +317,10 @@ class StepIterator:
 
 
 def train_with_iterator(run: RunState, end_step: Callable[..., None]) -> None:
-    """Train an epoch whose step fetches its batches.
+    """Train an epoch with a step that fetches its batches itself.
 
     Args:
-        end_step: Does what follows a step: ``end_step(run, outputs, batch, batch_idx)``.
+        end_step: Called after each step as ``end_step(run, outputs, batch, batch_idx)``.
     """
     progress, loaders = run.progress, run.data.train
     first = progress.batches_done + loaders.extra_batches
@@ -348,7 +348,7 @@ def train_with_iterator(run: RunState, end_step: Callable[..., None]) -> None:
 def evaluate_with_iterator(
     run: RunState, name: str, method: Callable, max_batches: int | float, outputs: list[list[Any]]
 ) -> None:
-    """Run a step of an evaluation that fetches its batches. Adds what it returns to outputs, by loader."""
+    """Evaluate with a step that fetches its batches itself. Adds its outputs to ``outputs``."""
     loaders, step = run.data.eval_loaders, run.make_step(f"{name}_step", method)
     iterator = StepIterator(loaders.raw_batches(max_batches), loaders.count_batches(max_batches))
     num_places = 3 if loaders.has_several else 2

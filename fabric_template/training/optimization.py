@@ -1,4 +1,4 @@
-"""From one batch to the optimizer step: forward, loss, backward, clip, step, zero_grad, schedulers."""
+"""Train on one batch, with forward, loss, zero_grad, backward, clip, step and schedulers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def is_step_due(run: RunState) -> bool:
     """Return whether the optimizer steps after the current batch.
 
-    This is the one place that decides when an accumulation window ends. Every N-th batch ends one,
-    and the last batch of an epoch, as in Trainer.
+    An accumulation window ends after every N-th batch and after the last batch of an epoch, as in
+    Trainer. Only this function decides when it ends.
     """
     is_full = run.progress.batches_done % run.accumulate_grad_batches == 0
     return is_full or run.progress.is_epoch_complete
@@ -49,19 +49,19 @@ def starts_window(run: RunState) -> bool:
 
 
 class Optimization:
-    """Backward, clipping and the optimizer step, for automatic and manual optimization."""
+    """Base class with backward, clipping and the optimizer step of both kinds of optimization."""
 
     is_automatic: bool
 
     def __init__(self, run: RunState) -> None:
         self.run = run
-        # StochasticWeightAveraging updates the statistics of BatchNorm by forward passes alone.
+        # StochasticWeightAveraging sets this to update BatchNorm statistics by forward passes only.
         self.skip_backward = False
         self.last_loss: Tensor | None = None
         self.setup()
 
     def setup(self) -> None:
-        """Look up what each batch needs. Called again when the optimizers change."""
+        """Look up the hooks that each batch calls. Called again when the optimizers change."""
         run, hooks = self.run, self.run.hooks
         step = hooks.source.training_step
         self.call_step = run.make_step("training_step", step)
@@ -92,7 +92,7 @@ class Optimization:
         hooks.call("on_after_backward")
 
     def prepare_step(self, optimizer: Optimizer) -> None:
-        """Call the hook that sees the gradients, note their norm if it is logged, and clip them."""
+        """Call ``on_before_optimizer_step``, record the gradient norm if it is logged, and clip."""
         self.run.hooks.call("on_before_optimizer_step", optimizer)
         config = self.run.config
         if config.log_grad_norm and is_logging_due(self.run):
@@ -109,8 +109,8 @@ class Optimization:
     def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
         """Run the closure, prepare the gradients and step the optimizer.
 
-        A gradient scaler unscales the gradients before anybody reads them, and skips the step where
-        they are not finite.
+        A gradient scaler unscales the gradients before hooks and clipping read them. It skips the
+        step if they are not finite.
         """
         scaler = self._scaler
         if scaler is None:
@@ -136,7 +136,7 @@ class Optimization:
     def waiting_gradients(self) -> dict[str, Tensor]:
         """Return a copy of all gradients, for a checkpoint inside of an accumulation window."""
         if self.run.steps.is_model_parallel:
-            # FSDP holds them unsharded, where nobody reads them.
+            # FSDP accumulates unsharded gradients in private tensors.
             self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
             return {}
         parameters = self.run.network.named_parameters()
@@ -150,7 +150,7 @@ class Optimization:
 
 
 class AutomaticOptimization(Optimization):
-    """One batch of automatic optimization: the loop steps the optimizer.
+    """Trains on a batch with automatic optimization, where the loop steps the optimizer.
 
     Hooks fire in Trainer's order::
 
@@ -171,8 +171,8 @@ class AutomaticOptimization(Optimization):
         self._own_step = hooks.module_method("optimizer_step", is_profiled=False)
         is_lbfgs = isinstance(optimizer, LBFGS)
         has_closure = self._own_step is not None or self._scaler is not None
-        # torch's own optimizers, but LBFGS, run a closure once before they step. Without it they
-        # compute the same bits for less.
+        # Except for LBFGS, torch's optimizers run a closure once before they step. Without a
+        # closure they compute the same bits in less time.
         is_plain = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
         step = self._step_plainly if is_plain and not has_closure else self._step_with_closure
         action = f"[LightningModule]{type(hooks.source).__name__}.optimizer_step"
@@ -189,7 +189,7 @@ class AutomaticOptimization(Optimization):
             )
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
-        """Train on one batch. Returns what ``on_train_batch_end`` gets as its outputs."""
+        """Train on one batch. Returns the argument ``outputs`` of ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
         self._outputs: dict[str, Any] = {}
         if is_step_due(run):
@@ -211,8 +211,8 @@ class AutomaticOptimization(Optimization):
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
         # Keep the graph alive until the next forward, as a hand-written loop does. Freeing it here
-        # makes autograd create its node of each parameter again, and slows the optimizer.
-        # What keeps its graph by itself would double its memory.
+        # makes autograd create its node of each parameter again, which slows the optimizer.
+        # A backward of the module may retain the graph, which would double the memory.
         self.last_loss = loss if self._own_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -273,34 +273,34 @@ class AutomaticOptimization(Optimization):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients of an accumulation window that has not ended."""
-        # A checkpoint of the middle of a step resumes at the start of its accumulation window.
+        # A checkpoint from the middle of a step resumes at the start of its accumulation window.
         is_waiting = not is_step_due(self.run) and self.run.progress.phase != "step"
         return {"gradients": self.waiting_gradients() if is_waiting else {}}
 
 
 class ManualOptimization(Optimization):
-    """One batch of manual optimization: ``training_step`` steps its optimizers itself."""
+    """Trains on a batch with manual optimization, where the step steps the optimizers."""
 
     is_automatic = False
 
     def setup(self) -> None:
         super().setup()
-        # Optimizers that have stepped since the last backward. The gradients of the others may wait.
+        # Optimizers that have stepped since the last backward. The others still need gradients.
         self._stepped: set[int] = set()
-        # DDP adds gradients over the processes only if it was prepared for this backward.
+        # DDP reduces gradients across processes only if it was prepared for this backward.
         self._is_prepared = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_plain_steps(self, stack: ExitStack) -> None:
-        """Count steps of the optimizers themselves, which step functions and plain objects have."""
+        """Count the steps of plain optimizers, which step functions and plain objects use."""
         for index, optimizer in enumerate(self.run.optimizers):
             handle = optimizer.register_step_post_hook(partial(self._count_step, index))
             stack.callback(handle.remove)
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
-        """Run the step. Returns what ``on_train_batch_end`` gets as its outputs."""
+        """Run the step. Returns the argument ``outputs`` of ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # A module may have set its own callbacks in the batch before.
+            # The module may have set its own callback in the previous batch.
             for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
@@ -324,7 +324,7 @@ class ManualOptimization(Optimization):
         return outputs
 
     def _check_gradients(self, loss: Tensor) -> None:
-        """Refuse a step function that leaves its optimizers to the loop: nothing would be trained."""
+        """Refuse a step function that uses no optimizer, because nothing would be trained."""
         has_gradients = any(p.grad is not None for p in self.run.network.parameters())
         if loss.requires_grad and not self._stepped and not has_gradients:
             raise ConfigurationError(
@@ -334,7 +334,7 @@ class ManualOptimization(Optimization):
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
-        """Count a step that ``training_step`` takes. Steps of other hooks do not count."""
+        """Count an optimizer step in ``training_step``. Steps in other hooks do not count."""
         if not self._is_prepared:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run of several processes, expected"
@@ -345,7 +345,7 @@ class ManualOptimization(Optimization):
             self.run.progress.global_step += 1
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients for ``manual_backward``, and add them over the processes."""
+        """Compute the gradients for ``manual_backward``, and reduce them across processes."""
         if (ddp := self.run.steps.ddp) is not None:
             prepare_for_backward(ddp, loss)
             self._is_prepared = True
@@ -364,12 +364,12 @@ class ManualOptimization(Optimization):
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer unscales its gradients, as torch's fused ones do."""
+    """Return whether an optimizer unscales its gradients itself, as fused optimizers do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def clip_gradients(optimizer: Optimizer, value: float, algorithm: str | None) -> None:
-    """Limit the gradients of an optimizer's parameters, by their common norm or each by value."""
+    """Clip the gradients of an optimizer's parameters, by their total norm or by value."""
     if not value or value <= 0:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -380,14 +380,14 @@ def clip_gradients(optimizer: Optimizer, value: float, algorithm: str | None) ->
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
-    """Return the common norm of all gradients of an optimizer's parameters."""
+    """Return the total norm of the gradients of an optimizer's parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 def find_loss(output: Any, run: RunState) -> Tensor | None:
-    """Return the loss in what a step returned. None skips the batch."""
+    """Return the loss in the output of a step, or None to skip the batch."""
     loss = output
     if isinstance(output, tuple) and len(output) == 2 and not run.is_lightning_module:
         loss = output[0]
@@ -430,15 +430,15 @@ def after_optimizer_step(run: RunState) -> None:
 
 
 def step_lr_schedulers(run: RunState, interval: str, plateau: bool) -> None:
-    """Step the schedulers that count this interval.
+    """Step the schedulers of this interval that are due.
 
     Args:
         interval: "step", after each optimizer step, or "epoch".
-        plateau: Step those that follow a monitored metric; False: the others.
+        plateau: Step the schedulers that follow a metric. False: step the others.
     """
     if not run.optimization.is_automatic or (interval == "step" and not is_step_due(run)):
         return
-    # epochs_done counts whole epochs, and the current one is not counted yet.
+    # epochs_done does not count the current epoch yet.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0
@@ -470,6 +470,6 @@ def _step_scheduler(run: RunState, config: LRSchedulerConfig) -> None:
 
 
 def learning_rates(run: RunState) -> list[Any]:
-    """Return the learning rate of each optimizer's first parameter group, read from no device."""
+    """Return the learning rate of each optimizer's first parameter group, without a device sync."""
     rates = [group["lr"] for o in run.optimizers for group in o.param_groups[:1] if "lr" in group]
     return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]

@@ -1,4 +1,4 @@
-"""Every shape that ``configure_optimizers`` may return, as lists of optimizers and schedulers."""
+"""Parse the return value of ``configure_optimizers`` into lists of optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHAPES = (
 
 
 class NoOptimizer(Optimizer):
-    """The optimizer where ``configure_optimizers`` returned None: training runs, nothing changes."""
+    """The optimizer if ``configure_optimizers`` returned None. Its steps change nothing."""
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -46,18 +46,18 @@ def is_optimizer(item: Any) -> bool:
 
 
 def has_several_optimizers(given: Any) -> bool:
-    """Return whether a list of optimizers was given, alone or before schedulers."""
+    """Return whether several optimizers were given, alone or with schedulers."""
     if isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple):
         given = given[0]
     return isinstance(given, list | tuple) and sum(map(is_optimizer, given)) > 1
 
 
 def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
-    """Return ``optimizer=`` and ``scheduler=`` as ``configure_optimizers`` returns them."""
+    """Combine ``optimizer=`` and ``scheduler=`` as ``configure_optimizers`` would return them."""
     if not is_optimizer(optimizer):
         raise ConfigurationTypeError(
-            f"scheduler: got it with optimizer={describe(optimizer)}, expected one optimizer. Give"
-            " the schedulers of other shapes as configure_optimizers returns them."
+            f"scheduler: got it together with optimizer={describe(optimizer)}, expected one"
+            " optimizer. Write optimizer=([optimizers], [schedulers]) without scheduler=."
         )
     return [optimizer], scheduler if isinstance(scheduler, list) else [scheduler]
 
@@ -68,11 +68,11 @@ def parse_optimizers(
     has_own_scheduler_step: bool = False,
     where: str = "optimizer",
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Return the optimizers and the schedulers of any shape.
+    """Return the optimizers and schedulers in any value that ``configure_optimizers`` may return.
 
     Args:
-        has_own_scheduler_step: Whether the module steps schedulers itself, so that any object will do.
-        where: The source, for messages: "configure_optimizers" or the argument "optimizer".
+        has_own_scheduler_step: Whether lr_scheduler_step is overridden and takes any scheduler.
+        where: The source that messages name, "configure_optimizers" or the argument "optimizer".
     """
     optimizers, schedulers = _split(returned, where)
     configs = [_parse_scheduler(item, is_automatic) for item in schedulers]
@@ -96,7 +96,7 @@ def parse_optimizers(
 
 
 def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers, and the schedulers as they were given."""
+    """Return the optimizers and the unparsed schedulers."""
     if returned is None:
         warnings.warn(
             "`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer",
@@ -109,7 +109,7 @@ def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
     if optimizers and all(isinstance(item, Mapping) for item in optimizers):
         return _split_dicts(optimizers)
     if is_sequence and len(returned) == 2 and not is_optimizer(returned[1]):
-        # ([optimizers], [schedulers]), or one of each.
+        # This is ([optimizers], [schedulers]) or (optimizer, scheduler).
         optimizers, schedulers = (
             part if isinstance(part, list | tuple) else [part] for part in returned
         )
@@ -207,7 +207,7 @@ def _check_interface(scheduler: Any) -> None:
 
 
 def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:
-    """Refuse optimizers that have no parameter of the model: nothing would be trained."""
+    """Refuse optimizers without a parameter of the model, because nothing would be trained."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group.get("params", ())]
     # Plain tensors may be trained, too.

@@ -1,4 +1,4 @@
-"""Counters of a run, the conditions that end it, and when it validates."""
+"""Count the batches, steps and epochs of a run, and decide when it validates and stops."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """How far a run is. Every counter is written by the loops only."""
+    """Counters of a run. Only the loops change them."""
 
     stage: str | None = None
     """"train", "validate", "sanity_check", "test" or "predict"; None between stages."""
     global_step: int = 0
     """Optimizer steps taken."""
     epochs_done: int = 0
-    """Whole epochs."""
+    """Completed epochs."""
     batches_done: int = 0
-    """Batches of this epoch, the current one included."""
+    """Batches of this epoch, including the current one."""
     total_batches: int = 0
     """Batches of all epochs."""
     optimizer_steps_in_epoch: int = 0
     logging_step: int = 0
-    """The step that loggers see: batches after which the optimizer stepped."""
+    """The step that loggers get: the number of batches after which the optimizer stepped."""
     is_last_batch: bool = False
     """Whether the current batch is the last one of its epoch."""
     is_in_epoch: bool = False
     """Whether an epoch has started and not ended."""
     phase: str | None = None
-    """Where in an epoch the run is, for checkpoints that hooks save: "epoch_start", "step",
+    """The current point of an epoch, for checkpoints that hooks save: "epoch_start", "step",
     "batch_end", "validation", "validation_end", "epoch_end"; None between batches."""
     batches_at_last_step: int = 0
     """batches_done after the last optimizer step."""
     num_train_batches: int | float = math.inf
-    """Batches of an epoch; infinite where nobody knows."""
+    """Batches of an epoch; infinite if the length is unknown."""
     eval_batches_done: int = 0
     """Batches of the current evaluation."""
     total_eval_batches: int = 0
-    """Batches of the validations in this epoch, or of all calls of a stage."""
+    """Batches of all validations in this epoch, or of one test or prediction."""
 
     def start_epoch(self) -> None:
         self.is_in_epoch, self.is_last_batch = True, False
@@ -78,7 +78,7 @@ class Progress:
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters. A checkpoint of the middle of a step resumes after the last whole one."""
+        """Return the counters. In the middle of a step, return those of the last whole step."""
         without = ("stage", "num_train_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "step":
@@ -95,15 +95,15 @@ class Progress:
 
 
 class StopCondition:
-    """Decides when limits, ``should_stop`` or a signal end training.
+    """Decides whether a limit, ``should_stop`` or a signal ends training.
 
     Args:
-        config: The options, in which None stands for "no limit given".
-        has_other_limit: Whether a Timer callback ends the run, so that epochs need no limit.
+        config: The options. A limit of None was not given.
+        has_other_limit: Whether max_time or a Timer ends the run, so that epochs need no limit.
 
     Attributes:
         is_diverging: Set by StopOnNonFiniteLoss. Nothing is saved while the loss is not finite.
-        divergence: Its reason to stop, which min_epochs and min_steps do not delay.
+        divergence: Why StopOnNonFiniteLoss stops. min_epochs and min_steps do not delay this stop.
     """
 
     def __init__(self, config: LoopConfig, progress: Progress, has_other_limit: bool) -> None:
@@ -133,7 +133,7 @@ class StopCondition:
 
     @property
     def is_requested(self) -> bool:
-        """Return whether something asked to stop and may be heeded."""
+        """Return whether a stop was requested, and min_epochs and min_steps allow it."""
         is_heeded = self.should_stop and self.can_stop_early
         return is_heeded or self.signal is not None or bool(self.divergence)
 
@@ -158,14 +158,14 @@ class ValidationSchedule:
     """Decides after which training batches a fit validates.
 
     Attributes:
-        every_n_batches: The interval in batches; infinite where only the last batch decides.
+        every_n_batches: The interval in batches; infinite for other intervals, such as a time.
     """
 
     def __init__(self, run: RunState) -> None:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # A step with dataloader_iter may take several batches.
+        # A step with dataloader_iter may fetch several batches.
         self._fetches_itself = takes_iterator(run.hooks.source.training_step)
         self._seconds: float | None = None
         interval = run.config.val_check_interval
@@ -179,7 +179,7 @@ class ValidationSchedule:
         self._restarted_at = time.monotonic()
 
     def count_batches(self) -> None:
-        """Look up the interval in batches. Called again when the training loader may have changed."""
+        """Compute the interval in batches, again if the training loader may have changed."""
         config = self.run.config
         self._counts_in_epoch = config.check_val_every_n_epoch is not None
         self._is_enabled = self.run.should_validate
@@ -230,7 +230,7 @@ class ValidationSchedule:
         return count % self.every_n_batches == 0
 
     def is_due_at_short_end(self) -> bool:
-        """Return whether to validate at the end of an epoch that was shorter than its length."""
+        """Return whether to validate after an epoch that had fewer batches than expected."""
         progress, every = self.run.progress, self.every_n_batches
         if every == math.inf or not self._counts_in_epoch or not self.is_in_this_epoch():
             return False

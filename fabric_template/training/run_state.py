@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 
 class RunState:
-    """Everything that the functions of a run work with.
+    """The model, the data and the parts of the loop in one call.
 
     Args:
-        loop: The FabricLoop, which modules and callbacks know as their trainer.
+        loop: The FabricLoop, which modules and callbacks get as their trainer.
         stage: The call: "fit", "validate", "test" or "predict".
-        model: What the user gave. None: an evaluation continues with the model of the run before it.
-        loaders: What was given, by "train", "val", "test" and "predict".
-        functions: The step functions that were given, by name.
+        model: The model that was given. None: an evaluation uses the model of the previous run.
+        loaders: The loaders that were given, keyed by "train", "val", "test" and "predict".
+        functions: The step functions that were given, keyed by name.
 
     Attributes:
         module: A LightningModule: the model itself, or an adapter around it.
         network: The nn.Module that holds the parameters.
-        steps: The step methods with precision, strategy and compilation around them.
+        steps: Wraps the steps for the precision, the strategy and the compilation.
         checkpoint: The checkpoint that this run starts from, until it is restored.
-        own_state: The part of the checkpoint that only this loop saves; hooks do not see it.
-        resumes: Whether it is continued with its optimizers and counters.
-        requires_grad_at_start: That of each parameter, when training was about to start.
+        own_state: The part of the checkpoint that only FabricLoop saves. Hooks do not see it.
+        resumes: Whether the run restores the optimizers and counters of the checkpoint, too.
+        requires_grad_at_start: The requires_grad of each parameter right before training.
     """
 
     model: Any
@@ -88,7 +88,7 @@ class RunState:
         self.data = DataConnector(loaders, datamodule if datamodule is not None else source)
         self.datamodule = datamodule
         if datamodule is None and last is not None and last.datamodule is not None:
-            # The datamodule of the run before stays. Its loaders are used where there are no others.
+            # Keep the datamodule of the previous run. Use its loaders if no others were given.
             self.datamodule = last.datamodule
             if not self.data.has_loader(first):
                 self.data.source = self.datamodule
@@ -96,11 +96,11 @@ class RunState:
         check_call(self)
 
     def _make_parts(self, source: Any, last: RunState | None) -> None:
-        """Make the parts that this file does not have to know."""
+        """Make the parts of the run, such as hooks, counters and loggers."""
         loop, config, fabric = self.loop, self.config, self.fabric
         self.hooks = Hooks(loop, loop.callbacks, source, self._module_for, loop.given_profiler)
         before: Progress = Progress() if last is None else last.progress
-        # An evaluation keeps the counters of the training before it.
+        # An evaluation starts with the counters of the previous run.
         self.progress: Progress = Progress(
             global_step=before.global_step,
             epochs_done=before.epochs_done,
@@ -139,7 +139,7 @@ class RunState:
         self.exception: BaseException | None = None
 
     def _module_for(self, callback: Any) -> Any:
-        """Return what a callback gets as its module: Lightning's expect a LightningModule."""
+        """Return a callback's ``pl_module``. Lightning's callbacks expect a LightningModule."""
         packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)
@@ -151,7 +151,7 @@ class RunState:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Return a step with precision and strategy around it, and its name for log and the profiler."""
+        """Wrap a step for precision and strategy, and set its name for log and the profiler."""
         action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
         return self.hooks.inside(name, step)

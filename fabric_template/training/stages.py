@@ -1,4 +1,4 @@
-"""Run one call of fit, validate, test or predict: set up, loop, tear down, and handle what ends it early."""
+"""Run one call of fit, validate, test or predict, with set-up, teardown, signals and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.m
 
 
 def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
-    """Run a call with everything around it, in new processes where the strategy starts them.
+    """Run a call with its set-up and teardown, in new processes if the strategy launches them.
 
     Args:
         function: ``fit_stage``, ``evaluate_stage`` or ``predict_stage``.
@@ -63,7 +63,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
             join_processes(fabric)
             seed_processes(fabric)
             if not fabric.is_global_zero:
-                # Scripts that Fabric has started know their rank only now.
+                # A script that Fabric has started learns its rank in join_processes.
                 run.console.is_enabled = run.warn_once.is_enabled = False
             if run.is_distributed:
                 check_same_checkpoint(run)
@@ -85,7 +85,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
 
 
 def set_up(run: RunState, stack: ExitStack) -> None:
-    """Prepare what every stage needs, in Trainer's order. The stack undoes at the end what this changes."""
+    """Prepare a stage, in Trainer's order. The stack undoes the changes at the end."""
     is_training = run.stage == "fit"
     set_torch_flags(run.config)
     attach_run(run, stack)
@@ -99,7 +99,7 @@ def set_up(run: RunState, stack: ExitStack) -> None:
         run.hooks.call_module("configure_model")
     run.steps.convert_network()
     if run.steps.is_model_parallel:
-        # The shards of a checkpoint are read into those of the network.
+        # A sharded checkpoint is read into the shards of the network, which must exist first.
         run.steps.setup(is_training)
     if run.checkpoint is not None:
         restore_model(run, run.checkpoint)
@@ -123,7 +123,7 @@ def tear_down(run: RunState) -> None:
 
 
 def fit_stage(run: RunState) -> None:
-    """Prepare training, restore a checkpoint, check the validation, train."""
+    """Set up the optimizers, restore a checkpoint, run the sanity check, and train."""
     configure_optimizers(run)
     run.hooks.call("on_fit_start")
     run.network.zero_grad()
@@ -137,7 +137,7 @@ def fit_stage(run: RunState) -> None:
         print_if_finished(run)
     run.results.start_training()
     if not run.is_lightning_module and not run.network.training:
-        # Submodules in eval mode were put there on purpose, in a network that trains.
+        # If the network is in train mode, submodules in eval mode are intended.
         run.network.train()
     run_sanity_check(run)
     run.results.start_training()
@@ -146,7 +146,7 @@ def fit_stage(run: RunState) -> None:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_plain_steps(stack)
-        # A signal during the set-up of several processes ends them here.
+        # With several processes, a signal during the set-up ends them here.
         run.signals.check(run, is_due=True)
         warn_of_eval_modules(run)
         fit(run)
@@ -171,7 +171,7 @@ def predict_stage(run: RunState, keep: bool) -> list[Any] | None:
 
 
 def run_sanity_check(run: RunState) -> None:
-    """Validate a few batches before training, so that a broken validation fails at once."""
+    """Validate a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
     if not run.should_validate or most == 0 or run.checkpoint is not None:
         return
@@ -202,7 +202,7 @@ def set_torch_flags(config: LoopConfig) -> None:
 
 
 def attach_run(run: RunState, stack: ExitStack) -> None:
-    """Give the parts of a run their trainer and their ``log``, and the profiler its module."""
+    """Set ``trainer`` and ``log`` of module, datamodule and callbacks, and set up the profiler."""
     for part in {id(part): part for part in (run.module, run.model)}.values():
         if isinstance(getattr(type(part), "trainer", None), property):
             part.trainer = run.loop
@@ -218,15 +218,15 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
         attach_log(callback, run, stack)
     if (profiler := run.loop.given_profiler) is not None:
         set_profiled_module(profiler, run.module)
-        # The rank becomes a part of the file's name.
+        # The profiler adds the rank to the name of its file.
         local_rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
         profiler.setup(stage=run.stage, local_rank=local_rank, log_dir=run.loop.log_dir)
 
 
 def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
-    """Put our ``log`` and ``log_dict`` before Lightning's, which are many times slower.
+    """Replace Lightning's ``log`` and ``log_dict``, which are many times slower than ours.
 
-    A class with a ``log`` of its own keeps it. If it calls Lightning's, that one ends in our results.
+    A class keeps a ``log`` of its own. If it calls Lightning's, the values reach our results.
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)
@@ -239,7 +239,7 @@ def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
         own = getattr(type(part), name, None)
         if name not in attributes and (own is None or _is_lightnings(own)):
             method = getattr(run.results, name)
-            # Its counters would become constants of the graph, and compile it again for each batch.
+            # torch.compile would treat log's counters as constants, and recompile for each batch.
             attributes[name] = torch.compiler.disable(method) if run.config.compile else method
             stack.callback(attributes.pop, name, None)
 
@@ -257,7 +257,7 @@ def set_up_signals(run: RunState, stack: ExitStack) -> None:
     is_launched = run.is_distributed or "TORCHELASTIC_RUN_ID" in os.environ
     run.signals = SignalHandler(not run.fabric.is_global_zero, is_launched)
     if run.is_distributed:
-        # The others would wait for a process that a signal ends in its set-up.
+        # If a signal ended one process during its set-up, the others would wait for it.
         stack.enter_context(run.signals)
 
 
@@ -277,7 +277,7 @@ def prepare_data(run: RunState) -> None:
 
 
 def configure_optimizers(run: RunState) -> None:
-    """Set the optimizers that were given, or those that the module makes."""
+    """Set the given optimizers, or the ones that ``configure_optimizers`` returns."""
     returned, where = run.given_optimizer, "optimizer"
     if returned is None:
         returned = run.hooks.call_module("configure_optimizers")
@@ -309,7 +309,7 @@ def print_if_finished(run: RunState) -> None:
 def finish_signal(run: RunState) -> None:
     """Print where a signal ended training, and end the program as the signal would.
 
-    In a notebook fit returns.
+    In a notebook, fit returns instead.
     """
     number, path, progress = run.stop.signal, run.checkpoints.last_model_path, run.progress
     if number is None:
@@ -324,15 +324,15 @@ def finish_signal(run: RunState) -> None:
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and is_instance_of(environment, "LightningEnvironment"):
-        # Lightning kills the first process, which may be saving, for the exit code of another one.
+        # If another process exits with an error, Lightning kills the first, which may be saving.
         raise SystemExit(0)
     raise error_of_signal(number)
 
 
 def handle_exception(run: RunState, error: BaseException) -> None:
-    """Save where an error struck, call its hooks, and close what is open.
+    """Save the run after an error, call ``on_exception``, and close loggers and loaders.
 
-    The error must reach the caller. What fails in here costs a warning.
+    The error must reach the caller, so a failure in this function is only a warning.
     """
     run.loop.status = TrainerStatus.INTERRUPTED
     run.exception = error
@@ -342,7 +342,7 @@ def handle_exception(run: RunState, error: BaseException) -> None:
         try:
             function(*args)
         except Exception as other:
-            # A warning may be an error, too.
+            # A warning filter may turn this warning into an error.
             with suppress(Warning):
                 text = (
                     f"after {type(error).__name__}, {what} failed: {type(other).__name__}: {other}"
